@@ -1,0 +1,84 @@
+"""What a cache is configured with. Invalid values raise pydantic's `ValidationError`, saying which and why."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PoolConfig(_Config):
+    """The KV pool: how many token slots, and the shape of one slot's K and V in every layer."""
+
+    num_slots: int = Field(gt=0, le=MAX_SLOTS, description="token slots that callers can use")
+    num_layers: int = Field(default=0, ge=0, description="0 makes an index-only cache, without tensors")
+    num_kv_heads: int = Field(default=0, ge=0)
+    head_dim: int = Field(default=0, ge=0, description="elements of one head's K")
+    v_head_dim: int | None = Field(default=None, ge=0, description="elements of one head's V; None: as K")
+    dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"] = "bfloat16"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+
+    @model_validator(mode="after")
+    def _layers_have_a_shape(self) -> Self:
+        if self.num_layers and not (self.num_kv_heads and self.head_dim):
+            raise ValueError("a pool with layers needs num_kv_heads and head_dim of at least 1")
+        return self
+
+
+class EvictionConfig(_Config):
+    """When the background task frees slots: woken above the high mark, it stops at the low one."""
+
+    policy: Literal["lru"] = "lru"
+    high_watermark: float = Field(default=0.9, gt=0, le=1, description="fraction of slots in use; 1.0: task off")
+    low_watermark: float = Field(default=0.8, ge=0, lt=1, description="fraction of slots in use")
+    slice_ms: float = Field(default=1.0, gt=0, description="longest time the task holds the event loop at once")
+
+    @model_validator(mode="after")
+    def _low_below_high(self) -> Self:
+        if self.low_watermark >= self.high_watermark:
+            raise ValueError(
+                f"low_watermark ({self.low_watermark}) must be below high_watermark ({self.high_watermark})"
+            )
+        return self
+
+
+class LeaseConfig(_Config):
+    """How leases and those who wait for them are treated."""
+
+    acquire_timeout_s: float = Field(default=30.0, ge=0, description="how long an acquire waits for room by default")
+    max_waiters: int = Field(default=1024, ge=0, description="acquires that may wait at once; beyond it CacheBusy")
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message='Field name "validate"')  # a deprecated method of pydantic's own
+
+    class CacheConfig(_Config):
+        """Everything that makes one cache. Two caches of one name must have equal configurations."""
+
+        kind: Literal["radix", "chunk"] = Field(default="radix", description="chunk: nothing is shared")
+        page_size: int = Field(default=1, ge=1, le=65_536, description="tokens a page; the unit of sharing")
+        pool: PoolConfig
+        eviction: EvictionConfig = EvictionConfig()
+        leases: LeaseConfig = LeaseConfig()
+        validate: bool = Field(default=False, description="check every invariant after every batch (slow)")  # type: ignore[assignment]
+        fingerprint: str = Field(default="", description="identifies the model, so that two are never mixed")
+
+        @model_validator(mode="after")
+        def _pool_is_whole_pages(self) -> Self:
+            if self.pool.num_slots % self.page_size:
+                raise ValueError(
+                    f"num_slots ({self.pool.num_slots}) must be a multiple of page_size ({self.page_size})"
+                )
+            return self
+
+        def digest(self) -> str:
+            """A short hash of every field: equal digests, equal configurations."""
+            return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]

@@ -1,0 +1,103 @@
+"""The closed set of errors that callers of a cache see, in one process or across Ray.
+
+    CacheError
+    ├── PoolExhausted      no room now, or never
+    ├── StaleEpoch         the cache restarted since the lease was made
+    ├── LeaseExpired       the lease's time ran out
+    ├── UnknownLease       released, aborted, forged, or another session's
+    ├── CacheBusy          a queue is full; try again later
+    ├── CacheUnavailable   the cache is dead, restarting, or does not answer
+    ├── ConfigMismatch     a cache of that name runs with another configuration
+    └── InvalidRequest     the request can never be served as it stands
+
+Every constructor takes positional arguments only and keeps them in ``args``: an exception with required keyword
+arguments does not survive Ray's pickling.
+"""
+
+from __future__ import annotations
+
+
+class CacheError(Exception):
+    """Base of every error a cache raises."""
+
+
+class PoolExhausted(CacheError):
+    """The pool has no room for a request, even after evicting all it may evict. Nothing was taken.
+
+    All counts are token slots. `held_slots` is what `open_leases` leases hold, locked in the tree or privately.
+    `can_ever_fit=False` means that the request is larger than the whole pool: waiting cannot help.
+    """
+
+    def __init__(
+        self,
+        needed: int,
+        free: int,
+        evictable: int,
+        held_slots: int,
+        open_leases: int,
+        can_ever_fit: bool = True,
+    ) -> None:
+        super().__init__(needed, free, evictable, held_slots, open_leases, can_ever_fit)
+        self.needed = needed
+        self.free = free
+        self.evictable = evictable
+        self.held_slots = held_slots
+        self.open_leases = open_leases
+        self.can_ever_fit = can_ever_fit
+
+    def __str__(self) -> str:
+        advice = (
+            "release leases, raise timeout_s, or enlarge PoolConfig.num_slots"
+            if self.can_ever_fit
+            else "it can never fit: shorten the request or enlarge PoolConfig.num_slots"
+        )
+        return (
+            f"needs {self.needed} slots, but {self.free} are free and {self.evictable} evictable "
+            f"({self.held_slots} held by {self.open_leases} leases); {advice}"
+        )
+
+
+class StaleEpoch(CacheError):
+    """The request belongs to an earlier life of the cache: its slots and leases are gone. Start afresh."""
+
+    def __init__(self, request_epoch: str, cache_epoch: str) -> None:
+        super().__init__(request_epoch, cache_epoch)
+        self.request_epoch = request_epoch
+        self.cache_epoch = cache_epoch
+
+    def __str__(self) -> str:
+        return (
+            f"the request is of epoch {self.request_epoch!r}, the cache is in epoch {self.cache_epoch!r}: "
+            "drop its leases and acquire again"
+        )
+
+
+class LeaseExpired(CacheError):
+    """The lease's time to live ran out before the request arrived; the request had no effect."""
+
+
+class UnknownLease(CacheError):
+    """The lease was released or aborted, was never made, or belongs to another session; nothing changed."""
+
+
+class CacheBusy(CacheError):
+    """A bounded queue is full. Nothing was queued; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}; try again in {self.retry_after_s:g} s"
+
+
+class CacheUnavailable(CacheError):
+    """The cache is dead, restarting, shut down, or does not answer."""
+
+
+class ConfigMismatch(CacheError):
+    """A cache of this name already runs with another configuration."""
+
+
+class InvalidRequest(CacheError):
+    """The request can never be served as it stands: the message says what is wrong with it. Nothing changed."""

@@ -1,0 +1,35 @@
+"""One string for the three things that separate namespaces, framed so that no two triples meet."""
+
+from __future__ import annotations
+
+MAX_FIELD_LENGTH = 4096  # characters
+
+
+def frame_namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:
+    """The core's one namespace key for a triple; None for the default namespace (all three absent).
+
+    Each part is its presence, length and text ("-" if absent, else "length:text"), so that ("bc", "a") and
+    ("c", "ab") differ, and the empty string differs from None.
+
+    Raises:
+        ValueError: a part is not a string, is too long, or cannot be encoded as UTF-8.
+    """
+    if extra_key is None and lora_id is None and cache_salt is None:
+        return None
+    return "".join(
+        (_frame("extra_key", extra_key), _frame("lora_id", lora_id), _frame("cache_salt", cache_salt))
+    )
+
+
+def _frame(name: str, part: str | None) -> str:
+    if part is None:
+        return "-"
+    if not isinstance(part, str):
+        raise ValueError(f"{name} must be a string or None, not {type(part).__name__}")
+    if len(part) > MAX_FIELD_LENGTH:
+        raise ValueError(f"{name} has {len(part)} characters, more than {MAX_FIELD_LENGTH}: pass a digest of it")
+    try:
+        part.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode text: {error}") from None
+    return f"{len(part)}:{part}"

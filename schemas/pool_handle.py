@@ -1,0 +1,28 @@
+"""How a worker reaches the tensors of a cache's pool: sent once, after that only slot ids travel."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from raydix.schemas.config import PoolConfig
+from raydix.schemas.message import Message
+
+
+class PoolHandle(Message):
+    """Where the pool lies and how to map it.
+
+    A worker maps it if it runs on the same node and, for a GPU pool, on the same card; otherwise it copies through
+    the actor.
+    """
+
+    epoch: str = Field(description="the life of the cache to which this memory belongs")
+    page_size: int
+    pool: PoolConfig
+    device_type: Literal["cpu", "cuda"]
+    node_id: str = Field(description="the Ray node of the cache")
+    path: str | None = Field(default=None, description="CPU pools: the file to map, valid on that node")
+    num_bytes: int = Field(default=0, description="size of the whole pool")
+    gpu_uuid: str | None = Field(default=None, description="GPU pools: the card, whatever its index here or there")
+    ipc_handle: bytes | None = Field(default=None, description="GPU pools: the pickled CUDA IPC handle")

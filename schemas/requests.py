@@ -1,0 +1,154 @@
+"""One request per verb. A client makes and validates them; batches carry them to the cache in order."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, Field
+
+from raydix.schemas.message import Message
+from raydix.schemas.tokens import TokenIds
+
+
+def _not_empty(tokens: TokenIds) -> TokenIds:
+    if len(tokens) == 0:
+        raise ValueError("at least one token id is needed")
+    return tokens
+
+
+Tokens = Annotated[TokenIds, AfterValidator(_not_empty)]
+LeaseId = Annotated[str, Field(min_length=1, max_length=128)]
+Namespace = Annotated[str | None, Field(description="framed by `frame_namespace`; None: the default namespace")]
+TimeoutSeconds = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
+
+
+class OpenSession(Message):
+    """Begin a session: the owner of the leases that a client will take."""
+
+    session_id: LeaseId
+    owner: str = Field(description="who it is, for people: shown in statistics and errors")
+    config_digest: str | None = Field(default=None, description="refuse a cache with another configuration")
+
+
+class CloseSession(Message):
+    """End a session and abort every lease it still holds."""
+
+    session_id: LeaseId
+
+
+class MatchRequest(Message):
+    """How much of `tokens` is cached. A probe: nothing is held, no recency changes."""
+
+    tokens: Tokens
+    namespace: Namespace = None
+
+
+class LockRequest(Message):
+    """Match and lock in one step, without allocating. `lease_id` is the client's, so a retry is harmless."""
+
+    lease_id: LeaseId
+    tokens: Tokens
+    namespace: Namespace = None
+
+
+class AcquireRequest(Message):
+    """Match, lock, and allocate slots for the rest of `tokens` and `new_tokens` more, in one step."""
+
+    lease_id: LeaseId
+    tokens: Tokens
+    namespace: Namespace = None
+    new_tokens: int = Field(default=0, ge=0, strict=True, description="slots beyond those for `tokens`")
+    max_prefix_len: int | None = Field(default=None, ge=0, strict=True, description="match at most so many tokens")
+    timeout_s: TimeoutSeconds = Field(default=None, description="wait for room so long; None: as configured")
+
+
+class WaitRequest(Message):
+    """Wait until a queued acquire or extend of this lease is served, or its time runs out."""
+
+    session_id: LeaseId
+    epoch: str
+    lease_id: LeaseId
+
+
+class InsertRequest(Message):
+    """Publish the first `num_tokens` tokens of a lease, whole pages of them.
+
+    `suffix` holds only the ids that the cache has not seen: those after the `num_tokens - len(suffix)` it knows.
+    """
+
+    lease_id: LeaseId
+    num_tokens: int = Field(gt=0, strict=True)
+    suffix: TokenIds
+    release: bool = Field(default=False, description="end the lease in the same step")
+
+
+class ExtendRequest(Message):
+    """More private slots for a lease."""
+
+    lease_id: LeaseId
+    num_tokens: int = Field(gt=0, strict=True)
+    timeout_s: TimeoutSeconds = None
+
+
+class ReleaseRequest(Message):
+    """End a lease: private slots are freed, what was inserted stays. No effect on one that has ended."""
+
+    lease_id: LeaseId
+
+
+class AbortRequest(Message):
+    """End a lease or withdraw it while it waits. The same as a release, kept apart for the statistics."""
+
+    lease_id: LeaseId
+
+
+class EvictRequest(Message):
+    """Evict at least `num_tokens` tokens' KV, or all that nobody holds."""
+
+    num_tokens: int = Field(ge=0, strict=True)
+
+
+class ResetRequest(Message):
+    """Make everything cached unmatchable and free it; running leases keep their slots to the end."""
+
+
+class StatsRequest(Message):
+    """A snapshot of the cache's counts."""
+
+
+class CheckInvariantsRequest(Message):
+    """Walk the whole cache and verify every rule it keeps. O(everything)."""
+
+
+class Batch(Message):
+    """Requests of one session, executed in order; one that fails does not hinder the others."""
+
+    session_id: LeaseId
+    epoch: str
+    requests: tuple[Message, ...]
+
+
+class ReadKV(Message):
+    """Copy the KV of `slots`, which the lease covers, out of the pool."""
+
+    session_id: LeaseId
+    epoch: str
+    lease_id: LeaseId
+    slots: NDArray[np.int64]
+
+
+class WriteKV(Message):
+    """Copy KV into `slots`, which the lease holds privately.
+
+    `k` and `v` are the raw bytes of `[num_layers, len(slots), num_kv_heads, dim]` in the pool's dtype, as uint8, so
+    that they travel out of band whatever the dtype.
+    """
+
+    session_id: LeaseId
+    epoch: str
+    lease_id: LeaseId
+    slots: NDArray[np.int64]
+    k: NDArray[np.uint8]
+    v: NDArray[np.uint8]

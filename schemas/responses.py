@@ -1,0 +1,86 @@
+"""One response per verb. Where a batch carries them, a failed request's place holds its `CacheError` instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from raydix.schemas.config import CacheConfig
+from raydix.schemas.message import Message
+
+
+class SessionResponse(Message):
+    """A session is open. Its epoch goes into every later message."""
+
+    epoch: str = Field(description="this life of the cache; a restarted cache has another")
+    config: CacheConfig
+
+
+class MatchResponse(Message):
+    """What a probe found."""
+
+    prefix_len: int = Field(description="leading tokens whose KV can be used now; a multiple of page_size")
+    full_prefix_len: int = Field(description="the same for full-attention KV alone; never shorter")
+    branching_len: int | None = Field(
+        default=None, description="where a state or window would be worth publishing, beyond prefix_len; else None"
+    )
+
+
+class LeaseResponse(Message):
+    """A lease is granted."""
+
+    lease_id: str
+    prefix_len: int = Field(description="leading tokens whose KV is there; a multiple of page_size")
+    num_slots: int = Field(description="slots the lease covers, one per token")
+    page_starts: bytes = Field(description="int32: the first slot of each page the lease covers, in token order")
+
+
+class WaitingResponse(Message):
+    """There is no room now; the request waits in line. Ask for the outcome with a `WaitRequest`."""
+
+    lease_id: str
+    position: int = Field(description="how many wait before it")
+
+
+class ExtendResponse(Message):
+    """More private slots."""
+
+    num_slots: int = Field(description="slots the lease now covers")
+    page_starts: bytes = Field(description="int32: first slots of the pages added")
+
+
+class InsertResponse(Message):
+    """What publishing did. The first four fields are for the caller, the last for its client."""
+
+    prefix_len: int = Field(description="leading tokens that were in the tree already")
+    num_inserted: int = Field(description="tokens the tree took over")
+    num_duplicates: int = Field(description="private slots freed because the tree had their tokens")
+    retired: bool = Field(default=False, description="the namespace was retired; nothing was published")
+    repointed: bytes = Field(default=b"", description="int32: the tree's page starts in place of the duplicates'")
+
+
+class EvictResponse(Message):
+    """What an eviction freed."""
+
+    num_evicted: int = Field(description="tokens whose slots are free now")
+
+
+class Ack(Message):
+    """Done, with nothing to tell."""
+
+
+class BatchResponse(Message):
+    """The responses to a batch, one per request and in its order; `CacheError`s stand for failures."""
+
+    epoch: str
+    responses: tuple[Any, ...]
+
+
+class KVResponse(Message):
+    """The KV of some slots: raw bytes of `[num_layers, n, num_kv_heads, dim]` in the pool's dtype, as uint8."""
+
+    k: NDArray[np.uint8]
+    v: NDArray[np.uint8]

@@ -1,0 +1,53 @@
+"""What a cache tells of itself."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from raydix.schemas.message import Message
+
+
+class EvictionTaskStats(Message):
+    """The health of the background eviction task."""
+
+    enabled: bool = Field(description="False where high_watermark is 1.0: callers then evict their own shortfall")
+    alive: bool
+    rounds: int = Field(description="times it was woken and ran to the low mark")
+    slices: int = Field(description="times it held the event loop")
+    tokens_evicted: int
+    failures: int = Field(description="rounds that raised; each was logged and survived")
+    last_error: str | None
+    longest_slice_ms: float
+
+
+class CacheStats(Message):
+    """A snapshot. `free + private + tree + quarantined == num_slots`, at all times; counts are in slots or tokens."""
+
+    epoch: str
+    num_slots: int
+    free_slots: int
+    private_slots: int = Field(description="held by leases and not published")
+    tree_slots: int
+    quarantined_slots: int = Field(description="withheld because a vanished owner may still be writing them")
+    evictable_slots: int = Field(description="of tree_slots, those no lease has locked")
+    protected_slots: int = Field(description="of tree_slots, those a lease has locked")
+    open_leases: int
+    open_sessions: int
+    waiters: int
+    acquires: int = Field(description="leases granted by acquire or lock")
+    hits: int = Field(description="of those, the ones that found a prefix")
+    tokens_requested: int = Field(description="prompt tokens of granted acquires")
+    tokens_reused: int = Field(description="of those, the tokens whose KV was there")
+    tokens_inserted: int
+    tokens_duplicate: int = Field(description="tokens computed twice: their slots were freed on insert")
+    tokens_evicted: int = Field(description="by the task, by callers in need and by evict()")
+    exhausted: int = Field(description="acquires and extends refused for want of room")
+    probes: int
+    batches: int
+    requests: int = Field(description="requests carried by those batches")
+    eviction_task: EvictionTaskStats
+
+    @property
+    def hit_rate(self) -> float:
+        """Reused tokens as a share of requested ones, 0 before the first request."""
+        return self.tokens_reused / self.tokens_requested if self.tokens_requested else 0.0

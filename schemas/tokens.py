@@ -1,0 +1,119 @@
+"""Token ids as they travel: packed little-endian unsigned integers, checked once where they enter."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+NARROW_LIMIT = 2**32
+WIDE_LIMIT = 2**64
+
+
+class TokenIds:
+    """An immutable row of token ids, 4 bytes each, or 8 each as soon as one of them needs more than 32 bits.
+
+    Build one with `TokenIds.pack(ids)`. Equal ids always pack to equal bytes, so comparing two rows is a memcmp.
+    """
+
+    __slots__ = ("data", "width")
+
+    def __init__(self, data: bytes, width: int) -> None:
+        self.data = data  # little-endian, `width` bytes an id
+        self.width = width  # 4 or 8
+
+    @classmethod
+    def pack(cls, ids: Any) -> TokenIds:
+        """Pack a list, tuple, `array.array`, 1-D numpy array or 1-D torch tensor of ids in [0, 2**64).
+
+        Costs one pass over the ids, in C. An object that is already packed is returned as it is.
+
+        Raises:
+            ValueError: an id is negative, fractional or too large, or the ids are not a 1-D row of integers.
+        """
+        if isinstance(ids, TokenIds):
+            return ids
+        if isinstance(ids, (list, tuple, range)):
+            return cls._pack_sequence(ids)
+        return cls._pack_array(_as_array(ids))
+
+    @classmethod
+    def _pack_sequence(cls, ids: list[Any] | tuple[Any, ...] | range) -> TokenIds:
+        for code, width in (("I", 4), ("Q", 8)):
+            try:
+                return cls(struct.pack(f"<{len(ids)}{code}", *ids), width)
+            except struct.error:
+                continue
+        raise ValueError(
+            "token ids must be integers in [0, 2**64): found one that is negative, fractional or too large"
+        )
+
+    @classmethod
+    def _pack_array(cls, ids: NDArray[Any]) -> TokenIds:
+        if ids.ndim != 1:
+            raise ValueError(f"token ids must be one-dimensional, not of shape {ids.shape}")
+        if ids.dtype.kind not in "iu":
+            raise ValueError(f"token ids must be integers, not {ids.dtype}: cast them first")
+        if len(ids) == 0:
+            return cls(b"", 4)
+        if ids.dtype.kind == "i" and int(ids.min()) < 0:
+            raise ValueError(f"token ids must not be negative: found {int(ids.min())}")
+        width = 8 if ids.dtype.itemsize == 8 and int(ids.max()) >= NARROW_LIMIT else 4
+        return cls(ids.astype(f"<u{width}", copy=False).tobytes(), width)
+
+    @property
+    def ids(self) -> NDArray[Any]:
+        """The ids as a read-only numpy view, uint32 or uint64."""
+        return np.frombuffer(self.data, f"<u{self.width}")
+
+    def tolist(self) -> list[int]:
+        """The ids as Python integers."""
+        ids: list[int] = self.ids.tolist()
+        return ids
+
+    def __len__(self) -> int:
+        return len(self.data) // self.width
+
+    def slice(self, start: int, stop: int) -> TokenIds:
+        """The ids [start, stop), packed as narrow as they can be."""
+        part = self.data[start * self.width : stop * self.width]
+        return TokenIds(part, 4) if self.width == 4 else TokenIds._pack_array(np.frombuffer(part, "<u8"))
+
+    def starts_with(self, prefix: TokenIds) -> bool:
+        """Whether the first `len(prefix)` ids are those of `prefix`."""
+        if self.width == prefix.width:
+            return self.data.startswith(prefix.data)
+        return len(self) >= len(prefix) and bool((self.ids[: len(prefix)] == prefix.ids).all())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenIds) and (self.width, self.data) == (other.width, other.data)
+
+    def __hash__(self) -> int:
+        return hash((self.width, self.data))
+
+    def __reduce__(self) -> tuple[type[TokenIds], tuple[bytes, int]]:
+        return TokenIds, (self.data, self.width)
+
+    def __repr__(self) -> str:
+        head = ", ".join(map(str, self.ids[:6].tolist()))
+        return f"TokenIds([{head}{', ...' if len(self) > 6 else ''}], len={len(self)})"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls.pack)
+
+
+def _as_array(ids: Any) -> NDArray[Any]:
+    """A numpy view of an array or tensor, without importing torch to know a tensor."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(ids, torch.Tensor):
+        return np.asarray(ids.detach().cpu())
+    if isinstance(ids, array) or hasattr(ids, "__array__"):
+        return np.asarray(ids)
+    raise ValueError(f"token ids must be a list, array or tensor of integers, not {type(ids).__name__}")
