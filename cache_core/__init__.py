@@ -1,0 +1,42 @@
+"""The cache core: trees, pools, allocators and leases; synchronous, and free of Ray, asyncio and pydantic."""
+
+from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, InsertResult, MatchResult
+from raydix.cache_core.chunk_cache import ChunkCache
+from raydix.cache_core.errors import (
+    CoreError,
+    InvalidKeyError,
+    LeaseRangeError,
+    LockError,
+    OutOfSlotsError,
+    SlotError,
+    StaleNodeError,
+    UnknownLeaseError,
+)
+from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
+from raydix.cache_core.radix_cache import RadixCache
+from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.tree_node import TreeNode
+
+__all__ = [
+    "BasePrefixCache",
+    "ChunkCache",
+    "CoreError",
+    "EvictResult",
+    "InsertResult",
+    "InvalidKeyError",
+    "LeaseRangeError",
+    "LockError",
+    "MatchResult",
+    "OutOfSlotsError",
+    "RadixCache",
+    "RadixKey",
+    "SlotError",
+    "StaleNodeError",
+    "TokenToKVPoolAllocator",
+    "TreeNode",
+    "UnknownLeaseError",
+    "hash_bytes",
+    "hash_to_int64",
+    "hash_token_ids",
+]

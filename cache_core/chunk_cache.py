@@ -1,0 +1,87 @@
+"""`ChunkCache`: the prefix cache that caches nothing, for when reuse is switched off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydix.cache_core.base_prefix_cache import (
+    BasePrefixCache,
+    EvictResult,
+    InsertResult,
+    MatchResult,
+    PageInsert,
+    PageMatch,
+    RadixKey,
+    Starts,
+    no_slots,
+)
+
+_NO_STARTS: Starts = np.empty(0, np.int64)
+
+
+class ChunkCache(BasePrefixCache):
+    """Every match is a miss and every insert leaves all slots with the caller. Nothing is ever held.
+
+    Nodes are None throughout; locking them is a no-op.
+    """
+
+    def __init__(self, page_size: int = 1) -> None:
+        self.page_size = page_size
+
+    def reset(self) -> None:
+        """Nothing is held, so nothing happens."""
+
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        """A miss."""
+        return MatchResult(no_slots())
+
+    def peek_prefix(self, key: RadixKey) -> MatchResult:
+        """A miss."""
+        return MatchResult(no_slots())
+
+    def insert(self, key: RadixKey, value: torch.Tensor | None = None, **kwargs: Any) -> InsertResult:
+        """Nothing is taken over: the caller keeps every slot of `value`."""
+        return InsertResult()
+
+    def match_pages(self, key: RadixKey, limit: int | None = None) -> PageMatch:
+        """A miss."""
+        return PageMatch(0, None, _NO_STARTS)
+
+    def insert_pages(self, key: RadixKey, starts: Starts, from_node: None) -> PageInsert:
+        """Nothing is taken over."""
+        return PageInsert(0, 0, None, _NO_STARTS)
+
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
+        """Nothing is held, so nothing is freed."""
+        return EvictResult()
+
+    def inc_lock_ref(self, node: None) -> None:
+        """A no-op."""
+
+    def dec_lock_ref(self, node: None, receipt: object = None, **kwargs: Any) -> None:
+        """A no-op."""
+
+    def retire_all(self) -> None:
+        """A no-op."""
+
+    def reclaim_retired(self) -> int:
+        """Nothing is held, so nothing is freed."""
+        return 0
+
+    def check_invariants(self) -> None:
+        """There is nothing to break."""
+
+    def tree_starts(self) -> list[Starts]:
+        """Nothing."""
+        return []
+
+    def evictable_size(self) -> int:
+        """Always 0."""
+        return 0
+
+    def protected_size(self) -> int:
+        """Always 0."""
+        return 0

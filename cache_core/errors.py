@@ -1,0 +1,50 @@
+"""The core's own errors: a caller's mistake raises one of these before anything has changed."""
+
+from __future__ import annotations
+
+
+class CoreError(Exception):
+    """Base of the core's errors."""
+
+
+class InvalidKeyError(CoreError, ValueError):
+    """Token ids that no key can hold, or values that do not fit their key."""
+
+
+class StaleNodeError(CoreError):
+    """A node that is no longer in the tree was handed in."""
+
+
+class LockError(CoreError):
+    """An unlock without a lock."""
+
+
+class SlotError(CoreError, ValueError):
+    """Slots that are out of range, not handed out, or named twice."""
+
+
+class UnknownLeaseError(CoreError):
+    """No open lease of that session has this id."""
+
+
+class LeaseRangeError(CoreError, ValueError):
+    """Tokens beyond what the lease covers, or other than those it was acquired for."""
+
+
+class OutOfSlotsError(CoreError):
+    """The pool cannot serve a request, even after evicting all it may evict. Nothing was taken.
+
+    Counts are in slots; `capacity` is the whole pool.
+    """
+
+    def __init__(self, needed: int, free: int, evictable: int, capacity: int) -> None:
+        super().__init__(needed, free, evictable, capacity)
+        self.needed = needed
+        self.free = free
+        self.evictable = evictable
+        self.capacity = capacity
+
+    @property
+    def can_ever_fit(self) -> bool:
+        """Whether an empty pool could serve it."""
+        return self.needed <= self.capacity

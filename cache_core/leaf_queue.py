@@ -1,0 +1,66 @@
+"""The queue of eviction candidates: unlocked leaves, the least recently used first."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from raydix.cache_core.tree_node import TreeNode
+
+_FIRST = -1  # the stamp of nodes that go before all others
+
+
+class LeafQueue:
+    """A lazy heap: an entry is checked when it is popped, not when its node changes.
+
+    A node has one entry at most (`node.queued`), so the heap never outgrows the tree. A touch only makes a node
+    younger, so an entry whose stamp is old is put back with the new one and order is exact. O(log n) per pop.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, TreeNode]] = []
+
+    def push(self, leaf: TreeNode) -> None:
+        """Queue an unlocked leaf; no effect if it stands in the queue."""
+        if not leaf.queued:
+            leaf.queued = True
+            heappush(self._heap, (_stamp(leaf), leaf.id, leaf))
+
+    def pop(self) -> TreeNode | None:
+        """Take the least recently used unlocked leaf; None if there is none."""
+        heap = self._heap
+        while heap:
+            stamp, _, node = heappop(heap)
+            node.queued = False
+            if node.slots is None or node.children or node.lock_ref:
+                continue  # it will be queued again when it is an unlocked leaf
+            if _stamp(node) == stamp:
+                return node
+            self.push(node)
+        return None
+
+    def pop_retired(self) -> TreeNode | None:
+        """Take an unlocked leaf of a retired namespace; None if there is none."""
+        while self._heap and self._heap[0][0] == _FIRST:
+            node = self.pop()
+            if node is None or not node.space.live:
+                return node
+            self.push(node)
+        return None
+
+    def requeue(self, leaf: TreeNode) -> None:
+        """Queue a leaf anew because it moved to the front; its old entry is passed over when it comes up."""
+        leaf.queued = False
+        self.push(leaf)
+
+    def clear(self) -> None:
+        """Forget every candidate."""
+        for _, _, node in self._heap:
+            node.queued = False
+        self._heap.clear()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+def _stamp(node: TreeNode) -> int:
+    return node.last_access_time if node.space.live else _FIRST

@@ -1,0 +1,173 @@
+"""`RadixKey`: token ids packed into bytes, so that the tree compares them with memcmp."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.cache_core.errors import InvalidKeyError
+
+NARROW_LIMIT = 2**32
+
+
+class RadixKey:
+    """A row of token ids within a namespace: what a prefix is looked up by.
+
+    Takes a list of ids, a list of equally long tuples of ids (EAGLE-style bigrams), an `array.array`, or a 1-D integer
+    numpy array or torch tensor. Ids lie in [0, 2**64). The key owns a packed copy: later changes of the argument do
+    not reach it. Costs one pass over the ids, in C. `extra_key` isolates namespaces: keys of different ones never
+    share a node.
+
+    Raises:
+        InvalidKeyError: an id is negative, fractional or too large, or tuples differ in length.
+    """
+
+    __slots__ = ("arity", "data", "extra_key", "width")
+
+    def __init__(self, token_ids: Any, extra_key: str | None = None) -> None:
+        self.extra_key = extra_key
+        self.data, self.width, self.arity = _pack(token_ids)
+
+    @classmethod
+    def from_packed(cls, data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> RadixKey:
+        """A key over ids packed already: little-endian, `width` bytes each (8 only if some id needs it).
+
+        `arity` is the number of ids in each tuple, 0 for plain ids. Nothing is copied or checked.
+        """
+        key = cls.__new__(cls)
+        key.data, key.width, key.arity, key.extra_key = data, width, arity, extra_key
+        return key
+
+    @property
+    def unit(self) -> int:
+        """Bytes of one element: an id, or a tuple of them."""
+        return self.width * (self.arity or 1)
+
+    @property
+    def ids(self) -> NDArray[Any]:
+        """The ids, flat, as a read-only uint32 or uint64 array."""
+        return np.frombuffer(self.data, f"<u{self.width}")
+
+    @property
+    def token_ids(self) -> list[int] | list[tuple[int, ...]]:
+        """The elements as Python integers or tuples. O(n)."""
+        if self.arity:
+            return list(map(tuple, self.ids.reshape(-1, self.arity).tolist()))
+        ids: list[int] = self.ids.tolist()
+        return ids
+
+    def with_width(self, width: int) -> RadixKey:
+        """The same key at another width; narrowing is the caller's promise that every id fits."""
+        if width == self.width:
+            return self
+        return RadixKey.from_packed(
+            self.ids.astype(f"<u{width}").tobytes(), width, self.extra_key, self.arity
+        )
+
+    def num_narrow(self) -> int:
+        """How many leading elements fit in 32 bits an id."""
+        if self.width == 4:
+            return len(self)
+        wide = np.flatnonzero(self.ids >= NARROW_LIMIT)
+        return int(wide[0]) // (self.arity or 1) if len(wide) else len(self)
+
+    def __len__(self) -> int:
+        return len(self.data) // self.unit
+
+    def __iter__(self) -> Iterator[int | tuple[int, ...]]:
+        return iter(self.token_ids)
+
+    def __getitem__(self, index: int | slice) -> RadixKey:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise InvalidKeyError("a key can be sliced in steps of 1 only")
+        else:
+            start = index + len(self) if index < 0 else index
+            if not 0 <= start < len(self):
+                raise IndexError(f"index {index} is outside a key of length {len(self)}")
+            stop = start + 1
+        part = self.data[start * self.unit : max(start, stop) * self.unit]
+        return _narrowed(RadixKey.from_packed(part, self.width, self.extra_key, self.arity))
+
+    def __add__(self, other: RadixKey) -> RadixKey:
+        """The elements of both in a row; they must be of one namespace and arity."""
+        if (self.extra_key, self.arity) != (other.extra_key, other.arity):
+            raise InvalidKeyError("keys of different namespaces cannot be joined")
+        width = max(self.width, other.width)
+        data = self.with_width(width).data + other.with_width(width).data
+        return RadixKey.from_packed(data, width, self.extra_key, self.arity)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RadixKey):
+            return NotImplemented
+        return (self.extra_key, self.arity, self.width, self.data) == (
+            other.extra_key,
+            other.arity,
+            other.width,
+            other.data,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.extra_key, self.arity, self.data))
+
+    def __repr__(self) -> str:
+        head = ", ".join(map(str, self[:8].token_ids))
+        more = ", ..." if len(self) > 8 else ""
+        return f"RadixKey([{head}{more}], len={len(self)}, extra_key={self.extra_key!r})"
+
+
+def _narrowed(key: RadixKey) -> RadixKey:
+    """The key at the least width that holds it, so that equal ids are equal bytes."""
+    return key.with_width(4) if key.width == 8 and key.num_narrow() == len(key) else key
+
+
+def _pack(token_ids: Any) -> tuple[bytes, int, int]:
+    """Packed ids, the bytes of an id, and the ids of a tuple (0: plain ids)."""
+    if isinstance(token_ids, np.ndarray):
+        return *_pack_array(token_ids), 0
+    if isinstance(token_ids, torch.Tensor):
+        return *_pack_array(token_ids.detach().cpu().numpy()), 0
+    if isinstance(token_ids, array):
+        return *_pack_array(np.asarray(token_ids)), 0
+    if isinstance(token_ids, RadixKey):
+        return token_ids.data, token_ids.width, token_ids.arity
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+        raise InvalidKeyError(f"token ids must be a list, array or tensor, not {type(token_ids).__name__}")
+    if len(token_ids) and isinstance(token_ids[0], tuple):
+        return _pack_tuples(token_ids)
+    return *_pack_ints(token_ids), 0
+
+
+def _pack_ints(ids: Sequence[Any]) -> tuple[bytes, int]:
+    for code, width in (("I", 4), ("Q", 8)):
+        try:
+            return struct.pack(f"<{len(ids)}{code}", *ids), width
+        except struct.error:
+            continue
+    raise InvalidKeyError("every token id must be an integer in [0, 2**64)")
+
+
+def _pack_tuples(tuples: Sequence[Any]) -> tuple[bytes, int, int]:
+    arity = len(tuples[0])
+    if not 0 < arity < 256 or not all(isinstance(each, tuple) and len(each) == arity for each in tuples):
+        raise InvalidKeyError("the tuples of a key must be of one length, between 1 and 255")
+    return *_pack_ints(list(chain.from_iterable(tuples))), arity
+
+
+def _pack_array(ids: NDArray[Any]) -> tuple[bytes, int]:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidKeyError(f"token ids must be a 1-D array of integers, not {ids.dtype} of shape {ids.shape}")
+    if not len(ids):
+        return b"", 4
+    if ids.dtype.kind == "i" and int(ids.min()) < 0:
+        raise InvalidKeyError(f"token ids must not be negative: found {int(ids.min())}")
+    width = 8 if ids.dtype.itemsize == 8 and int(ids.max()) >= NARROW_LIMIT else 4
+    return ids.astype(f"<u{width}", copy=False).tobytes(), width

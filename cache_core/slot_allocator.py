@@ -1,0 +1,104 @@
+"""`TokenToKVPoolAllocator`: hands out the slots of a pool in whole pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.cache_core.errors import OutOfSlotsError, SlotError
+
+Starts = NDArray[np.int64]
+
+
+class TokenToKVPoolAllocator:
+    """Slots in whole pages, from a stack of free ones: last freed, first reused.
+
+    Slot ids run from `page_size` to `num_slots + page_size - 1`: page 0 is reserved for padding. Allocating and
+    freeing cost O(pages) in numpy.
+
+    Raises:
+        ValueError: `num_slots` is not a positive multiple of `page_size`.
+    """
+
+    def __init__(self, num_slots: int, page_size: int = 1) -> None:
+        if page_size < 1 or num_slots < page_size or num_slots % page_size:
+            raise ValueError(f"num_slots ({num_slots}) must be a positive multiple of page_size ({page_size})")
+        self.num_slots = num_slots
+        self.page_size = page_size
+        self._num_pages = num_slots // page_size
+        self._stack: Starts = np.arange(self._num_pages, 0, -1, dtype=np.int64) * page_size
+        self._num_free = self._num_pages
+        self._used = np.zeros(self._num_pages + 1, np.bool_)  # by page number
+        self._lane = np.arange(page_size, dtype=np.int64)
+
+    def available_size(self) -> int:
+        """Free slots. O(1)."""
+        return self._num_free * self.page_size
+
+    def can_alloc(self, num_tokens: int) -> bool:
+        """Whether `alloc(num_tokens)` would succeed now."""
+        return -(-num_tokens // self.page_size) <= self._num_free
+
+    def alloc(self, num_tokens: int) -> torch.Tensor:
+        """Slots for `num_tokens` tokens, int64, the caller's until it frees them. The last page may be used in part.
+
+        Raises:
+            OutOfSlotsError: too few are free; nothing was taken.
+        """
+        starts = self.alloc_pages(-(-num_tokens // self.page_size))
+        return torch.from_numpy((starts[:, None] + self._lane).reshape(-1)[:num_tokens])
+
+    def alloc_pages(self, num_pages: int) -> Starts:
+        """`alloc` in pages: the first slot of each."""
+        left = self._num_free - num_pages
+        if left < 0:
+            raise OutOfSlotsError(num_pages * self.page_size, self.available_size(), 0, self.num_slots)
+        starts = self._stack[left : self._num_free][::-1].copy()
+        self._used[starts // self.page_size] = True
+        self._num_free = left
+        return starts
+
+    def free(self, indices: torch.Tensor) -> None:
+        """Take back the pages that `indices` touch, whole: name all slots in use of a page in one call.
+
+        Raises:
+            SlotError: a slot is out of range or not handed out, or a page is named in two places; nothing changed.
+        """
+        slots = torch.as_tensor(indices).detach().cpu().numpy()
+        if not len(slots):
+            return
+        if slots.ndim != 1 or slots.dtype.kind not in "iu":
+            raise SlotError(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {slots.shape}")
+        pages = slots.astype(np.int64, copy=False) // self.page_size
+        if self.page_size > 1:
+            pages = pages[np.concatenate(([True], pages[1:] != pages[:-1]))]
+        if len(np.unique(pages)) != len(pages):
+            raise SlotError("a page is freed twice in one call")
+        self.free_pages(pages * self.page_size)
+
+    def free_pages(self, starts: Starts) -> None:
+        """`free` in pages, each named once by its first slot.
+
+        Raises:
+            SlotError: a page is out of range or not handed out; nothing changed.
+        """
+        pages = starts // self.page_size
+        if len(pages) and (pages.min() < 1 or pages.max() > self._num_pages):
+            raise SlotError(f"slots outside [{self.page_size}, {self.num_slots + self.page_size}) were freed")
+        if not self._used[pages].all():
+            raise SlotError("slots were freed that are free already")
+        self._used[pages] = False
+        self._stack[self._num_free : self._num_free + len(starts)] = starts[::-1]
+        self._num_free += len(starts)
+
+    def free_starts(self) -> Starts:
+        """The free pages, for checks of conservation. O(n)."""
+        return self._stack[: self._num_free].copy()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each page is free or used, once. O(n)."""
+        pages = self._stack[: self._num_free] // self.page_size
+        assert len(np.unique(pages)) == self._num_free, "a page stands on the free stack twice"
+        assert not self._used[pages].any(), "a free page is marked as used"
+        assert int(self._used.sum()) + self._num_free == self._num_pages, "a page is neither free nor used"

@@ -1,0 +1,33 @@
+"""A radix tree as text, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from raydix.cache_core.tree_node import TreeNode
+
+_SHOWN = 8  # tokens and slots shown of a node
+
+
+def format_tree(tops: Iterable[TreeNode], now: int) -> Iterator[str]:
+    """One line per node, indented by depth: tokens, length, slots, locks, hits, and age in ticks of the clock."""
+    for top in tops:
+        yield f"namespace {top.space.extra_key!r}" + (f", tuples of {top.space.arity}" if top.space.arity else "")
+        stack = [(child, 1) for child in reversed(top.children.values())]
+        while stack:
+            node, depth = stack.pop()
+            yield "  " * depth + _line(node, now)
+            stack.extend((child, depth + 1) for child in reversed(node.children.values()))
+
+
+def _line(node: TreeNode, now: int) -> str:
+    tokens = node.key.token_ids if node.key is not None else []
+    slots = node.value.tolist() if node.value is not None else []
+    locks = f" locked x{node.lock_ref}" if node.lock_ref else ""
+    age = now - node.last_access_time
+    return f"{_head(tokens)} len={len(node)} slots={_head(slots)}{locks} hits={node.hit_count} age={age} #{node.id}"
+
+
+def _head(items: list[int] | list[tuple[int, ...]]) -> str:
+    shown = " ".join(map(str, items[:_SHOWN]))
+    return f"[{shown}{' ...' if len(items) > _SHOWN else ''}]"

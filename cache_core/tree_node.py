@@ -1,0 +1,113 @@
+"""`TreeNode`: one edge of the radix tree with its slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.cache_core.radix_key import RadixKey
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """What all nodes of one namespace share."""
+
+    extra_key: str | None
+    arity: int  # ids of one tuple; 0: plain ids
+    width: int  # bytes an id; rises from 4 to 8 when the first wide id is inserted
+    unit: int  # bytes of one token of a key: `width` times the ids of a tuple
+    live: bool = True  # False once reset or retired: its nodes can no longer be matched
+
+
+class TreeNode:
+    """A run of tokens below its parent, whole pages of them, and the slots of their KV.
+
+    `slots` names the first slot of each page if every page's slots are consecutive, else each token's slot; readers
+    use `value`. An evicted node has neither.
+    """
+
+    __slots__ = (
+        "children",
+        "data",
+        "end",
+        "hash_values",
+        "hit_count",
+        "id",
+        "last_access_time",
+        "lock_ref",
+        "parent",
+        "queued",
+        "slots",
+        "space",
+    )
+
+    def __init__(
+        self,
+        node_id: int,
+        parent: TreeNode | None,
+        space: Namespace,
+        data: bytes,
+        slots: NDArray[np.int64] | None,
+        end: int,
+        last_access_time: int,
+    ) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.space = space
+        self.data = data  # packed ids of this run
+        self.slots = slots
+        self.end = end  # tokens from the root to the end of this run
+        self.children: dict[bytes, TreeNode] = {}  # by the packed ids of their first page
+        self.lock_ref = 0  # locks on this node and below
+        self.last_access_time = last_access_time  # ticks of the cache's own clock
+        self.hit_count = 0  # matches that went through this node
+        self.queued = False  # stands in the queue of eviction candidates
+        self.hash_values: list[str] | None = None  # chained, one per page; None until asked for
+
+    @property
+    def key(self) -> RadixKey | None:
+        """The tokens of this run; None for a root."""
+        if not self.data:
+            return None
+        return RadixKey.from_packed(self.data, self.space.width, self.space.extra_key, self.space.arity)[:]
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The slots of this run, int64, one per token; None once evicted."""
+        if self.slots is None:
+            return None
+        return torch.from_numpy(expand_slots(self.slots, len(self)))
+
+    @property
+    def evicted(self) -> bool:
+        """Whether the KV of this node is gone."""
+        return self.slots is None
+
+    def __len__(self) -> int:
+        return len(self.data) // self.space.unit
+
+    def __lt__(self, other: TreeNode) -> bool:
+        return (self.last_access_time, self.end) < (other.last_access_time, other.end)
+
+    def __repr__(self) -> str:
+        return f"TreeNode(id={self.id}, len={len(self)}, end={self.end}, lock_ref={self.lock_ref})"
+
+
+def compact_slots(slots: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
+    """A copy of a row of slots: the first of each page if pages are runs of consecutive slots, else all of them."""
+    if page_size > 1:
+        pages = slots.reshape(-1, page_size)
+        if (pages == pages[:, :1] + np.arange(page_size)).all():
+            return pages[:, 0].copy()
+    return slots.copy()
+
+
+def expand_slots(slots: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
+    """One slot per token, from what `compact_slots` made; a copy."""
+    if len(slots) == num_tokens:
+        return slots.copy()
+    page_size = num_tokens // len(slots)
+    return (slots[:, None] + np.arange(page_size)).reshape(-1)
