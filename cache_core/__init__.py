@@ -13,6 +13,8 @@ from raydix.cache_core.errors import (
     UnknownLeaseError,
 )
 from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
+from raydix.cache_core.kv_cache import KVCache
+from raydix.cache_core.memory_pool import KVPool, PoolLayout
 from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
@@ -25,10 +27,13 @@ __all__ = [
     "EvictResult",
     "InsertResult",
     "InvalidKeyError",
+    "KVCache",
+    "KVPool",
     "LeaseRangeError",
     "LockError",
     "MatchResult",
     "OutOfSlotsError",
+    "PoolLayout",
     "RadixCache",
     "RadixKey",
     "SlotError",

@@ -142,6 +142,10 @@ class BasePrefixCache(ABC):
         """The pages the cache holds, for checks of conservation. O(n)."""
 
     @abstractmethod
+    def num_locks(self) -> int:
+        """Locks taken and not given back, for checks. O(n)."""
+
+    @abstractmethod
     def evictable_size(self) -> int:
         """Tokens that nobody has locked."""
 

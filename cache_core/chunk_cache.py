@@ -78,6 +78,10 @@ class ChunkCache(BasePrefixCache):
         """Nothing."""
         return []
 
+    def num_locks(self) -> int:
+        """Always 0."""
+        return 0
+
     def evictable_size(self) -> int:
         """Always 0."""
         return 0

@@ -393,6 +393,10 @@ class RadixCache(BasePrefixCache):
         nodes = (node for top in self._all_tops() for node in self._tree.nodes_below(top))
         return [node.slots for node in nodes if node.slots is not None]
 
+    def num_locks(self) -> int:
+        """Locks taken and not given back. O(namespaces)."""
+        return sum(top.lock_ref for top in self._all_tops())
+
     def _all_tops(self) -> list[TreeNode]:
         return [*self._tree.tops.values(), *(top for top in self._retired if top.slots is not None)]
 

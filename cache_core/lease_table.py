@@ -1,0 +1,118 @@
+"""Leases: which request holds which slots, by the id its client made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydix.cache_core.errors import UnknownLeaseError
+from raydix.cache_core.radix_key import RadixKey
+
+Starts = NDArray[np.int64]
+
+
+class LeaseRecord:
+    """What one request holds: pages of the tree, locked, then private pages.
+
+    `starts[:num_published_pages]` are the tree's, the rest private. `key` holds every token the cache has seen of the
+    request: the ones it was acquired for, then those published since.
+    """
+
+    __slots__ = (
+        "generation",
+        "key",
+        "lease_id",
+        "node",
+        "num_published_pages",
+        "num_slots",
+        "prefix_len",
+        "receipt",
+        "session_id",
+        "starts",
+    )
+
+    def __init__(
+        self,
+        lease_id: str,
+        session_id: str,
+        key: RadixKey,
+        node: Any,
+        receipt: Any,
+        prefix_len: int,
+        starts: Starts,
+        num_published_pages: int,
+        num_slots: int,
+        generation: int,
+    ) -> None:
+        self.lease_id = lease_id
+        self.session_id = session_id
+        self.key = key
+        self.node = node  # the locked node that ends the published part; the root, or None, if nothing is
+        self.receipt = receipt  # what unlocking it takes
+        self.prefix_len = prefix_len  # tokens found at the start; never changes
+        self.starts = starts  # first slots of the pages, in token order
+        self.num_published_pages = num_published_pages
+        self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
+        self.generation = generation  # the cache's when it was granted
+
+    @property
+    def private_starts(self) -> Starts:
+        """The pages that no tree holds."""
+        return self.starts[self.num_published_pages :]
+
+
+class LeaseTable:
+    """The open leases. A session sees its own only."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, LeaseRecord] = {}
+        self._by_session: dict[str, dict[str, None]] = {}
+
+    def add(self, lease: LeaseRecord) -> None:
+        """Open a lease; its id must be new."""
+        assert lease.lease_id not in self._leases, f"lease {lease.lease_id} is open already"
+        self._leases[lease.lease_id] = lease
+        self._by_session.setdefault(lease.session_id, {})[lease.lease_id] = None
+
+    def get(self, lease_id: str, session_id: str) -> LeaseRecord:
+        """The open lease of that id.
+
+        Raises:
+            UnknownLeaseError: there is none, or it belongs to another session.
+        """
+        lease = self.find(lease_id, session_id)
+        if lease is None:
+            raise UnknownLeaseError(f"lease {lease_id!r} has ended, was never granted, or is another session's")
+        return lease
+
+    def find(self, lease_id: str, session_id: str) -> LeaseRecord | None:
+        """The open lease of that id and session, or None.
+
+        Raises:
+            UnknownLeaseError: another session holds a lease of that id.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.session_id != session_id:
+            raise UnknownLeaseError(f"lease {lease_id!r} belongs to another session")
+        return lease
+
+    def remove(self, lease: LeaseRecord) -> None:
+        """Close a lease."""
+        del self._leases[lease.lease_id]
+        mine = self._by_session[lease.session_id]
+        del mine[lease.lease_id]
+        if not mine:
+            del self._by_session[lease.session_id]
+
+    def of_session(self, session_id: str) -> list[LeaseRecord]:
+        """The open leases of a session."""
+        return [self._leases[lease_id] for lease_id in self._by_session.get(session_id, ())]
+
+    def __iter__(self) -> Iterator[LeaseRecord]:
+        return iter(self._leases.values())
+
+    def __len__(self) -> int:
+        return len(self._leases)
