@@ -1,0 +1,55 @@
+# Everything runs in .venv, made once from pyproject.toml and constraints.txt.
+# Tests that replay a trace read RAYDIX_TRACE (a file in the Mooncake format) from the environment.
+# ARGS reaches the program that a target runs, as in `make test ARGS="-k evict -x"`.
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV   := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-core test-long bench lint clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11; try: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); torch is large, so the first time takes minutes"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(DEV): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+venv: $(STAMP)  ## make .venv with the package (editable) and all that tests and examples need
+
+demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends with a table
+	$(BIN)/python examples/multi_request.py $(ARGS)
+
+test: $(STAMP)  ## all tests but the long ones; those for a GPU skip where there is none
+	$(BIN)/pytest -m "not long" $(ARGS)
+
+test-core: $(STAMP)  ## tests that need neither Ray nor a GPU
+	$(BIN)/pytest -m "not ray and not long and not gpu" $(ARGS)
+
+test-long: $(STAMP)  ## random operations against the reference model, 100,000 at each page size
+	$(BIN)/pytest -m long --timeout=0 $(ARGS)
+
+bench: $(STAMP)  ## measurements, printed
+	$(BIN)/pytest tests/benchmarks -m "not long" -s $(ARGS)
+
+lint: $(DEV)  ## ruff, its formatter, mypy (strict for the packages)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@if ls examples/*.py >/dev/null 2>&1; then echo "$(BIN)/mypy examples" && $(BIN)/mypy examples; fi
+
+clean:  ## remove caches and builds; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	find actors cache_core schemas examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
