@@ -1,0 +1,90 @@
+"""A wheel holds our three packages under one name, and lives beside a user's own `schemas` and `actors`."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("actors", "cache_core", "schemas")
+
+
+def setuptools_is_new_enough() -> bool:
+    try:
+        version = importlib.metadata.version("setuptools")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return int(version.partition(".")[0]) >= 77
+
+
+pytestmark = [
+    pytest.mark.packaging,
+    pytest.mark.skipif(not setuptools_is_new_enough(), reason="needs setuptools>=77 here: no download"),
+]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the working tree, built from a copy so that no build files are left in it."""
+    folder = tmp_path_factory.mktemp("packaging")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_exactly_our_packages_with_their_types(wheel: Path) -> None:
+    expected = {
+        f"raydix/{path.relative_to(ROOT).as_posix()}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    assert {f"raydix/{package}/py.typed" for package in PACKAGES} <= expected
+
+    names = set(zipfile.ZipFile(wheel).namelist())
+
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_the_wheel_works_beside_a_users_own_packages_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
+    installed, project = tmp_path / "installed", tmp_path / "project"
+    zipfile.ZipFile(wheel).extractall(installed)
+    for package in PACKAGES:
+        (project / package).mkdir(parents=True)
+        (project / package / "__init__.py").write_text("OWNER = 'the user'\n")
+    program = "\n".join(
+        f"import {package}, raydix.{package}\n"
+        f"assert {package}.OWNER == 'the user', {package}.__file__\n"
+        f"print(raydix.{package}.__file__)"
+        for package in PACKAGES
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(installed / "raydix" / name / "__init__.py") for name in PACKAGES]
