@@ -13,7 +13,8 @@ PACKAGES = ("actors", "cache_core", "schemas")
 
 STDLIB = frozenset(sys.stdlib_module_names)
 MAY_IMPORT = {
-    "schemas": STDLIB | {"numpy", "pydantic", "raydix.schemas"},
+    # pydantic_core is pydantic's own compiled half: a type with a schema of its own takes it from there
+    "schemas": STDLIB | {"numpy", "pydantic", "pydantic_core", "raydix.schemas"},
     "cache_core": (STDLIB - {"asyncio"}) | {"numpy", "torch", "raydix.cache_core"},
 }
 
