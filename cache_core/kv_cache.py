@@ -31,7 +31,6 @@ class Counters:
     tokens_inserted: int = 0
     tokens_duplicate: int = 0
     tokens_evicted: int = 0
-    exhausted: int = 0
     probes: int = 0
 
 
@@ -277,7 +276,6 @@ class KVCache:
 
     def _refuse(self, num_pages: int) -> None:
         needed = num_pages * self.page_size
-        self.counters.exhausted += 1
         raise OutOfSlotsError(needed, self.free_slots, self.tree.evictable_size(), self.num_slots)
 
     def _count_grant(self, lease: LeaseRecord) -> None:

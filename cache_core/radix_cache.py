@@ -210,7 +210,10 @@ class RadixCache(BasePrefixCache):
         existing = _join([node.slots for node in path if node.slots is not None])
         last_node = path[-1] if path else node
         if end < query.num_tokens:
-            first, stop = (end - resumed_at) // self.page_size, (query.num_tokens - resumed_at) // self.page_size
+            first, stop = (
+                (end - resumed_at) // self.page_size,
+                (query.num_tokens - resumed_at) // self.page_size,
+            )
             last_node = self._adopt(last_node, query, end, starts[first:stop].copy())
         return PageInsert(end, query.num_tokens, last_node, existing)
 
@@ -227,9 +230,7 @@ class RadixCache(BasePrefixCache):
         self._queue.push(leaf)
         return leaf
 
-    def _duplicates(
-        self, slots: Slots, start: int, stop: int, resumed_at: int, path: list[TreeNode]
-    ) -> torch.Tensor:
+    def _duplicates(self, slots: Slots, start: int, stop: int, resumed_at: int, path: list[TreeNode]) -> torch.Tensor:
         """The incoming slots in [start, stop) that are not those of the tree at the same place."""
         if start >= stop:
             return no_slots()
@@ -431,5 +432,7 @@ def _as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> Slots:
         return key.ids[:: key.arity or 1].astype(np.int64)
     slots = torch.as_tensor(value).detach().cpu().numpy()
     if slots.ndim != 1 or slots.dtype.kind not in "iu" or len(slots) < needed:
-        raise InvalidKeyError(f"{len(key)} tokens need {needed} integer slots, not {slots.dtype} of shape {slots.shape}")
+        raise InvalidKeyError(
+            f"{len(key)} tokens need {needed} integer slots, not {slots.dtype} of shape {slots.shape}"
+        )
     return slots.astype(np.int64, copy=False)

@@ -67,9 +67,7 @@ class RadixKey:
         """The same key at another width; narrowing is the caller's promise that every id fits."""
         if width == self.width:
             return self
-        return RadixKey.from_packed(
-            self.ids.astype(f"<u{width}").tobytes(), width, self.extra_key, self.arity
-        )
+        return RadixKey.from_packed(self.ids.astype(f"<u{width}").tobytes(), width, self.extra_key, self.arity)
 
     def num_narrow(self) -> int:
         """How many leading elements fit in 32 bits an id."""

@@ -154,9 +154,7 @@ class RadixTree:
         above.children[node.data[:page]] = node
         return above
 
-    def add_leaf(
-        self, parent: TreeNode, query: Query, start: int, slots: NDArray[np.int64], now: int
-    ) -> TreeNode:
+    def add_leaf(self, parent: TreeNode, query: Query, start: int, slots: NDArray[np.int64], now: int) -> TreeNode:
         """Hang tokens [start, end) of the query below `parent`, with slots that become the tree's."""
         data = query.data[start * query.unit : query.num_tokens * query.unit]
         leaf = TreeNode(next(self._next_id), parent, query.top.space, data, slots, query.num_tokens, now)

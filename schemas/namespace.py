@@ -16,9 +16,7 @@ def frame_namespace(extra_key: str | None, lora_id: str | None, cache_salt: str 
     """
     if extra_key is None and lora_id is None and cache_salt is None:
         return None
-    return "".join(
-        (_frame("extra_key", extra_key), _frame("lora_id", lora_id), _frame("cache_salt", cache_salt))
-    )
+    return "".join((_frame("extra_key", extra_key), _frame("lora_id", lora_id), _frame("cache_salt", cache_salt)))
 
 
 def _frame(name: str, part: str | None) -> str:

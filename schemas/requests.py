@@ -65,11 +65,11 @@ class AcquireRequest(Message):
 
 
 class WaitRequest(Message):
-    """Wait until a queued acquire or extend of this lease is served, or its time runs out."""
+    """Wait until the acquire or extend that was put in line under `ticket` is served, or its time runs out."""
 
     session_id: LeaseId
     epoch: str
-    lease_id: LeaseId
+    ticket: int
 
 
 class InsertRequest(Message):
@@ -85,10 +85,11 @@ class InsertRequest(Message):
 
 
 class ExtendRequest(Message):
-    """More private slots for a lease."""
+    """More private slots for a lease. It names the total, so a retry is harmless."""
 
     lease_id: LeaseId
-    num_tokens: int = Field(gt=0, strict=True)
+    num_slots: int = Field(gt=0, strict=True, description="slots the lease is to cover")
+    known_pages: int = Field(ge=0, description="pages of the lease that the client knows already")
     timeout_s: TimeoutSeconds = None
 
 

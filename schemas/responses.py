@@ -25,7 +25,8 @@ class MatchResponse(Message):
     prefix_len: int = Field(description="leading tokens whose KV can be used now; a multiple of page_size")
     full_prefix_len: int = Field(description="the same for full-attention KV alone; never shorter")
     branching_len: int | None = Field(
-        default=None, description="where a state or window would be worth publishing, beyond prefix_len; else None"
+        default=None,
+        description="where a state or window would be worth publishing, beyond prefix_len; else None",
     )
 
 
@@ -35,13 +36,15 @@ class LeaseResponse(Message):
     lease_id: str
     prefix_len: int = Field(description="leading tokens whose KV is there; a multiple of page_size")
     num_slots: int = Field(description="slots the lease covers, one per token")
-    page_starts: bytes = Field(description="int32: the first slot of each page the lease covers, in token order")
+    page_starts: bytes = Field(
+        repr=False, description="int32: the first slot of each page the lease covers, in token order"
+    )
 
 
 class WaitingResponse(Message):
-    """There is no room now; the request waits in line. Ask for the outcome with a `WaitRequest`."""
+    """There is no room now; the request stands in line. A `WaitRequest` with its ticket brings the outcome."""
 
-    lease_id: str
+    ticket: int
     position: int = Field(description="how many wait before it")
 
 
@@ -49,7 +52,7 @@ class ExtendResponse(Message):
     """More private slots."""
 
     num_slots: int = Field(description="slots the lease now covers")
-    page_starts: bytes = Field(description="int32: first slots of the pages added")
+    page_starts: bytes = Field(repr=False, description="int32: first slots of the pages beyond those the client knew")
 
 
 class InsertResponse(Message):
@@ -59,7 +62,9 @@ class InsertResponse(Message):
     num_inserted: int = Field(description="tokens the tree took over")
     num_duplicates: int = Field(description="private slots freed because the tree had their tokens")
     retired: bool = Field(default=False, description="the namespace was retired; nothing was published")
-    repointed: bytes = Field(default=b"", description="int32: the tree's page starts in place of the duplicates'")
+    repointed: bytes = Field(
+        default=b"", repr=False, description="int32: the tree's page starts in place of the duplicates'"
+    )
 
 
 class EvictResponse(Message):

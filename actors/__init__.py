@@ -1,0 +1,49 @@
+"""Who is asked: the Ray actor that owns a cache, its clients, and the same cache without Ray.
+
+Names are loaded when they are first used: importing this package imports neither torch nor Ray.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.cache_actor import PrefixCacheActor
+    from raydix.actors.client import PrefixCacheClient
+    from raydix.actors.deploy import connect, shutdown_cache, start_cache, start_cache_async
+    from raydix.actors.lease import Lease
+    from raydix.actors.local_cache import LocalPrefixCache
+
+__all__ = [
+    "AttachedPool",
+    "Lease",
+    "LocalPrefixCache",
+    "PrefixCacheActor",
+    "PrefixCacheClient",
+    "connect",
+    "shutdown_cache",
+    "start_cache",
+    "start_cache_async",
+]
+
+_HOMES = {
+    "AttachedPool": "attached_pool",
+    "Lease": "lease",
+    "LocalPrefixCache": "local_cache",
+    "PrefixCacheActor": "cache_actor",
+    "PrefixCacheClient": "client",
+    "connect": "deploy",
+    "shutdown_cache": "deploy",
+    "start_cache": "deploy",
+    "start_cache_async": "deploy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,159 @@
+"""`AttachedPool`: a worker's way to the pool's tensors, mapped or by copying."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.actors.pool_export import layout_of, open_cuda_pool, open_shared_pool
+from raydix.cache_core import KVPool
+from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
+
+if TYPE_CHECKING:
+    from raydix.actors.lease import Lease
+    from raydix.actors.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 8 * 2**20  # copied by one message, so that the cache's loop is never held for long
+
+
+class AttachedPool:
+    """The pool as seen from here. Get one by `attach_pool`; it holds the mapping as long as it lives.
+
+    Mapped, `write`, `gather`, `k` and `v` work on the cache's own memory: the caller answers for holding the slots.
+    `write_kv` and `read_kv` work everywhere, and are checked against the lease.
+    """
+
+    def __init__(
+        self, handle: PoolHandle, pool: KVPool | None, transport: Transport, session_id: str, epoch: str
+    ) -> None:
+        self._pool = pool
+        self._transport = transport
+        self._session_id = session_id
+        self._epoch = epoch
+        self.layout = layout_of(CacheConfig(page_size=handle.page_size, pool=handle.pool))
+
+    @classmethod
+    async def attach(cls, transport: Transport, mapped: bool | None, session_id: str, epoch: str) -> AttachedPool:
+        """Attach to the pool at the other end of a transport; see `CacheVerbs.attach_pool`."""
+        handle = await transport.pool_handle()
+        pool: KVPool | None = None
+        if mapped is not False:
+            pool = transport.local_pool()
+            try:
+                pool = pool or map_pool(handle)
+            except OSError as error:
+                if mapped:
+                    raise CacheUnavailable(f"the pool cannot be mapped from here: {error}") from error
+                logger.warning("the pool cannot be mapped from here (%s): KV is copied through the cache", error)
+        return cls(handle, pool, transport, session_id, epoch)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the cache's own memory is reached directly."""
+        return self._pool is not None
+
+    @property
+    def k(self) -> list[torch.Tensor]:
+        """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`."""
+        return self._mapped_pool().k
+
+    @property
+    def v(self) -> list[torch.Tensor]:
+        """Each layer's V, `[num_slots + page_size, num_kv_heads, v_head_dim]`."""
+        return self._mapped_pool().v
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write KV of one layer, `[n, num_kv_heads, dim]` each, into slots that the caller holds privately."""
+        self._mapped_pool().write(layer, slots, k, v)
+
+    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V of slots in one layer, `[n, num_kv_heads, dim]` each."""
+        return self._mapped_pool().gather(layer, slots)
+
+    async def write_kv(self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write KV of all layers, `[num_layers, n, num_kv_heads, dim]` each, into private slots of a lease.
+
+        Raises:
+            InvalidRequest: the lease does not hold all the slots privately, or a shape does not fit.
+            UnknownLease: the lease has ended.
+        """
+        layout = self.layout
+        shape = (layout.num_layers, len(slots), layout.num_kv_heads)
+        for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
+            if tuple(tensor.shape) != (*shape, dim):
+                raise InvalidRequest(f"{name} must be of shape {(*shape, dim)}, not {tuple(tensor.shape)}")
+        for start, stop in self._chunks(len(slots)):
+            request = WriteKV(
+                session_id=self._session_id,
+                epoch=self._epoch,
+                lease_id=lease.lease_id,
+                slots=_slot_array(slots[start:stop]),
+                k=_raw_bytes(k[:, start:stop].to(layout.dtype)),
+                v=_raw_bytes(v[:, start:stop].to(layout.dtype)),
+            )
+            await self._transport.write_kv(request)
+
+    async def read_kv(self, lease: Lease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V of slots that a lease covers, all layers, `[num_layers, n, num_kv_heads, dim]` each.
+
+        Raises:
+            InvalidRequest: the lease does not cover all the slots.
+            UnknownLease: the lease has ended.
+        """
+        layout = self.layout
+        k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
+        v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
+        for start, stop in self._chunks(len(slots)):
+            request = ReadKV(
+                session_id=self._session_id,
+                epoch=self._epoch,
+                lease_id=lease.lease_id,
+                slots=_slot_array(slots[start:stop]),
+            )
+            response = await self._transport.read_kv(request)
+            for target, data in ((k, response.k), (v, response.v)):
+                part = target[:, start:stop]
+                part.copy_(torch.from_numpy(data.copy()).view(layout.dtype).view(part.shape))
+        return k, v
+
+    def _mapped_pool(self) -> KVPool:
+        if self._pool is None:
+            raise InvalidRequest("this pool is not mapped: use `await write_kv(...)` and `await read_kv(...)`")
+        return self._pool
+
+    def _chunks(self, num_slots: int) -> list[tuple[int, int]]:
+        layout = self.layout
+        row = layout.num_layers * layout.num_kv_heads * (layout.head_dim + layout.v_head_dim) * layout.dtype.itemsize
+        step = max(1, _CHUNK_BYTES // max(1, row))
+        return [(start, min(start + step, num_slots)) for start in range(0, num_slots, step)]
+
+
+def map_pool(handle: PoolHandle) -> KVPool:
+    """Map the pool of another process.
+
+    Raises:
+        OSError: it lies on another node or card, or cannot be seen from here.
+    """
+    import ray
+
+    node_id = ray.get_runtime_context().get_node_id()
+    if node_id != handle.node_id:
+        raise OSError(f"it lies on node {handle.node_id}, this is node {node_id}")
+    storage = open_cuda_pool(handle) if handle.device_type == "cuda" else open_shared_pool(handle)
+    return KVPool(layout_of(CacheConfig(page_size=handle.page_size, pool=handle.pool)), storage=storage)
+
+
+def _slot_array(slots: torch.Tensor) -> NDArray[np.int64]:
+    array: NDArray[np.int64] = slots.cpu().numpy().astype(np.int64, copy=False)
+    return array
+
+
+def _raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return array

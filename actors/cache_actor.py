@@ -1,0 +1,104 @@
+"""`PrefixCacheActor`: the Ray actor that owns a cache and its tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import ray
+import torch
+
+from raydix.actors.cache_host import CacheHost, local_device
+from raydix.schemas import (
+    Batch,
+    BatchResponse,
+    CacheConfig,
+    CacheStats,
+    CacheUnavailable,
+    CloseSession,
+    KVResponse,
+    Message,
+    OpenSession,
+    PoolHandle,
+    ReadKV,
+    SessionResponse,
+    WaitRequest,
+    WriteKV,
+)
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
+
+
+class PrefixCacheActor:
+    """A translator between Ray calls and one `CacheHost`. Deploy it with `start_cache`.
+
+    A plain class: `ray.remote` is applied where it is placed. All methods run on the actor's one event loop; each
+    changes the cache without awaiting in between, so each is atomic.
+
+    Raises:
+        CacheUnavailable: the pool does not fit in memory, or `device` asks for a GPU that the actor does not have.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
+        node_id = ray.get_runtime_context().get_node_id()
+        wanted = config.pool.device
+        if wanted == "auto" and not ray.get_gpu_ids():
+            wanted = "cpu"  # cards may be visible that were not given to this actor
+        self._host = CacheHost(config, local_device(wanted), node_id, share=True)
+        self._draining = False
+        logger.info("cache ready: epoch %s, %s", self._host.service.epoch, config)
+
+    async def config_digest(self) -> str:
+        """Which configuration this cache runs with; also says that it is ready."""
+        return self._host.service.config.digest()
+
+    async def open_session(self, request: OpenSession) -> SessionResponse:
+        """Open a client's session."""
+        if self._draining:
+            raise CacheUnavailable("the cache is shutting down")
+        return self._host.service.open_session(request)
+
+    async def close_session(self, request: CloseSession) -> None:
+        """Close a client's session and end its leases."""
+        self._host.service.close_session(request)
+
+    async def execute(self, batch: Batch) -> BatchResponse:
+        """Execute a batch of requests in order."""
+        return self._host.service.execute(batch)
+
+    async def wait(self, request: WaitRequest) -> Message:
+        """Wait for the outcome of a request that stands in line."""
+        return await self._host.service.wait(request)
+
+    async def pool_handle(self) -> PoolHandle:
+        """How to reach the pool's tensors."""
+        return self._host.exported.handle
+
+    async def read_kv(self, request: ReadKV) -> KVResponse:
+        """Copy KV out of the pool."""
+        return self._host.read_kv(request)
+
+    async def write_kv(self, request: WriteKV) -> None:
+        """Copy KV into the pool."""
+        self._host.write_kv(request)
+
+    async def stats(self) -> CacheStats:
+        """A snapshot, without a session."""
+        return self._host.service.stats()
+
+    async def noop(self) -> None:
+        """Nothing: the floor that benchmarks compare with."""
+
+    async def shutdown(self, drain_s: float) -> int:
+        """Refuse new sessions, give open leases `drain_s` to end, then end them; returns how many were cut short."""
+        self._draining = True
+        deadline = time.monotonic() + drain_s
+        while len(self._host.service.core.leases) and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        cut_short = len(self._host.service.core.leases)
+        await self._host.service.close()
+        return cut_short

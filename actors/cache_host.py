@@ -1,0 +1,99 @@
+"""`CacheHost`: a service and the pool it hands out, in one process: what the actor and the local cache both are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.actors.cache_service import CacheService
+from raydix.actors.pool_export import ExportedPool
+from raydix.schemas import (
+    CacheConfig,
+    CacheUnavailable,
+    InvalidRequest,
+    KVResponse,
+    ReadKV,
+    UnknownLease,
+    WriteKV,
+)
+
+
+class CacheHost:
+    """The cache of one process: its bookkeeping and its tensors.
+
+    Raises:
+        CacheUnavailable: the pool does not fit in this machine's memory.
+    """
+
+    def __init__(self, config: CacheConfig, device: torch.device, node_id: str, share: bool) -> None:
+        self.service = CacheService(config)
+        self.exported = ExportedPool(config, device, self.service.epoch, node_id, share)
+
+    def read_kv(self, request: ReadKV) -> KVResponse:
+        """Copy the KV of slots that a lease covers out of the pool.
+
+        Raises:
+            UnknownLease: no such open lease of that session.
+            InvalidRequest: the lease does not cover all of the slots.
+        """
+        self._check(request, private=False)
+        k, v = self.exported.pool.read_all(torch.from_numpy(request.slots.copy()))
+        return KVResponse.model_construct(k=_to_bytes(k), v=_to_bytes(v))
+
+    def write_kv(self, request: WriteKV) -> None:
+        """Copy KV into slots that a lease holds privately.
+
+        Raises:
+            UnknownLease: no such open lease of that session.
+            InvalidRequest: the lease does not hold all of the slots privately, or the sizes do not fit.
+        """
+        self._check(request, private=True)
+        layout = self.exported.layout
+        shape = (layout.num_layers, len(request.slots), layout.num_kv_heads)
+        k = _from_bytes(request.k, (*shape, layout.head_dim), layout.dtype)
+        v = _from_bytes(request.v, (*shape, layout.v_head_dim), layout.dtype)
+        device = self.exported.device
+        self.exported.pool.write_all(torch.from_numpy(request.slots.copy()), k.to(device), v.to(device))
+
+    def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
+        session = self.service.session(request.session_id, request.epoch)
+        lease = self.service.core.leases.find(request.lease_id, session.session_id)
+        if lease is None:
+            raise UnknownLease(f"lease {request.lease_id!r} has ended or was never granted")
+        page_size = self.service.config.page_size
+        slots = request.slots
+        if slots.ndim != 1 or slots.dtype != np.int64:
+            raise InvalidRequest(f"slots must be a 1-D row of int64, not {slots.dtype} of shape {slots.shape}")
+        held = lease.private_starts if private else lease.starts
+        if not np.isin(slots - slots % page_size, held).all():
+            raise InvalidRequest(
+                f"lease {request.lease_id!r} does not {'hold' if private else 'cover'} all of these slots"
+                f"{' privately: only slots that were not published yet can be written' if private else ''}"
+            )
+
+
+def local_device(wanted: str) -> torch.device:
+    """Where a pool of this process goes: "auto" is the GPU if one is visible, else the CPU.
+
+    Raises:
+        CacheUnavailable: a GPU is asked for, but none is visible.
+    """
+    if wanted == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise CacheUnavailable(f"PoolConfig.device is {wanted!r}, but no GPU is visible here: use 'auto' or 'cpu'")
+    return device
+
+
+def _to_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _from_bytes(data: NDArray[np.uint8], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    needed = int(np.prod(shape)) * dtype.itemsize
+    if data.dtype != np.uint8 or data.nbytes != needed:
+        raise InvalidRequest(f"KV of shape {shape} in {dtype} needs {needed} bytes, not {data.nbytes}")
+    return torch.from_numpy(data.copy()).view(dtype).view(shape)

@@ -1,0 +1,123 @@
+"""Starting, finding and ending cache actors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from raydix.actors.cache_actor import PrefixCacheActor
+from raydix.actors.ray_transport import from_ray
+from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "raydix"
+_SHARED_GPU = 0.1  # of a card: the rest is the workers'
+_MAX_CONCURRENCY = 4096  # parked waiters each hold a place
+
+
+class StartOptions(TypedDict, total=False):
+    """The keyword arguments of `start_cache`."""
+
+    name: str | None
+    namespace: str
+    num_gpus: float | None
+    lifetime: Literal["detached", "non_detached"] | None
+    scheduling_strategy: Any
+    timeout_s: float
+
+
+def start_cache(
+    config: CacheConfig,
+    *,
+    name: str | None = None,
+    namespace: str = NAMESPACE,
+    num_gpus: float | None = None,
+    lifetime: Literal["detached", "non_detached"] | None = None,
+    scheduling_strategy: Any = None,
+    timeout_s: float = 60,
+) -> ActorHandle[Any]:
+    """Start a cache actor and wait until it is ready.
+
+    Keep the handle: the cache ends with the last one, unless its `lifetime` is "detached".
+
+    Args:
+        name: others find it by `connect(name)`; a cache of that name that runs already is used if its configuration
+            is the same.
+        num_gpus: share of a GPU to reserve. None: 0.1 where the cluster has GPUs and the pool may lie on one, else 0.
+        timeout_s: how long starting may take.
+
+    Raises:
+        ConfigMismatch: a cache of that name runs with another configuration.
+        CacheUnavailable: it could not be started or did not become ready in time; the message says why.
+    """
+    if num_gpus is None:
+        num_gpus = _SHARED_GPU if config.pool.device != "cpu" and ray.cluster_resources().get("GPU") else 0
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": _MAX_CONCURRENCY}
+    if name is not None:
+        options |= {"name": name, "namespace": namespace, "get_if_exists": True}
+    if lifetime is not None:
+        options["lifetime"] = lifetime
+    if scheduling_strategy is not None:
+        options["scheduling_strategy"] = scheduling_strategy
+    try:
+        actor = ray.remote(PrefixCacheActor).options(**options).remote(config)
+        running = ray.get(actor.config_digest.remote(), timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise CacheUnavailable(
+            f"the cache did not start in {timeout_s} s: does the cluster have room for it?"
+        ) from error
+    except RayError as error:
+        raise from_ray(error) from error
+    _check_digest(running, config, name)
+    return actor
+
+
+async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]) -> ActorHandle[Any]:
+    """`start_cache` for coroutines: the same arguments, result and errors, without holding the loop."""
+    return await asyncio.to_thread(start_cache, config, **options)
+
+
+def connect(name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None = None) -> ActorHandle[Any]:
+    """The handle of a running cache, by name.
+
+    Raises:
+        CacheUnavailable: no cache of that name runs.
+        ConfigMismatch: it runs with another configuration than `config`.
+    """
+    try:
+        actor = ray.get_actor(name, namespace=namespace)
+    except ValueError as error:
+        raise CacheUnavailable(f"no cache named {name!r} runs in namespace {namespace!r}: start_cache first") from error
+    if config is not None:
+        try:
+            _check_digest(ray.get(actor.config_digest.remote()), config, name)
+        except RayError as error:
+            raise from_ray(error) from error
+    return actor
+
+
+def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
+    """End a cache: refuse new sessions, give open leases `drain_s` seconds to end, then end it all. Idempotent."""
+    try:
+        cut_short = ray.get(cache.shutdown.remote(drain_s))
+        if cut_short:
+            logger.warning("%d leases were cut short by the shutdown of the cache", cut_short)
+    except RayActorError:
+        logger.info("the cache had ended before its shutdown")
+    ray.kill(cache)
+
+
+def _check_digest(running: str, config: CacheConfig, name: str | None) -> None:
+    if running != config.digest():
+        raise ConfigMismatch(
+            f"cache {name!r} runs with configuration {running}, not {config.digest()}: use its configuration, another "
+            "name, or shutdown_cache first"
+        )

@@ -1,0 +1,42 @@
+"""The core's errors in the callers' terms."""
+
+from __future__ import annotations
+
+import logging
+
+from raydix.cache_core import (
+    CoreError,
+    InvalidKeyError,
+    LeaseRangeError,
+    OutOfSlotsError,
+    SlotError,
+    UnknownLeaseError,
+)
+from raydix.cache_core.kv_cache import KVCache
+from raydix.schemas import CacheError, InvalidRequest, PoolExhausted, UnknownLease
+
+logger = logging.getLogger(__name__)
+
+
+def to_cache_error(error: Exception, core: KVCache) -> CacheError:
+    """What a caller is told of an error that an operation raised. One that nobody foresaw is logged with its trace."""
+    match error:
+        case CacheError():
+            return error
+        case OutOfSlotsError():
+            return PoolExhausted(
+                error.needed,
+                error.free,
+                error.evictable,
+                core.held_slots(),
+                len(core.leases),
+                error.can_ever_fit,
+            )
+        case UnknownLeaseError():
+            return UnknownLease(str(error))
+        case LeaseRangeError() | InvalidKeyError() | SlotError():
+            return InvalidRequest(str(error))
+        case CoreError():
+            return CacheError(f"{type(error).__name__}: {error}")
+    logger.error("an operation of the cache failed unexpectedly", exc_info=error)
+    return CacheError(f"internal error of the cache: {type(error).__name__}: {error}")

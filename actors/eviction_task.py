@@ -1,0 +1,112 @@
+"""The background task that relieves pressure before a caller feels it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from raydix.schemas import EvictionConfig, EvictionTaskStats
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_PER_STEP = 512  # evicted between two looks at the clock
+_BACKOFF_S = 0.1  # after a round that failed
+
+
+class EvictionTask:
+    """Sleeps until `wake`, then evicts down to the low watermark, in slices that let other work in between.
+
+    Args:
+        config: watermarks and the longest slice.
+        num_slots: size of the pool.
+        free_slots: how many slots are free now.
+        evict: frees at least so many tokens' slots, or all it may; returns how many.
+        after_slice: called after each slice, while slots may have become free.
+    """
+
+    def __init__(
+        self,
+        config: EvictionConfig,
+        num_slots: int,
+        free_slots: Callable[[], int],
+        evict: Callable[[int], int],
+        after_slice: Callable[[], None],
+    ) -> None:
+        self.enabled = config.high_watermark < 1.0
+        # Both marks as free slots: below the floor the task wakes, at the goal it sleeps again.
+        self.pressure_floor = num_slots - int(config.high_watermark * num_slots) if self.enabled else 0
+        self._goal = num_slots - int(config.low_watermark * num_slots)
+        self._slice_s = config.slice_ms / 1000
+        self._free_slots = free_slots
+        self._evict = evict
+        self._after_slice = after_slice
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._rounds = self._slices = self._tokens_evicted = self._failures = 0
+        self._longest_slice_s = 0.0
+        self._last_error: str | None = None
+
+    def start(self) -> None:
+        """Begin, on the running loop; no effect if it runs already or is switched off."""
+        if self.enabled and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="raydix-eviction")
+
+    def wake(self) -> None:
+        """Tell that slots run short."""
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """End the task and wait until it has ended."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def run_round(self) -> int:
+        """Evict down to the low watermark, or until nothing is evictable; returns tokens evicted."""
+        total = 0
+        while (evicted := self._run_slice()) > 0:
+            total += evicted
+            self._after_slice()
+            await asyncio.sleep(0)
+        self._rounds += 1
+        return total
+
+    def _run_slice(self) -> int:
+        started = time.monotonic()
+        total = 0
+        while (shortfall := self._goal - self._free_slots()) > 0:
+            evicted = self._evict(min(shortfall, _TOKENS_PER_STEP))
+            total += evicted
+            if evicted == 0 or time.monotonic() - started > self._slice_s:
+                break
+        self._slices += 1
+        self._tokens_evicted += total
+        self._longest_slice_s = max(self._longest_slice_s, time.monotonic() - started)
+        return total
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                await self.run_round()
+            except Exception as error:  # the task must outlive a failing round
+                self._failures += 1
+                self._last_error = f"{type(error).__name__}: {error}"
+                logger.exception("a round of background eviction failed")
+                await asyncio.sleep(_BACKOFF_S)
+
+    def stats(self) -> EvictionTaskStats:
+        """How it fares."""
+        return EvictionTaskStats(
+            enabled=self.enabled,
+            alive=self._task is not None and not self._task.done(),
+            rounds=self._rounds,
+            slices=self._slices,
+            tokens_evicted=self._tokens_evicted,
+            failures=self._failures,
+            last_error=self._last_error,
+            longest_slice_ms=self._longest_slice_s * 1000,
+        )

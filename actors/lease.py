@@ -1,0 +1,175 @@
+"""`Lease`: a client's hold on the slots of one request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import numpy as np
+
+from raydix.schemas import (
+    ExtendResponse,
+    InsertResponse,
+    InvalidRequest,
+    LeaseResponse,
+    Message,
+    TokenIds,
+    UnknownLease,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from raydix.actors.verbs import CacheVerbs
+
+
+class Lease:
+    """Slots for the tokens of one request: the cached prefix's, locked, then private ones to write.
+
+    Made by `acquire` and `lock`, belongs to the client that made it. As a context manager it is released at the end,
+    or aborted if the block raises. Only private slots may be written, and only until they are published.
+
+    Attributes:
+        client: whose it is.
+        lease_id: the id under which the cache knows it.
+        epoch: the life of the cache that granted it.
+        prefix_len: tokens whose KV was there when it was granted; never changes.
+        published_len: tokens in the tree, held by this lease; grows with `insert`.
+    """
+
+    def __init__(
+        self, client: CacheVerbs, response: LeaseResponse, tokens: TokenIds, epoch: str, page_size: int
+    ) -> None:
+        self.client = client
+        self._page_size = page_size
+        self._tokens = tokens  # all ids that the cache has been sent of this request
+        self._starts = np.frombuffer(response.page_starts, "<i4").astype(np.int64)
+        self._num_slots = response.num_slots
+        self._slots: torch.Tensor | None = None
+        self._ended = False
+        self._extending = False
+        self.lease_id = response.lease_id
+        self.epoch = epoch
+        self.prefix_len = response.prefix_len
+        self.published_len = response.prefix_len
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slot of each token, int64 on the CPU: [0, published_len) the tree's, the rest private."""
+        if self._slots is None:
+            import torch
+
+            rows = self._starts[:, None] + np.arange(self._page_size)
+            self._slots = torch.from_numpy(rows.reshape(-1)[: self._num_slots])
+        return self._slots
+
+    def __len__(self) -> int:
+        """How many tokens the lease covers."""
+        return self._num_slots
+
+    async def insert(self, tokens: Any, *, release: bool = False) -> InsertResponse:
+        """Publish computed tokens: whole pages of `tokens`, which begin with those the lease was acquired for.
+
+        From then on others hit them. Where the tree has a page already, the lease's own is freed and `slots` names
+        the tree's. `release=True` ends the lease in the same message.
+
+        Raises:
+            InvalidRequest: more tokens than the lease covers, or other tokens than it was acquired for.
+            UnknownLease: the lease has ended.
+        """
+        return await self.client.insert(self, tokens, release=release)
+
+    async def extend(self, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
+        """Cover `num_tokens` more; returns their slots. Waits for room as `acquire` does.
+
+        Raises:
+            PoolExhausted: no room came free in time; the lease is as before.
+            UnknownLease: the lease has ended.
+        """
+        return await self.client.extend(self, num_tokens, timeout_s=timeout_s)
+
+    async def release(self) -> None:
+        """End the lease: private slots are freed, what was inserted stays. No effect on one that has ended."""
+        await self.client.release(self)
+
+    async def abort(self) -> None:
+        """End the lease of a request that failed. What it inserted before stays: it was whole then."""
+        await self.client.abort(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await (self.release() if kind is None else self.abort())
+
+    def __reduce__(self) -> Any:
+        raise InvalidRequest("a lease belongs to the client that took it: it cannot be pickled or sent elsewhere")
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else f"prefix_len={self.prefix_len}, published_len={self.published_len}"
+        return f"Lease({self.lease_id}, {state}, num_slots={self._num_slots})"
+
+    # ---------------------------------------------------------------- for the client alone
+
+    def check_open(self) -> None:
+        """Raise UnknownLease if this handle has ended the lease."""
+        if self._ended:
+            raise UnknownLease(f"lease {self.lease_id!r} has ended")
+
+    def end(self) -> bool:
+        """Mark the lease as ended; False if it was already."""
+        was_open, self._ended = not self._ended, True
+        return was_open
+
+    def unseen(self, tokens: TokenIds) -> TokenIds:
+        """The ids that the cache has not been sent.
+
+        Raises:
+            InvalidRequest: more tokens than the lease covers, or other tokens than it was acquired for.
+        """
+        if len(tokens) > self._num_slots:
+            raise InvalidRequest(f"cannot insert {len(tokens)} tokens: the lease covers {self._num_slots}, extend it")
+        known = self._tokens
+        if not (tokens.starts_with(known) or known.starts_with(tokens)):
+            raise InvalidRequest("the tokens to insert must begin with those that the lease was acquired for")
+        return tokens.slice(min(len(known), len(tokens)), len(tokens))
+
+    def note_late_insert(self, done: asyncio.Future[Message], tokens: TokenIds, release: bool) -> None:
+        """An insert came back after its caller was cancelled: it has taken effect all the same."""
+        if not done.cancelled() and done.exception() is None and isinstance(done.result(), InsertResponse):
+            self.note_inserted(cast(InsertResponse, done.result()), tokens, release)
+
+    def note_inserted(self, response: InsertResponse, tokens: TokenIds, release: bool) -> None:
+        """Pages went to the tree, and some may now be the tree's own instead of ours."""
+        self._ended = self._ended or release
+        if len(tokens) > len(self._tokens):
+            self._tokens = tokens
+        repointed = np.frombuffer(response.repointed, "<i4")
+        if len(repointed):
+            first = self.published_len // self._page_size
+            self._starts[first : first + len(repointed)] = repointed
+            self._slots = None
+        self.published_len += response.num_inserted + response.num_duplicates
+
+    @contextmanager
+    def extending(self) -> Iterator[tuple[int, int]]:
+        """Guard one extend at a time; gives the tokens covered and the pages known before it."""
+        if self._extending:
+            raise InvalidRequest(f"lease {self.lease_id!r} is being extended already: await one extend first")
+        self._extending = True
+        try:
+            yield self._num_slots, len(self._starts)
+        finally:
+            self._extending = False
+
+    def note_extended(self, response: ExtendResponse, known_pages: int) -> None:
+        """The lease covers more."""
+        added = np.frombuffer(response.page_starts, "<i4").astype(np.int64)
+        self._starts = np.concatenate((self._starts[:known_pages], added))
+        self._num_slots = response.num_slots
+        self._slots = None

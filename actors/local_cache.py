@@ -1,0 +1,38 @@
+"""`LocalPrefixCache`: a cache in this process, without Ray."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raydix.actors.verbs import CacheVerbs
+from raydix.schemas import CacheConfig
+
+if TYPE_CHECKING:
+    from raydix.actors.transport import Transport
+
+
+class LocalPrefixCache(CacheVerbs):
+    """The same verbs, errors and guarantees as a cache actor's, for a worker that is alone on its device.
+
+    Requests are validated, but not serialised; `attach_pool` gives the tensors themselves. It is its own client;
+    further sessions come from `PrefixCacheClient(local_cache)`, all on one event loop.
+
+    Raises:
+        CacheUnavailable: the pool does not fit in memory, or the device is not there.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(owner="local")
+        from raydix.actors.cache_host import CacheHost, local_device
+
+        self._host = CacheHost(config, local_device(config.pool.device), node_id="local", share=False)
+
+    def _make_transport(self) -> Transport:
+        from raydix.actors.transport import LocalTransport
+
+        return LocalTransport(self._host)
+
+    async def close(self) -> None:
+        """Close the cache with all its sessions. Idempotent."""
+        await super().close()
+        await self._host.service.close()

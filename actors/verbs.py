@@ -1,0 +1,373 @@
+"""`CacheVerbs`: the verbs, the same for a client of a cache actor and for a cache in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+from itertools import count
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pydantic import ValidationError
+
+from raydix.actors.lease import Lease
+from raydix.schemas import (
+    AbortRequest,
+    AcquireRequest,
+    CacheConfig,
+    CacheError,
+    CacheStats,
+    CacheUnavailable,
+    CheckInvariantsRequest,
+    EvictRequest,
+    EvictResponse,
+    ExtendRequest,
+    ExtendResponse,
+    InsertRequest,
+    InsertResponse,
+    InvalidRequest,
+    LeaseResponse,
+    LockRequest,
+    MatchRequest,
+    MatchResponse,
+    Message,
+    OpenSession,
+    ReleaseRequest,
+    ResetRequest,
+    StaleEpoch,
+    StatsRequest,
+    TokenIds,
+    UnknownLease,
+    WaitingResponse,
+    frame_namespace,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+
+class CacheVerbs:
+    """One session with a cache. The first verb, `open()` or `async with` opens it on the running loop."""
+
+    def __init__(self, owner: str | None = None) -> None:
+        self._owner = owner or f"{socket.gethostname()}:{os.getpid()}"
+        self._session_id = uuid.uuid4().hex[:16]
+        self._lease_numbers = count(1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._ready = self._closed = False
+        self._transport: Transport
+        self._epoch = ""
+        self._config: CacheConfig
+        self._pools: dict[bool, AttachedPool] = {}
+        self._compensations: set[asyncio.Future[Message]] = set()
+
+    # ---------------------------------------------------------------- session
+
+    def _make_transport(self) -> Transport:
+        raise TypeError(f"{type(self).__name__} does not say how to reach its cache")
+
+    async def open(self) -> Self:
+        """Open the session; no effect if it is open.
+
+        Raises:
+            CacheUnavailable: the cache cannot be reached.
+            InvalidRequest: the session belongs to another event loop, or was closed.
+        """
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise InvalidRequest("this client was closed: make a new one")
+        if self._loop not in (None, loop):
+            raise InvalidRequest("this client's session belongs to another event loop: make one client per loop")
+        if not self._ready:
+            if self._opening is None:
+                self._loop = loop
+                self._opening = loop.create_task(self._open())
+            try:
+                await asyncio.shield(self._opening)
+            except CacheError:
+                self._opening = None  # the next verb tries again
+                raise
+        return self
+
+    async def _open(self) -> None:
+        self._transport = self._make_transport()
+        response = await self._transport.open(OpenSession(session_id=self._session_id, owner=self._owner))
+        self._epoch, self._config = response.epoch, response.config
+        self._ready = True
+
+    async def close(self) -> None:
+        """Close the session: every lease it still holds ends. Idempotent."""
+        if self._closed or not self._ready:
+            self._closed = True
+            return
+        await self.open()  # on its own loop
+        self._closed = True
+        try:
+            await self._transport.close(self._session_id)
+        except (CacheUnavailable, StaleEpoch):
+            logger.info("the cache was gone when session %s closed", self._session_id)
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def config(self) -> CacheConfig:
+        """The cache's configuration, known once the session is open."""
+        if not self._ready:
+            raise InvalidRequest("the session is not open yet: await open() first")
+        return self._config
+
+    # ---------------------------------------------------------------- verbs
+
+    async def match(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> MatchResponse:
+        """How much of `tokens` is cached. A probe: nothing is held, and no recency changes."""
+        namespace = _namespace(extra_key, lora_id, cache_salt)
+        response = await self._call(_build(MatchRequest, tokens=tokens, namespace=namespace))
+        return _expect(MatchResponse, response)
+
+    async def lock(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Lease:
+        """Lock what is cached of `tokens`, and allocate nothing; `extend` adds private slots to the prefix's."""
+        request = _build(
+            LockRequest,
+            lease_id=self._new_lease_id(),
+            tokens=tokens,
+            namespace=_namespace(extra_key, lora_id, cache_salt),
+        )
+        return await self._lease(request)
+
+    async def acquire(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+        new_tokens: int = 0,
+        max_prefix_len: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Lease:
+        """Lock what is cached of `tokens` and allocate slots for the rest and `new_tokens` more, in one step.
+
+        Evicts what is missing; where that does not suffice, waits in line for room.
+
+        Args:
+            tokens: the prompt's ids: a list, `array.array`, 1-D integer numpy array or torch tensor.
+            max_prefix_len: match at most so many tokens; `len(tokens) - 1` leaves one to compute for its logits.
+            timeout_s: wait so long for room; None: `LeaseConfig.acquire_timeout_s`, 0: not at all.
+
+        Raises:
+            PoolExhausted: no room came free in time, or (`can_ever_fit=False`, at once) there never can be.
+            InvalidRequest: an argument is wrong; the message says which and why.
+        """
+        request = _build(
+            AcquireRequest,
+            lease_id=self._new_lease_id(),
+            tokens=tokens,
+            namespace=_namespace(extra_key, lora_id, cache_salt),
+            new_tokens=new_tokens,
+            max_prefix_len=max_prefix_len,
+            timeout_s=timeout_s,
+        )
+        return await self._lease(request)
+
+    async def insert(self, lease: Lease, tokens: Any, *, release: bool = False) -> InsertResponse:
+        """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease knows of it."""
+        await self._check_mine(lease)
+        packed = _pack(tokens)
+        request = _build(
+            InsertRequest,
+            lease_id=lease.lease_id,
+            num_tokens=len(packed),
+            suffix=lease.unseen(packed),
+            release=release,
+        )
+        future = self._transport.submit(request)
+        try:
+            response = _expect(InsertResponse, await asyncio.shield(future))
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda done: lease.note_late_insert(done, packed, release))
+            raise
+        lease.note_inserted(response, packed, release)
+        return response
+
+    async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
+        """`Lease.extend`."""
+        await self._check_mine(lease)
+        if not isinstance(num_tokens, int) or num_tokens < 1:
+            raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
+        with lease.extending() as (covered, known_pages):
+            request = _build(
+                ExtendRequest,
+                lease_id=lease.lease_id,
+                num_slots=covered + num_tokens,
+                known_pages=known_pages,
+                timeout_s=timeout_s,
+            )
+            response = _expect(ExtendResponse, await self._call_admission(request))
+            lease.note_extended(response, known_pages)
+        return lease.slots[covered : covered + num_tokens]
+
+    async def release(self, lease: Lease) -> None:
+        """`Lease.release`."""
+        await self._end(lease, ReleaseRequest(lease_id=lease.lease_id))
+
+    async def unlock(self, lease: Lease) -> None:
+        """`Lease.release`, for what `lock` gave."""
+        await self.release(lease)
+
+    async def abort(self, lease: Lease) -> None:
+        """`Lease.abort`."""
+        await self._end(lease, AbortRequest(lease_id=lease.lease_id))
+
+    async def evict(self, num_tokens: int) -> EvictResponse:
+        """Free at least `num_tokens` slots of what is cached, or all that nobody holds."""
+        return _expect(EvictResponse, await self._call(_build(EvictRequest, num_tokens=num_tokens)))
+
+    async def reset(self) -> None:
+        """Make everything unmatchable and free it; running leases keep their slots, but publish no more."""
+        await self._call(ResetRequest())
+
+    async def stats(self) -> CacheStats:
+        """A snapshot of the cache's counts."""
+        return _expect(CacheStats, await self._call(StatsRequest()))
+
+    async def check_invariants(self) -> None:
+        """Have the cache verify every rule it keeps. O(everything); for tests and doubts.
+
+        Raises:
+            CacheError: a rule is broken; the message says which.
+        """
+        await self._call(CheckInvariantsRequest())
+
+    async def attach_pool(self, mapped: bool | None = None) -> AttachedPool:
+        """The pool's tensors, for reading and writing the slots of leases.
+
+        Args:
+            mapped: None maps the memory if it can be reached from here and copies through the cache otherwise, True
+                insists on mapping, False declines it.
+
+        Raises:
+            CacheUnavailable: `mapped=True`, but this process cannot map it; the message says why.
+        """
+        from raydix.actors.attached_pool import AttachedPool
+
+        await self.open()
+        return await AttachedPool.attach(self._transport, mapped, self._session_id, self._epoch)
+
+    # ---------------------------------------------------------------- parts
+
+    async def _call(self, request: Message) -> Message:
+        if not self._ready or self._closed or self._loop is not asyncio.get_running_loop():
+            await self.open()
+        return await self._transport.submit(request)
+
+    async def _call_admission(self, request: Message) -> Message:
+        """A request that may have to stand in line for room."""
+        response = await self._call(request)
+        return await self._transport.wait(response.ticket) if isinstance(response, WaitingResponse) else response
+
+    async def _lease(self, request: AcquireRequest | LockRequest) -> Lease:
+        try:
+            response = _expect(LeaseResponse, await self._call_admission(request))
+        except (asyncio.CancelledError, CacheUnavailable):
+            self._compensate(request.lease_id)
+            raise
+        return Lease(self, response, request.tokens, self._epoch, self._config.page_size)
+
+    def _compensate(self, lease_id: str) -> None:
+        """Abort a lease that may have been granted to a caller who is gone."""
+        if not self._ready:
+            return
+        future = self._transport.submit(AbortRequest(lease_id=lease_id))
+        self._compensations.add(future)
+        future.add_done_callback(self._note_compensated)
+
+    def _note_compensated(self, future: asyncio.Future[Message]) -> None:
+        self._compensations.discard(future)
+        if not future.cancelled() and (error := future.exception()) is not None:
+            logger.info("a lease whose caller is gone could not be aborted: %s", error)
+
+    async def _end(self, lease: Lease, request: ReleaseRequest | AbortRequest) -> None:
+        if lease.client is not self:
+            raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+        if not lease.end() or self._closed:
+            return
+        if self._loop is not asyncio.get_running_loop():
+            await self.open()
+        try:
+            await asyncio.shield(self._transport.submit(request))
+        except (StaleEpoch, CacheUnavailable) as error:
+            logger.info("lease %s ended with its cache: %s", lease.lease_id, error)
+
+    async def _check_mine(self, lease: Lease) -> None:
+        if lease.client is not self:
+            raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+        if self._closed or self._loop is not asyncio.get_running_loop():
+            await self.open()
+        lease.check_open()
+
+    def _new_lease_id(self) -> str:
+        return f"{self._session_id}-{next(self._lease_numbers)}"
+
+
+def _build(model: type[M], **fields: Any) -> M:
+    """A request, validated here and nowhere else."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _pack(tokens: Any) -> TokenIds:
+    try:
+        packed = TokenIds.pack(tokens)
+    except ValueError as error:
+        raise InvalidRequest(f"tokens: {error}") from None
+    if not len(packed):
+        raise InvalidRequest("tokens: at least one token id is needed")
+    return packed
+
+
+def _namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:
+    try:
+        return frame_namespace(extra_key, lora_id, cache_salt)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _expect(model: type[M], response: Message) -> M:
+    if not isinstance(response, model):
+        raise CacheError(f"the cache answered {type(response).__name__} where {model.__name__} was due")
+    return response
