@@ -52,4 +52,4 @@ lint: $(DEV)  ## ruff, its formatter, mypy (strict for the packages)
 
 clean:  ## remove caches and builds; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
-	find actors cache_core schemas examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
