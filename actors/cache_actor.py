@@ -97,7 +97,7 @@ class PrefixCacheActor:
         """Refuse new sessions, give open leases `drain_s` to end, then end them; returns how many were cut short."""
         self._draining = True
         deadline = time.monotonic() + drain_s
-        while len(self._host.service.core.leases) and time.monotonic() < deadline:
+        while len(self._host.service.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
             await asyncio.sleep(_DRAIN_POLL_S)
         cut_short = len(self._host.service.core.leases)
         await self._host.service.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -59,7 +59,7 @@ def start_cache(
         CacheUnavailable: it could not be started or did not become ready in time; the message says why.
     """
     if num_gpus is None:
-        num_gpus = _SHARED_GPU if config.pool.device != "cpu" and ray.cluster_resources().get("GPU") else 0
+        num_gpus = _SHARED_GPU if config.pool.device != "cpu" and _cluster_has_gpus() else 0
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": _MAX_CONCURRENCY}
     if name is not None:
         options |= {"name": name, "namespace": namespace, "get_if_exists": True}
@@ -68,8 +68,8 @@ def start_cache(
     if scheduling_strategy is not None:
         options["scheduling_strategy"] = scheduling_strategy
     try:
-        actor = ray.remote(PrefixCacheActor).options(**options).remote(config)
-        running = ray.get(actor.config_digest.remote(), timeout=timeout_s)
+        actor: ActorHandle[Any] = cast(Any, ray.remote(PrefixCacheActor)).options(**options).remote(config)
+        running = _digest_of(actor, timeout_s)
     except GetTimeoutError as error:
         raise CacheUnavailable(
             f"the cache did not start in {timeout_s} s: does the cluster have room for it?"
@@ -93,12 +93,12 @@ def connect(name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None
         ConfigMismatch: it runs with another configuration than `config`.
     """
     try:
-        actor = ray.get_actor(name, namespace=namespace)
+        actor: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
     except ValueError as error:
         raise CacheUnavailable(f"no cache named {name!r} runs in namespace {namespace!r}: start_cache first") from error
     if config is not None:
         try:
-            _check_digest(ray.get(actor.config_digest.remote()), config, name)
+            _check_digest(_digest_of(actor), config, name)
         except RayError as error:
             raise from_ray(error) from error
     return actor
@@ -107,12 +107,20 @@ def connect(name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None
 def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     """End a cache: refuse new sessions, give open leases `drain_s` seconds to end, then end it all. Idempotent."""
     try:
-        cut_short = ray.get(cache.shutdown.remote(drain_s))
+        cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s)))
         if cut_short:
             logger.warning("%d leases were cut short by the shutdown of the cache", cut_short)
     except RayActorError:
         logger.info("the cache had ended before its shutdown")
     ray.kill(cache)
+
+
+def _cluster_has_gpus() -> bool:
+    return bool(cast(Any, ray.cluster_resources)().get("GPU"))
+
+
+def _digest_of(actor: ActorHandle[Any], timeout_s: float | None = None) -> str:
+    return cast(str, ray.get(actor.config_digest.remote(), timeout=timeout_s))
 
 
 def _check_digest(running: str, config: CacheConfig, name: str | None) -> None:

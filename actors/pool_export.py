@@ -37,8 +37,8 @@ class ExportedPool:
 
     A CPU pool lies in anonymous shared memory (a memfd), which others open through `/proc`: it has no name in any
     folder, so nothing is left behind however its owner ends. It is reserved in full here, so that a later write cannot
-    fail for want of memory. A GPU pool is one allocation, exported by CUDA IPC. Where a pool cannot be shared (`share` is
-    False, or a CPU pool elsewhere than on Linux), others copy through its owner.
+    fail for want of memory. A GPU pool is one allocation, exported by CUDA IPC. Where a pool cannot be shared
+    (`share` is False, or a CPU pool elsewhere than on Linux), others copy through its owner.
 
     Raises:
         CacheUnavailable: this machine has too little memory for the pool.
@@ -149,7 +149,7 @@ def export_cuda(storage: torch.Tensor) -> bytes:
     """A CUDA IPC handle of a tensor, for `open_cuda_pool`. The tensor must outlive every mapping."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    _, arguments = reduce_tensor(storage)
+    _, arguments = reduce_tensor(storage)  # type: ignore[no-untyped-call]
     return pickle.dumps(arguments)
 
 
@@ -167,7 +167,7 @@ def open_cuda_pool(handle: PoolHandle) -> torch.Tensor:
         if gpu_uuid_of(torch.device("cuda", index)) == handle.gpu_uuid:
             arguments = list(pickle.loads(handle.ipc_handle))
             arguments[_DEVICE_ARGUMENT] = index
-            storage: torch.Tensor = rebuild_cuda_tensor(*arguments)
+            storage: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
             return storage
     raise OSError(f"this process does not see the card {handle.gpu_uuid} of the pool")
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raydix.cache_core.base_prefix_cache import (
     BasePrefixCache,
@@ -28,15 +26,14 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
     no_slots,
 )
-from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
-from raydix.cache_core.hashing import hash_page, namespace_seed
+from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.leaf_queue import LeafQueue
+from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import Query, RadixTree, check_same_space
+from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, expand_slots, join_rows
 from raydix.cache_core.tree_format import format_tree
-from raydix.cache_core.tree_node import TreeNode, compact_slots, expand_slots
-
-Slots = NDArray[np.int64]
+from raydix.cache_core.tree_node import TreeNode
 
 
 class SlotPool(Protocol):
@@ -104,7 +101,7 @@ class RadixCache(BasePrefixCache):
         Only for caches whose slots were all inserted in whole pages of consecutive slots.
         """
         node, end, rows = self._match(key, limit)
-        return PageMatch(end, node, _join([node.slots for node in rows if node.slots is not None]))
+        return PageMatch(end, node, join_rows([node.slots for node in rows if node.slots is not None]))
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, but nothing changes. `last_node` is the deepest node matched wholly."""
@@ -148,8 +145,8 @@ class RadixCache(BasePrefixCache):
 
     def _expand(self, path: list[TreeNode]) -> Slots:
         if self.page_size == 1:
-            return _join([node.slots for node in path if node.slots is not None])
-        return _join([expand_slots(node.slots, len(node)) for node in path if node.slots is not None])
+            return join_rows([node.slots for node in path if node.slots is not None])
+        return join_rows([expand_slots(node.slots, len(node)) for node in path if node.slots is not None])
 
     # ---------------------------------------------------------------- insert
 
@@ -161,6 +158,7 @@ class RadixCache(BasePrefixCache):
         prev_prefix_len: int = 0,
         swa_evicted_seqlen: int = 0,
         from_node: TreeNode | None = None,
+        **kwargs: Any,
     ) -> InsertResult:
         """Make the KV in `value` findable under `key`, whole pages of it.
 
@@ -171,7 +169,7 @@ class RadixCache(BasePrefixCache):
         Args:
             value: int64, one slot per token of `key`; None takes the ids themselves (for simulation).
             prev_prefix_len: leading slots known to be the tree's own.
-            swa_evicted_seqlen: no effect without a sliding window.
+            swa_evicted_seqlen: no effect without a sliding window; so have arguments of other kinds of caches.
             from_node: `last_node` of a match of a prefix of this key: the walk starts there, and the slots before it
                 are taken to be the tree's own.
 
@@ -180,7 +178,7 @@ class RadixCache(BasePrefixCache):
             StaleNodeError: `from_node` is no longer in the tree.
         """
         aligned = len(key) - len(key) % self.page_size
-        slots = _as_slots(key, value, aligned)
+        slots = as_slots(key, value, aligned)
         node = self._resume_node(key, from_node)
         if not aligned:
             return InsertResult(0, self.root)
@@ -207,7 +205,7 @@ class RadixCache(BasePrefixCache):
         node = query.top if node is self.root else node
         resumed_at = node.end
         path, end = self._touch_path(query, node)
-        existing = _join([node.slots for node in path if node.slots is not None])
+        existing = join_rows([node.slots for node in path if node.slots is not None])
         last_node = path[-1] if path else node
         if end < query.num_tokens:
             first, stop = (
@@ -326,10 +324,10 @@ class RadixCache(BasePrefixCache):
         if rows and self.pool is not None:
             in_pages = all(len(row) * self.page_size == len(node) for node, row in zip(nodes, rows, strict=True))
             if self._free_pages is not None and in_pages:
-                self._free_pages(_join(rows))
+                self._free_pages(join_rows(rows))
             else:
                 tokens = [expand_slots(row, len(node)) for node, row in zip(nodes, rows, strict=True)]
-                self.pool.free(torch.from_numpy(_join(tokens)))
+                self.pool.free(torch.from_numpy(join_rows(tokens)))
         if self.on_node_evict is not None:
             for node in nodes:
                 self.on_node_evict(node.id)
@@ -347,7 +345,7 @@ class RadixCache(BasePrefixCache):
         self._give_back(nodes, rows)
 
     def retire_all(self) -> None:
-        """Make everything unmatchable at once. What is unlocked can be reclaimed, what is locked stays until unlocked."""
+        """Make everything unmatchable at once. What is unlocked can be reclaimed, the rest once it is unlocked."""
         tops = self._tree.detach_all()
         self._retired.extend(tops)
         for top in tops:
@@ -367,23 +365,7 @@ class RadixCache(BasePrefixCache):
 
     def compute_node_hash(self, node: TreeNode) -> list[str]:
         """The chained SHA-256 of each page of `node`, as hex; computed once and kept, with its ancestors'."""
-        chain: list[TreeNode] = []
-        while node.data and node.hash_values is None:
-            chain.append(node)
-            assert node.parent is not None
-            node = node.parent
-        if not chain:
-            return node.hash_values or []
-        space = chain[0].space
-        prior = bytes.fromhex(node.hash_values[-1]) if node.hash_values else namespace_seed(space.extra_key)
-        page = self.page_size * space.unit
-        for each in reversed(chain):
-            hashes: list[str] = []
-            for at in range(0, len(each.data), page):
-                prior = hash_page(each.data[at : at + page], space.width, space.arity, prior)
-                hashes.append(prior.hex())
-            each.hash_values = hashes
-        return chain[0].hash_values or []
+        return chain_hashes(node, self.page_size)
 
     def pretty_print(self) -> None:
         """Print the tree: one line per node with its tokens, slots, locks, hits and age."""
@@ -410,29 +392,13 @@ class RadixCache(BasePrefixCache):
                 below = sum(child.lock_ref for child in node.children.values())
                 assert node.lock_ref >= below, f"rule 2 at {node}: {below} locks below"
                 assert node.queued or node.lock_ref or node.children, f"rule 3 at {node}"
-                assert node.parent is top or node.last_access_time <= node.parent.last_access_time, f"rule 5 at {node}"
+                parent = node.parent
+                assert parent is not None
+                assert parent is top or node.last_access_time <= parent.last_access_time, f"rule 5 at {node}"
                 if node.hash_values is not None:
-                    hashed_above = node.parent is top or (node.parent and node.parent.hash_values)
-                    assert hashed_above, f"rule 4 at {node}"
+                    assert parent is top or parent.hash_values, f"rule 4 at {node}"
                     assert len(node.hash_values) * self.page_size == len(node), f"rule 4 at {node}"
                 evictable += 0 if node.lock_ref else len(node)
                 protected += len(node) if node.lock_ref else 0
         assert evictable == self._evictable, f"rule 1: {evictable=}, but {self._evictable=}"
         assert protected == self._protected, f"rule 1: {protected=}, but {self._protected=}"
-
-
-def _join(rows: list[Slots]) -> Slots:
-    if len(rows) == 1:
-        return rows[0].copy()
-    return np.concatenate(rows) if rows else np.empty(0, np.int64)
-
-
-def _as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> Slots:
-    if value is None:
-        return key.ids[:: key.arity or 1].astype(np.int64)
-    slots = torch.as_tensor(value).detach().cpu().numpy()
-    if slots.ndim != 1 or slots.dtype.kind not in "iu" or len(slots) < needed:
-        raise InvalidKeyError(
-            f"{len(key)} tokens need {needed} integer slots, not {slots.dtype} of shape {slots.shape}"
-        )
-    return slots.astype(np.int64, copy=False)

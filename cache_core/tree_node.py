@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.slot_rows import Slots, expand_slots
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +49,7 @@ class TreeNode:
         parent: TreeNode | None,
         space: Namespace,
         data: bytes,
-        slots: NDArray[np.int64] | None,
+        slots: Slots | None,
         end: int,
         last_access_time: int,
     ) -> None:
@@ -94,20 +93,3 @@ class TreeNode:
 
     def __repr__(self) -> str:
         return f"TreeNode(id={self.id}, len={len(self)}, end={self.end}, lock_ref={self.lock_ref})"
-
-
-def compact_slots(slots: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
-    """A copy of a row of slots: the first of each page if pages are runs of consecutive slots, else all of them."""
-    if page_size > 1:
-        pages = slots.reshape(-1, page_size)
-        if (pages == pages[:, :1] + np.arange(page_size)).all():
-            return pages[:, 0].copy()
-    return slots.copy()
-
-
-def expand_slots(slots: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
-    """One slot per token, from what `compact_slots` made; a copy."""
-    if len(slots) == num_tokens:
-        return slots.copy()
-    page_size = num_tokens // len(slots)
-    return (slots[:, None] + np.arange(page_size)).reshape(-1)

@@ -1,0 +1,198 @@
+"""What the cache does for each request: the verbs, as seen from the cache's side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydix.actors.error_map import to_cache_error
+from raydix.actors.waiting_line import Attempt, WaitingLine
+from raydix.cache_core import KVCache, OutOfSlotsError, RadixKey
+from raydix.cache_core.lease_table import LeaseRecord
+from raydix.schemas import (
+    AbortRequest,
+    Ack,
+    AcquireRequest,
+    CacheError,
+    CheckInvariantsRequest,
+    EvictRequest,
+    EvictResponse,
+    ExtendRequest,
+    ExtendResponse,
+    InsertRequest,
+    InsertResponse,
+    InvalidRequest,
+    LeaseResponse,
+    LockRequest,
+    MatchRequest,
+    MatchResponse,
+    Message,
+    PoolExhausted,
+    ReleaseRequest,
+    ResetRequest,
+    TokenIds,
+    WaitingResponse,
+)
+
+
+class RequestHandlers:
+    """One method per verb. Each runs without awaiting, so each is atomic on the cache's loop.
+
+    Args:
+        core: the cache.
+        line: where those wait who find no room.
+        acquire_timeout_s: how long they wait unless they say otherwise.
+    """
+
+    def __init__(self, core: KVCache, line: WaitingLine, acquire_timeout_s: float) -> None:
+        self.core = core
+        self.line = line
+        self.num_exhausted = 0  # requests refused for want of room
+        self._acquire_timeout_s = acquire_timeout_s
+        self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
+            MatchRequest: self._match,
+            LockRequest: self._lock,
+            AcquireRequest: self._acquire,
+            InsertRequest: self._insert,
+            ExtendRequest: self._extend,
+            ReleaseRequest: self._release,
+            AbortRequest: self._release,
+            EvictRequest: self._evict,
+            ResetRequest: self._reset,
+            CheckInvariantsRequest: self._check_invariants,
+        }
+
+    def handle(self, session_id: str, request: Message) -> Message | CacheError:
+        """The response to one request of a session, or the error that it failed with."""
+        verb = self._verbs.get(type(request))
+        if verb is None:
+            return InvalidRequest(f"{type(request).__name__} is not a verb of this cache")
+        try:
+            return verb(session_id, request)
+        except Exception as error:  # every failure becomes its caller's typed error
+            return to_cache_error(error, self.core)
+
+    def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
+        prefix_len = self.core.match(_key(request.tokens, request.namespace)).prefix_len
+        return MatchResponse.model_construct(prefix_len=prefix_len, full_prefix_len=prefix_len, branching_len=None)
+
+    def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
+        key = _key(request.tokens, request.namespace)
+        return _granted(self.core.lock(request.lease_id, session_id, key))
+
+    def _acquire(self, session_id: str, request: AcquireRequest) -> Message:
+        key = _key(request.tokens, request.namespace)
+
+        def attempt() -> Message:
+            lease = self.core.acquire(request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len)
+            return _granted(lease)
+
+        needed = len(key) + request.new_tokens
+        return self._admit(session_id, request.lease_id, needed, needed, attempt, request.timeout_s)
+
+    def _extend(self, session_id: str, request: ExtendRequest) -> Message:
+        lease = self.core.leases.get(request.lease_id, session_id)
+        missing = request.num_slots - lease.num_slots
+
+        def attempt() -> Message:
+            lease = self.core.leases.get(request.lease_id, session_id)
+            if lease.num_slots < request.num_slots:
+                self.core.extend(request.lease_id, session_id, request.num_slots - lease.num_slots)
+            added = _packed(lease.starts[request.known_pages :])
+            return ExtendResponse.model_construct(num_slots=lease.num_slots, page_starts=added)
+
+        return self._admit(
+            session_id, request.lease_id, missing, request.num_slots, attempt, request.timeout_s, urgent=True
+        )
+
+    def _admit(
+        self,
+        session_id: str,
+        lease_id: str,
+        needed: int,
+        total: int,
+        attempt: Attempt,
+        timeout_s: float | None,
+        urgent: bool = False,
+    ) -> Message:
+        """Serve a request that needs room at once, or put it in line.
+
+        New leases never overtake those in line. A lease that grows does: those in line wait for it to end.
+        """
+        if total > self.core.num_slots:
+            raise self._refusal(total, can_ever_fit=False)
+        if urgent or not len(self.line):
+            try:
+                return attempt()
+            except OutOfSlotsError as error:
+                needed = error.needed
+        if timeout_s is None:
+            timeout_s = self._acquire_timeout_s
+        if timeout_s == 0:
+            raise self._refusal(needed)
+        ticket, position = self.line.join(
+            session_id, lease_id, attempt, timeout_s, lambda: self._refusal(needed), urgent
+        )
+        return WaitingResponse(ticket=ticket, position=position)
+
+    def _refusal(self, needed: int, can_ever_fit: bool = True) -> PoolExhausted:
+        self.num_exhausted += 1
+        core = self.core
+        return PoolExhausted(
+            needed,
+            core.free_slots,
+            core.tree.evictable_size(),
+            core.held_slots(),
+            len(core.leases),
+            can_ever_fit,
+        )
+
+    def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
+        lease = self.core.leases.get(request.lease_id, session_id)
+        suffix = _key(request.suffix, lease.key.extra_key)
+        done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix)
+        if request.release:
+            self.core.release(request.lease_id, session_id)
+        return InsertResponse.model_construct(
+            prefix_len=done.prefix_len,
+            num_inserted=done.num_inserted,
+            num_duplicates=done.num_duplicates,
+            retired=done.retired,
+            repointed=_packed(done.repointed),
+        )
+
+    def _release(self, session_id: str, request: ReleaseRequest | AbortRequest) -> Ack:
+        self.line.withdraw(session_id, request.lease_id)
+        self.core.release(request.lease_id, session_id)
+        return Ack()
+
+    def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
+        return EvictResponse(num_evicted=self.core.evict(request.num_tokens))
+
+    def _reset(self, session_id: str, request: ResetRequest) -> Ack:
+        self.core.reset()
+        return Ack()
+
+    def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
+        self.core.check_invariants()
+        return Ack()
+
+
+def _key(tokens: TokenIds, namespace: str | None) -> RadixKey:
+    return RadixKey.from_packed(tokens.data, tokens.width, namespace)
+
+
+def _granted(lease: LeaseRecord) -> LeaseResponse:
+    return LeaseResponse.model_construct(
+        lease_id=lease.lease_id,
+        prefix_len=lease.prefix_len,
+        num_slots=lease.num_slots,
+        page_starts=_packed(lease.starts),
+    )
+
+
+def _packed(starts: NDArray[np.int64]) -> bytes:
+    return starts.astype("<i4").tobytes()
