@@ -1,0 +1,172 @@
+"""`KVPool` and its layout: sizes, rows, and that what is written is what is read."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raydix.cache_core import KVPool, PoolLayout
+
+TINY = PoolLayout(num_slots=4, page_size=2, num_layers=2, num_kv_heads=3, head_dim=4, v_head_dim=5, dtype=torch.float32)
+EXACT = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+without_float8 = pytest.mark.xfail(
+    raises=NotImplementedError, reason="bug: KVPool.write uses index_copy_, which float8 lacks on the CPU"
+)
+EVERY_DTYPE = [*EXACT, *(pytest.param(dtype, marks=without_float8) for dtype in FLOAT8)]
+
+
+def counting(dtype: torch.dtype, *shape: int, start: int = 1) -> torch.Tensor:
+    """Small whole numbers, each different from its neighbours, which every dtype but float8 holds exactly."""
+    return (torch.arange(torch.Size(shape).numel()) % 7 + start).reshape(shape).to(dtype)
+
+
+def test_a_layer_has_a_row_for_each_slot_and_for_the_padding_page() -> None:
+    pool = KVPool(TINY)
+
+    assert [tuple(k.shape) for k in pool.k] == [(6, 3, 4)] * 2
+    assert [tuple(v.shape) for v in pool.v] == [(6, 3, 5)] * 2
+    assert {t.dtype for t in (*pool.k, *pool.v)} == {torch.float32}
+
+
+def test_sizes_are_those_of_the_tensors_each_on_a_boundary() -> None:
+    assert TINY.num_rows == 6
+    assert TINY.k_bytes == 6 * 3 * 4 * 4
+    assert TINY.v_bytes == 6 * 3 * 5 * 4
+    assert TINY.num_bytes == 2 * (512 + 512)  # 288 and 360, each to the next multiple of 256
+    assert KVPool(TINY).storage.numel() == TINY.num_bytes
+
+
+@pytest.mark.parametrize("dtype", [*EXACT, *FLOAT8])
+def test_tensors_lie_one_after_the_other_and_start_on_boundaries(dtype: torch.dtype) -> None:
+    pool = KVPool(replace(TINY, dtype=dtype))
+    tensors = [pool.k[0], pool.v[0], pool.k[1], pool.v[1]]
+    offsets = [each.data_ptr() - pool.storage.data_ptr() for each in tensors]
+
+    assert all(offset % 256 == 0 for offset in offsets)
+    ends = [offset + each.nbytes for offset, each in zip(offsets, tensors, strict=True)]
+    assert all(end <= start for end, start in zip(ends, offsets[1:], strict=False))
+    assert ends[-1] <= pool.layout.num_bytes
+
+
+def test_values_may_be_narrower_than_keys_or_absent() -> None:
+    narrow, absent = KVPool(replace(TINY, v_head_dim=1)), KVPool(replace(TINY, v_head_dim=0))
+
+    assert narrow.v[1].shape == (6, 3, 1)
+    assert absent.v[1].shape == (6, 3, 0)
+
+
+def test_a_pool_without_layers_has_no_memory() -> None:
+    pool = KVPool(replace(TINY, num_layers=0))
+
+    assert (pool.k, pool.v, pool.storage.numel()) == ([], [], 0)
+
+
+def test_a_new_pool_is_zeroed() -> None:
+    assert not KVPool(TINY).storage.any()
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_what_is_written_is_read_back_bit_for_bit(dtype: torch.dtype) -> None:
+    pool = KVPool(replace(TINY, dtype=dtype))
+    k, v = counting(dtype, 2, 3, 4), counting(dtype, 2, 3, 5, start=2)
+    slots = torch.tensor([5, 2])
+
+    pool.write(1, slots, k, v)
+    read_k, read_v = pool.gather(1, slots)
+
+    assert read_k.dtype == read_v.dtype == dtype
+    assert read_k.view(torch.uint8).equal(k.view(torch.uint8))
+    assert read_v.view(torch.uint8).equal(v.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_all_layers_are_written_and_read_at_once(dtype: torch.dtype) -> None:
+    pool = KVPool(replace(TINY, dtype=dtype))
+    k, v = counting(dtype, 2, 3, 3, 4), counting(dtype, 2, 3, 3, 5)
+    slots = torch.tensor([4, 2, 5])
+
+    pool.write_all(slots, k, v)
+    read_k, read_v = pool.read_all(slots)
+
+    assert read_k.view(torch.uint8).equal(k.view(torch.uint8))
+    assert read_v.view(torch.uint8).equal(v.view(torch.uint8))
+    assert pool.gather(1, slots)[0].view(torch.uint8).equal(k[1].view(torch.uint8))
+
+
+def test_a_write_touches_its_rows_of_its_layer_only() -> None:
+    pool = KVPool(TINY)
+
+    pool.write(1, torch.tensor([3]), counting(torch.float32, 1, 3, 4), counting(torch.float32, 1, 3, 5))
+
+    assert [row for row in range(6) if pool.k[1][row].any()] == [3]
+    assert [row for row in range(6) if pool.v[1][row].any()] == [3]
+    assert not pool.k[0].any()
+    assert not pool.v[0].any()
+
+
+def test_the_first_and_the_last_slot_can_be_used() -> None:
+    pool = KVPool(TINY)
+    k, v = counting(torch.float32, 2, 3, 4), counting(torch.float32, 2, 3, 5)
+
+    pool.write(0, torch.tensor([2, 5]), k, v)
+
+    assert pool.k[0][2].equal(k[0])
+    assert pool.v[0][5].equal(v[1])
+
+
+def test_a_slot_beyond_the_pool_is_refused() -> None:
+    with pytest.raises((IndexError, RuntimeError)):
+        KVPool(TINY).write(0, torch.tensor([6]), torch.ones(1, 3, 4), torch.ones(1, 3, 5))
+
+
+def test_what_is_written_is_cast_to_the_pools_dtype() -> None:
+    pool = KVPool(replace(TINY, dtype=torch.float16))
+
+    pool.write(0, torch.tensor([2]), torch.full((1, 3, 4), 1.5), torch.full((1, 3, 5), 2.5))
+
+    assert pool.k[0][2].equal(torch.full((3, 4), 1.5, dtype=torch.float16))
+
+
+def test_what_is_gathered_is_a_copy() -> None:
+    pool = KVPool(TINY)
+    slots = torch.tensor([2])
+
+    for k, v in (pool.gather(0, slots), pool.read_all(slots)):
+        k.fill_(9)
+        v.fill_(9)
+
+    assert not pool.storage.any()
+
+
+def test_no_slots_are_no_work() -> None:
+    pool = KVPool(TINY)
+    none = torch.empty(0, dtype=torch.int64)
+
+    pool.write_all(none, torch.empty(2, 0, 3, 4), torch.empty(2, 0, 3, 5))
+
+    assert [tuple(each.shape) for each in pool.read_all(none)] == [(2, 0, 3, 4), (2, 0, 3, 5)]
+
+
+def test_two_pools_over_one_storage_see_each_others_writes() -> None:
+    writer = KVPool(TINY)
+    reader = KVPool(TINY, storage=writer.storage)
+    k, v = counting(torch.float32, 2, 2, 3, 4), counting(torch.float32, 2, 2, 3, 5)
+
+    writer.write_all(torch.tensor([3, 4]), k, v)
+
+    read_k, read_v = reader.read_all(torch.tensor([3, 4]))
+    assert read_k.equal(k)
+    assert read_v.equal(v)
+    assert reader.storage.data_ptr() == writer.storage.data_ptr()
+
+
+def test_a_storage_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"needs {TINY.num_bytes} bytes, not {TINY.num_bytes - 1}"):
+        KVPool(TINY, storage=torch.zeros(TINY.num_bytes - 1, dtype=torch.uint8))
+
+
+def test_a_storage_may_be_larger_than_needed() -> None:
+    pool = KVPool(TINY, storage=torch.zeros(TINY.num_bytes + 4096, dtype=torch.uint8))
+
+    assert pool.k[1].shape == (6, 3, 4)
