@@ -66,9 +66,9 @@ class PrefixCacheActor:
         """Close a client's session and end its leases."""
         self._host.service.close_session(request)
 
-    async def execute(self, batch: Batch) -> BatchResponse:
-        """Execute a batch of requests in order."""
-        return self._host.service.execute(batch)
+    async def execute(self, *parts: Batch) -> BatchResponse:
+        """Execute a batch of requests in order, once those before it have been; it may come in several parts."""
+        return await self._host.service.execute_in_turn(parts)
 
     async def wait(self, request: WaitRequest) -> Message:
         """Wait for the outcome of a request that stands in line."""

@@ -6,8 +6,11 @@ its first look at the cache and its last change of it: each is atomic.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.request_handlers import RequestHandlers
@@ -37,6 +40,8 @@ from raydix.schemas import (
     WaitRequest,
 )
 
+_TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
+
 
 @dataclass(slots=True)
 class Session:
@@ -44,6 +49,8 @@ class Session:
 
     session_id: str
     owner: str  # for people
+    executed_seq: int = 0  # the last of its numbered batches that was executed
+    turns: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by the batch that is waited for
 
 
 class CacheService:
@@ -108,12 +115,28 @@ class CacheService:
 
     # ---------------------------------------------------------------- execution
 
-    def execute(self, batch: Batch) -> BatchResponse:
-        """Execute a batch in order; a request that fails leaves its error in its place."""
-        session_id = self.session(batch.session_id, batch.epoch).session_id
+    async def execute_in_turn(self, parts: Sequence[Batch]) -> BatchResponse:
+        """Execute a numbered batch, given in parts, after the one that it names."""
+        if not parts:
+            raise InvalidRequest("a batch needs at least one part")
+        session = self.session(parts[0].session_id, parts[0].epoch)
+        if parts[0].after > session.executed_seq:
+            turn = session.turns.setdefault(parts[0].after, asyncio.get_running_loop().create_future())
+            with contextlib.suppress(TimeoutError):  # the batch before it was lost on the way
+                await asyncio.wait_for(asyncio.shield(turn), _TURN_TIMEOUT_S)
+        try:
+            return self.execute(parts[0].session_id, parts[0].epoch, [each for part in parts for each in part.requests])
+        finally:
+            session.executed_seq = max(session.executed_seq, parts[0].seq)
+            if (turn_of_next := session.turns.pop(parts[0].seq, None)) is not None:
+                turn_of_next.set_result(None)
+
+    def execute(self, session_id: str, epoch: str, requests: Sequence[Message]) -> BatchResponse:
+        """Execute requests in order; one that fails leaves its error in its place."""
+        session_id = self.session(session_id, epoch).session_id
         self._batches += 1
-        self._requests += len(batch.requests)
-        responses = tuple([self._respond(session_id, request) for request in batch.requests])
+        self._requests += len(requests)
+        responses = tuple([self._respond(session_id, request) for request in requests])
         if len(self.line):
             self.line.serve()
         if self.config.validate:

@@ -1,8 +1,9 @@
 """Requests to a cache actor, in batches.
 
 A Ray call costs a hundred times what the cache does for it, so a client's requests travel together: those of one tick
-of its loop, and those that gather while a batch is on its way. At most one batch is in flight, which keeps the
-client's order (async actors give none) and pushes back on its own.
+of its loop, and those that gather while others are on their way. At most two batches are in flight, one travelling
+while the other is executed: that pushes back on its own. They are numbered, because async actors start calls in any
+order.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -38,9 +39,12 @@ from raydix.schemas import (
 
 logger = logging.getLogger(__name__)
 
+MAX_IN_FLIGHT = 2  # batches
 MAX_BATCH_REQUESTS = 512
-MAX_BATCH_BYTES = 4 * 2**20  # of token ids
+MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
+MAX_PART_BYTES = 90_000  # of one argument: Ray sends those of 100 KB and more through the object store
 MAX_QUEUED_REQUESTS = 16_384
+_REQUEST_BYTES = 160  # of a pickled request beside its tokens
 _RETRY_AFTER_S = 0.05
 
 T = TypeVar("T")
@@ -55,7 +59,9 @@ class RayTransport:
         self._session_id = ""
         self._epoch = ""
         self._queue: deque[Entry] = deque()
-        self._sender: asyncio.Task[None] | None = None
+        self._pump_scheduled = False
+        self._last_seq = 0
+        self._in_flight: dict[int, asyncio.Task[None]] = {}  # by seq
 
     async def open(self, request: OpenSession) -> SessionResponse:
         response: SessionResponse = await call(self._actor.open_session.remote(request))
@@ -68,35 +74,54 @@ class RayTransport:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
         self._queue.append((request, future))
-        if self._sender is None or self._sender.done():
-            self._sender = loop.create_task(self._send_all(), name="raydix-sender")
+        self._schedule_pump()
         return future
 
-    async def _send_all(self) -> None:
-        await asyncio.sleep(0)  # whoever else runs in this tick joins the batch
-        while entries := self._next_batch():
-            batch = Batch.model_construct(
-                session_id=self._session_id,
-                epoch=self._epoch,
-                requests=tuple(request for request, _ in entries),
-            )
-            try:
-                response: BatchResponse = await call(self._actor.execute.remote(batch))
-            except CacheError as error:
-                _settle(entries, [error] * len(entries))
-            else:
-                _settle(entries, response.responses)
+    def _schedule_pump(self) -> None:
+        """Send at the end of this tick of the loop: whoever else runs in it joins the batch."""
+        if not self._pump_scheduled and len(self._in_flight) < MAX_IN_FLIGHT:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._pump)
 
-    def _next_batch(self) -> list[Entry]:
+    def _pump(self) -> None:
+        """Send what is queued, as far as the bound on batches in flight allows.
+
+        A long queue is shared between the free places, so that one batch is on its way while the other is executed.
+        """
+        self._pump_scheduled = False
+        while self._queue and (places := MAX_IN_FLIGHT - len(self._in_flight)) > 0:
+            share = -(-len(self._queue) // places) if len(self._queue) >= MIN_SHARED_REQUESTS else len(self._queue)
+            entries = self._next_entries(min(share, MAX_BATCH_REQUESTS))
+            if entries:
+                after, self._last_seq = max(self._in_flight, default=0), self._last_seq + 1
+                task = asyncio.get_running_loop().create_task(self._send(entries, self._last_seq, after))
+                self._in_flight[self._last_seq] = task
+
+    async def _send(self, entries: list[Entry], seq: int, after: int) -> None:
+        batches = [
+            Batch.model_construct(
+                session_id=self._session_id, epoch=self._epoch, requests=requests, seq=seq, after=after
+            )
+            for requests in _parts(entries)
+        ]
+        outcomes: Sequence[Any]
+        try:
+            response: BatchResponse = await call(self._actor.execute.remote(*batches))
+            outcomes = response.responses
+        except CacheError as error:
+            outcomes = [error] * len(entries)
+        finally:
+            del self._in_flight[seq]
+        _settle(entries, outcomes)
+        self._schedule_pump()
+
+    def _next_entries(self, limit: int) -> list[Entry]:
         """The next requests in order; those given up before they were sent are dropped."""
         entries: list[Entry] = []
-        num_bytes = 0
-        while self._queue and len(entries) < MAX_BATCH_REQUESTS and num_bytes < MAX_BATCH_BYTES:
+        while self._queue and len(entries) < limit:
             request, future = self._queue.popleft()
             if not future.cancelled():
                 entries.append((request, future))
-                tokens = getattr(request, "tokens", None) or getattr(request, "suffix", None)
-                num_bytes += len(tokens.data) if tokens is not None else 0
         return entries
 
     async def wait(self, ticket: int) -> Message:
@@ -119,12 +144,27 @@ class RayTransport:
         await call(self._actor.write_kv.remote(request))
 
     async def close(self, session_id: str) -> None:
-        if self._sender is not None:
-            await self._sender
+        while self._queue or self._in_flight:
+            await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
         await call(self._actor.close_session.remote(CloseSession(session_id=session_id)))
 
 
-def _settle(entries: list[Entry], outcomes: Any) -> None:
+def _parts(entries: list[Entry]) -> list[tuple[Message, ...]]:
+    """The requests in parts small enough for Ray to carry within the call, instead of through the object store."""
+    parts: list[list[Message]] = [[]]
+    num_bytes = 0
+    for request, _ in entries:
+        tokens = getattr(request, "tokens", None) or getattr(request, "suffix", None)
+        size = _REQUEST_BYTES + (len(tokens.data) if tokens is not None else 0)
+        if parts[-1] and num_bytes + size > MAX_PART_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(request)
+        num_bytes += size
+    return [tuple(part) for part in parts]
+
+
+def _settle(entries: list[Entry], outcomes: Sequence[Any]) -> None:
     for (_, future), outcome in zip(entries, outcomes, strict=True):
         if future.done():
             continue  # its caller gave up

@@ -8,7 +8,6 @@ from typing import Protocol
 from raydix.actors.cache_host import CacheHost
 from raydix.cache_core import KVPool
 from raydix.schemas import (
-    Batch,
     CacheError,
     CloseSession,
     KVResponse,
@@ -65,8 +64,7 @@ class LocalTransport:
 
     def submit(self, request: Message) -> asyncio.Future[Message]:
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        batch = Batch.model_construct(session_id=self._session_id, epoch=self._epoch, requests=(request,))
-        (response,) = self._host.service.execute(batch).responses
+        (response,) = self._host.service.execute(self._session_id, self._epoch, (request,)).responses
         if isinstance(response, CacheError):
             future.set_exception(response)
         else:

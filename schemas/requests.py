@@ -124,11 +124,16 @@ class CheckInvariantsRequest(Message):
 
 
 class Batch(Message):
-    """Requests of one session, executed in order; one that fails does not hinder the others."""
+    """Requests of one session, executed in order; one that fails does not hinder the others.
+
+    Batches of a session are executed in the order of `seq`, in whatever order they arrive.
+    """
 
     session_id: LeaseId
     epoch: str
     requests: tuple[Message, ...]
+    seq: int = Field(default=0, description="place among the session's batches, from 1; 0: in no order")
+    after: int = Field(default=0, description="the last batch that must have been executed before; 0: none")
 
 
 class ReadKV(Message):
