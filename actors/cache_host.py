@@ -39,7 +39,7 @@ class CacheHost:
         """
         self._check(request, private=False)
         k, v = self.exported.pool.read_all(torch.from_numpy(request.slots.copy()))
-        return KVResponse.model_construct(k=_to_bytes(k), v=_to_bytes(v))
+        return KVResponse(k=_to_bytes(k), v=_to_bytes(v))
 
     def write_kv(self, request: WriteKV) -> None:
         """Copy KV into slots that a lease holds privately.

@@ -141,7 +141,7 @@ class CacheService:
             self.line.serve()
         if self.config.validate:
             self.core.check_invariants()
-        return BatchResponse.model_construct(epoch=self.epoch, responses=responses)
+        return BatchResponse(epoch=self.epoch, responses=responses)
 
     def _respond(self, session_id: str, request: Message) -> Message | CacheError:
         return self.stats() if isinstance(request, StatsRequest) else self._handlers.handle(session_id, request)

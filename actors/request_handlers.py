@@ -77,7 +77,7 @@ class RequestHandlers:
 
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
         prefix_len = self.core.match(_key(request.tokens, request.namespace)).prefix_len
-        return MatchResponse.model_construct(prefix_len=prefix_len, full_prefix_len=prefix_len, branching_len=None)
+        return MatchResponse(prefix_len=prefix_len, full_prefix_len=prefix_len, branching_len=None)
 
     def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
         key = _key(request.tokens, request.namespace)
@@ -102,7 +102,7 @@ class RequestHandlers:
             if lease.num_slots < request.num_slots:
                 self.core.extend(request.lease_id, session_id, request.num_slots - lease.num_slots)
             added = _packed(lease.starts[request.known_pages :])
-            return ExtendResponse.model_construct(num_slots=lease.num_slots, page_starts=added)
+            return ExtendResponse(num_slots=lease.num_slots, page_starts=added)
 
         return self._admit(
             session_id, request.lease_id, missing, request.num_slots, attempt, request.timeout_s, urgent=True
@@ -156,7 +156,7 @@ class RequestHandlers:
         done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix)
         if request.release:
             self.core.release(request.lease_id, session_id)
-        return InsertResponse.model_construct(
+        return InsertResponse(
             prefix_len=done.prefix_len,
             num_inserted=done.num_inserted,
             num_duplicates=done.num_duplicates,
@@ -186,7 +186,7 @@ def _key(tokens: TokenIds, namespace: str | None) -> RadixKey:
 
 
 def _granted(lease: LeaseRecord) -> LeaseResponse:
-    return LeaseResponse.model_construct(
+    return LeaseResponse(
         lease_id=lease.lease_id,
         prefix_len=lease.prefix_len,
         num_slots=lease.num_slots,

@@ -44,7 +44,8 @@ def namespace_seed(extra_key: str | None) -> bytes | None:
     if extra_key is None:
         return None
     framed = b"namespace:" + extra_key.encode("utf-8", "surrogatepass")
-    return hashlib.sha256(framed if len(framed) % 2 else framed + b"\0").digest()
+    framed += b"\1\1" if len(framed) % 2 else b"\0"  # an odd length, and no two names alike
+    return hashlib.sha256(framed).digest()
 
 
 def hash_to_int64(hex_str: str) -> int:

@@ -12,7 +12,7 @@ _FIRST = -1  # the stamp of nodes that go before all others
 class LeafQueue:
     """A lazy heap: an entry is checked when it is popped, not when its node changes.
 
-    A node has one entry at most (`node.queued`), so the heap never outgrows the tree. A touch only makes a node
+    A live node has one entry at most (`node.queued`), so the heap never outgrows the tree. A touch only makes a node
     younger, so an entry whose stamp is old is put back with the new one and order is exact. O(log n) per pop.
     """
 
@@ -20,8 +20,9 @@ class LeafQueue:
         self._heap: list[tuple[int, int, TreeNode]] = []
 
     def push(self, leaf: TreeNode) -> None:
-        """Queue an unlocked leaf; no effect if it stands in the queue."""
-        if not leaf.queued:
+        """Queue an unlocked leaf. One that stands in the queue stays where it is, unless its namespace was retired:
+        then it goes to the front, and its old entry is passed over when it comes up."""
+        if not leaf.queued or not leaf.space.live:
             leaf.queued = True
             heappush(self._heap, (_stamp(leaf), leaf.id, leaf))
 
@@ -46,11 +47,6 @@ class LeafQueue:
                 return node
             self.push(node)
         return None
-
-    def requeue(self, leaf: TreeNode) -> None:
-        """Queue a leaf anew because it moved to the front; its old entry is passed over when it comes up."""
-        leaf.queued = False
-        self.push(leaf)
 
     def clear(self) -> None:
         """Forget every candidate."""

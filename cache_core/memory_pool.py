@@ -60,6 +60,11 @@ class PoolLayout:
         return rows.view(self.num_rows, self.num_kv_heads, dim)
 
 
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that every kernel can copy: 8-bit floats as bytes."""
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -91,8 +96,8 @@ class KVPool:
         `slots` is int64 of length n. The caller answers for holding them. One copy, cast to the pool's dtype.
         """
         slots = slots.to(self.storage.device)
-        self.k[layer].index_copy_(0, slots, k.to(self.layout.dtype))
-        self.v[layer].index_copy_(0, slots, v.to(self.layout.dtype))
+        _bits(self.k[layer]).index_copy_(0, slots, _bits(k.to(self.layout.dtype)))
+        _bits(self.v[layer]).index_copy_(0, slots, _bits(v.to(self.layout.dtype)))
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the K and V of `slots` (int64, length n) in one layer, `[n, num_kv_heads, dim]` each."""

@@ -3,7 +3,7 @@
 Rules, checked by `check_invariants` beside the tree's own:
 
 1. `evictable_size` is the tokens of nodes without locks, `protected_size` of those with; both together, all tokens.
-2. A node is locked at least as often as its children together.
+2. A node's `lock_ref` counts its own locks and those of its children.
 3. Every unlocked leaf stands in the eviction queue.
 4. A node has hashes only if its parent has, and one for each page.
 5. A node was used at least as recently as its children.
@@ -245,6 +245,7 @@ class RadixCache(BasePrefixCache):
         """
         if node is not self.root:
             self._check_live(node)
+            node.own_locks += 1
         while node.parent is not None:
             if not node.lock_ref:
                 self._evictable -= len(node)
@@ -267,8 +268,9 @@ class RadixCache(BasePrefixCache):
             return
         if node.slots is None:
             raise StaleNodeError(f"{node} is no longer in the tree")
-        if not node.lock_ref:
-            raise LockError(f"{node} is not locked")
+        if not node.own_locks:
+            raise LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
+        node.own_locks -= 1
         leaf = node
         while node.parent is not None:
             node.lock_ref -= 1
@@ -351,7 +353,7 @@ class RadixCache(BasePrefixCache):
         for top in tops:
             for node in self._tree.nodes_below(top):
                 if not node.children and not node.lock_ref:
-                    self._queue.requeue(node)
+                    self._queue.push(node)
 
     # ---------------------------------------------------------------- sizes, hashes, people
 
@@ -390,7 +392,7 @@ class RadixCache(BasePrefixCache):
             self._tree.check_structure(top)
             for node in self._tree.nodes_below(top):
                 below = sum(child.lock_ref for child in node.children.values())
-                assert node.lock_ref >= below, f"rule 2 at {node}: {below} locks below"
+                assert node.lock_ref == node.own_locks + below, f"rule 2 at {node}: {node.own_locks=}, {below=}"
                 assert node.queued or node.lock_ref or node.children, f"rule 3 at {node}"
                 parent = node.parent
                 assert parent is not None

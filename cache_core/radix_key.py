@@ -29,11 +29,19 @@ class RadixKey:
         InvalidKeyError: an id is negative, fractional or too large, or tuples differ in length.
     """
 
-    __slots__ = ("arity", "data", "extra_key", "width")
+    __slots__ = ("arity", "data", "extra_key", "num_tokens", "unit", "width")
 
     def __init__(self, token_ids: Any, extra_key: str | None = None) -> None:
+        data, width, arity = _pack(token_ids)
+        self._set(data, width, arity, extra_key)
+
+    def _set(self, data: bytes, width: int, arity: int, extra_key: str | None) -> None:
+        self.data = data  # little-endian ids
+        self.width = width  # bytes an id
+        self.arity = arity  # ids of a tuple; 0: plain ids
+        self.unit = width * (arity or 1)  # bytes of one element
+        self.num_tokens = len(data) // self.unit
         self.extra_key = extra_key
-        self.data, self.width, self.arity = _pack(token_ids)
 
     @classmethod
     def from_packed(cls, data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> RadixKey:
@@ -42,13 +50,8 @@ class RadixKey:
         `arity` is the number of ids in each tuple, 0 for plain ids. Nothing is copied or checked.
         """
         key = cls.__new__(cls)
-        key.data, key.width, key.arity, key.extra_key = data, width, arity, extra_key
+        key._set(data, width, arity, extra_key)
         return key
-
-    @property
-    def unit(self) -> int:
-        """Bytes of one element: an id, or a tuple of them."""
-        return self.width * (self.arity or 1)
 
     @property
     def ids(self) -> NDArray[Any]:
@@ -77,7 +80,7 @@ class RadixKey:
         return int(wide[0]) // (self.arity or 1) if len(wide) else len(self)
 
     def __len__(self) -> int:
-        return len(self.data) // self.unit
+        return self.num_tokens
 
     def __iter__(self) -> Iterator[int | tuple[int, ...]]:
         return iter(self.token_ids)
@@ -132,6 +135,8 @@ def _pack(token_ids: Any) -> tuple[bytes, int, int]:
     if isinstance(token_ids, np.ndarray):
         return *_pack_array(token_ids), 0
     if isinstance(token_ids, torch.Tensor):
+        if token_ids.is_floating_point() or token_ids.is_complex():
+            raise InvalidKeyError(f"token ids must be integers, not {token_ids.dtype}: cast them first")
         return *_pack_array(token_ids.detach().cpu().numpy()), 0
     if isinstance(token_ids, array):
         return *_pack_array(np.asarray(token_ids)), 0
@@ -163,9 +168,8 @@ def _pack_tuples(tuples: Sequence[Any]) -> tuple[bytes, int, int]:
 def _pack_array(ids: NDArray[Any]) -> tuple[bytes, int]:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidKeyError(f"token ids must be a 1-D array of integers, not {ids.dtype} of shape {ids.shape}")
-    if not len(ids):
-        return b"", 4
-    if ids.dtype.kind == "i" and int(ids.min()) < 0:
+    every_bit = int(np.bitwise_or.reduce(ids))  # one pass tells both: negative if any is, wide if any is
+    if every_bit < 0:
         raise InvalidKeyError(f"token ids must not be negative: found {int(ids.min())}")
-    width = 8 if ids.dtype.itemsize == 8 and int(ids.max()) >= NARROW_LIMIT else 4
+    width = 8 if every_bit >= NARROW_LIMIT else 4
     return ids.astype(f"<u{width}", copy=False).tobytes(), width

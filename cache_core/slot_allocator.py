@@ -45,7 +45,10 @@ class TokenToKVPoolAllocator:
 
         Raises:
             OutOfSlotsError: too few are free; nothing was taken.
+            SlotError: `num_tokens` is negative.
         """
+        if num_tokens < 0:
+            raise SlotError(f"cannot allocate {num_tokens} slots")
         starts = self.alloc_pages(-(-num_tokens // self.page_size))
         return torch.from_numpy((starts[:, None] + self._lane).reshape(-1)[:num_tokens])
 

@@ -37,6 +37,7 @@ class TreeNode:
         "id",
         "last_access_time",
         "lock_ref",
+        "own_locks",
         "parent",
         "queued",
         "slots",
@@ -61,6 +62,7 @@ class TreeNode:
         self.end = end  # tokens from the root to the end of this run
         self.children: dict[bytes, TreeNode] = {}  # by the packed ids of their first page
         self.lock_ref = 0  # locks on this node and below
+        self.own_locks = 0  # of those, the ones taken on this very node
         self.last_access_time = last_access_time  # ticks of the cache's own clock
         self.hit_count = 0  # matches that went through this node
         self.queued = False  # stands in the queue of eviction candidates

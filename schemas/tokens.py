@@ -60,11 +60,10 @@ class TokenIds:
             raise ValueError(f"token ids must be one-dimensional, not of shape {ids.shape}")
         if ids.dtype.kind not in "iu":
             raise ValueError(f"token ids must be integers, not {ids.dtype}: cast them first")
-        if len(ids) == 0:
-            return cls(b"", 4)
-        if ids.dtype.kind == "i" and int(ids.min()) < 0:
+        every_bit = int(np.bitwise_or.reduce(ids))  # one pass tells both: negative if any is, wide if any is
+        if every_bit < 0:
             raise ValueError(f"token ids must not be negative: found {int(ids.min())}")
-        width = 8 if ids.dtype.itemsize == 8 and int(ids.max()) >= NARROW_LIMIT else 4
+        width = 8 if every_bit >= NARROW_LIMIT else 4
         return cls(ids.astype(f"<u{width}", copy=False).tobytes(), width)
 
     @property
@@ -113,6 +112,8 @@ def _as_array(ids: Any) -> NDArray[Any]:
     """A numpy view of an array or tensor, without importing torch to know a tensor."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(ids, torch.Tensor):
+        if ids.is_floating_point() or ids.is_complex():
+            raise ValueError(f"token ids must be integers, not {ids.dtype}: cast them first")
         return np.asarray(ids.detach().cpu())
     if isinstance(ids, array) or hasattr(ids, "__array__"):
         return np.asarray(ids)
