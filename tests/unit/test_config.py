@@ -1,0 +1,149 @@
+"""Configuration: what is refused, with the reason, and that equal digests mean equal configurations."""
+
+import pickle
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
+
+POOL = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=3, head_dim=4)
+CONFIG = CacheConfig(page_size=4, pool=POOL)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    config = CacheConfig(pool=PoolConfig(num_slots=8))
+
+    assert (config.kind, config.page_size, config.fingerprint, config.validate) == ("radix", 1, "", False)
+    assert (config.pool.num_layers, config.pool.dtype, config.pool.device) == (0, "bfloat16", "auto")
+    assert config.pool.v_head_dim is None
+    assert (config.eviction.policy, config.eviction.high_watermark, config.eviction.low_watermark) == ("lru", 0.9, 0.8)
+    assert config.leases.acquire_timeout_s == 30
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "reason"),
+    [
+        (PoolConfig, {"num_slots": 0}, "num_slots"),
+        (PoolConfig, {"num_slots": -1}, "num_slots"),
+        (PoolConfig, {"num_slots": 2**31}, "num_slots"),
+        (PoolConfig, {"num_slots": 1.5}, "num_slots"),
+        (PoolConfig, {}, "num_slots"),
+        (PoolConfig, {"num_slots": 8, "num_layers": -1}, "num_layers"),
+        (PoolConfig, {"num_slots": 8, "num_layers": 1}, "num_kv_heads and head_dim"),
+        (PoolConfig, {"num_slots": 8, "num_layers": 1, "num_kv_heads": 1}, "num_kv_heads and head_dim"),
+        (PoolConfig, {"num_slots": 8, "num_layers": 1, "head_dim": 1}, "num_kv_heads and head_dim"),
+        (PoolConfig, {"num_slots": 8, "v_head_dim": -1}, "v_head_dim"),
+        (PoolConfig, {"num_slots": 8, "dtype": "int4"}, "dtype"),
+        (PoolConfig, {"num_slots": 8, "device": "gpu"}, "device"),
+        (PoolConfig, {"num_slots": 8, "device": "cuda:x"}, "device"),
+        (PoolConfig, {"num_slots": 8, "device": "cuda:0 "}, "device"),
+        (PoolConfig, {"num_slots": 8, "layers": 2}, "layers"),
+        (EvictionConfig, {"high_watermark": 0.5, "low_watermark": 0.6}, r"low_watermark \(0.6\) must be below"),
+        (EvictionConfig, {"high_watermark": 0.5, "low_watermark": 0.5}, "must be below"),
+        (EvictionConfig, {"high_watermark": 0.7}, "must be below"),
+        (EvictionConfig, {"high_watermark": 1.1}, "high_watermark"),
+        (EvictionConfig, {"high_watermark": 0}, "high_watermark"),
+        (EvictionConfig, {"low_watermark": -0.1}, "low_watermark"),
+        (EvictionConfig, {"high_watermark": float("nan")}, "high_watermark"),
+        (EvictionConfig, {"low_watermark": float("nan")}, "low_watermark"),
+        (EvictionConfig, {"slice_ms": 0}, "slice_ms"),
+        (EvictionConfig, {"policy": "random"}, "policy"),
+        (LeaseConfig, {"acquire_timeout_s": -1}, "acquire_timeout_s"),
+        (LeaseConfig, {"max_waiters": -1}, "max_waiters"),
+        (CacheConfig, {}, "pool"),
+        (CacheConfig, {"pool": POOL, "page_size": 0}, "page_size"),
+        (CacheConfig, {"pool": POOL, "page_size": 5}, r"num_slots \(64\) must be a multiple of page_size \(5\)"),
+        (CacheConfig, {"pool": POOL, "page_size": 128}, "multiple of page_size"),
+        (CacheConfig, {"pool": POOL, "kind": "tree"}, "kind"),
+        (CacheConfig, {"pool": POOL, "pagesize": 4}, "pagesize"),
+        (CacheConfig, {"pool": {"num_slots": 0}}, "num_slots"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_the_reason(
+    model: type[BaseModel], fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        model(**fields)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
+def test_devices_are_named_as_torch_names_them(device: str) -> None:
+    assert PoolConfig(num_slots=8, device=device).device == device
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.1), (0.0, 1.0), (0.99, 1.0), (0.5, 0.51)])
+def test_watermarks_are_fractions_with_the_low_one_below(low: float, high: float) -> None:
+    config = EvictionConfig(low_watermark=low, high_watermark=high)
+
+    assert (config.low_watermark, config.high_watermark) == (low, high)
+
+
+@pytest.mark.parametrize("part", [CONFIG, CONFIG.pool, CONFIG.eviction, CONFIG.leases])
+def test_a_configuration_cannot_be_changed(part: BaseModel) -> None:
+    for field in type(part).model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(part, field, getattr(part, field))
+
+
+def test_equal_configurations_have_equal_digests_however_they_were_made() -> None:
+    same = CacheConfig.model_validate(
+        {
+            "fingerprint": "",
+            "pool": {"head_dim": 4, "num_kv_heads": 3, "num_layers": 2, "num_slots": 64},
+            "page_size": 4,
+        }
+    )
+
+    assert same == CONFIG
+    assert same.digest() == CONFIG.digest()
+    assert pickle.loads(pickle.dumps(CONFIG)).digest() == CONFIG.digest()
+
+
+def test_a_digest_is_short_text() -> None:
+    assert len(CONFIG.digest()) == 16
+    assert int(CONFIG.digest(), 16) >= 0
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "": {"kind": "chunk", "page_size": 8, "validate": True, "fingerprint": "model-a"},
+    "pool": {
+        "num_slots": 128,
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "v_head_dim": 4,
+        "dtype": "float32",
+        "device": "cpu",
+    },
+    "eviction": {"policy": None, "high_watermark": 0.95, "low_watermark": 0.7, "slice_ms": 2.0},
+    "leases": {"acquire_timeout_s": 1.0, "max_waiters": 7},
+}
+
+
+def changed(part: str, field: str) -> CacheConfig:
+    """The configuration with another value in one field."""
+    value = CHANGES[part][field]
+    if not part:
+        return CONFIG.model_copy(update={field: value})
+    inner: BaseModel = getattr(CONFIG, part)
+    return CONFIG.model_copy(update={part: inner.model_copy(update={field: value})})
+
+
+def fields_that_can_differ() -> list[tuple[str, str]]:
+    parts = {"": CacheConfig, "pool": PoolConfig, "eviction": EvictionConfig, "leases": LeaseConfig}
+    every = [(part, field) for part, model in parts.items() for field in model.model_fields]
+    return [(part, field) for part, field in every if field not in parts and (part, field) != ("eviction", "policy")]
+
+
+def test_every_field_changes_the_digest() -> None:
+    every = fields_that_can_differ()
+
+    digests = {CONFIG.digest(), *(changed(part, field).digest() for part, field in every)}
+
+    assert len(digests) == len(every) + 1
+
+
+def test_a_configuration_survives_pickling() -> None:
+    assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG

@@ -1,0 +1,247 @@
+"""Every message: frozen, closed to unknown fields, and the same after pickling, fields that are arrays included."""
+
+import inspect
+import pickle
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from raydix import schemas
+from raydix.schemas import (
+    AcquireRequest,
+    Batch,
+    BatchResponse,
+    CacheConfig,
+    CacheStats,
+    EvictRequest,
+    ExtendRequest,
+    InsertRequest,
+    LockRequest,
+    MatchRequest,
+    MatchResponse,
+    Message,
+    OpenSession,
+    PoolConfig,
+    ReleaseRequest,
+    TokenIds,
+    UnknownLease,
+)
+
+PUBLIC = [getattr(schemas, name) for name in schemas.__all__]
+EVERY_MESSAGE = [each for each in PUBLIC if inspect.isclass(each) and issubclass(each, Message) and each is not Message]
+every_message = pytest.mark.parametrize("model", EVERY_MESSAGE, ids=lambda model: model.__name__)
+
+BY_NAME: dict[str, Any] = {
+    "requests": (ReleaseRequest(lease_id="l"), MatchRequest(tokens=[1, 2])),
+    "responses": (MatchResponse(prefix_len=4, full_prefix_len=4), UnknownLease("l has ended")),
+    "slots": np.array([3, 1, 2]),
+    "k": np.arange(6, dtype=np.uint8),
+    "v": np.arange(4, dtype=np.uint8),
+    "device_type": "cpu",
+}
+BY_TYPE: dict[Any, Any] = {
+    str: "text",
+    int: 3,
+    float: 1.5,
+    bool: True,
+    bytes: b"\x01\x00\x00\x00",
+    CacheConfig: CacheConfig(pool=PoolConfig(num_slots=8)),
+    PoolConfig: PoolConfig(num_slots=8),
+    TokenIds: [1, 2**40],
+}
+
+
+def value_of(name: str, annotation: Any) -> Any:
+    """A value that is no default: so that nothing that is lost goes unseen."""
+    if inspect.isclass(annotation) and issubclass(annotation, Message):
+        return filled(annotation)
+    if annotation in BY_TYPE:
+        return BY_TYPE[annotation]
+    if name in BY_NAME:
+        return BY_NAME[name]
+    return next(value_of(name, each) for each in get_args(annotation) if each is not type(None))
+
+
+def filled(model: type[Message]) -> Message:
+    """A message with a value in every field."""
+    return model(**{name: value_of(name, field.annotation) for name, field in model.model_fields.items()})
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal in type and content, arrays and errors too."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Message):
+        return list(vars(one)) == list(vars(other)) and same(tuple(vars(one).values()), tuple(vars(other).values()))
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, Exception):
+        return one.args == other.args
+    return bool(one == other)
+
+
+def dumps_by_value(message: Message) -> bytes:
+    from ray import cloudpickle  # only here: the import takes a while
+
+    data: bytes = cloudpickle.dumps(message)
+    return data
+
+
+@every_message
+@pytest.mark.parametrize("dumps", [pickle.dumps, dumps_by_value], ids=["pickle", "cloudpickle"])
+def test_every_message_is_the_same_after_pickling(model: type[Message], dumps: Any) -> None:
+    message = filled(model)
+
+    back = pickle.loads(dumps(message))
+
+    assert same(back, message)
+    assert list(vars(back)) == list(model.model_fields)
+    assert repr(back) == repr(message)
+
+
+@every_message
+def test_a_message_of_defaults_is_the_same_after_pickling(model: type[Message]) -> None:
+    required = {name: field for name, field in model.model_fields.items() if field.is_required()}
+    message = model(**{name: value_of(name, field.annotation) for name, field in required.items()})
+
+    assert same(pickle.loads(pickle.dumps(message)), message)
+
+
+@every_message
+def test_what_was_unpickled_is_a_whole_message(model: type[Message]) -> None:
+    back = pickle.loads(pickle.dumps(filled(model)))
+
+    assert same(pickle.loads(pickle.dumps(back)), back)
+    assert same(back.model_copy(), back)
+    assert back.model_fields_set == set(model.model_fields)
+    assert back.model_extra is None
+    for field in model.model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(back, field, getattr(back, field))
+
+
+@every_message
+def test_every_message_is_frozen(model: type[Message]) -> None:
+    message = filled(model)
+
+    for field in model.model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(message, field, getattr(message, field))
+
+
+@every_message
+def test_unknown_fields_are_refused(model: type[Message]) -> None:
+    fields = {name: value_of(name, field.annotation) for name, field in model.model_fields.items()}
+
+    with pytest.raises(ValidationError, match=r"surprise\n  Extra inputs are not permitted"):
+        model(**fields, surprise=1)
+
+
+@every_message
+def test_required_fields_are_required(model: type[Message]) -> None:
+    fields = {name: value_of(name, field.annotation) for name, field in model.model_fields.items()}
+
+    for name, field in model.model_fields.items():
+        if field.is_required():
+            with pytest.raises(ValidationError, match=f"{name}\n  Field required"):
+                model(**{each: value for each, value in fields.items() if each != name})
+
+
+@every_message
+def test_every_message_says_what_it_is(model: type[Message]) -> None:
+    assert model.__doc__ and model.__doc__ != BaseModel.__doc__
+
+
+def test_tokens_are_packed_where_a_message_is_made() -> None:
+    assert MatchRequest(tokens=[1, 2]).tokens == TokenIds.pack([1, 2])
+    assert MatchRequest(tokens=np.array([1, 2])).tokens == TokenIds.pack([1, 2])
+
+
+def test_messages_of_equal_content_are_equal_and_hash_alike() -> None:
+    one, other = MatchRequest(tokens=[1, 2]), MatchRequest(tokens=(1, 2))
+
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != MatchRequest(tokens=[1, 3])
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+def test_a_batch_carries_requests_of_every_kind_in_order() -> None:
+    requests = (
+        AcquireRequest(lease_id="l", tokens=[1, 2], new_tokens=3),
+        InsertRequest(lease_id="l", num_tokens=2, suffix=[]),
+        ReleaseRequest(lease_id="l"),
+    )
+
+    back = pickle.loads(pickle.dumps(Batch(session_id="s", epoch="e", requests=requests)))
+
+    assert back.requests == requests
+    assert [type(each) for each in back.requests] == [type(each) for each in requests]
+
+
+def test_a_batch_carries_nothing_but_messages() -> None:
+    for wrong in ((1,), ("release",), ({"lease_id": "l"},)):
+        with pytest.raises(ValidationError):
+            Batch(session_id="s", epoch="e", requests=wrong)
+
+
+def test_errors_travel_in_the_place_of_responses() -> None:
+    response = BatchResponse(
+        epoch="e", responses=(UnknownLease("l has ended"), MatchResponse(prefix_len=1, full_prefix_len=1))
+    )
+
+    first, second = pickle.loads(pickle.dumps(response)).responses
+
+    assert isinstance(first, UnknownLease)
+    assert first.args == ("l has ended",)
+    assert second.prefix_len == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "reason"),
+    [
+        (MatchRequest, {"tokens": []}, "at least one token"),
+        (LockRequest, {"lease_id": "l", "tokens": []}, "at least one token"),
+        (AcquireRequest, {"lease_id": "l", "tokens": []}, "at least one token"),
+        (MatchRequest, {"tokens": [-1]}, "negative"),
+        (MatchRequest, {"tokens": [0.5]}, "fractional"),
+        (MatchRequest, {"tokens": "12"}, "not str"),
+        (MatchRequest, {"tokens": [1], "namespace": 3}, "namespace"),
+        (LockRequest, {"lease_id": "", "tokens": [1]}, "lease_id"),
+        (LockRequest, {"lease_id": "l" * 129, "tokens": [1]}, "lease_id"),
+        (AcquireRequest, {"lease_id": "l", "tokens": [1], "new_tokens": -1}, "new_tokens"),
+        (AcquireRequest, {"lease_id": "l", "tokens": [1], "new_tokens": 1.0}, "new_tokens"),
+        (AcquireRequest, {"lease_id": "l", "tokens": [1], "new_tokens": True}, "new_tokens"),
+        (AcquireRequest, {"lease_id": "l", "tokens": [1], "new_tokens": "1"}, "new_tokens"),
+        (AcquireRequest, {"lease_id": "l", "tokens": [1], "max_prefix_len": -1}, "max_prefix_len"),
+        (AcquireRequest, {"lease_id": "l", "tokens": [1], "timeout_s": -1}, "timeout_s"),
+        (AcquireRequest, {"lease_id": "l", "tokens": [1], "timeout_s": float("inf")}, "timeout_s"),
+        (AcquireRequest, {"lease_id": "l", "tokens": [1], "timeout_s": float("nan")}, "timeout_s"),
+        (InsertRequest, {"lease_id": "l", "num_tokens": 0, "suffix": []}, "num_tokens"),
+        (InsertRequest, {"lease_id": "l", "num_tokens": 1, "suffix": [-1]}, "negative"),
+        (ExtendRequest, {"lease_id": "l", "num_slots": 0, "known_pages": 0}, "num_slots"),
+        (ExtendRequest, {"lease_id": "l", "num_slots": 1, "known_pages": -1}, "known_pages"),
+        (EvictRequest, {"num_tokens": -1}, "num_tokens"),
+        (OpenSession, {"session_id": "", "owner": "me"}, "session_id"),
+        (ReleaseRequest, {"lease_id": None}, "lease_id"),
+    ],
+)
+def test_a_wrong_request_is_refused_where_it_is_made(model: type[Message], fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        model(**fields)
+
+
+def test_an_insert_may_bring_no_new_ids() -> None:
+    assert len(InsertRequest(lease_id="l", num_tokens=1, suffix=[]).suffix) == 0
+
+
+@pytest.mark.parametrize(("requested", "reused", "rate"), [(0, 0, 0.0), (8, 0, 0.0), (8, 2, 0.25), (8, 8, 1.0)])
+def test_the_hit_rate_is_reused_tokens_as_a_share_of_requested_ones(requested: int, reused: int, rate: float) -> None:
+    stats = filled(CacheStats).model_copy(update={"tokens_requested": requested, "tokens_reused": reused})
+
+    assert isinstance(stats, CacheStats)
+    assert stats.hit_rate == rate
