@@ -1,0 +1,149 @@
+"""`CausalModel`: a transformers causal LM, and the one thread that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
+
+from raydix.actors.pooled_cache import CopiedCache
+from raydix.actors.transformers_config import KVShape, ModelSource, check_full_attention, dtype_name, load_config
+from raydix.schemas import ConfigMismatch, InvalidRequest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Step(NamedTuple):
+    """The outcome of one forward pass."""
+
+    next_token: int  # the likeliest one
+    logits: torch.Tensor | None  # [tokens fed, vocabulary], on the CPU, if asked for
+
+
+class CausalModel:
+    """A causal LM and the thread it runs on, so that no forward pass holds an event loop.
+
+    Passes run one at a time, in the order they were asked for; those of several requests interleave.
+
+    Args:
+        source: a configuration or a dictionary of one: random weights; a name or path: the weights found there.
+        seed: of random weights. Equal seeds and configurations give equal weights.
+        dtype: of weights and KV. None: the one the configuration names, else float32.
+        device: "auto" is CUDA if this process has a GPU, else the CPU.
+        num_threads: of torch, for the passes. None: torch's own choice.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        *,
+        seed: int = 0,
+        dtype: str | torch.dtype | None = None,
+        device: str = "auto",
+        num_threads: int | None = None,
+    ) -> None:
+        self.config = load_config(source)
+        check_full_attention(self.config)
+        text = self.config.get_text_config(decoder=True)
+        self.vocab_size: int = text.vocab_size
+        self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
+        self.device = _pick_device(device)
+        torch_dtype = getattr(torch, dtype_name(self.config, dtype))
+        self._model = _load(source, self.config, torch_dtype, seed).to(self.device).eval()
+        self._thread = ThreadPoolExecutor(1, "raydix-model", _set_num_threads, (num_threads,))
+
+    async def step(self, tokens: NDArray[np.int64], cache: Cache, *, keep_logits: bool) -> Step:
+        """Run `tokens`, which follow those in `cache`; their KV is in the cache afterwards."""
+        return await self.run(self._forward, tokens, cache, keep_logits)
+
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `work` on the model's thread.
+
+        A caller that is cancelled gets its CancelledError only when `work` has ended, or will never begin: nothing
+        is written to the caller's slots after that.
+        """
+        job = self._thread.submit(work, *args, **kwargs)
+        done = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            job.cancel()
+            while not done.done():
+                with contextlib.suppress(asyncio.CancelledError):  # it is raised below
+                    await asyncio.wait((done,))
+            raise
+
+    async def kv_shape(self) -> KVShape:
+        """What a token's KV really is, by running one. It warms the model up, too.
+
+        Raises:
+            ConfigMismatch: the layers differ among themselves.
+        """
+        return await self.run(self._measure)
+
+    def new_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> CopiedCache:
+        """A cache in this process's memory, of the prefix given or empty; see `CopiedCache`."""
+        with torch.inference_mode():
+            return CopiedCache(self.config, self.device, k, v)
+
+    def check_tokens(self, tokens: NDArray[Any], num_computed: int) -> None:
+        """Raise InvalidRequest if the model knows no such token, or has not so many positions."""
+        if (largest := int(tokens.max())) >= self.vocab_size:
+            raise InvalidRequest(f"token {largest} is not in the model's vocabulary of {self.vocab_size}")
+        if self.max_positions is not None and num_computed > self.max_positions:
+            raise InvalidRequest(
+                f"{num_computed} tokens to compute, but the model has {self.max_positions} positions: "
+                "shorten the prompt or lower max_new_tokens"
+            )
+
+    def close(self) -> None:
+        """Let the thread end. Passes that have not begun are cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: NDArray[np.int64], cache: Cache, keep_logits: bool) -> Step:
+        input_ids = torch.from_numpy(tokens).to(self.device).unsqueeze(0)
+        output = self._model(
+            input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=0 if keep_logits else 1
+        )
+        logits: torch.Tensor = output.logits[0]
+        next_token = int(logits[-1].argmax())  # on a GPU this waits for the pass to end
+        return Step(next_token, logits.cpu() if keep_logits else None)
+
+    def _measure(self) -> KVShape:
+        cache = self.new_cache()
+        self._forward(np.zeros(1, np.int64), cache, keep_logits=False)
+        shapes = {(k.shape[0], k.shape[2], v.shape[2], dtype_name(self.config, k.dtype)) for k, v in cache.layer_kv()}
+        if len(shapes) > 1:
+            raise ConfigMismatch(f"the layers of this {self.config.model_type} model differ: {sorted(shapes)}")
+        return KVShape(len(cache.layers), *shapes.pop())
+
+
+def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> torch.nn.Module:
+    if isinstance(source, str):
+        loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return loaded
+    with torch.random.fork_rng():  # the process's own random numbers are not disturbed
+        torch.manual_seed(seed)
+        made: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _pick_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else chosen
+
+
+def _set_num_threads(num_threads: int | None) -> None:
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,220 @@
+"""`TransformersWorker`: serves a transformers causal LM whose KV lies in a shared cache.
+
+    acquire ──> prefill what is missing ──> publish the prompt ──> decode greedily ──> publish, release
+    (prefix: locked; rest: private)         (others hit it now)
+
+A plain class with async methods: make it a Ray actor, or use it as it is.
+
+    worker = ray.remote(TransformersWorker).options(num_cpus=1).remote(cache, model={"model_type": "llama", ...})
+    generation = await worker.generate.remote(tokens, 32)
+
+Requests run concurrently, each with a batch size of 1: their forward passes take turns on the worker's one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from raydix.actors.client import PrefixCacheClient
+from raydix.actors.pooled_cache import CopiedCache, PooledCache
+from raydix.actors.transformers_config import KVShape, ModelSource, pool_config_for
+from raydix.actors.transformers_generation import Generation, GreedyDecoding
+from raydix.actors.transformers_model import CausalModel
+from raydix.schemas import ConfigMismatch, InvalidRequest
+
+if TYPE_CHECKING:
+    from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.lease import Lease
+
+__all__ = ["Generation", "TransformersWorker", "pool_config_for"]
+
+
+class TransformersWorker:
+    """A causal LM, its own session with a cache, and one thread for the forward passes.
+
+    Full-attention models only. Making one loads the model; the first request, or `open`, reaches the cache.
+
+    Args:
+        cache: the handle of a cache actor, the name of one, or a `LocalPrefixCache`. None needs `use_cache=False`.
+        model: a transformers configuration or a dictionary of one (with `model_type`), for random weights; or a
+            model's name or path, for real ones.
+        seed: of random weights. Workers of one cache need equal ones.
+        dtype: of weights and KV. None: the one the model's configuration names, else float32.
+        device: "auto" is CUDA if this process has a GPU, else the CPU.
+        mapped: how to reach the pool, as for `attach_pool`. A pool on another device than the model's is copied.
+        use_cache: False computes every request from scratch.
+        num_threads: torch's, for the passes. None: torch's own choice.
+        owner: who this is, for people.
+
+    Raises:
+        ConfigMismatch: the model keeps other things than full-attention KV.
+        ImportError: transformers is not installed.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        *,
+        model: ModelSource,
+        seed: int = 0,
+        dtype: str | torch.dtype | None = None,
+        device: str = "auto",
+        mapped: bool | None = None,
+        use_cache: bool = True,
+        num_threads: int | None = None,
+        owner: str | None = None,
+    ) -> None:
+        if use_cache and cache is None:
+            raise InvalidRequest("without a cache a worker needs use_cache=False")
+        self._client = PrefixCacheClient(cache, owner=owner) if use_cache else None
+        self._model = CausalModel(model, seed=seed, dtype=dtype, device=device, num_threads=num_threads)
+        self._mapped = mapped
+        self._attaching: asyncio.Task[AttachedPool] | None = None
+
+    # ---------------------------------------------------------------- life
+
+    async def open(self) -> Self:
+        """Open the session, attach the pool, and check that the model fits it; `generate` does it, too. Idempotent.
+
+        Raises:
+            ConfigMismatch: the model's KV is not what the pool's slots hold; the message names both.
+            CacheUnavailable: the cache cannot be reached.
+        """
+        if self._client is not None:
+            await self._attached(self._client)
+        return self
+
+    async def close(self) -> None:
+        """Close the session, which ends what leases are left, and let the thread end. Idempotent."""
+        if self._client is not None:
+            await self._client.close()
+        self._model.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ---------------------------------------------------------------- serving
+
+    async def generate(
+        self,
+        tokens: Any,
+        max_new_tokens: int,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+        reuse: bool = True,
+        return_logits: bool = False,
+        eos_token_id: int | Collection[int] | None = None,
+    ) -> Generation:
+        """Continue a prompt greedily, computing only what the cache does not hold.
+
+        Afterwards the cache holds the prompt and what was generated, in whole pages, and the worker holds nothing. If
+        this raises or is cancelled, the lease is aborted, after a forward pass that runs has ended: what was published
+        stays, all other slots are free.
+
+        Args:
+            tokens: the prompt's ids: a list, numpy array or torch tensor.
+            max_new_tokens: generate so many, or fewer if an end token comes.
+            extra_key, lora_id, cache_salt: the namespace; prefixes are shared only within one.
+            reuse: False computes everything in the model's own `DynamicCache`, and leaves the cache alone.
+            return_logits: keep the logits of every computed token (much memory for a long prompt).
+            eos_token_id: end tokens. None: none, whatever the model's configuration says.
+
+        Raises:
+            InvalidRequest: the arguments cannot be served; the message says why.
+            PoolExhausted: no room came free in time, or there never can be.
+            ConfigMismatch: the model does not fit the pool.
+        """
+        decoding = GreedyDecoding(tokens, max_new_tokens, eos_token_id, return_logits)
+        self._model.check_tokens(decoding.prompt, decoding.max_computed)
+        if self._client is None or not reuse:
+            await self._decode(decoding, self._model.new_cache())
+            return decoding.result()
+        pool = await self._attached(self._client)
+        lease = await self._client.acquire(
+            decoding.prompt,
+            extra_key=extra_key,
+            lora_id=lora_id,
+            cache_salt=cache_salt,
+            new_tokens=decoding.max_computed - decoding.num_prompt,
+            max_prefix_len=decoding.num_prompt - 1,  # the last token's logits are needed
+        )
+        async with lease:
+            await self._decode_and_publish(decoding, pool, lease)
+        return decoding.result()
+
+    async def _decode_and_publish(self, decoding: GreedyDecoding, pool: AttachedPool, lease: Lease) -> None:
+        decoding.reuse(lease.prefix_len)
+        cache = await self._cache_of(pool, lease)
+        await self._step(decoding, cache)
+        pages_end = decoding.num_prompt // pool.layout.page_size * pool.layout.page_size
+        if not decoding.done and pages_end > lease.prefix_len:
+            await self._publish(decoding, pool, lease, cache)
+        await self._decode(decoding, cache)
+        await self._publish(decoding, pool, lease, cache, release=True)
+
+    async def _decode(self, decoding: GreedyDecoding, cache: PooledCache | CopiedCache) -> None:
+        while not decoding.done:
+            await self._step(decoding, cache)
+
+    async def _step(self, decoding: GreedyDecoding, cache: PooledCache | CopiedCache) -> None:
+        decoding.note(await self._model.step(decoding.pending, cache, keep_logits=decoding.keep_logits))
+
+    async def _cache_of(self, pool: AttachedPool, lease: Lease) -> PooledCache | CopiedCache:
+        if pool.mapped and pool.k[0].device == self._model.device:
+            return PooledCache(pool, lease.slots, lease.prefix_len)
+        if lease.prefix_len == 0:
+            return self._model.new_cache()
+        k, v = await pool.read_kv(lease, lease.slots[: lease.prefix_len])
+        return await self._model.run(self._model.new_cache, k, v)
+
+    async def _publish(
+        self,
+        decoding: GreedyDecoding,
+        pool: AttachedPool,
+        lease: Lease,
+        cache: PooledCache | CopiedCache,
+        release: bool = False,
+    ) -> None:
+        stop = len(decoding.computed)
+        if isinstance(cache, CopiedCache):
+            k, v = await self._model.run(cache.take_computed)
+            await pool.write_kv(lease, lease.slots[stop - k.shape[1] : stop], k, v)
+        await lease.insert(decoding.computed, release=release)
+        if isinstance(cache, PooledCache) and not release:
+            cache.repoint(lease.slots)
+
+    # ---------------------------------------------------------------- parts
+
+    async def _attached(self, client: PrefixCacheClient) -> AttachedPool:
+        """The pool, once the model is known to fit it. Concurrent first requests share the work."""
+        if self._attaching is None:
+            self._attaching = asyncio.create_task(self._attach(client))
+        attaching = self._attaching
+        try:
+            return await asyncio.shield(attaching)
+        except Exception:
+            if self._attaching is attaching:
+                self._attaching = None  # the next request tries again
+            raise
+
+    async def _attach(self, client: PrefixCacheClient) -> AttachedPool:
+        await client.open()
+        needed, held = await self._model.kv_shape(), KVShape.of_pool(client.config.pool)
+        if needed != held:
+            raise ConfigMismatch(
+                f"the model's KV is {needed}, the cache's pool holds {held}: "
+                "start the cache with the pool that pool_config_for gives"
+            )
+        return await client.attach_pool(self._mapped)
