@@ -1,12 +1,9 @@
 """`RadixCache`: prefixes of token ids to KV slots, with locks, LRU eviction of leaves, and page hashes.
 
-Rules, checked by `check_invariants` beside the tree's own:
+Rules, checked by `check_invariants` beside those of the tree and of `FullComponent`:
 
-1. `evictable_size` is the tokens of nodes without locks, `protected_size` of those with; both together, all tokens.
-2. A node's `lock_ref` counts its own locks and those of its children.
-3. Every unlocked leaf stands in the eviction queue.
-4. A node has hashes only if its parent has, and one for each page.
-5. A node was used at least as recently as its children.
+1. A node was used at least as recently as its children.
+2. A node has hashes only if its parent has, and one for each page.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from raydix.cache_core.base_prefix_cache import (
     no_slots,
 )
 from raydix.cache_core.errors import LockError, StaleNodeError
-from raydix.cache_core.leaf_queue import LeafQueue
+from raydix.cache_core.full_component import FullComponent, Victims
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import Query, RadixTree, check_same_space
@@ -72,10 +69,8 @@ class RadixCache(BasePrefixCache):
         self.on_node_evict = on_node_evict
         self._free_pages = getattr(token_to_kv_pool_allocator, "free_pages", None)
         self._tree = RadixTree(page_size)
-        self._queue = LeafQueue()
+        self._full = FullComponent(self._tree)
         self._clock = 0
-        self._evictable = 0
-        self._protected = 0
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
 
     @property
@@ -224,8 +219,7 @@ class RadixCache(BasePrefixCache):
 
     def _adopt(self, parent: TreeNode, query: Query, start: int, slots: Slots) -> TreeNode:
         leaf = self._tree.add_leaf(parent, query, start, slots, self._clock)
-        self._evictable += len(leaf)
-        self._queue.push(leaf)
+        self._full.add(leaf)
         return leaf
 
     def _duplicates(self, slots: Slots, start: int, stop: int, resumed_at: int, path: list[TreeNode]) -> torch.Tensor:
@@ -245,13 +239,7 @@ class RadixCache(BasePrefixCache):
         """
         if node is not self.root:
             self._check_live(node)
-            node.own_locks += 1
-        while node.parent is not None:
-            if not node.lock_ref:
-                self._evictable -= len(node)
-                self._protected += len(node)
-            node.lock_ref += 1
-            node = node.parent
+            self._full.lock(node)
 
     def dec_lock_ref(self, node: TreeNode, receipt: object = None, **kwargs: Any) -> None:
         """Undo one `inc_lock_ref`; once unlocked, a leaf may be evicted. O(depth in nodes).
@@ -270,16 +258,7 @@ class RadixCache(BasePrefixCache):
             raise StaleNodeError(f"{node} is no longer in the tree")
         if not node.own_locks:
             raise LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
-        node.own_locks -= 1
-        leaf = node
-        while node.parent is not None:
-            node.lock_ref -= 1
-            if not node.lock_ref:
-                self._evictable += len(node)
-                self._protected -= len(node)
-            node = node.parent
-        if not leaf.lock_ref and not leaf.children:
-            self._queue.push(leaf)
+        self._full.unlock(node)
 
     def _check_live(self, node: TreeNode) -> None:
         if node.slots is None or not node.space.live:
@@ -292,78 +271,57 @@ class RadixCache(BasePrefixCache):
 
         A parent becomes a candidate when its last child has gone. O(log n) per evicted node.
         """
-        freed: list[TreeNode] = []
-        rows: list[Slots] = []
-        done = 0
-        while done < num_tokens and (leaf := self._queue.pop()) is not None:
-            done += self._evict_leaf(leaf, freed, rows)
-        self._give_back(freed, rows)
-        return EvictResult(done)
+        victims = self._full.evict(num_tokens)
+        self._give_back(victims)
+        return EvictResult(victims.num_tokens)
 
     def reclaim_retired(self) -> int:
         """Free the unlocked nodes of retired namespaces; returns tokens."""
-        freed: list[TreeNode] = []
-        rows: list[Slots] = []
-        done = 0
-        while (leaf := self._queue.pop_retired()) is not None:
-            done += self._evict_leaf(leaf, freed, rows)
-        self._give_back(freed, rows)
+        victims = self._full.evict_retired()
+        self._give_back(victims)
         self._retired = [top for top in self._retired if top.slots is not None]
-        return done
+        return victims.num_tokens
 
-    def _evict_leaf(self, leaf: TreeNode, freed: list[TreeNode], rows: list[Slots]) -> int:
-        parent, size = leaf.parent, len(leaf)
-        freed.append(leaf)
-        rows.append(self._tree.remove_leaf(leaf))
-        self._evictable -= size
-        assert parent is not None
-        if not parent.children and not parent.lock_ref and parent.data:
-            self._queue.push(parent)
-        return size
-
-    def _give_back(self, nodes: list[TreeNode], rows: list[Slots]) -> None:
+    def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
-        if rows and self.pool is not None:
-            in_pages = all(len(row) * self.page_size == len(node) for node, row in zip(nodes, rows, strict=True))
-            if self._free_pages is not None and in_pages:
-                self._free_pages(join_rows(rows))
+        if victims.rows and self.pool is not None:
+            if self._free_pages is not None and victims.in_pages(self.page_size):
+                self._free_pages(join_rows(victims.rows))
             else:
-                tokens = [expand_slots(row, len(node)) for node, row in zip(nodes, rows, strict=True)]
-                self.pool.free(torch.from_numpy(join_rows(tokens)))
+                self.pool.free(torch.from_numpy(join_rows(victims.token_rows())))
         if self.on_node_evict is not None:
-            for node in nodes:
+            for node in victims.nodes:
                 self.on_node_evict(node.id)
 
     def reset(self) -> None:
         """Forget everything, locked or not, and give back every slot. Nodes from before are stale."""
-        nodes = [node for top in self._all_tops() for node in self._tree.nodes_below(top)]
-        rows = [node.slots for node in nodes if node.slots is not None]
+        victims = Victims()
+        for top in self._all_tops():
+            for node in self._tree.nodes_below(top):
+                victims.add(node, node.slots)
         self._tree.detach_all()
-        for node in nodes:
+        for node in victims.nodes:
             node.slots = None
-        self._queue.clear()
+        self._full.clear()
         self._retired.clear()
-        self._evictable = self._protected = 0
-        self._give_back(nodes, rows)
+        self._give_back(victims)
 
     def retire_all(self) -> None:
         """Make everything unmatchable at once. What is unlocked can be reclaimed, the rest once it is unlocked."""
         tops = self._tree.detach_all()
         self._retired.extend(tops)
         for top in tops:
-            for node in self._tree.nodes_below(top):
-                if not node.children and not node.lock_ref:
-                    self._queue.push(node)
+            self._full.retire(self._tree.nodes_below(top))
 
     # ---------------------------------------------------------------- sizes, hashes, people
 
     def evictable_size(self) -> int:
         """Tokens of nodes that nobody has locked. O(1)."""
-        return self._evictable
+        return self._full.evictable
 
     def protected_size(self) -> int:
         """Tokens of nodes that somebody has locked. O(1)."""
-        return self._protected
+        return self._full.protected
 
     def compute_node_hash(self, node: TreeNode) -> list[str]:
         """The chained SHA-256 of each page of `node`, as hex; computed once and kept, with its ancestors'."""
@@ -387,20 +345,15 @@ class RadixCache(BasePrefixCache):
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module or of the tree is broken. O(n)."""
-        evictable = protected = 0
+        nodes: list[TreeNode] = []
         for top in self._all_tops():
             self._tree.check_structure(top)
-            for node in self._tree.nodes_below(top):
-                below = sum(child.lock_ref for child in node.children.values())
-                assert node.lock_ref == node.own_locks + below, f"rule 2 at {node}: {node.own_locks=}, {below=}"
-                assert node.queued or node.lock_ref or node.children, f"rule 3 at {node}"
-                parent = node.parent
-                assert parent is not None
-                assert parent is top or node.last_access_time <= parent.last_access_time, f"rule 5 at {node}"
-                if node.hash_values is not None:
-                    assert parent is top or parent.hash_values, f"rule 4 at {node}"
-                    assert len(node.hash_values) * self.page_size == len(node), f"rule 4 at {node}"
-                evictable += 0 if node.lock_ref else len(node)
-                protected += len(node) if node.lock_ref else 0
-        assert evictable == self._evictable, f"rule 1: {evictable=}, but {self._evictable=}"
-        assert protected == self._protected, f"rule 1: {protected=}, but {self._protected=}"
+            nodes.extend(self._tree.nodes_below(top))
+        self._full.check(nodes)
+        for node in nodes:
+            parent = node.parent
+            assert parent is not None
+            assert not parent.data or node.last_access_time <= parent.last_access_time, f"rule 1 at {node}"
+            if node.hash_values is not None:
+                assert not parent.data or parent.hash_values, f"rule 2 at {node}"
+                assert len(node.hash_values) * self.page_size == len(node), f"rule 2 at {node}"

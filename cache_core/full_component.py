@@ -1,0 +1,126 @@
+"""`FullComponent`: who holds the full-attention KV of a tree's nodes, and which of it goes next.
+
+Rules, checked by `check`:
+
+1. `evictable` is the tokens of nodes without locks, `protected` of those with; both together, all tokens.
+2. A node's `lock_ref` counts its own locks and those of its children.
+3. Every unlocked leaf stands in the eviction queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from raydix.cache_core.leaf_queue import LeafQueue
+from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.slot_rows import Slots, expand_slots
+from raydix.cache_core.tree_node import TreeNode
+
+
+@dataclass(slots=True)
+class Victims:
+    """Nodes that left the tree, with the slots they held: for the pool to take back."""
+
+    nodes: list[TreeNode] = field(default_factory=list)
+    rows: list[Slots] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, node: TreeNode, slots: Slots | None) -> None:
+        """One more node and what it held."""
+        assert slots is not None, f"{node} had been evicted before"
+        self.nodes.append(node)
+        self.rows.append(slots)
+        self.num_tokens += len(node)
+
+    def in_pages(self, page_size: int) -> bool:
+        """Whether every row names the first slots of its pages."""
+        return all(len(row) * page_size == len(node) for node, row in zip(self.nodes, self.rows, strict=True))
+
+    def token_rows(self) -> list[Slots]:
+        """The rows with one slot per token."""
+        return [expand_slots(row, len(node)) for node, row in zip(self.nodes, self.rows, strict=True)]
+
+
+class FullComponent:
+    """Locks, sizes and eviction order of the full KV."""
+
+    def __init__(self, tree: RadixTree) -> None:
+        self.evictable = 0  # tokens
+        self.protected = 0  # tokens
+        self._tree = tree
+        self._queue = LeafQueue()
+
+    def add(self, leaf: TreeNode) -> None:
+        """A new, unlocked leaf."""
+        self.evictable += len(leaf)
+        self._queue.push(leaf)
+
+    def lock(self, node: TreeNode) -> None:
+        """Lock a node and its ancestors. O(depth in nodes)."""
+        node.own_locks += 1
+        while node.parent is not None:
+            if not node.lock_ref:
+                self.evictable -= len(node)
+                self.protected += len(node)
+            node.lock_ref += 1
+            node = node.parent
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes)."""
+        assert node.own_locks > 0, f"unlock of {node}"
+        node.own_locks -= 1
+        leaf = node
+        while node.parent is not None:
+            node.lock_ref -= 1
+            if not node.lock_ref:
+                self.evictable += len(node)
+                self.protected -= len(node)
+            node = node.parent
+        if not leaf.lock_ref and not leaf.children:
+            self._queue.push(leaf)
+
+    def evict(self, num_tokens: int) -> Victims:
+        """Take out unlocked leaves, least recently used first, until they hold `num_tokens`. O(log n) for each."""
+        victims = Victims()
+        while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
+            self._take_out(leaf, victims)
+        return victims
+
+    def evict_retired(self) -> Victims:
+        """Take out what is unlocked of retired namespaces."""
+        victims = Victims()
+        while (leaf := self._queue.pop_retired()) is not None:
+            self._take_out(leaf, victims)
+        return victims
+
+    def retire(self, nodes: Iterable[TreeNode]) -> None:
+        """Move the unlocked leaves among these nodes, whose namespace is no longer live, to the front."""
+        for node in nodes:
+            if not node.children and not node.lock_ref:
+                self._queue.push(node)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._queue.clear()
+        self.evictable = self.protected = 0
+
+    def _take_out(self, leaf: TreeNode, victims: Victims) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        victims.add(leaf, self._tree.remove_leaf(leaf))
+        self.evictable -= len(leaf)
+        if not parent.children and not parent.lock_ref and parent.data:
+            self._queue.push(parent)
+
+    def check(self, nodes: Iterable[TreeNode]) -> None:
+        """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
+        evictable = protected = 0
+        for node in nodes:
+            below = sum(child.lock_ref for child in node.children.values())
+            assert node.lock_ref == node.own_locks + below, f"rule 2 at {node}: {node.own_locks=}, {below=}"
+            assert node.queued or node.lock_ref or node.children, f"rule 3 at {node}"
+            evictable += 0 if node.lock_ref else len(node)
+            protected += len(node) if node.lock_ref else 0
+        assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
+        assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
