@@ -1,0 +1,323 @@
+"""`RadixCache` and its reference model side by side: each operation is done on both, and all is compared after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from reference_models import ROOT, Handle, Node, Place, ReferenceRadixCache, Tokens
+
+from raydix.cache_core import EvictResult, InvalidKeyError, LockError, RadixCache, RadixKey, StaleNodeError, TreeNode
+
+NARROW_LIMIT = 2**32
+
+
+class Held(NamedTuple):
+    """A node of the cache and what the model calls it."""
+
+    node: TreeNode
+    handle: Handle
+
+
+class LedgerPool:
+    """Slots, each free, lent to the caller, or the tree's. Any other way to change hands is a fault."""
+
+    def __init__(self, num_pages: int, page_size: int, rng: Random) -> None:
+        self.page_size = page_size
+        self.first = page_size  # page 0 is nobody's
+        self.num_slots = num_pages * page_size
+        self.free_slots = set(range(self.first, self.first + self.num_slots))
+        self.lent: set[int] = set()
+        self.tree: set[int] = set()
+        self.freed: list[int] = []  # by the cache, since the last `take_freed`
+        self._rng = rng
+
+    def lend(self, num_slots: int) -> list[int]:
+        """Slots for the caller: some as whole pages in order, the rest scattered."""
+        assert num_slots <= len(self.free_slots)
+        slots: list[int] = []
+        if self._rng.random() < 0.7:
+            starts = list(range(self.first, self.first + self.num_slots, self.page_size))
+            self._rng.shuffle(starts)
+            for start in starts:
+                page = range(start, start + self.page_size)
+                if len(slots) + self.page_size <= num_slots and self.free_slots.issuperset(page):
+                    slots += page
+        rest = sorted(self.free_slots.difference(slots))
+        slots += self._rng.sample(rest, num_slots - len(slots))
+        self.free_slots.difference_update(slots)
+        self.lent.update(slots)
+        return slots
+
+    def take_back(self, slots: list[int]) -> None:
+        """The caller returns what was lent to it."""
+        self._move(slots, self.lent, self.free_slots, "returned by the caller")
+
+    def adopt(self, slots: list[int]) -> None:
+        """What was lent to the caller is the tree's now."""
+        self._move(slots, self.lent, self.tree, "adopted")
+
+    def free(self, indices: torch.Tensor) -> None:
+        """What the cache calls: only what the tree owned, each slot once."""
+        assert indices.dtype == torch.int64 and indices.ndim == 1, f"freed {indices.dtype} of rank {indices.ndim}"
+        slots = indices.tolist()
+        self._move(slots, self.tree, self.free_slots, "freed by the cache")
+        self.freed += slots
+
+    def take_freed(self) -> list[int]:
+        """What the cache has freed since the last call, sorted."""
+        freed, self.freed = sorted(self.freed), []
+        return freed
+
+    @staticmethod
+    def _move(slots: list[int], source: set[int], target: set[int], how: str) -> None:
+        assert len(set(slots)) == len(slots), f"slots {how} twice at once: {slots}"
+        assert source.issuperset(slots), f"slots {how} by no right: {sorted(set(slots) - source)}"
+        source.difference_update(slots)
+        target.update(slots)
+
+
+class PagedLedgerPool(LedgerPool):
+    """A ledger that also takes whole pages, by their first slots, as the service's allocator does."""
+
+    def free_pages(self, starts: object) -> None:
+        rows = torch.as_tensor(starts)
+        assert rows.dtype == torch.int64 and rows.ndim == 1
+        self.free((rows[:, None] + torch.arange(self.page_size)).reshape(-1))
+
+
+@contextmanager
+def refusal(*errors: type[Exception]) -> Iterator[None]:
+    """The block must raise one of `errors`."""
+    try:
+        yield
+    except errors:
+        return
+    names = " or ".join(error.__name__ for error in errors)
+    raise AssertionError(f"no {names} was raised")
+
+
+class PairedCache:
+    """A cache, its model, and the ledger of their slots. Raises AssertionError where they part."""
+
+    def __init__(self, page_size: int, num_pages: int, rng: Random, *, paged_pool: bool = False) -> None:
+        self.page_size = page_size
+        self.pool = (PagedLedgerPool if paged_pool else LedgerPool)(num_pages, page_size, rng)
+        self.told: list[int] = []
+        self.cache = RadixCache(page_size, None, self.pool, self.told.append)
+        self.model = ReferenceRadixCache(page_size)
+        self._place_of_hash: dict[str, Place] = {}
+        self._hash_of_place: dict[Place, str] = {}
+
+    # ---------------------------------------------------------------- lookups
+
+    def match(self, tokens: Tokens, namespace: str | None) -> Held:
+        """A match; returns the node where it ends."""
+        found = self.cache.match_prefix(make_key(tokens, namespace))
+        expected = self.model.match(tokens, namespace)
+        self._check_row(found.indices, expected.slots)
+        agree("prefix_len", found.prefix_len, len(expected.slots))
+        agree("last_node", self.place_of(found.last_node), expected.handle.place)
+        self.check()
+        return Held(found.last_node, expected.handle)
+
+    def peek(self, tokens: Tokens, namespace: str | None) -> list[int]:
+        """A lookup without effects; returns the slots it finds."""
+        found = self.cache.peek_prefix(make_key(tokens, namespace))
+        expected = self.model.peek(tokens, namespace)
+        self._check_row(found.indices, expected.slots)
+        agree("prefix_len", found.prefix_len, len(expected.slots))
+        agree("last_node", self.place_of(found.last_node), expected.handle.place)
+        self.check()
+        return expected.slots
+
+    @staticmethod
+    def _check_row(indices: torch.Tensor, slots: list[int]) -> None:
+        agree("kind of indices", (indices.dtype, indices.device.type, indices.ndim), (torch.int64, "cpu", 1))
+        agree("indices", indices.tolist(), slots)
+        spoil(indices)  # a result is the caller's to keep
+
+    # ---------------------------------------------------------------- insert
+
+    def insert(
+        self,
+        tokens: Tokens,
+        namespace: str | None,
+        slots: list[int],
+        prev_prefix_len: int = 0,
+        held: Held | None = None,
+    ) -> Held:
+        """An insert of slots that are lent or the tree's own; the caller returns what is not adopted."""
+        ids = as_argument(tokens)
+        value = torch.tensor(slots, dtype=torch.int64)
+        node = None if held is None else held.node
+        handle = ROOT if held is None else held.handle
+        result = self.cache.insert(RadixKey(ids, namespace), value, prev_prefix_len=prev_prefix_len, from_node=node)
+        spoil(ids)
+        spoil(value)
+        duplicates = result.duplicate_indices
+        expected = self.model.insert(tokens, namespace, slots, prev_prefix_len, handle)
+        agree("prefix_len", result.prefix_len, expected.prefix_len)
+        agree("duplicate_indices", duplicates.tolist(), expected.duplicates)
+        agree("type of duplicate_indices", duplicates.dtype, torch.int64)
+        agree("mamba_exist", result.mamba_exist, False)
+        agree("slots freed by an insert", self.pool.take_freed(), [])
+        agree("last_node", self.place_of(result.last_node), expected.handle.place)
+        self.pool.adopt(expected.adopted)
+        self.check()
+        self.pool.take_back([slot for slot in slots if slot in self.pool.lent])
+        return Held(result.last_node, expected.handle)
+
+    def refuse_short_insert(self, tokens: Tokens, namespace: str | None) -> None:
+        """Fewer slots than whole pages of tokens are refused."""
+        whole = len(tokens) - len(tokens) % self.page_size
+        with refusal(InvalidKeyError):
+            self.cache.insert(make_key(tokens, namespace), torch.arange(whole - 1))
+        self.check()
+
+    def refuse_insert_from(self, held: Held, tokens: Tokens, namespace: str | None) -> None:
+        """A stale node, or one that cannot lie on the key's path, is no place to resume at."""
+        error = StaleNodeError if self.model.is_stale(held.handle) else InvalidKeyError
+        with refusal(error):
+            self.cache.insert(make_key(tokens, namespace), torch.arange(len(tokens)), from_node=held.node)
+        self.check()
+
+    # ---------------------------------------------------------------- locks
+
+    def lock(self, held: Held) -> None:
+        """One lock on a node, refused if the node is stale."""
+        if self.model.is_stale(held.handle):
+            with refusal(StaleNodeError):
+                self.cache.inc_lock_ref(held.node)
+        else:
+            agree("receipt", self.cache.inc_lock_ref(held.node), None)
+            self.model.lock(held.handle)
+        self.check()
+
+    def unlock(self, held: Held) -> None:
+        """One unlock; refused if the node is stale or nothing is locked there or below."""
+        if self.model.is_stale(held.handle):
+            with refusal(StaleNodeError, LockError):
+                self.cache.dec_lock_ref(held.node)
+        elif held.handle != ROOT and not self.model.num_locks(held.handle):
+            with refusal(LockError):
+                self.cache.dec_lock_ref(held.node)
+        else:
+            self.cache.dec_lock_ref(held.node, None)
+            if held.handle != ROOT:
+                self.model.unlock(held.handle)
+        self.check()
+
+    # ---------------------------------------------------------------- eviction and hashes
+
+    def evict(self, num_tokens: int) -> list[Node]:
+        """An eviction; returns what went, in order."""
+        result = self.cache.evict(num_tokens)
+        victims = self.model.evict(num_tokens)
+        slots = [slot for victim in victims for slot in victim.slots]
+        agree("what was counted", result, EvictResult(len(slots), 0, 0))
+        agree("what was freed", self.pool.take_freed(), sorted(slots))
+        agree("nodes told of", (len(self.told), len(set(self.told))), (len(victims), len(victims)))
+        self.told.clear()
+        self.check()
+        return victims
+
+    def reset(self) -> None:
+        """Everything goes back to the pool."""
+        self.cache.reset()
+        agree("what was freed", self.pool.take_freed(), sorted(self.model.reset()))
+        self.told.clear()
+        self.check()
+
+    def hash(self, held: Held) -> list[str]:
+        """The page hashes of a node: a page has one, always the same, and no other page has it."""
+        hashes = self.cache.compute_node_hash(held.node)
+        if held.handle == ROOT:
+            agree("hashes of the root", hashes, [])
+            return hashes
+        places = self.model.pages_of_node(held.handle)
+        agree("number of hashes", len(hashes), len(places))
+        for place, page_hash in zip(places, hashes, strict=True):
+            agree("page of a hash", place, self._place_of_hash.setdefault(page_hash, place))
+            agree("hash of a page", page_hash, self._hash_of_place.setdefault(place, page_hash))
+        if held.handle.place.namespace is None and is_narrow(held.handle.place.prefix):
+            agree("hashes", hashes, self.model.hashes(held.handle))
+        self.check()
+        return hashes
+
+    # ---------------------------------------------------------------- what must hold at all times
+
+    def check(self) -> None:
+        """Invariants, the whole tree, sizes, and the conservation of slots."""
+        cache, model, pool = self.cache, self.model, self.pool
+        cache.check_invariants()
+        nodes = self.nodes()
+        agree("number of nodes", len(nodes), len(set(nodes)))
+        agree("tree", set(nodes), model.nodes())
+        agree("evictable_size", cache.evictable_size(), model.evictable_size())
+        agree("protected_size", cache.protected_size(), model.protected_size())
+        agree("total_size", cache.total_size(), model.evictable_size() + model.protected_size())
+        in_tree = [slot for node in nodes for slot in node.slots]
+        agree("slots in the tree", sorted(in_tree), sorted(pool.tree))
+        agree("all slots", len(pool.free_slots) + len(pool.lent) + len(pool.tree), pool.num_slots)
+        agree("slots freed unasked", pool.freed, [])
+
+    def nodes(self) -> list[Node]:
+        """The cache's tree, in the model's words."""
+        prefixes: dict[TreeNode | None, Tokens] = {}
+        nodes: list[Node] = []
+        for node in self.cache._tree.nodes():  # parents before children
+            assert node.key is not None and node.value is not None
+            prefix = prefixes.get(node.parent, ()) + tuple(node.key)
+            prefixes[node] = prefix
+            place = Place(node.key.extra_key, prefix)
+            num_pages = len(node) // self.page_size
+            nodes.append(Node(place, num_pages, tuple(node.value.tolist()), node.lock_ref, node.hit_count))
+        return nodes
+
+    def place_of(self, node: TreeNode) -> Place:
+        """Where a node of the cache ends."""
+        if node is self.cache.root:
+            return ROOT.place
+        assert node.key is not None
+        namespace, prefix = node.key.extra_key, tuple(node.key)
+        above = node.parent
+        while above is not None and above.key is not None:
+            prefix = tuple(above.key) + prefix
+            above = above.parent
+        return Place(namespace, prefix)
+
+
+def agree(what: str, actual: object, expected: object) -> None:
+    """Raise AssertionError unless both are equal."""
+    if isinstance(actual, set) and isinstance(expected, set) and actual != expected:
+        raise AssertionError(f"{what}: {actual - expected} too many, {expected - actual} missing")
+    if actual != expected:
+        raise AssertionError(f"{what}: {actual}, where the model says {expected}")
+
+
+def make_key(tokens: Tokens, namespace: str | None) -> RadixKey:
+    """The key of these tokens, handed over in one of the forms that a key takes."""
+    return RadixKey(as_argument(tokens), namespace)
+
+
+def as_argument(tokens: Tokens) -> Any:
+    """The tokens in one of the forms that a key takes."""
+    if not all(isinstance(token, int) and token < 2**63 for token in tokens):
+        return list(tokens)
+    forms: list[Callable[[Any], Any]] = [list, np.array, torch.tensor]
+    return forms[len(tokens) % 3](tokens) if tokens else []
+
+
+def spoil(argument: Any) -> None:
+    """Change what was handed over or handed out: it was copied, so this must not reach the tree."""
+    argument[:] = [7] * len(argument) if isinstance(argument, list) else -1
+
+
+def is_narrow(tokens: Tokens) -> bool:
+    """Whether all tokens are plain ids of 32 bits."""
+    return all(isinstance(token, int) and token < NARROW_LIMIT for token in tokens)

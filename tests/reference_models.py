@@ -1,0 +1,245 @@
+"""What the caches must do, written for clarity: dictionaries and loops, no tree, no counters, no heap."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Token = int | tuple[int, ...]
+Tokens = tuple[Token, ...]
+
+
+class Place(NamedTuple):
+    """Where a page stands: its namespace, and all tokens from the beginning to its end."""
+
+    namespace: str | None
+    prefix: Tokens
+
+
+class Handle(NamedTuple):
+    """What a node is to its holder: the place where it ends, and which of the pages that stood there it means."""
+
+    place: Place
+    birth: int
+
+
+ROOT = Handle(Place(None, ()), 0)
+
+
+@dataclass
+class Page:
+    """A resident page. All pages of a node share `tick`, `locks` and `hits`."""
+
+    slots: tuple[int, ...]
+    tick: int  # the operation that used it last
+    birth: int  # the insert that brought it; an evicted page that comes back has another
+    locks: int = 0
+    hits: int = 0
+    ends_node: bool = False  # a node ends here; a mark that stays as long as the page does
+
+
+class Found(NamedTuple):
+    """What a lookup finds."""
+
+    slots: list[int]
+    handle: Handle  # the node where it ends
+
+
+class Inserted(NamedTuple):
+    """What becomes of an insert."""
+
+    prefix_len: int
+    handle: Handle
+    duplicates: list[int]  # incoming slots that the caller has to free
+    adopted: list[int]  # incoming slots that are the cache's now
+
+
+class Node(NamedTuple):
+    """A run of pages between two marks."""
+
+    place: Place
+    num_pages: int
+    slots: tuple[int, ...]
+    locks: int
+    hits: int
+
+
+class ReferenceRadixCache:
+    """A prefix cache for full attention as a dictionary of page-prefixes.
+
+    The tree is implied: a page's children are the pages whose prefix is one page longer, and a node is a run of pages
+    up to a mark. Marks arise where a match or an insert ends, and where an insert leaves the known path.
+    Recency is a clock that ticks at each match and insert and stamps every page of the path.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages: dict[Place, Page] = {}
+        self._clock = 0
+
+    # ---------------------------------------------------------------- match and insert
+
+    def peek(self, tokens: Tokens, namespace: str | None) -> Found:
+        """The longest cached prefix, and the deepest node that lies wholly within it."""
+        path = self._resident_path(tokens, namespace)
+        marks = [place for place in path if self.pages[place].ends_node]
+        return Found(self._slots_of(path), self._handle(marks[-1] if marks else None))
+
+    def match(self, tokens: Tokens, namespace: str | None) -> Found:
+        """The longest cached prefix; it becomes the most recently used, and a node ends where it ends."""
+        path = self._resident_path(tokens, namespace)
+        self._use(path)
+        for place in path:
+            self.pages[place].hits += 1
+        return Found(self._slots_of(path), self._handle(path[-1] if path else None))
+
+    def insert(
+        self,
+        tokens: Tokens,
+        namespace: str | None,
+        slots: Sequence[int],
+        prev_prefix_len: int = 0,
+        from_handle: Handle = ROOT,
+    ) -> Inserted:
+        """Adopt the slots of the whole pages that are not there yet; name those that the caller brought in vain."""
+        path = self._resident_path(tokens, namespace)
+        held = self._slots_of(path)
+        known = max(prev_prefix_len, len(from_handle.place.prefix))
+        duplicates = [slots[at] for at in range(known, len(held)) if slots[at] != held[at]]
+        self._use(path)
+        adopted: list[int] = []
+        for place in self._places(tokens, namespace)[len(path) :]:
+            end = len(place.prefix)
+            page = Page(tuple(slots[end - self.page_size : end]), self._clock, birth=self._clock)
+            self.pages[place] = page
+            adopted += page.slots
+            path.append(place)
+        if path:
+            self.pages[path[-1]].ends_node = True
+        return Inserted(len(held), self._handle(path[-1] if path else None), duplicates, adopted)
+
+    def _use(self, path: list[Place]) -> None:
+        self._clock += 1
+        for place in path:
+            self.pages[place].tick = self._clock
+        if path:
+            self.pages[path[-1]].ends_node = True
+
+    def _resident_path(self, tokens: Tokens, namespace: str | None) -> list[Place]:
+        path: list[Place] = []
+        for place in self._places(tokens, namespace):
+            if place not in self.pages:
+                break
+            path.append(place)
+        return path
+
+    def _places(self, tokens: Tokens, namespace: str | None) -> list[Place]:
+        ends = range(self.page_size, len(tokens) + 1, self.page_size)
+        return [Place(namespace, tokens[:end]) for end in ends]
+
+    def _slots_of(self, path: Iterable[Place]) -> list[int]:
+        return [slot for place in path for slot in self.pages[place].slots]
+
+    def _handle(self, place: Place | None) -> Handle:
+        return ROOT if place is None else Handle(place, self.pages[place].birth)
+
+    # ---------------------------------------------------------------- locks
+
+    def is_stale(self, handle: Handle) -> bool:
+        """Whether the node of this handle is no longer there."""
+        if handle == ROOT:
+            return False
+        return handle.place not in self.pages or self.pages[handle.place].birth != handle.birth
+
+    def num_locks(self, handle: Handle) -> int:
+        """Locks that keep this node: its own and those of its descendants."""
+        return self.pages[handle.place].locks if handle != ROOT else 0
+
+    def lock(self, handle: Handle) -> None:
+        """Keep a node and all above it."""
+        for place in self._places(handle.place.prefix, handle.place.namespace):
+            self.pages[place].locks += 1
+
+    def unlock(self, handle: Handle) -> None:
+        """Undo one `lock`."""
+        for place in self._places(handle.place.prefix, handle.place.namespace):
+            assert self.pages[place].locks > 0, "the test itself unlocked what it had not locked"
+            self.pages[place].locks -= 1
+
+    def evictable_size(self) -> int:
+        """Tokens without a lock."""
+        return sum(len(page.slots) for page in self.pages.values() if not page.locks)
+
+    def protected_size(self) -> int:
+        """Tokens with one."""
+        return sum(len(page.slots) for page in self.pages.values() if page.locks)
+
+    # ---------------------------------------------------------------- eviction
+
+    def evict(self, num_tokens: int) -> list[Node]:
+        """Remove the least recently used unlocked leaf, and again, until `num_tokens` are free or none is left."""
+        victims: list[Node] = []
+        while sum(len(victim.slots) for victim in victims) < num_tokens:
+            leaves = self._unlocked_leaves()
+            if not leaves:
+                break
+            ticks = [self.pages[leaf].tick for leaf in leaves]
+            assert len(set(ticks)) == len(ticks), "two leaves were used by one operation"
+            victim = min(leaves, key=lambda leaf: self.pages[leaf].tick)
+            victims.append(self._node_at(victim))
+            for place in self._pages_of_node(victim):
+                del self.pages[place]
+        return victims
+
+    def reset(self) -> list[int]:
+        """Forget everything; returns the slots."""
+        slots = self._slots_of(self.pages)
+        self.pages.clear()
+        return slots
+
+    def _unlocked_leaves(self) -> list[Place]:
+        parents = {Place(place.namespace, place.prefix[: -self.page_size]) for place in self.pages}
+        return [place for place, page in self.pages.items() if place not in parents and not page.locks]
+
+    # ---------------------------------------------------------------- nodes and hashes
+
+    def nodes(self) -> set[Node]:
+        """The tree that the pages and marks imply."""
+        return {self._node_at(place) for place, page in self.pages.items() if page.ends_node}
+
+    def hashes(self, handle: Handle) -> list[str]:
+        """The page hashes of the node at `handle`, for plain 32-bit ids of the default namespace."""
+        node = self._node_at(handle.place)
+        return reference_hashes(node.place.prefix, self.page_size)[-node.num_pages :]
+
+    def pages_of_node(self, handle: Handle) -> list[Place]:
+        """The places of the pages of the node at `handle`, in token order."""
+        return self._pages_of_node(handle.place)
+
+    def _node_at(self, place: Place) -> Node:
+        places = self._pages_of_node(place)
+        page = self.pages[place]
+        return Node(place, len(places), tuple(self._slots_of(places)), page.locks, page.hits)
+
+    def _pages_of_node(self, end: Place) -> list[Place]:
+        places = [end]
+        while True:
+            above = Place(end.namespace, places[0].prefix[: -self.page_size])
+            if above not in self.pages or self.pages[above].ends_node:
+                return places
+            places.insert(0, above)
+
+
+def reference_hashes(tokens: Iterable[Token], page_size: int) -> list[str]:
+    """SHA-256 of each whole page of 32-bit ids, seeded by the digest of the page before it."""
+    ids = list(tokens)
+    hashes: list[str] = []
+    prior = b""
+    for end in range(page_size, len(ids) + 1, page_size):
+        page = b"".join(struct.pack("<I", token) for token in ids[end - page_size : end])
+        prior = hashlib.sha256(prior + page).digest()
+        hashes.append(prior.hex())
+    return hashes
