@@ -337,6 +337,23 @@ def test_a_refused_extension_changes_nothing(cache: KVCache) -> None:
     assert count(cache) == (0, 8, 0)
 
 
+@pytest.mark.xfail(
+    raises=pytest.fail.Exception, reason="bug: negative counts are taken and shrink what the lease covers"
+)
+@pytest.mark.parametrize("verb", ["acquire", "extend"])
+def test_a_negative_count_is_refused(cache: KVCache, verb: str) -> None:
+    lease = cache.acquire("l", "s", key(1, 2, 3))
+
+    with pytest.raises(ValueError):
+        if verb == "acquire":
+            cache.acquire("m", "s", key(4, 5, 6), new_tokens=-2)
+        else:
+            cache.extend("l", "s", -2)
+
+    assert shape(lease) == (0, [2, 4], 0, 3)
+    assert count(cache) == (4, 4, 0)
+
+
 # ---------------------------------------------------------------- insert
 
 
@@ -661,9 +678,6 @@ def test_after_a_reset_new_leases_start_afresh_beside_the_old(cache: KVCache) ->
     assert found(cache, 1, 2) == [4, 5]
 
 
-@pytest.mark.xfail(
-    reason="bug: RadixCache.reclaim_retired misses nodes that stood in the queue before they were locked"
-)
 def test_the_last_release_of_a_reset_prefix_frees_it(cache: KVCache) -> None:
     publish(cache, 1, 2)
     cache.lock("l", "s", key(1, 2))
@@ -677,7 +691,6 @@ def test_the_last_release_of_a_reset_prefix_frees_it(cache: KVCache) -> None:
     assert count(cache) == (8, 0, 0)
 
 
-@pytest.mark.xfail(reason="bug: RadixCache.reclaim_retired misses parents that stood in the queue as leaves")
 def test_a_reset_frees_what_was_published_step_by_step(cache: KVCache) -> None:
     publish(cache, 1, 2)
     publish(cache, 1, 2, 3, 4)

@@ -10,10 +10,7 @@ from raydix.cache_core import KVPool, PoolLayout
 TINY = PoolLayout(num_slots=4, page_size=2, num_layers=2, num_kv_heads=3, head_dim=4, v_head_dim=5, dtype=torch.float32)
 EXACT = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-without_float8 = pytest.mark.xfail(
-    raises=NotImplementedError, reason="bug: KVPool.write uses index_copy_, which float8 lacks on the CPU"
-)
-EVERY_DTYPE = [*EXACT, *(pytest.param(dtype, marks=without_float8) for dtype in FLOAT8)]
+EVERY_DTYPE = [*EXACT, *FLOAT8]
 
 
 def counting(dtype: torch.dtype, *shape: int, start: int = 1) -> torch.Tensor:

@@ -780,17 +780,14 @@ def test_unlocking_what_is_not_locked_raises_before_a_counter_moves(cache: Radix
     assert sizes(cache) == (1, 2)
 
 
-@pytest.mark.xfail(reason="bug: an unlock of a node that is locked through its child only goes through (rule 2 breaks)")
-def test_a_lock_below_is_no_lock_of_ones_own() -> None:
-    cache = RadixCache()
+def test_a_lock_below_is_no_lock_of_ones_own(cache: RadixCache) -> None:
     parent = cache.insert(key(1), row(10)).last_node
     leaf = cache.insert(key(1, 2), row(10, 11)).last_node
     cache.inc_lock_ref(leaf)
 
-    with pytest.raises(LockError):
+    with pytest.raises(LockError, match="only a node below it"):
         cache.dec_lock_ref(parent)
 
-    cache.check_invariants()
     assert (parent.lock_ref, leaf.lock_ref) == (1, 1)
 
 
@@ -998,7 +995,8 @@ def test_a_touch_costs_one_heap_operation_each_at_the_next_eviction(
     assert found(cache, 7) == []
 
 
-def test_the_queue_never_outgrows_the_tree(cache: RadixCache) -> None:
+def test_the_queue_never_outgrows_the_tree(cache: RadixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = heap_operations(monkeypatch)
     for token in range(10):
         cache.insert(key(token))
     for _ in range(100):
@@ -1006,7 +1004,7 @@ def test_the_queue_never_outgrows_the_tree(cache: RadixCache) -> None:
         cache.dec_lock_ref(node)
         cache.insert(key(3))
 
-    assert len(cache._queue) == 10
+    assert done == ["push"] * 10
 
 
 # ---------------------------------------------------------------- reset and retire
@@ -1101,7 +1099,6 @@ def test_what_is_retired_and_locked_stays_until_it_is_unlocked(cache: RadixCache
     assert cache.num_locks() == 1
 
 
-@pytest.mark.xfail(reason="bug: a leaf that was queued before it was locked is not reclaimed after its unlock")
 def test_what_is_unlocked_after_its_retirement_can_be_reclaimed(cache: RadixCache, pool: FreedSlots) -> None:
     cache.insert(key(1), row(10))
     node = lock(cache, 1)
@@ -1113,7 +1110,6 @@ def test_what_is_unlocked_after_its_retirement_can_be_reclaimed(cache: RadixCach
     assert pool.take() == [10]
 
 
-@pytest.mark.xfail(reason="bug: a parent that was queued as a leaf once is not reclaimed after its children")
 def test_chains_are_reclaimed_whole(cache: RadixCache, pool: FreedSlots) -> None:
     cache.insert(key(1), row(10))
     cache.insert(key(1, 2), row(10, 11))
@@ -1122,6 +1118,21 @@ def test_chains_are_reclaimed_whole(cache: RadixCache, pool: FreedSlots) -> None
     assert cache.reclaim_retired() == 2
 
     assert pool.take() == [11, 10]
+
+
+@pytest.mark.xfail(
+    raises=AssertionError, reason="bug: old entries of reclaimed nodes stay on the heap, and their keys with them"
+)
+def test_what_was_reclaimed_leaves_nothing_in_the_queue(cache: RadixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = heap_operations(monkeypatch)
+
+    for _ in range(50):
+        cache.insert(key(1), row(10))
+        cache.insert(key(2), row(20))
+        cache.retire_all()
+        cache.reclaim_retired()
+
+    assert done.count("push") - done.count("pop") <= 2
 
 
 # ---------------------------------------------------------------- a lookup without effects
@@ -1140,13 +1151,13 @@ def test_a_peek_finds_what_a_match_finds(paged: RadixCache) -> None:
 def test_a_peek_changes_nothing(cache: RadixCache, pool: FreedSlots) -> None:
     old = cache.insert(key(1, 2, 3), row(10, 11, 12)).last_node
     cache.insert(key(4), row(13))
-    before = (old.last_access_time, old.hit_count, cache._clock)
+    before = (old.last_access_time, old.hit_count)
 
     for ids in ([1, 2, 3], [1, 2], [1, 2, 3, 4], [9], [WIDE]):
         cache.peek_prefix(RadixKey(ids))
 
     assert edges(cache) == {"1 2 3", "4"}
-    assert (old.last_access_time, old.hit_count, cache._clock) == before
+    assert (old.last_access_time, old.hit_count) == before
     cache.evict(1)
     assert pool.take() == [10, 11, 12]
 

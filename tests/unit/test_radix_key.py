@@ -114,7 +114,6 @@ def test_what_is_no_row_of_ids_is_refused(ids: Any) -> None:
         RadixKey(ids)
 
 
-@pytest.mark.xfail(raises=TypeError, reason="bug: bfloat16 tensors leave torch's TypeError uncaught")
 def test_a_bfloat16_tensor_is_refused_as_other_floats_are() -> None:
     with pytest.raises(InvalidKeyError):
         RadixKey(torch.tensor([1.0], dtype=torch.bfloat16))
