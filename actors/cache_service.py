@@ -7,7 +7,6 @@ its first look at the cache and its last change of it: each is atomic.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -122,8 +121,8 @@ class CacheService:
         session = self.session(parts[0].session_id, parts[0].epoch)
         if parts[0].after > session.executed_seq:
             turn = session.turns.setdefault(parts[0].after, asyncio.get_running_loop().create_future())
-            with contextlib.suppress(TimeoutError):  # the batch before it was lost on the way
-                await asyncio.wait_for(asyncio.shield(turn), _TURN_TIMEOUT_S)
+            await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
+            session.turns.pop(parts[0].after, None)
         try:
             return self.execute(parts[0].session_id, parts[0].epoch, [each for part in parts for each in part.requests])
         finally:

@@ -58,6 +58,8 @@ def start_cache(
         ConfigMismatch: a cache of that name runs with another configuration.
         CacheUnavailable: it could not be started or did not become ready in time; the message says why.
     """
+    if not ray.is_initialized():
+        ray.init()
     if num_gpus is None:
         num_gpus = _SHARED_GPU if config.pool.device != "cpu" and _cluster_has_gpus() else 0
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": _MAX_CONCURRENCY}
@@ -92,6 +94,8 @@ def connect(name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None
         CacheUnavailable: no cache of that name runs.
         ConfigMismatch: it runs with another configuration than `config`.
     """
+    if not ray.is_initialized():
+        ray.init()
     try:
         actor: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
     except ValueError as error:
