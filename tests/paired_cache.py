@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
@@ -14,6 +15,9 @@ from reference_models import ROOT, Handle, Node, Place, ReferenceRadixCache, Tok
 from raydix.cache_core import EvictResult, InvalidKeyError, LockError, RadixCache, RadixKey, StaleNodeError, TreeNode
 
 NARROW_LIMIT = 2**32
+
+RETIRED = -1  # stands for every generation but the present one
+Page = tuple[str | None, Tokens]  # what a hash stands for
 
 
 class Held(NamedTuple):
@@ -110,8 +114,8 @@ class PairedCache:
         self.told: list[int] = []
         self.cache = RadixCache(page_size, None, self.pool, self.told.append)
         self.model = ReferenceRadixCache(page_size)
-        self._place_of_hash: dict[str, Place] = {}
-        self._hash_of_place: dict[Place, str] = {}
+        self._page_of_hash: dict[str, Page] = {}
+        self._hash_of_page: dict[Page, str] = {}
 
     # ---------------------------------------------------------------- lookups
 
@@ -199,32 +203,54 @@ class PairedCache:
         self.check()
 
     def unlock(self, held: Held) -> None:
-        """One unlock; refused if the node is stale or nothing is locked there or below."""
-        if self.model.is_stale(held.handle):
-            with refusal(StaleNodeError, LockError):
+        """One unlock; refused if the node is gone, or is not locked itself."""
+        if self.model.is_gone(held.handle):
+            with refusal(StaleNodeError):
                 self.cache.dec_lock_ref(held.node)
         elif held.handle != ROOT and not self.model.num_locks(held.handle):
             with refusal(LockError):
                 self.cache.dec_lock_ref(held.node)
         else:
             self.cache.dec_lock_ref(held.node, None)
-            if held.handle != ROOT:
-                self.model.unlock(held.handle)
+            self.model.unlock(held.handle)
         self.check()
 
     # ---------------------------------------------------------------- eviction and hashes
 
     def evict(self, num_tokens: int) -> list[Node]:
-        """An eviction; returns what went, in order."""
+        """An eviction; returns what went. Asks for all that is retired at least, as that goes in any order."""
+        num_tokens = max(num_tokens, self.model.reclaimable_size())
         result = self.cache.evict(num_tokens)
         victims = self.model.evict(num_tokens)
+        agree("result", result, EvictResult(self._count(victims), 0, 0))
+        self._check_eviction(victims)
+        return victims
+
+    def retire_all(self) -> None:
+        """Nothing can be matched any more; nothing is freed."""
+        self.cache.retire_all()
+        self.model.retire_all()
+        self.check()
+
+    def reclaim_retired(self) -> list[Node]:
+        """What is retired and unlocked goes, nothing else does."""
+        num_tokens = self.model.reclaimable_size()
+        agree("reclaimed", self.cache.reclaim_retired(), num_tokens)
+        victims = self.model.evict(num_tokens)
+        agree("reclaimed by the model", self._count(victims), num_tokens)
+        self._check_eviction(victims)
+        return victims
+
+    @staticmethod
+    def _count(victims: list[Node]) -> int:
+        return sum(len(victim.slots) for victim in victims)
+
+    def _check_eviction(self, victims: list[Node]) -> None:
         slots = [slot for victim in victims for slot in victim.slots]
-        agree("what was counted", result, EvictResult(len(slots), 0, 0))
         agree("what was freed", self.pool.take_freed(), sorted(slots))
         agree("nodes told of", (len(self.told), len(set(self.told))), (len(victims), len(victims)))
         self.told.clear()
         self.check()
-        return victims
 
     def reset(self) -> None:
         """Everything goes back to the pool."""
@@ -242,8 +268,9 @@ class PairedCache:
         places = self.model.pages_of_node(held.handle)
         agree("number of hashes", len(hashes), len(places))
         for place, page_hash in zip(places, hashes, strict=True):
-            agree("page of a hash", place, self._place_of_hash.setdefault(page_hash, place))
-            agree("hash of a page", page_hash, self._hash_of_place.setdefault(place, page_hash))
+            page = (place.namespace, place.prefix)
+            agree("page of a hash", page, self._page_of_hash.setdefault(page_hash, page))
+            agree("hash of a page", page_hash, self._hash_of_page.setdefault(page, page_hash))
         if held.handle.place.namespace is None and is_narrow(held.handle.place.prefix):
             agree("hashes", hashes, self.model.hashes(held.handle))
         self.check()
@@ -255,9 +282,8 @@ class PairedCache:
         """Invariants, the whole tree, sizes, and the conservation of slots."""
         cache, model, pool = self.cache, self.model, self.pool
         cache.check_invariants()
-        nodes = self.nodes()
-        agree("number of nodes", len(nodes), len(set(nodes)))
-        agree("tree", set(nodes), model.nodes())
+        nodes = Counter(self.nodes())
+        agree("tree", nodes, Counter(self._tell(node) for node in model.nodes()))
         agree("evictable_size", cache.evictable_size(), model.evictable_size())
         agree("protected_size", cache.protected_size(), model.protected_size())
         agree("total_size", cache.total_size(), model.evictable_size() + model.protected_size())
@@ -267,17 +293,22 @@ class PairedCache:
         agree("slots freed unasked", pool.freed, [])
 
     def nodes(self) -> list[Node]:
-        """The cache's tree, in the model's words."""
+        """The cache's tree, in the model's words; retired nodes do not tell how long they are."""
         prefixes: dict[TreeNode | None, Tokens] = {}
         nodes: list[Node] = []
-        for node in self.cache._tree.nodes():  # parents before children
-            assert node.key is not None and node.value is not None
-            prefix = prefixes.get(node.parent, ()) + tuple(node.key)
-            prefixes[node] = prefix
-            place = Place(node.key.extra_key, prefix)
-            num_pages = len(node) // self.page_size
-            nodes.append(Node(place, num_pages, tuple(node.value.tolist()), node.lock_ref, node.hit_count))
+        for top in self.cache._all_tops():
+            for node in self.cache._tree.nodes_below(top):  # parents before children
+                assert node.key is not None and node.value is not None
+                prefix = prefixes.get(node.parent, ()) + tuple(node.key)
+                prefixes[node] = prefix
+                place = Place(node.key.extra_key, prefix, self.model.generation if top.space.live else RETIRED)
+                num_pages = len(node) // self.page_size
+                nodes.append(Node(place, num_pages, tuple(node.value.tolist()), node.lock_ref, node.hit_count))
         return nodes
+
+    def _tell(self, node: Node) -> Node:
+        live = node.place.generation == self.model.generation
+        return node if live else node._replace(place=node.place._replace(generation=RETIRED))
 
     def place_of(self, node: TreeNode) -> Place:
         """Where a node of the cache ends."""
@@ -289,13 +320,13 @@ class PairedCache:
         while above is not None and above.key is not None:
             prefix = tuple(above.key) + prefix
             above = above.parent
-        return Place(namespace, prefix)
+        return Place(namespace, prefix, self.model.generation)
 
 
 def agree(what: str, actual: object, expected: object) -> None:
     """Raise AssertionError unless both are equal."""
-    if isinstance(actual, set) and isinstance(expected, set) and actual != expected:
-        raise AssertionError(f"{what}: {actual - expected} too many, {expected - actual} missing")
+    if isinstance(actual, Counter) and isinstance(expected, Counter) and actual != expected:
+        raise AssertionError(f"{what}: {list(actual - expected)} too many, {list(expected - actual)} missing")
     if actual != expected:
         raise AssertionError(f"{what}: {actual}, where the model says {expected}")
 

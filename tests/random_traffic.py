@@ -53,7 +53,9 @@ class RandomTraffic:
         ("insert_too_few_slots", 1),
         ("lock_stale_node", 1),
         ("unlock_unlocked_node", 2),
-        ("reset", 0.3),
+        ("retire_all", 0.3),
+        ("reclaim_retired", 1),
+        ("reset", 0.2),
     )
 
     def __init__(self, seed: int, page_size: int) -> None:
@@ -150,8 +152,14 @@ class RandomTraffic:
 
     def unlock_unlocked_node(self) -> None:
         held = self.rng.choice(self.nodes)
-        if self.pair.model.is_stale(held.handle) or not self.pair.model.num_locks(held.handle):
+        if self.pair.model.is_gone(held.handle) or not self.pair.model.num_locks(held.handle):
             self.pair.unlock(held)
+
+    def retire_all(self) -> None:
+        self.pair.retire_all()
+
+    def reclaim_retired(self) -> None:
+        self.pair.reclaim_retired()
 
     def reset(self) -> None:
         self.pair.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,10 +14,15 @@ Tokens = tuple[Token, ...]
 
 
 class Place(NamedTuple):
-    """Where a page stands: its namespace, and all tokens from the beginning to its end."""
+    """Where a page stands: its namespace, all tokens from the beginning to its end, and how often all was retired."""
 
     namespace: str | None
     prefix: Tokens
+    generation: int = 0
+
+    def above(self, num_tokens: int) -> Place:
+        """The place that many tokens nearer to the beginning."""
+        return self._replace(prefix=self.prefix[:-num_tokens])
 
 
 class Handle(NamedTuple):
@@ -72,12 +78,15 @@ class ReferenceRadixCache:
 
     The tree is implied: a page's children are the pages whose prefix is one page longer, and a node is a run of pages
     up to a mark. Marks arise where a match or an insert ends, and where an insert leaves the known path.
-    Recency is a clock that ticks at each match and insert and stamps every page of the path.
+    Recency is a clock that ticks at each match and insert and stamps every page of the path. Retiring everything opens
+    a new generation: what is of an older one is never found again, and goes first.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.pages: dict[Place, Page] = {}
+        self.generation = 0
+        self._own_locks: Counter[Handle] = Counter()
         self._clock = 0
 
     # ---------------------------------------------------------------- match and insert
@@ -138,7 +147,7 @@ class ReferenceRadixCache:
 
     def _places(self, tokens: Tokens, namespace: str | None) -> list[Place]:
         ends = range(self.page_size, len(tokens) + 1, self.page_size)
-        return [Place(namespace, tokens[:end]) for end in ends]
+        return [Place(namespace, tokens[:end], self.generation) for end in ends]
 
     def _slots_of(self, path: Iterable[Place]) -> list[int]:
         return [slot for place in path for slot in self.pages[place].slots]
@@ -148,26 +157,35 @@ class ReferenceRadixCache:
 
     # ---------------------------------------------------------------- locks
 
-    def is_stale(self, handle: Handle) -> bool:
-        """Whether the node of this handle is no longer there."""
+    def is_gone(self, handle: Handle) -> bool:
+        """Whether the pages of this node were evicted."""
         if handle == ROOT:
             return False
         return handle.place not in self.pages or self.pages[handle.place].birth != handle.birth
 
+    def is_stale(self, handle: Handle) -> bool:
+        """Whether the node of this handle can no longer be matched: it is gone or retired."""
+        return self.is_gone(handle) or (handle != ROOT and handle.place.generation != self.generation)
+
     def num_locks(self, handle: Handle) -> int:
-        """Locks that keep this node: its own and those of its descendants."""
-        return self.pages[handle.place].locks if handle != ROOT else 0
+        """Locks on this very node, not on those below it."""
+        return self._own_locks[handle]
 
     def lock(self, handle: Handle) -> None:
         """Keep a node and all above it."""
-        for place in self._places(handle.place.prefix, handle.place.namespace):
-            self.pages[place].locks += 1
+        self._own_locks[handle] += 1
+        for page in self._pages_up_to(handle):
+            page.locks += 1
 
     def unlock(self, handle: Handle) -> None:
         """Undo one `lock`."""
-        for place in self._places(handle.place.prefix, handle.place.namespace):
-            assert self.pages[place].locks > 0, "the test itself unlocked what it had not locked"
-            self.pages[place].locks -= 1
+        self._own_locks[handle] -= 1
+        for page in self._pages_up_to(handle):
+            page.locks -= 1
+
+    def _pages_up_to(self, handle: Handle) -> list[Page]:
+        prefix, size = handle.place.prefix, self.page_size
+        return [self.pages[handle.place._replace(prefix=prefix[:end])] for end in range(size, len(prefix) + 1, size)]
 
     def evictable_size(self) -> int:
         """Tokens without a lock."""
@@ -180,29 +198,45 @@ class ReferenceRadixCache:
     # ---------------------------------------------------------------- eviction
 
     def evict(self, num_tokens: int) -> list[Node]:
-        """Remove the least recently used unlocked leaf, and again, until `num_tokens` are free or none is left."""
+        """Remove an unlocked leaf, and again, until `num_tokens` are free or none is left.
+
+        Retired ones go first, in any order, then the least recently used.
+        """
         victims: list[Node] = []
         while sum(len(victim.slots) for victim in victims) < num_tokens:
             leaves = self._unlocked_leaves()
             if not leaves:
                 break
-            ticks = [self.pages[leaf].tick for leaf in leaves]
-            assert len(set(ticks)) == len(ticks), "two leaves were used by one operation"
-            victim = min(leaves, key=lambda leaf: self.pages[leaf].tick)
-            victims.append(self._node_at(victim))
-            for place in self._pages_of_node(victim):
-                del self.pages[place]
+            order = [(leaf.generation == self.generation, self.pages[leaf].tick) for leaf in leaves]
+            assert len(set(order)) == len(order), "two leaves were used by one operation"
+            victims.append(self._remove_node(leaves[order.index(min(order))]))
         return victims
+
+    def retire_all(self) -> None:
+        """Make all there is unmatchable."""
+        self.generation += 1
+
+    def reclaimable_size(self) -> int:
+        """Tokens that are retired and without a lock."""
+        retired = [page for place, page in self.pages.items() if place.generation != self.generation]
+        return sum(len(page.slots) for page in retired if not page.locks)
 
     def reset(self) -> list[int]:
         """Forget everything; returns the slots."""
         slots = self._slots_of(self.pages)
         self.pages.clear()
+        self._own_locks.clear()
         return slots
 
     def _unlocked_leaves(self) -> list[Place]:
-        parents = {Place(place.namespace, place.prefix[: -self.page_size]) for place in self.pages}
+        parents = {place.above(self.page_size) for place in self.pages}
         return [place for place, page in self.pages.items() if place not in parents and not page.locks]
+
+    def _remove_node(self, end: Place) -> Node:
+        node = self._node_at(end)
+        for place in self._pages_of_node(end):
+            del self.pages[place]
+        return node
 
     # ---------------------------------------------------------------- nodes and hashes
 
@@ -227,7 +261,7 @@ class ReferenceRadixCache:
     def _pages_of_node(self, end: Place) -> list[Place]:
         places = [end]
         while True:
-            above = Place(end.namespace, places[0].prefix[: -self.page_size])
+            above = places[0].above(self.page_size)
             if above not in self.pages or self.pages[above].ends_node:
                 return places
             places.insert(0, above)

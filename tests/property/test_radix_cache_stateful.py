@@ -22,7 +22,7 @@ NAMESPACES = st.sampled_from([None, "", "a"])
 NUM_PAGES = 24
 
 BOUNDED = settings(
-    max_examples=60,
+    max_examples=150,
     stateful_step_count=40,
     derandomize=True,  # the same examples in every run
     database=None,
@@ -106,7 +106,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     @rule(held=nodes)
     def unlock_what_is_not_locked(self, held: Held) -> None:
-        if self.pair.model.is_stale(held.handle) or not self.pair.model.num_locks(held.handle):
+        if self.pair.model.is_gone(held.handle) or not self.pair.model.num_locks(held.handle):
             self.pair.unlock(held)
 
     @rule(num_tokens=st.integers(0, 40))
@@ -115,8 +115,17 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     @rule(held=nodes)
     def hash(self, held: Held) -> None:
-        if not self.pair.model.is_stale(held.handle):
+        if not self.pair.model.is_gone(held.handle):
             self.pair.hash(held)
+
+    @precondition(lambda self: self.pair.cache.total_size() > 6 * self.page_size)
+    @rule()
+    def retire_all(self) -> None:
+        self.pair.retire_all()
+
+    @rule()
+    def reclaim_retired(self) -> None:
+        self.pair.reclaim_retired()
 
     @precondition(lambda self: self.pair.cache.total_size() > 6 * self.page_size)
     @rule()
