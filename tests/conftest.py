@@ -1,5 +1,7 @@
 """What all tests share."""
 
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -10,3 +12,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One small Ray cluster for all tests that need one. What a test starts on it, it ends."""
+    import ray  # only here, as above
+
+    ray.init(
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    yield
+    ray.shutdown()

@@ -1,0 +1,412 @@
+"""A worker's outputs do not depend on where the prefix came from, and it loses nothing whatever happens to a request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import LLAMA, continuation, random_llama, random_prompt
+from transformers import LlamaForCausalLM
+
+from raydix.actors import LocalPrefixCache
+from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
+from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig, PoolExhausted
+
+NUM_SLOTS = 1024
+
+
+def config_of(page_size: int) -> CacheConfig:
+    return CacheConfig(page_size=page_size, pool=pool_config_for(LLAMA, NUM_SLOTS, device="cpu"), validate=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return random_llama()
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[LocalPrefixCache]:
+    cache = LocalPrefixCache(config_of(16))
+    yield cache
+    stats = await cache.stats()
+    assert (stats.open_leases, stats.private_slots) == (0, 0)
+    await cache.check_invariants()
+    await cache.close()
+
+
+@pytest.fixture(params=[None, False], ids=["mapped", "copied"])
+async def worker(request: pytest.FixtureRequest, cache: LocalPrefixCache) -> AsyncIterator[TransformersWorker]:
+    async with TransformersWorker(cache, model=LLAMA, mapped=request.param) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def mapped_worker(cache: LocalPrefixCache) -> AsyncIterator[TransformersWorker]:
+    async with TransformersWorker(cache, model=LLAMA) as worker:
+        yield worker
+
+
+class Gate:
+    """Holds a worker's forward passes from the `after`-th on until it is opened; or lets one of them fail."""
+
+    def __init__(self, worker: TransformersWorker, after: int = 0, error: Exception | None = None) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.passes = 0
+        self._after, self._error = after, error
+        self._forward = worker._model._forward
+        worker._model._forward = self._gated  # type: ignore[method-assign]
+
+    def _gated(self, *args: Any) -> Any:
+        self.passes += 1
+        if self.passes > self._after:
+            self.reached.set()
+            self.opened.wait(20)
+            if self._error is not None:
+                raise self._error
+        return self._forward(*args)
+
+    async def wait_until_reached(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 20)
+
+
+# ---------------------------------------------------------------- outputs
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 48, 50])
+async def test_a_repeated_request_computes_only_the_last_partial_page(
+    worker: TransformersWorker, num_tokens: int
+) -> None:
+    prompt = random_prompt(num_tokens)
+    reusable = (num_tokens - 1) // 16 * 16
+
+    scratch = await worker.generate(prompt, 8, reuse=False)
+    first = await worker.generate(prompt, 8)
+    second = await worker.generate(prompt, 8)
+
+    assert (scratch.prefix_len, scratch.num_computed) == (0, num_tokens + 7)
+    assert (first.prefix_len, first.num_computed) == (0, num_tokens + 7)
+    assert (second.prefix_len, second.num_computed) == (reusable, num_tokens - reusable + 7)
+    assert scratch.token_ids == first.token_ids == second.token_ids
+    assert len(scratch.token_ids) == 8
+
+
+async def test_a_conversation_reuses_what_was_generated(worker: TransformersWorker, model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(20)
+    first = await worker.generate(prompt, 13)  # 32 computed: the last token generated never ran
+    turn = [*prompt, *first.token_ids, *random_prompt(9, seed=5)]
+
+    second = await worker.generate(turn, 6)
+
+    assert second.prefix_len == 32
+    assert list(second.token_ids) == continuation(model, turn, 0, 6)[1]
+
+
+async def test_logits_come_one_row_per_computed_token(worker: TransformersWorker, model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(40)
+    await worker.generate(prompt[:32], 1)
+    expected, generated = continuation(model, prompt, 32, num_new=5)
+
+    generation = await worker.generate(prompt, 5, return_logits=True)
+
+    assert generation.logits is not None
+    assert generation.logits.shape == (generation.num_computed, LLAMA.vocab_size) == (12, 96)
+    assert torch.equal(generation.logits, expected)
+    assert list(generation.token_ids) == generated
+    assert (await worker.generate(prompt, 5)).logits is None
+
+
+async def test_generation_stops_after_an_end_token(worker: TransformersWorker) -> None:
+    prompt = random_prompt(20)
+    full = await worker.generate(prompt, 12, reuse=False)
+    end = full.token_ids[4]
+    expected = full.token_ids[: full.token_ids.index(end) + 1]
+
+    assert (await worker.generate(prompt, 12, eos_token_id=end)).token_ids == expected
+    assert (await worker.generate(prompt, 12, eos_token_id=[1000, end])).token_ids == expected
+
+
+async def test_requests_run_at_once_and_each_gets_what_it_would_get_alone(worker: TransformersWorker) -> None:
+    shared = random_prompt(32)
+    prompts = [[*shared, *random_prompt(5 + i, seed=i)] for i in range(6)]
+    alone = [await worker.generate(prompt, 6, reuse=False) for prompt in prompts]
+
+    together = await asyncio.gather(*(worker.generate(prompt, 6) for prompt in prompts))
+    again = await asyncio.gather(*(worker.generate(prompt, 6) for prompt in prompts))
+
+    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
+    assert [g.token_ids for g in again] == [g.token_ids for g in alone]
+    assert [g.prefix_len for g in again] == [32] * 6
+
+
+async def test_the_prompt_is_found_by_others_while_its_first_request_still_decodes(
+    cache: LocalPrefixCache, mapped_worker: TransformersWorker
+) -> None:
+    prompt = random_prompt(40)
+    gate = Gate(mapped_worker, after=2)
+    decoding = asyncio.create_task(mapped_worker.generate(prompt, 8))
+    await gate.wait_until_reached()
+
+    assert (await cache.match(prompt)).prefix_len == 32
+    gate.opened.set()
+    await decoding
+
+
+async def test_two_workers_that_computed_the_same_pages_share_one_copy(
+    cache: LocalPrefixCache, mapped_worker: TransformersWorker, model: LlamaForCausalLM
+) -> None:
+    prompt = random_prompt(40)
+    async with TransformersWorker(cache, model=LLAMA) as other:
+        gates = Gate(mapped_worker), Gate(other)
+        both = [asyncio.create_task(worker.generate(prompt, 8)) for worker in (mapped_worker, other)]
+        for gate in gates:
+            await gate.wait_until_reached()
+        for gate in gates:
+            gate.opened.set()
+        first, second = await asyncio.gather(*both)
+
+    assert (first.prefix_len, second.prefix_len) == (0, 0)
+    assert first.token_ids == second.token_ids == tuple(continuation(model, prompt, 0, 8)[1])
+    stats = await cache.stats()
+    assert (stats.tree_slots, stats.tokens_duplicate) == (32, 32)
+
+
+async def test_a_namespace_sees_nothing_of_another(worker: TransformersWorker) -> None:
+    prompt = random_prompt(40)
+    await worker.generate(prompt, 4, extra_key="a")
+
+    assert (await worker.generate(prompt, 4, extra_key="b")).prefix_len == 0
+    assert (await worker.generate(prompt, 4, lora_id="a")).prefix_len == 0
+    assert (await worker.generate(prompt, 4, extra_key="a")).prefix_len == 32
+
+
+async def test_a_worker_that_may_not_use_the_cache_leaves_it_alone(cache: LocalPrefixCache) -> None:
+    prompt = random_prompt(40)
+    async with (
+        TransformersWorker(cache, model=LLAMA) as sharing,
+        TransformersWorker(None, model=LLAMA, use_cache=False) as alone,
+    ):
+        before = await cache.stats()
+        scratch = [await sharing.generate(prompt, 4, reuse=False), await alone.generate(prompt, 4)]
+
+        assert (await cache.stats()).acquires == before.acquires == 0
+        assert scratch[0].token_ids == scratch[1].token_ids
+
+
+async def test_weights_found_at_a_path_are_loaded(cache: LocalPrefixCache, tmp_path: Path) -> None:
+    random_llama(seed=7).save_pretrained(tmp_path)
+    prompt = random_prompt(20)
+
+    async with (
+        TransformersWorker(cache, model=str(tmp_path)) as loaded,
+        TransformersWorker(cache, model=LLAMA.to_dict(), seed=7) as seeded,
+    ):
+        ours = await loaded.generate(prompt, 8, reuse=False)
+        theirs = await seeded.generate(prompt, 8, reuse=False)
+        assert ours.token_ids == theirs.token_ids
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+async def test_a_cancelled_request_waits_for_its_forward_pass_and_then_holds_nothing(
+    cache: LocalPrefixCache, mapped_worker: TransformersWorker
+) -> None:
+    gate = Gate(mapped_worker, after=3)
+    request = asyncio.create_task(mapped_worker.generate(random_prompt(40), 8))
+    await gate.wait_until_reached()
+
+    request.cancel()
+    await asyncio.sleep(0.05)
+    request.cancel()  # who insists waits, too
+    await asyncio.sleep(0.05)
+    during = await cache.stats()
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+    assert (during.open_leases, during.private_slots) == (1, 16)  # the pass may still write to the slots
+    after = await cache.stats()
+    assert (after.open_leases, after.private_slots, after.tree_slots) == (0, 0, 32)
+
+
+async def test_a_request_cancelled_before_its_turn_never_runs(mapped_worker: TransformersWorker) -> None:
+    await mapped_worker.open()
+    gate = Gate(mapped_worker)
+    running = asyncio.create_task(mapped_worker.generate(random_prompt(20), 1))
+    await gate.wait_until_reached()
+    queued = asyncio.create_task(mapped_worker.generate(random_prompt(20, seed=3), 1))
+    await asyncio.sleep(0.05)
+
+    queued.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    gate.opened.set()
+    await running
+
+    assert gate.passes == 1
+
+
+@pytest.mark.parametrize("after", [0, 2])
+async def test_an_error_in_the_model_reaches_the_caller_and_aborts_the_lease(
+    cache: LocalPrefixCache, worker: TransformersWorker, after: int
+) -> None:
+    gate = Gate(worker, after=after, error=RuntimeError("out of memory"))
+    gate.opened.set()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await worker.generate(random_prompt(40), 8)
+
+    stats = await cache.stats()
+    assert (stats.open_leases, stats.private_slots, stats.tree_slots) == (0, 0, 32 if after else 0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"num_layers": 2}, {"num_kv_heads": 4}, {"head_dim": 16}, {"v_head_dim": 4}, {"dtype": "bfloat16"}],
+    ids=lambda changed: next(iter(changed)),
+)
+async def test_a_model_that_does_not_fit_the_pool_is_refused_naming_both(changed: dict[str, Any]) -> None:
+    fitting = pool_config_for(LLAMA, 64, device="cpu")
+    cache = LocalPrefixCache(CacheConfig(pool=PoolConfig(**(fitting.model_dump() | changed))))
+    worker = TransformersWorker(cache, model=LLAMA)
+
+    with pytest.raises(ConfigMismatch, match=r"3 layers of 2 KV heads of 8 \(float32\), the cache's pool holds"):
+        await worker.generate([1, 2, 3], 1)
+    with pytest.raises(ConfigMismatch, match=r"pool_config_for"):
+        await worker.open()
+
+    assert (await cache.stats()).acquires == 0
+    await worker.close()
+    await cache.close()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_new_tokens", "message"),
+    [
+        ([], 4, "at least one token"),
+        ([1, -2], 4, "negative"),
+        ([1, 96], 4, "token 96 is not in the model's vocabulary of 96"),
+        ([1, 2**40], 4, "vocabulary"),
+        ([1, 2], 0, "max_new_tokens"),
+        ([1, 2], 1.5, "max_new_tokens"),
+        ([1] * 250, 8, "257 tokens to compute, but the model has 256 positions"),
+    ],
+)
+async def test_a_request_that_cannot_be_served_says_why(
+    mapped_worker: TransformersWorker, tokens: list[int], max_new_tokens: Any, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        await mapped_worker.generate(tokens, max_new_tokens)
+
+
+async def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
+    pool = pool_config_for(LLAMA, 64, device="cpu")
+    async with (
+        LocalPrefixCache(CacheConfig(page_size=16, pool=pool)) as cache,
+        TransformersWorker(cache, model=LLAMA) as worker,
+    ):
+        with pytest.raises(PoolExhausted) as caught:
+            await worker.generate(random_prompt(60), 6)
+        assert not caught.value.can_ever_fit
+
+        assert len((await worker.generate(random_prompt(60), 5)).token_ids) == 5  # 64 slots suffice for 65
+
+
+def test_without_a_cache_use_cache_must_be_off() -> None:
+    with pytest.raises(InvalidRequest, match="use_cache=False"):
+        TransformersWorker(None, model=LLAMA)
+
+
+# ---------------------------------------------------------------- two workers on Ray
+
+PROMPT_LEN = {1: 24, 16: 72}
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """The arithmetic of the workers below, whose processes have one thread each."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+class Cluster:
+    """A cache on Ray, a worker that writes, one that reads, and one that reads by copying."""
+
+    def __init__(self, page_size: int) -> None:
+        import ray
+
+        from raydix.actors import start_cache
+
+        self.page_size = page_size
+        self.cache = start_cache(config_of(page_size))
+        make = ray.remote(TransformersWorker).options(num_cpus=1).remote
+        self.writer, self.reader, self.copier = (
+            make(self.cache, model=LLAMA, mapped=mapped, num_threads=1) for mapped in (True, True, False)
+        )
+
+    def stop(self) -> None:
+        import ray
+
+        from raydix.actors import shutdown_cache
+
+        shutdown_cache(self.cache)
+        for worker in (self.writer, self.reader, self.copier):
+            ray.kill(worker)
+
+
+@pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
+def cluster(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Cluster]:
+    cluster = Cluster(request.param)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("who", ["reader", "copier"])
+async def test_logits_over_a_prefix_that_another_worker_wrote_are_those_of_a_dynamic_cache(
+    cluster: Cluster, model: LlamaForCausalLM, one_thread: None, who: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = random_prompt(PROMPT_LEN[cluster.page_size])
+    reader = getattr(cluster, who)
+    in_one, _ = continuation(model, prompt, 0, num_new=4)
+    in_one_difference = 0.0
+    cuts = range(cluster.page_size, len(prompt), cluster.page_size)
+
+    for cut in cuts:
+        namespace = f"{who}-{cut}"
+        written: Generation = await cluster.writer.generate.remote(prompt[:cut], 1, extra_key=namespace)
+        read: Generation = await reader.generate.remote(prompt, 4, extra_key=namespace, return_logits=True)
+
+        expected, generated = continuation(model, prompt, cut, num_new=4)
+        assert (written.prefix_len, written.num_computed, read.prefix_len) == (0, cut, cut)
+        assert read.logits is not None
+        assert (read.logits - expected).abs().max().item() == 0
+        assert list(read.token_ids) == generated
+        in_one_difference = max(in_one_difference, (read.logits - in_one[cut:]).abs().max().item())
+
+    with capsys.disabled():
+        print(
+            f"\n  page size {cluster.page_size}, {who}, {len(cuts)} cuts: logits differ by 0 from a DynamicCache cut "
+            f"there, by {in_one_difference:.1e} from a prefill in one"
+        )
+    assert in_one_difference < 1e-4
+
+
+@pytest.mark.ray
+async def test_errors_cross_ray_and_nothing_is_left_behind(cluster: Cluster) -> None:
+    from raydix.actors import PrefixCacheClient
+
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        await cluster.reader.generate.remote([1000], 1)
+    async with PrefixCacheClient(cluster.cache) as client:
+        stats = await client.stats()
+        await client.check_invariants()
+
+    assert (stats.open_leases, stats.private_slots) == (0, 0)
