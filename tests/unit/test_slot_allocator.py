@@ -229,6 +229,20 @@ def test_what_alloc_returns_is_the_callers(pool: TokenToKVPoolAllocator) -> None
     assert pool.alloc(2).tolist() == [8, 9]
 
 
+def test_what_alloc_returned_does_not_change_when_others_free(pool: TokenToKVPoolAllocator) -> None:
+    first, second = pool.alloc_pages(1), pool.alloc_pages(1)
+
+    pool.free_pages(first)
+
+    assert (first.tolist(), second.tolist()) == ([2], [4])
+
+
+@pytest.mark.parametrize("slot", [0, 1, 10, -1])
+def test_a_slot_that_cannot_exist_is_told_from_one_that_is_free(pool: TokenToKVPoolAllocator, slot: int) -> None:
+    with pytest.raises(SlotError, match=r"outside \[2, 10\)"):
+        pool.free(row(slot))
+
+
 @pytest.mark.parametrize("page_size", [1, 3])
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.integers(-3, 7), max_size=30))
