@@ -12,7 +12,16 @@ import numpy as np
 import torch
 from reference_models import ROOT, Handle, Node, Place, ReferenceRadixCache, Tokens
 
-from raydix.cache_core import EvictResult, InvalidKeyError, LockError, RadixCache, RadixKey, StaleNodeError, TreeNode
+from raydix.cache_core import (
+    BasePrefixCache,
+    EvictResult,
+    InvalidKeyError,
+    LockError,
+    RadixCache,
+    RadixKey,
+    StaleNodeError,
+    TreeNode,
+)
 
 NARROW_LIMIT = 2**32
 
@@ -198,7 +207,8 @@ class PairedCache:
             with refusal(StaleNodeError):
                 self.cache.inc_lock_ref(held.node)
         else:
-            agree("receipt", self.cache.inc_lock_ref(held.node), None)
+            base: BasePrefixCache = self.cache
+            agree("receipt", base.inc_lock_ref(held.node), None)
             self.model.lock(held.handle)
         self.check()
 

@@ -6,7 +6,7 @@ from collections import deque
 from random import Random
 
 from paired_cache import Held, PairedCache
-from reference_models import ROOT, Token, Tokens
+from reference_models import ROOT, Tokens
 
 NAMESPACES = (None, "", "a", "b")
 NUM_PAGES = 48  # of the pool
@@ -69,8 +69,8 @@ class RandomTraffic:
 
     def choose(self) -> str:
         """The name of the next operation."""
-        names, weights = zip(*self.OPERATIONS, strict=True)
-        return self.rng.choices(names, weights)[0]
+        names = [name for name, _ in self.OPERATIONS]
+        return self.rng.choices(names, [weight for _, weight in self.OPERATIONS])[0]
 
     # ---------------------------------------------------------------- operations
 
@@ -210,13 +210,13 @@ class RandomTraffic:
         return num_pages * self.page_size + self.rng.choice([0, self.rng.randrange(self.page_size)])
 
     def _tokens(self, length: int, tuples: bool) -> Tokens:
-        tokens: list[Token] = []
-        while len(tokens) < length:
-            tokens += self.rng.choice(self.pages)
-        tokens = tokens[:length]
-        if tokens and self.rng.random() < 0.04:
-            tokens[self.rng.randrange(length)] = self.rng.choice(WIDE_IDS)
-        return tuple((token, 1) for token in tokens) if tuples else tuple(tokens)
+        ids: list[int] = []
+        while len(ids) < length:
+            ids += self.rng.choice(self.pages)
+        ids = ids[:length]
+        if ids and self.rng.random() < 0.04:
+            ids[self.rng.randrange(length)] = self.rng.choice(WIDE_IDS)
+        return tuple((token, 1) for token in ids) if tuples else tuple(ids)
 
     def _similar_pages(self) -> list[list[int]]:
         """Three pages: the second and third differ from the first in one token."""

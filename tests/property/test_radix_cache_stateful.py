@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     initialize,
@@ -18,11 +19,12 @@ from hypothesis.stateful import (
 from paired_cache import Held, PairedCache
 from reference_models import Tokens
 
+OneOrNone = Held | MultipleResults[Held]
 NAMESPACES = st.sampled_from([None, "", "a"])
 NUM_PAGES = 24
 
 BOUNDED = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=40,
     derandomize=True,  # the same examples in every run
     database=None,
@@ -72,7 +74,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def insert(
         self, shape: list[int], tail: int, tuples: bool, namespace: str | None, reuse: bool, known: int
-    ) -> object:
+    ) -> OneOrNone:
         tokens = self.tokens(shape, tail, tuples)
         if not self.make_room(len(tokens)):
             return multiple()
@@ -81,7 +83,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         return self.pair.insert(tokens, namespace, slots, min(known, len(tokens)))
 
     @rule(target=nodes, held=nodes, shape=shapes, tail=tails)
-    def insert_from(self, held: Held, shape: list[int], tail: int) -> object:
+    def insert_from(self, held: Held, shape: list[int], tail: int) -> OneOrNone:
         prefix, namespace = held.handle.place.prefix, held.handle.place.namespace
         tuples = bool(prefix) and isinstance(prefix[0], tuple)
         tokens = prefix + self.tokens(shape, tail, tuples)
@@ -95,7 +97,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         return self.pair.insert(tokens, namespace, slots, held=held)
 
     @rule(target=locks, held=nodes)
-    def lock(self, held: Held) -> object:
+    def lock(self, held: Held) -> OneOrNone:
         stale = self.pair.model.is_stale(held.handle)
         self.pair.lock(held)
         return multiple() if stale else held

@@ -1,0 +1,438 @@
+"""Proof that random traffic finds faults: each rule of `RadixCache` is broken once, and the comparison must see it."""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_traffic import TrafficFailed, run_random_traffic
+
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, leaf_queue, page_hashes, radix_cache
+from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.leaf_queue import LeafQueue
+from raydix.cache_core.radix_tree import RadixTree
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+
+RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
+FAULTS: list[Fault] = []
+
+
+def fault(plant: Fault) -> Fault:
+    """Register a fault; its name says what the cache does wrong."""
+    FAULTS.append(plant)
+    return plant
+
+
+def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function by `wrapper(original, *arguments)`."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+
+# ---------------------------------------------------------------- recency and eviction
+
+
+@fault
+def a_split_renews_the_suffix_that_was_not_matched(patch: Patch) -> None:
+    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
+        above = original(cache, node, length)
+        node.last_access_time = above.last_access_time = cache._clock + 1
+        return above
+
+    around(patch, RadixCache, "_split", split)
+
+
+@fault
+def a_match_does_not_renew_what_it_finds(patch: Patch) -> None:
+    def match(original: Any, cache: RadixCache, key: RadixKey) -> Any:
+        stamps = {node: node.last_access_time for node in cache._tree.nodes()}
+        found = original(cache, key)
+        for node in cache._tree.nodes():
+            below = [stamps[child] for child in node.children.values() if child in stamps]
+            node.last_access_time = stamps[node] if node in stamps else max(below)
+        return found
+
+    around(patch, RadixCache, "match_prefix", match)
+
+
+@fault
+def a_peek_renews_what_it_finds(patch: Patch) -> None:
+    def peek(original: Any, cache: RadixCache, key: RadixKey) -> Any:
+        found = original(cache, key)
+        cache._clock += 1
+        node = found.last_node
+        while node is not None:
+            node.last_access_time = cache._clock
+            node = node.parent
+        return found
+
+    around(patch, RadixCache, "peek_prefix", peek)
+
+
+@fault
+def a_peek_splits(patch: Patch) -> None:
+    around(patch, RadixCache, "peek_prefix", lambda _, cache, key: cache.match_prefix(key))
+
+
+@fault
+def an_insert_from_a_node_forgets_what_lies_above_it(patch: Patch) -> None:
+    def insert(original: Any, cache: RadixCache, *args: Any, from_node: Any = None, **kwargs: Any) -> Any:
+        above = from_node.parent if from_node is not None else None
+        stamp = above.last_access_time if above is not None else 0
+        result = original(cache, *args, from_node=from_node, **kwargs)
+        if above is not None:
+            above.last_access_time = stamp
+        return result
+
+    around(patch, RadixCache, "insert", insert)
+
+
+@fault
+def the_most_recently_used_goes_first(patch: Patch) -> None:
+    patch.setattr(leaf_queue, "_stamp", lambda node: -node.last_access_time)
+
+
+@fault
+def the_oldest_goes_first_used_or_not(patch: Patch) -> None:
+    patch.setattr(leaf_queue, "_stamp", lambda node: node.id)
+
+
+@fault
+def eviction_takes_locked_leaves(patch: Patch) -> None:
+    def pop(queue: LeafQueue) -> Any:
+        while queue._heap:
+            stamp, _, node = heappop(queue._heap)
+            node.queued = False
+            if node.slots is None or node.children:
+                continue
+            if leaf_queue._stamp(node) == stamp:
+                return node
+            queue.push(node)
+        return None
+
+    patch.setattr(LeafQueue, "pop", pop)
+
+
+@fault
+def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
+    def take_out(original: Any, full: FullComponent, leaf: Any, victims: Any) -> None:
+        parent = leaf.parent
+        was_queued, parent.queued = parent.queued, True  # as if it stood in the queue
+        original(full, leaf, victims)
+        parent.queued = was_queued or bool(parent.data)
+
+    around(patch, FullComponent, "_take_out", take_out)
+
+
+@fault
+def an_unlocked_leaf_never_becomes_a_candidate_again(patch: Patch) -> None:
+    def unlock(original: Any, full: FullComponent, node: Any) -> None:
+        node.queued = True  # as if it stood in the queue
+        original(full, node)
+
+    around(patch, FullComponent, "unlock", unlock)
+
+
+@fault
+def eviction_goes_on_when_the_target_is_met(patch: Patch) -> None:
+    around(patch, RadixCache, "evict", lambda original, cache, num_tokens: original(cache, num_tokens + 1))
+
+
+@fault
+def eviction_counts_what_was_asked_for(patch: Patch) -> None:
+    def evict(original: Any, cache: RadixCache, num_tokens: int) -> EvictResult:
+        return EvictResult(min(original(cache, num_tokens).full_evicted, num_tokens))
+
+    around(patch, RadixCache, "evict", evict)
+
+
+@fault
+def eviction_tells_nobody(patch: Patch) -> None:
+    def give_back(original: Any, cache: RadixCache, victims: Any) -> None:
+        cache.on_node_evict = None
+        original(cache, victims)
+
+    around(patch, RadixCache, "_give_back", give_back)
+
+
+@fault
+def what_is_retired_keeps_its_place_in_the_queue(patch: Patch) -> None:
+    def push(queue: LeafQueue, leaf: Any) -> None:
+        if not leaf.queued:
+            leaf.queued = True
+            heappush(queue._heap, (leaf_queue._stamp(leaf), leaf.id, leaf))
+
+    patch.setattr(LeafQueue, "push", push)
+
+
+# ---------------------------------------------------------------- pages, keys and namespaces
+
+
+@fault
+def a_match_ends_within_a_page(patch: Patch) -> None:
+    def common_bytes(original: Any, data: bytes, pos: int, stop: int, run: bytes) -> int:
+        common: int = original(data, pos, stop, run)
+        return common + 12 if common + 12 < min(stop - pos, len(run)) else common  # three ids more than there are
+
+    original = RadixTree._common_bytes
+    patch.setattr(RadixTree, "_common_bytes", staticmethod(lambda *args: common_bytes(original, *args)))
+
+
+@fault
+def an_insert_keeps_the_tail_that_is_no_page(patch: Patch) -> None:
+    def make_query(original: Any, tree: RadixTree, key: RadixKey, now: int) -> Any:
+        query = original(tree, key, now)
+        query.num_tokens = len(key)
+        return query
+
+    around(patch, RadixTree, "make_query", make_query)
+
+
+def rename_all(patch: Patch, rename: Callable[[RadixKey], RadixKey]) -> None:
+    around(patch, RadixTree, "find_query", lambda original, tree, key, *rest: original(tree, rename(key), *rest))
+    around(patch, RadixTree, "make_query", lambda original, tree, key, now: original(tree, rename(key), now))
+
+
+@fault
+def namespaces_are_ignored(patch: Patch) -> None:
+    rename_all(patch, lambda key: RadixKey.from_packed(key.data, key.width, None, key.arity))
+
+
+@fault
+def the_empty_name_is_the_default_namespace(patch: Patch) -> None:
+    rename_all(patch, lambda key: RadixKey.from_packed(key.data, key.width, key.extra_key or None, key.arity))
+
+
+@fault
+def wide_ids_lose_their_upper_half(patch: Patch) -> None:
+    def narrow(key: RadixKey) -> RadixKey:
+        return RadixKey.from_packed(key.ids.astype(np.uint32).tobytes(), 4, key.extra_key, key.arity)
+
+    rename_all(patch, narrow)
+
+
+@fault
+def tuples_are_the_ids_they_begin_with(patch: Patch) -> None:
+    def first_ids(key: RadixKey) -> RadixKey:
+        return RadixKey(key.ids[:: key.arity or 1], key.extra_key)
+
+    rename_all(patch, first_ids)
+
+
+@fault
+def a_widened_namespace_keeps_its_old_children_keys(patch: Patch) -> None:
+    def widen(original: Any, tree: RadixTree, top: Any) -> None:
+        old = dict(top.children)
+        original(tree, top)
+        top.children = old
+
+    around(patch, RadixTree, "_widen", widen)
+
+
+# ---------------------------------------------------------------- who owns what
+
+
+@fault
+def duplicates_are_not_reported(patch: Patch) -> None:
+    patch.setattr(RadixCache, "_duplicates", lambda *_: torch.empty(0, dtype=torch.int64))
+
+
+@fault
+def the_slots_that_the_tree_holds_are_reported_as_duplicates(patch: Patch) -> None:
+    def duplicates(cache: RadixCache, slots: Any, start: int, stop: int, *_: Any) -> torch.Tensor:
+        return torch.from_numpy(slots[start:stop].copy())
+
+    patch.setattr(RadixCache, "_duplicates", duplicates)
+
+
+@fault
+def duplicates_are_reported_from_the_beginning(patch: Patch) -> None:
+    def insert(original: Any, cache: RadixCache, *args: Any, prev_prefix_len: int = 0, **kwargs: Any) -> Any:
+        return original(cache, *args, **kwargs)
+
+    around(patch, RadixCache, "insert", insert)
+
+
+@fault
+def an_insert_frees_its_duplicates(patch: Patch) -> None:
+    def insert(original: Any, cache: RadixCache, *args: Any, **kwargs: Any) -> Any:
+        result = original(cache, *args, **kwargs)
+        if cache.pool is not None:
+            cache.pool.free(result.duplicate_indices)
+        return result
+
+    around(patch, RadixCache, "insert", insert)
+
+
+@fault
+def slots_are_adopted_without_a_copy(patch: Patch) -> None:
+    patch.setattr(radix_cache, "compact_slots", lambda slots, page_size: slots)
+
+
+@fault
+def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
+    around(patch, radix_cache, "join_rows", lambda original, rows: rows[0] if len(rows) == 1 else original(rows))
+
+
+@fault
+def slots_are_freed_twice(patch: Patch) -> None:
+    def give_back(original: Any, cache: RadixCache, victims: Any) -> None:
+        original(cache, victims)
+        original(cache, victims)
+
+    around(patch, RadixCache, "_give_back", give_back)
+
+
+@fault
+def a_reset_frees_nothing(patch: Patch) -> None:
+    def reset(original: Any, cache: RadixCache) -> None:
+        pool, cache.pool = cache.pool, None
+        original(cache)
+        cache.pool = pool
+
+    around(patch, RadixCache, "reset", reset)
+
+
+# ---------------------------------------------------------------- locks and nodes
+
+
+@fault
+def a_lock_holds_the_node_alone(patch: Patch) -> None:
+    def lock(full: FullComponent, node: Any) -> None:
+        if not node.lock_ref:
+            full.evictable -= len(node)
+            full.protected += len(node)
+        node.own_locks += 1
+        node.lock_ref += 1
+
+    patch.setattr(FullComponent, "lock", lock)
+
+
+@fault
+def an_unlock_leaves_its_tokens_protected(patch: Patch) -> None:
+    def unlock(original: Any, full: FullComponent, node: Any) -> None:
+        sizes = full.evictable, full.protected
+        original(full, node)
+        full.evictable, full.protected = sizes
+
+    around(patch, FullComponent, "unlock", unlock)
+
+
+@fault
+def an_unlock_of_what_is_not_locked_is_passed_over(patch: Patch) -> None:
+    def dec_lock_ref(original: Any, cache: RadixCache, node: Any, *receipt: Any) -> None:
+        if node is cache.root or node.evicted or node.own_locks:
+            original(cache, node, *receipt)
+
+    around(patch, RadixCache, "dec_lock_ref", dec_lock_ref)
+
+
+@fault
+def an_unlock_takes_the_lock_of_a_node_below(patch: Patch) -> None:
+    def dec_lock_ref(original: Any, cache: RadixCache, node: Any, *receipt: Any) -> None:
+        while node.lock_ref and not node.own_locks and node.children:
+            node = max(node.children.values(), key=lambda child: child.lock_ref)
+        original(cache, node, *receipt)
+
+    around(patch, RadixCache, "dec_lock_ref", dec_lock_ref)
+
+
+@fault
+def a_split_loses_the_locks_of_the_prefix(patch: Patch) -> None:
+    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
+        above = original(cache, node, length)
+        above.lock_ref = 0
+        return above
+
+    around(patch, RadixCache, "_split", split)
+
+
+@fault
+def a_split_moves_the_locks_to_the_prefix(patch: Patch) -> None:
+    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
+        above = original(cache, node, length)
+        above.own_locks, node.own_locks, node.lock_ref = node.own_locks, 0, node.lock_ref - node.own_locks
+        return above
+
+    around(patch, RadixCache, "_split", split)
+
+
+@fault
+def a_split_forgets_the_hits(patch: Patch) -> None:
+    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
+        above = original(cache, node, length)
+        above.hit_count = 0
+        return above
+
+    around(patch, RadixCache, "_split", split)
+
+
+@fault
+def stale_nodes_are_accepted(patch: Patch) -> None:
+    patch.setattr(RadixCache, "_check_live", lambda cache, node: None)
+
+
+@fault
+def nodes_of_other_namespaces_are_resumed_at(patch: Patch) -> None:
+    patch.setattr(radix_cache, "check_same_space", lambda key, node: None)
+
+
+@fault
+def a_miss_ends_at_the_top_of_its_namespace(patch: Patch) -> None:
+    def match(original: Any, cache: RadixCache, key: RadixKey) -> Any:
+        found = original(cache, key)
+        if found.last_node is cache.root:
+            found.last_node = cache._tree.tops.get((key.extra_key, key.arity), cache.root)
+        return found
+
+    around(patch, RadixCache, "match_prefix", match)
+
+
+# ---------------------------------------------------------------- hashes
+
+
+@fault
+def hashes_are_not_seeded_by_the_namespace(patch: Patch) -> None:
+    patch.setattr(page_hashes, "namespace_seed", lambda extra_key: None)
+
+
+@fault
+def pages_are_hashed_each_by_itself(patch: Patch) -> None:
+    around(patch, page_hashes, "hash_page", lambda original, ids, width, arity, _: original(ids, width, arity, None))
+
+
+@fault
+def a_split_gives_the_hashes_of_the_suffix_to_the_prefix(patch: Patch) -> None:
+    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
+        above = original(cache, node, length)
+        if above.hash_values is not None and len(above.hash_values) == len(node.hash_values):
+            above.hash_values, node.hash_values = node.hash_values, above.hash_values
+        return above
+
+    around(patch, RadixCache, "_split", split)
+
+
+# ---------------------------------------------------------------- the proof
+
+
+def run_all() -> None:
+    for seed, page_size in RUNS:
+        run_random_traffic(seed, page_size, num_operations=800)
+
+
+def test_without_a_fault_the_traffic_passes() -> None:
+    run_all()
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+
+    with pytest.raises(TrafficFailed) as failure:
+        run_all()
+
+    assert isinstance(failure.value.__cause__, AssertionError), "a comparison or an invariant has to find it"
