@@ -1,8 +1,9 @@
 """Random traffic of several sessions over one `KVCache`, against a model that knows what was written where.
 
-The model stamps each slot with the namespace and the tokens whose KV a lease would have written there: all tokens from
-the start to this one, as KV depends on them all. A match may then point only to slots whose stamps are the tokens asked
-for, and a lease may write only to slots that nobody else can see. Invariants and conservation are checked after each step.
+The model stamps each slot with the namespace and the tokens whose KV a lease would have written there: all
+tokens from the start to this one, as KV depends on them all. A match may then point only to slots whose stamps
+are the tokens asked for, and a lease may write only to slots that nobody else can see. Invariants and
+conservation are checked after each step.
 """
 
 from __future__ import annotations
