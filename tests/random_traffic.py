@@ -84,7 +84,8 @@ class RandomTraffic:
         tokens, namespace = self._new_key()
         if self._make_room(len(tokens)):
             slots = self.pair.pool.lend(len(tokens))
-            known = self.rng.choice([0, 0, 0, self.rng.randint(0, len(tokens))])
+            num_held = len(self.pair.peek(tokens, namespace))
+            known = self.rng.choice([0, 0, self.rng.randint(0, num_held)])
             self.nodes.append(self.pair.insert(tokens, namespace, slots, known))
 
     def insert_what_was_matched(self) -> None:

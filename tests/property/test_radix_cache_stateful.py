@@ -78,9 +78,10 @@ class RadixCacheMachine(RuleBasedStateMachine):
         tokens = self.tokens(shape, tail, tuples)
         if not self.make_room(len(tokens)):
             return multiple()
-        slots = self.pair.peek(tokens, namespace) if reuse else []
-        slots += self.pair.pool.lend(len(tokens) - len(slots))
-        return self.pair.insert(tokens, namespace, slots, min(known, len(tokens)))
+        held = self.pair.peek(tokens, namespace)
+        slots = held if reuse else []
+        slots = slots + self.pair.pool.lend(len(tokens) - len(slots))
+        return self.pair.insert(tokens, namespace, slots, min(known, len(held)))
 
     @rule(target=nodes, held=nodes, shape=shapes, tail=tails)
     def insert_from(self, held: Held, shape: list[int], tail: int) -> OneOrNone:
