@@ -78,8 +78,10 @@ class TransformersWorker:
 
     # ---------------------------------------------------------------- life
 
-    async def open(self) -> Self:
-        """Open the session, attach the pool, and check that the model fits it; `generate` does it, too. Idempotent.
+    async def open(self) -> None:
+        """Open the session, attach the pool, and check that the model fits it, which warms it up. Idempotent.
+
+        The first `generate` does it, too, and then counts it in its times.
 
         Raises:
             ConfigMismatch: the model's KV is not what the pool's slots hold; the message names both.
@@ -87,7 +89,6 @@ class TransformersWorker:
         """
         if self._client is not None:
             await self._attached(self._client)
-        return self
 
     async def close(self) -> None:
         """Close the session, which ends what leases are left, and let the thread end. Idempotent."""
@@ -96,7 +97,8 @@ class TransformersWorker:
         self._model.close()
 
     async def __aenter__(self) -> Self:
-        return await self.open()
+        await self.open()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,10 +1,10 @@
-"""A worker's outputs do not depend on where the prefix came from, and it loses nothing whatever happens to a request."""
+"""A worker's outputs do not depend on where the prefix came from, and no request, however it ends, leaves anything."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ from transformers import LlamaForCausalLM
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
-from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig, PoolExhausted
+from raydix.schemas import CacheConfig, ConfigMismatch, EvictionConfig, InvalidRequest, PoolConfig, PoolExhausted
 
 NUM_SLOTS = 1024
 
 
 def config_of(page_size: int) -> CacheConfig:
-    return CacheConfig(page_size=page_size, pool=pool_config_for(LLAMA, NUM_SLOTS, device="cpu"), validate=True)
+    return CacheConfig(
+        page_size=page_size,
+        pool=pool_config_for(LLAMA, NUM_SLOTS, device="cpu"),
+        eviction=EvictionConfig(high_watermark=1.0),  # nothing is evicted but in need
+        validate=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +161,28 @@ async def test_the_prompt_is_found_by_others_while_its_first_request_still_decod
     await decoding
 
 
-async def test_two_workers_that_computed_the_same_pages_share_one_copy(
+async def test_pages_that_another_worker_published_first_are_shared_and_read_from_there(
     cache: LocalPrefixCache, mapped_worker: TransformersWorker, model: LlamaForCausalLM
 ) -> None:
     prompt = random_prompt(40)
-    async with TransformersWorker(cache, model=LLAMA) as other:
-        gates = Gate(mapped_worker), Gate(other)
-        both = [asyncio.create_task(worker.generate(prompt, 8)) for worker in (mapped_worker, other)]
-        for gate in gates:
-            await gate.wait_until_reached()
-        for gate in gates:
-            gate.opened.set()
-        first, second = await asyncio.gather(*both)
+    expected, generated = continuation(model, prompt, 0, num_new=8)
+    async with TransformersWorker(cache, model=LLAMA) as late:
+        prefill, decode = Gate(late), Gate(late, after=1)
+        request = asyncio.create_task(late.generate(prompt, 8, return_logits=True))
+        await prefill.wait_until_reached()  # it missed
+        await mapped_worker.generate(prompt, 8)
+        prefill.opened.set()
+        await decode.wait_until_reached()  # its own pages were freed by now
+        for seed in range(1, 5):  # and are overwritten
+            await mapped_worker.generate(random_prompt(240, seed=seed), 1, extra_key="others")
+        decode.opened.set()
+        generation = await request
 
-    assert (first.prefix_len, second.prefix_len) == (0, 0)
-    assert first.token_ids == second.token_ids == tuple(continuation(model, prompt, 0, 8)[1])
-    stats = await cache.stats()
-    assert (stats.tree_slots, stats.tokens_duplicate) == (32, 32)
+    assert generation.prefix_len == 0
+    assert list(generation.token_ids) == generated
+    assert generation.logits is not None
+    assert torch.equal(generation.logits, expected)
+    assert (await cache.stats()).tokens_duplicate == 32
 
 
 async def test_a_namespace_sees_nothing_of_another(worker: TransformersWorker) -> None:
@@ -337,7 +347,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Cluster:
-    """A cache on Ray, a worker that writes, one that reads, and one that reads by copying."""
+    """A cache on Ray, and two workers there: one computes and publishes, the other reads."""
 
     def __init__(self, page_size: int) -> None:
         import ray
@@ -347,9 +357,8 @@ class Cluster:
         self.page_size = page_size
         self.cache = start_cache(config_of(page_size))
         make = ray.remote(TransformersWorker).options(num_cpus=1).remote
-        self.writer, self.reader, self.copier = (
-            make(self.cache, model=LLAMA, mapped=mapped, num_threads=1) for mapped in (True, True, False)
-        )
+        self.writer, self.reader = (make(self.cache, model=LLAMA, mapped=True, num_threads=1) for _ in range(2))
+        ray.get([self.writer.open.remote(), self.reader.open.remote()])
 
     def stop(self) -> None:
         import ray
@@ -357,8 +366,8 @@ class Cluster:
         from raydix.actors import shutdown_cache
 
         shutdown_cache(self.cache)
-        for worker in (self.writer, self.reader, self.copier):
-            ray.kill(worker)
+        ray.kill(self.writer)
+        ray.kill(self.reader)
 
 
 @pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
@@ -368,35 +377,47 @@ def cluster(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Clust
     cluster.stop()
 
 
-@pytest.mark.ray
-@pytest.mark.parametrize("who", ["reader", "copier"])
-async def test_logits_over_a_prefix_that_another_worker_wrote_are_those_of_a_dynamic_cache(
-    cluster: Cluster, model: LlamaForCausalLM, one_thread: None, who: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def largest_differences(
+    cluster: Cluster, read: Callable[..., Awaitable[Generation]], model: LlamaForCausalLM, name: str
+) -> tuple[float, float]:
+    """How far the reader's logits are, over all cuts, from a `DynamicCache` cut there and from a prefill in one."""
     prompt = random_prompt(PROMPT_LEN[cluster.page_size])
-    reader = getattr(cluster, who)
     in_one, _ = continuation(model, prompt, 0, num_new=4)
-    in_one_difference = 0.0
-    cuts = range(cluster.page_size, len(prompt), cluster.page_size)
-
-    for cut in cuts:
-        namespace = f"{who}-{cut}"
-        written: Generation = await cluster.writer.generate.remote(prompt[:cut], 1, extra_key=namespace)
-        read: Generation = await reader.generate.remote(prompt, 4, extra_key=namespace, return_logits=True)
+    differences = []
+    for cut in range(cluster.page_size, len(prompt), cluster.page_size):
+        namespace = f"{name}-{cut}"
+        written = await cluster.writer.generate.remote(prompt[:cut], 1, extra_key=namespace)
+        found = await read(prompt, 4, extra_key=namespace, return_logits=True)
 
         expected, generated = continuation(model, prompt, cut, num_new=4)
-        assert (written.prefix_len, written.num_computed, read.prefix_len) == (0, cut, cut)
-        assert read.logits is not None
-        assert (read.logits - expected).abs().max().item() == 0
-        assert list(read.token_ids) == generated
-        in_one_difference = max(in_one_difference, (read.logits - in_one[cut:]).abs().max().item())
+        assert (written.prefix_len, written.num_computed, found.prefix_len) == (0, cut, cut)
+        assert found.logits is not None
+        assert list(found.token_ids) == generated
+        differences.append([(found.logits - logits).abs().max().item() for logits in (expected, in_one[cut:])])
+    cut_there, at_once = zip(*differences, strict=True)
+    print(f"page size {cluster.page_size}, {name}, {len(differences)} cuts: {max(cut_there)}, {max(at_once):.1e}")
+    return max(cut_there), max(at_once)
 
-    with capsys.disabled():
-        print(
-            f"\n  page size {cluster.page_size}, {who}, {len(cuts)} cuts: logits differ by 0 from a DynamicCache cut "
-            f"there, by {in_one_difference:.1e} from a prefill in one"
-        )
-    assert in_one_difference < 1e-4
+
+@pytest.mark.ray
+async def test_logits_over_a_prefix_that_another_worker_wrote_are_those_of_a_dynamic_cache(
+    cluster: Cluster, model: LlamaForCausalLM, one_thread: None
+) -> None:
+    cut_there, in_one = await largest_differences(cluster, cluster.reader.generate.remote, model, "mapped")
+
+    assert cut_there == 0
+    assert in_one < 1e-4
+
+
+@pytest.mark.ray
+async def test_a_worker_that_declines_to_map_reads_the_same_bits(
+    cluster: Cluster, model: LlamaForCausalLM, one_thread: None
+) -> None:
+    async with TransformersWorker(cluster.cache, model=LLAMA, mapped=False, num_threads=1) as worker:
+        cut_there, in_one = await largest_differences(cluster, worker.generate, model, "copied")
+
+    assert cut_there == 0
+    assert in_one < 1e-4
 
 
 @pytest.mark.ray
@@ -410,3 +431,24 @@ async def test_errors_cross_ray_and_nothing_is_left_behind(cluster: Cluster) -> 
         await client.check_invariants()
 
     assert (stats.open_leases, stats.private_slots) == (0, 0)
+
+
+@pytest.mark.ray
+async def test_a_request_cancelled_on_ray_leaves_no_lease(cluster: Cluster) -> None:
+    import ray
+
+    from raydix.actors import PrefixCacheClient
+
+    async with PrefixCacheClient(cluster.cache) as client:
+        request = cluster.reader.generate.remote(random_prompt(16, seed=9), 240)  # takes a second or so
+        while not (await client.stats()).open_leases:
+            pass
+
+        ray.cancel(request)
+        with pytest.raises(ray.exceptions.TaskCancelledError):
+            await request
+        while (await client.stats()).open_leases:  # Ray may answer before the request has ended
+            pass
+
+        assert (await client.stats()).private_slots == 0
+        await client.check_invariants()

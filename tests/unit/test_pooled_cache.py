@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -179,3 +181,11 @@ def test_a_sliding_window_or_a_state_is_refused() -> None:
 def test_a_dictionary_without_model_type_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="model_type"):
         pool_config_for({"hidden_size": 32}, 64)
+
+
+def test_without_transformers_the_error_names_the_extra() -> None:
+    program = "import sys; sys.modules['transformers'] = None; import raydix.actors.transformers_worker"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+    assert "ImportError: the transformers worker needs the extra: pip install raydix[transformers]" in done.stderr
