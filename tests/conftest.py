@@ -1,6 +1,7 @@
 """What all tests share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -29,3 +30,20 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def running_cache(ray_cluster: None) -> Iterator[Callable[[Any], Any]]:
+    """The one cache actor of a configuration, started when it is first asked for. Leave it empty for the next test."""
+    from raydix.actors import shutdown_cache, start_cache
+
+    actors: dict[str, Any] = {}
+
+    def running(config: Any) -> Any:
+        if config.digest() not in actors:
+            actors[config.digest()] = start_cache(config)
+        return actors[config.digest()]
+
+    yield running
+    for actor in actors.values():
+        shutdown_cache(actor)
