@@ -114,6 +114,8 @@ class KVCache:
         """
         if (open_lease := self.leases.find(lease_id, session_id)) is not None:
             return open_lease
+        if new_tokens < 0:
+            raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
         num_slots = len(key) + new_tokens
         num_pages = -(-num_slots // self.page_size)
         if num_pages * self.page_size > self.num_slots:
@@ -170,6 +172,8 @@ class KVCache:
             UnknownLeaseError: no such open lease.
         """
         lease = self.leases.get(lease_id, session_id)
+        if num_tokens < 0:
+            raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
         if num_pages * self.page_size > self.num_slots:
             self._refuse(num_pages)
@@ -270,9 +274,12 @@ class KVCache:
             self.evict(shortfall)
         starts = self.allocator.alloc_pages(num_pages)
         self._private_pages += num_pages
+        self._tell_pressure()
+        return starts
+
+    def _tell_pressure(self) -> None:
         if self._on_pressure is not None and self.allocator.available_size() < self._pressure_floor:
             self._on_pressure()
-        return starts
 
     def _refuse(self, num_pages: int) -> None:
         needed = num_pages * self.page_size
@@ -294,6 +301,7 @@ class KVCache:
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         if lease.generation != self._generation:
             self.tree.reclaim_retired()
+        self._tell_pressure()  # what it held can be evicted now
 
     # ---------------------------------------------------------------- checks
 

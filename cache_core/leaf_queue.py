@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from raydix.cache_core.tree_node import TreeNode
 
 _FIRST = -1  # the stamp of nodes that go before all others
+_MIN_COMPACTED = 64  # entries; below that, compacting is not worth it
 
 
 class LeafQueue:
@@ -18,6 +19,7 @@ class LeafQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, TreeNode]] = []
+        self._compact_at = _MIN_COMPACTED
 
     def push(self, leaf: TreeNode) -> None:
         """Queue an unlocked leaf. One that stands in the queue stays where it is, unless its namespace was retired:
@@ -25,6 +27,8 @@ class LeafQueue:
         if not leaf.queued or not leaf.space.live:
             leaf.queued = True
             heappush(self._heap, (_stamp(leaf), leaf.id, leaf))
+            if len(self._heap) > self._compact_at:
+                self._compact()
 
     def pop(self) -> TreeNode | None:
         """Take the least recently used unlocked leaf; None if there is none."""
@@ -47,6 +51,12 @@ class LeafQueue:
                 return node
             self.push(node)
         return None
+
+    def _compact(self) -> None:
+        """Drop the entries of nodes that left the tree. O(n), at most once each time the heap has doubled."""
+        self._heap = [entry for entry in self._heap if entry[2].slots is not None]
+        heapify(self._heap)
+        self._compact_at = max(_MIN_COMPACTED, 2 * len(self._heap))
 
     def clear(self) -> None:
         """Forget every candidate."""

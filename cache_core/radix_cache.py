@@ -23,11 +23,11 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
     no_slots,
 )
-from raydix.cache_core.errors import LockError, StaleNodeError
+from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
 from raydix.cache_core.full_component import FullComponent, Victims
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import Query, RadixTree, check_same_space
+from raydix.cache_core.radix_tree import Query, RadixTree, Walk, check_on_path, check_same_space
 from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, expand_slots, join_rows
 from raydix.cache_core.tree_format import format_tree
 from raydix.cache_core.tree_node import TreeNode
@@ -114,14 +114,14 @@ class RadixCache(BasePrefixCache):
         query = self._tree.find_query(key, limit)
         if query is None:
             return self.root, 0, []
-        path, end = self._touch_path(query, query.top)
+        walk = self._tree.walk(query, query.top)
+        path = self._touch_path(walk, query.top)
         for node in path:
             node.hit_count += 1
-        return (path[-1] if path else self.root), end, path
+        return (path[-1] if path else self.root), walk.end, path
 
-    def _touch_path(self, query: Query, start: TreeNode) -> tuple[list[TreeNode], int]:
-        """Follow a query from a node, cut where it ends, stamp what it matched. The rest keeps its recency."""
-        walk = self._tree.walk(query, start)
+    def _touch_path(self, walk: Walk, start: TreeNode) -> list[TreeNode]:
+        """Cut the tree where a walk from `start` ended, stamp what it matched. The rest keeps its recency."""
         path = walk.path
         if walk.part is not None:
             path.append(self._split(walk.part, walk.part_len))
@@ -133,7 +133,7 @@ class RadixCache(BasePrefixCache):
             node.last_access_time = self._clock
             assert node.parent is not None
             node = node.parent
-        return path, walk.end
+        return path
 
     def _split(self, node: TreeNode, length: int) -> TreeNode:
         return self._tree.split(node, length)
@@ -169,7 +169,8 @@ class RadixCache(BasePrefixCache):
                 are taken to be the tree's own.
 
         Raises:
-            InvalidKeyError: `value` is shorter than the key, or `from_node` cannot lie on its path.
+            InvalidKeyError: `value` is shorter than the key, `from_node` does not lie on its path, or fewer than
+                `prev_prefix_len` tokens are in the tree.
             StaleNodeError: `from_node` is no longer in the tree.
         """
         aligned = len(key) - len(key) % self.page_size
@@ -180,7 +181,12 @@ class RadixCache(BasePrefixCache):
         query = self._tree.make_query(key, self._clock)
         node = query.top if node is self.root else node
         resumed_at = node.end
-        path, end = self._touch_path(query, node)
+        check_on_path(query, node)
+        walk = self._tree.walk(query, node)
+        end = walk.end
+        if not 0 <= prev_prefix_len <= end:
+            raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens of {key} are in the tree")
+        path = self._touch_path(walk, node)
         duplicates = self._duplicates(slots, max(prev_prefix_len, resumed_at), end, resumed_at, path)
         last_node = path[-1] if path else node
         if end < aligned:
@@ -189,6 +195,8 @@ class RadixCache(BasePrefixCache):
 
     def insert_pages(self, key: RadixKey, starts: Starts, from_node: TreeNode) -> PageInsert:
         """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
+
+        The caller answers for `from_node` lying on the key's path.
 
         The tree copies what it adopts; the pages of `starts` that it already had under other slots (the first
         `len(existing)`) stay the caller's to free.
@@ -199,7 +207,8 @@ class RadixCache(BasePrefixCache):
         query = self._tree.make_query(key, self._clock)
         node = query.top if node is self.root else node
         resumed_at = node.end
-        path, end = self._touch_path(query, node)
+        walk = self._tree.walk(query, node)
+        path, end = self._touch_path(walk, node), walk.end
         existing = join_rows([node.slots for node in path if node.slots is not None])
         last_node = path[-1] if path else node
         if end < query.num_tokens:
@@ -261,7 +270,8 @@ class RadixCache(BasePrefixCache):
         self._full.unlock(node)
 
     def _check_live(self, node: TreeNode) -> None:
-        if node.slots is None or not node.space.live:
+        top = self._tree.tops.get((node.space.extra_key, node.space.arity))
+        if node.slots is None or top is None or top.space is not node.space:
             raise StaleNodeError(f"{node} is no longer in the tree: match again")
 
     # ---------------------------------------------------------------- eviction

@@ -229,3 +229,14 @@ def check_same_space(key: RadixKey, node: TreeNode) -> None:
     space = node.space
     if (space.extra_key, space.arity) != (key.extra_key, key.arity) or node.end > len(key):
         raise InvalidKeyError(f"{node} of namespace {space.extra_key!r} does not end a prefix of {key}")
+
+
+def check_on_path(query: Query, node: TreeNode) -> None:
+    """Raise InvalidKeyError unless the runs down to `node` are the first tokens of a query. A memcmp of them."""
+    end = node.end * query.unit
+    while node.data:
+        if not query.data.startswith(node.data, end - len(node.data), end):
+            raise InvalidKeyError(f"{node} holds other tokens than the key has there: match the key first")
+        end -= len(node.data)
+        assert node.parent is not None
+        node = node.parent

@@ -30,6 +30,7 @@ class TokenToKVPoolAllocator:
         self._stack: Starts = np.arange(self._num_pages, 0, -1, dtype=np.int64) * page_size
         self._num_free = self._num_pages
         self._used = np.zeros(self._num_pages + 1, np.bool_)  # by page number
+        self._scratch = np.zeros(self._num_pages + 1, np.int64)  # finds a page named twice
         self._lane = np.arange(page_size, dtype=np.int64)
 
     def available_size(self) -> int:
@@ -54,6 +55,8 @@ class TokenToKVPoolAllocator:
 
     def alloc_pages(self, num_pages: int) -> Starts:
         """`alloc` in pages: the first slot of each."""
+        if num_pages < 0:
+            raise SlotError(f"cannot allocate {num_pages} pages")
         left = self._num_free - num_pages
         if left < 0:
             raise OutOfSlotsError(num_pages * self.page_size, self.available_size(), 0, self.num_slots)
@@ -76,21 +79,23 @@ class TokenToKVPoolAllocator:
         pages = slots.astype(np.int64, copy=False) // self.page_size
         if self.page_size > 1:
             pages = pages[np.concatenate(([True], pages[1:] != pages[:-1]))]
-        if len(np.unique(pages)) != len(pages):
-            raise SlotError("a page is freed twice in one call")
         self.free_pages(pages * self.page_size)
 
     def free_pages(self, starts: Starts) -> None:
         """`free` in pages, each named once by its first slot.
 
         Raises:
-            SlotError: a page is out of range or not handed out; nothing changed.
+            SlotError: a page is out of range, not handed out, or named twice; nothing changed.
         """
         pages = starts // self.page_size
         if len(pages) and (pages.min() < 1 or pages.max() > self._num_pages):
             raise SlotError(f"slots outside [{self.page_size}, {self.num_slots + self.page_size}) were freed")
         if not self._used[pages].all():
             raise SlotError("slots were freed that are free already")
+        lane = np.arange(len(pages))
+        self._scratch[pages] = lane
+        if (self._scratch[pages] != lane).any():
+            raise SlotError("a page is freed twice in one call")
         self._used[pages] = False
         self._stack[self._num_free : self._num_free + len(starts)] = starts[::-1]
         self._num_free += len(starts)

@@ -337,9 +337,6 @@ def test_a_refused_extension_changes_nothing(cache: KVCache) -> None:
     assert count(cache) == (0, 8, 0)
 
 
-@pytest.mark.xfail(
-    raises=pytest.fail.Exception, reason="bug: negative counts are taken and shrink what the lease covers"
-)
 @pytest.mark.parametrize("verb", ["acquire", "extend"])
 def test_a_negative_count_is_refused(cache: KVCache, verb: str) -> None:
     lease = cache.acquire("l", "s", key(1, 2, 3))
@@ -787,12 +784,22 @@ def test_operations_that_take_no_slots_press_on_nobody(make: Callable[..., KVCac
     cache.match(key(1, 2))
     cache.insert("l", "s", 2, NO_IDS)
     cache.lock("m", "s", key(1, 2))
-    cache.release("l", "s")
     cache.evict(9)
     with pytest.raises(OutOfSlotsError):
         cache.acquire("n", "s", RadixKey(range(9)))
 
     assert told == []
+
+
+def test_a_release_tells_of_pressure_because_more_can_be_evicted_now(make: Callable[..., KVCache]) -> None:
+    told: list[None] = []
+    cache = make(pressure_floor=8, on_pressure=lambda: told.append(None))
+    cache.acquire("l", "s", key(1, 2))
+    told.clear()
+
+    cache.release("l", "s")
+
+    assert len(told) == (cache.free_slots < 8)
 
 
 # ---------------------------------------------------------------- counters
