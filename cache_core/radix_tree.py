@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.slot_rows import Slots
 from raydix.cache_core.tree_node import Namespace, TreeNode
 
-_NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
+_NO_SLOTS: Slots = np.empty(0, np.int64)
 _FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
 
 SpaceKey = tuple[str | None, int]
@@ -56,10 +56,11 @@ class Walk:
 class RadixTree:
     """The structure that the radix caches share."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, node_type: type[TreeNode] = TreeNode) -> None:
         self.page_size = page_size
+        self._node_type = node_type
         self._next_id = count()
-        self.root = TreeNode(next(self._next_id), None, Namespace(None, 0, 4, 4), b"", _NO_SLOTS, 0, 0)
+        self.root = node_type(next(self._next_id), None, Namespace(None, 0, 4, 4), b"", _NO_SLOTS, 0, 0)
         self.tops: dict[SpaceKey, TreeNode] = {}
 
     def find_query(self, key: RadixKey, limit: int | None = None) -> Query | None:
@@ -82,7 +83,7 @@ class RadixTree:
         top = self.tops.get((key.extra_key, key.arity))
         if top is None:
             space = Namespace(key.extra_key, key.arity, key.width, key.unit)
-            top = TreeNode(next(self._next_id), self.root, space, b"", _NO_SLOTS, 0, now)
+            top = self._node_type(next(self._next_id), self.root, space, b"", _NO_SLOTS, 0, now)
             self.tops[key.extra_key, key.arity] = top
         elif key.width > top.space.width:
             self._widen(top)
@@ -136,7 +137,7 @@ class RadixTree:
         assert slots is not None
         slot_cut = len(slots) * length // len(node)
         page = self.page_size * node.space.unit
-        above = TreeNode(
+        above = self._node_type(
             next(self._next_id),
             parent,
             node.space,
@@ -145,7 +146,8 @@ class RadixTree:
             node.end - len(node) + length,
             node.last_access_time,
         )
-        above.lock_ref, above.hit_count = node.lock_ref, node.hit_count
+        above.lock_ref, above.hit_count, above.priority = node.lock_ref, node.hit_count, node.priority
+        above.creation_time = node.creation_time
         if node.hash_values is not None:
             pages = length // self.page_size
             above.hash_values, node.hash_values = node.hash_values[:pages], node.hash_values[pages:]
@@ -154,14 +156,14 @@ class RadixTree:
         above.children[node.data[:page]] = node
         return above
 
-    def add_leaf(self, parent: TreeNode, query: Query, start: int, slots: NDArray[np.int64], now: int) -> TreeNode:
-        """Hang tokens [start, end) of the query below `parent`, with slots that become the tree's."""
-        data = query.data[start * query.unit : query.num_tokens * query.unit]
-        leaf = TreeNode(next(self._next_id), parent, query.top.space, data, slots, query.num_tokens, now)
+    def add_leaf(self, parent: TreeNode, query: Query, start: int, stop: int, slots: Slots, now: int) -> TreeNode:
+        """Hang tokens [start, stop) of the query below `parent`, with slots that become the tree's."""
+        data = query.data[start * query.unit : stop * query.unit]
+        leaf = self._node_type(next(self._next_id), parent, query.top.space, data, slots, stop, now)
         parent.children[data[: self.page_size * query.unit]] = leaf
         return leaf
 
-    def remove_leaf(self, leaf: TreeNode) -> NDArray[np.int64]:
+    def remove_leaf(self, leaf: TreeNode) -> Slots:
         """Take a childless node out of the tree; returns its slots. A top left without children goes, too."""
         parent, slots = leaf.parent, leaf.slots
         assert parent is not None and slots is not None and not leaf.children, f"not a leaf: {leaf}"

@@ -1,0 +1,48 @@
+"""`AuxComponent`: what a cache keeps on its nodes beside the full KV, and what that means for matches and locks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from raydix.cache_core.tree_node import TreeNode
+
+Validator = Callable[[TreeNode, int], bool]
+
+
+class AuxComponent(ABC):
+    """One kind of data on the nodes of a tree, with locks, sizes and an eviction order of its own."""
+
+    @abstractmethod
+    def validator(self) -> Validator:
+        """A judge for one walk: called for each node from the top with how many of its tokens match, it says whether
+        a match may end there."""
+
+    @abstractmethod
+    def touch(self, end: TreeNode, now: int) -> None:
+        """A match ends at `end`: what it uses was used now."""
+
+    @abstractmethod
+    def on_split(self, above: TreeNode, node: TreeNode) -> None:
+        """`node` was cut; `above` holds its prefix."""
+
+    @abstractmethod
+    def on_remove(self, leaf: TreeNode) -> None:
+        """An unlocked leaf leaves the tree with all it holds."""
+
+    @abstractmethod
+    def lock(self, node: TreeNode) -> Any:
+        """Hold what a match that ends at `node` uses; returns what `unlock` needs back."""
+
+    @abstractmethod
+    def unlock(self, node: TreeNode, receipt: Any) -> None:
+        """Undo one `lock`."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything."""
+
+    @abstractmethod
+    def check(self, nodes: Iterable[TreeNode]) -> None:
+        """Raise AssertionError if a rule of the component is broken. O(n)."""

@@ -1,0 +1,187 @@
+"""`SwaComponent`: sliding-window KV on the nodes of a tree, by tombstones.
+
+A node's sliding-window KV is live, or gone: then the node is a tombstone, and keeps its full KV. A match may end where the
+last `window` tokens are all live, or all tokens up to the root. For a window of 4:
+
+    [t4 | l4]        a query of all 8 hits 8: the last four are live
+    [t4 | l3]        0: only three are, and the path has a hole
+    [l2]             2: no hole up to the root
+    [l4 | t2 | l2]   4: the run after the hole is too short
+
+A lock holds the window of where it was taken, not what lies above; eviction makes tombstones of what no window holds.
+Fresh KV for a tombstone's tokens heals it.
+
+Rules, checked by `check`:
+
+1. `evictable` is the tokens of live nodes that no window holds, `protected` of those that one does.
+2. `swa_lock_ref` of a node is at most its `lock_ref`.
+3. Every live node that no window holds stands in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from itertools import count
+
+from raydix.cache_core.aux_component import AuxComponent, Validator
+from raydix.cache_core.tree_node import TreeNode
+
+
+class WindowReceipt:
+    """What a window lock gives, to be handed back once: where the window begins, counted in tokens from the root.
+
+    Splits move nodes, not tokens, so a position stays right whatever happens to the nodes.
+    """
+
+    __slots__ = ("node", "released", "start", "used")
+
+    def __init__(self, node: TreeNode, start: int) -> None:
+        self.node = node  # where the lock was taken
+        self.start = start  # tokens above it are not held
+        self.released = False  # the window was given up early
+        self.used = False
+
+
+class SwaComponent(AuxComponent):
+    """Window locks, tombstones, and the eviction order of sliding-window KV."""
+
+    def __init__(self, window: int, page_size: int) -> None:
+        self.window = window  # tokens
+        self.padded_window = -(-window // page_size) * page_size  # in whole pages
+        self.evictable = 0  # tokens
+        self.protected = 0  # tokens
+        self._heap: list[tuple[int, int, TreeNode]] = []
+        self._next_boundary_id = count(1)
+
+    def validator(self) -> Validator:
+        """Counts the live tokens since the last hole."""
+        live: float = float("inf")
+
+        def may_end(node: TreeNode, length: int) -> bool:
+            nonlocal live
+            if node.swa_tombstone:
+                live = 0
+                return False
+            live += length
+            return live >= self.window
+
+        return may_end
+
+    def add(self, node: TreeNode, live: bool) -> None:
+        """A new, unlocked node."""
+        node.swa_tombstone = not live
+        if live:
+            self.evictable += len(node)
+            self._push(node)
+
+    def heal(self, node: TreeNode) -> None:
+        """A tombstone got fresh KV. Under a window lock it is held from now on."""
+        assert node.swa_tombstone, f"{node} is live"
+        node.swa_tombstone = False
+        if node.swa_lock_ref:
+            self.protected += len(node)
+        else:
+            self.evictable += len(node)
+            self._push(node)
+
+    def make_tombstone(self, node: TreeNode) -> None:
+        """The window KV of a node that no window holds is gone."""
+        assert not node.swa_tombstone and not node.swa_lock_ref, f"cannot make a tombstone of {node}"
+        node.swa_tombstone = True
+        self.evictable -= len(node)
+
+    def touch(self, end: TreeNode, now: int) -> None:
+        """The last window up to `end` was used now; what lies above was not."""
+        covered, node = 0, end
+        while node.data and covered < self.window:
+            node.swa_access_time = now
+            covered += len(node)
+            assert node.parent is not None
+            node = node.parent
+
+    def on_split(self, above: TreeNode, node: TreeNode) -> None:
+        """Both halves are what the node was; the boundary marks the older edge, so it moves up."""
+        above.swa_tombstone, above.swa_lock_ref = node.swa_tombstone, node.swa_lock_ref
+        above.swa_access_time = node.swa_access_time
+        above.swa_boundary_id, node.swa_boundary_id = node.swa_boundary_id, None
+        if not above.swa_tombstone and not above.swa_lock_ref:
+            self._push(above)
+
+    def on_remove(self, leaf: TreeNode) -> None:
+        """Its window KV goes with it."""
+        assert not leaf.swa_lock_ref, f"{leaf} is held by a window"
+        if not leaf.swa_tombstone:
+            self.evictable -= len(leaf)
+            leaf.swa_tombstone = True
+
+    def lock(self, node: TreeNode) -> WindowReceipt:
+        """Hold the last window up to `node`, tombstones counted by position."""
+        start = max(0, node.end - self.window)
+        receipt = WindowReceipt(node, start)
+        boundary = node
+        while node.data and node.end > start:
+            if not node.swa_lock_ref and not node.swa_tombstone:
+                self.evictable -= len(node)
+                self.protected += len(node)
+            node.swa_lock_ref += 1
+            boundary = node
+            assert node.parent is not None
+            node = node.parent
+        if node.data:  # the window ends below the root
+            receipt.start = boundary.end - len(boundary)
+            boundary.swa_boundary_id = next(self._next_boundary_id)
+        else:
+            receipt.start = 0
+        return receipt
+
+    def unlock(self, node: TreeNode, receipt: WindowReceipt) -> None:
+        """Give the window up; no effect if that was done early."""
+        if receipt.released:
+            return
+        receipt.released = True
+        while node.data and node.end > receipt.start:
+            assert node.swa_lock_ref > 0, f"window unlock of {node}"
+            node.swa_lock_ref -= 1
+            if not node.swa_lock_ref and not node.swa_tombstone:
+                self.evictable += len(node)
+                self.protected -= len(node)
+                self._push(node)
+            assert node.parent is not None
+            node = node.parent
+
+    def pop_victim(self) -> TreeNode | None:
+        """Take the live node that was longest in no window, of those that no lock's window holds; None if none."""
+        while self._heap:
+            stamp, _, node = heappop(self._heap)
+            node.swa_queued = False
+            if node.slots is None or node.swa_tombstone or node.swa_lock_ref:
+                continue
+            if node.swa_access_time == stamp:
+                return node
+            self._push(node)
+        return None
+
+    def _push(self, node: TreeNode) -> None:
+        if not node.swa_queued:
+            node.swa_queued = True
+            heappush(self._heap, (node.swa_access_time, node.id, node))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for _, _, node in self._heap:
+            node.swa_queued = False
+        self._heap.clear()
+        self.evictable = self.protected = 0
+
+    def check(self, nodes: Iterable[TreeNode]) -> None:
+        """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
+        evictable = protected = 0
+        for node in nodes:
+            assert 0 <= node.swa_lock_ref <= node.lock_ref, f"rule 2 at {node}: {node.swa_lock_ref=}"
+            if not node.swa_tombstone:
+                assert node.swa_queued or node.swa_lock_ref, f"rule 3 at {node}"
+                evictable += 0 if node.swa_lock_ref else len(node)
+                protected += len(node) if node.swa_lock_ref else 0
+        assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
+        assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
