@@ -14,10 +14,15 @@ from raydix.cache_core.errors import (
 )
 from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.kv_cache import KVCache
+from raydix.cache_core.lru_list import LRUList
+from raydix.cache_core.mamba_pool import MambaPool
+from raydix.cache_core.mamba_radix_cache import MambaRadixCache
+from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.memory_pool import KVPool, PoolLayout
 from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree_node import TreeNode
 
 __all__ = [
@@ -29,13 +34,18 @@ __all__ = [
     "InvalidKeyError",
     "KVCache",
     "KVPool",
+    "LRUList",
     "LeaseRangeError",
     "LockError",
+    "MambaPool",
+    "MambaRadixCache",
+    "MambaTreeNode",
     "MatchResult",
     "OutOfSlotsError",
     "PoolLayout",
     "RadixCache",
     "RadixKey",
+    "SWATokenToKVPoolAllocator",
     "SlotError",
     "StaleNodeError",
     "TokenToKVPoolAllocator",

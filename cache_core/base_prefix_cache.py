@@ -41,7 +41,8 @@ class MatchResult:
     indices: torch.Tensor  # int64 on the CPU, one slot per matched token; a copy, the caller's to keep
     last_node: Any = None  # where the match ends; the root on a miss
     prefix_len: int = 0  # tokens; a multiple of page_size; == len(indices)
-    mamba_branching_seqlen: int | None = None  # where a state would be worth keeping, beyond prefix_len
+    mamba_branching_seqlen: int | None = None  # where a state or window is worth publishing, beyond prefix_len
+    full_prefix_len: int = 0  # leading tokens whose full KV is there, usable or not
 
 
 @dataclass(slots=True)
@@ -69,6 +70,8 @@ class PageMatch(NamedTuple):
     prefix_len: int  # tokens
     last_node: Any
     starts: Starts  # [prefix_len / page_size], a copy
+    full_prefix_len: int  # leading tokens whose full KV is there, usable or not
+    branching_len: int | None  # where a state or window is worth publishing, beyond prefix_len
 
 
 class PageInsert(NamedTuple):
@@ -122,7 +125,7 @@ class BasePrefixCache(ABC):
         """`match_prefix` of the first `limit` tokens of `key`, in pages."""
 
     @abstractmethod
-    def insert_pages(self, key: RadixKey, starts: Starts, from_node: Any) -> PageInsert:
+    def insert_pages(self, key: RadixKey, starts: Starts, from_node: Any, swa_evicted_seqlen: int = 0) -> PageInsert:
         """`insert` of the whole pages of `key`, resumed at `from_node`: `starts` are the pages beyond it."""
 
     @abstractmethod

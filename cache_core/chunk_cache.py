@@ -48,9 +48,9 @@ class ChunkCache(BasePrefixCache):
 
     def match_pages(self, key: RadixKey, limit: int | None = None) -> PageMatch:
         """A miss."""
-        return PageMatch(0, None, _NO_STARTS)
+        return PageMatch(0, None, _NO_STARTS, 0, None)
 
-    def insert_pages(self, key: RadixKey, starts: Starts, from_node: None) -> PageInsert:
+    def insert_pages(self, key: RadixKey, starts: Starts, from_node: None, swa_evicted_seqlen: int = 0) -> PageInsert:
         """Nothing is taken over."""
         return PageInsert(0, 0, None, _NO_STARTS)
 

@@ -9,9 +9,10 @@ Rules, checked by `check`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.leaf_queue import LeafQueue
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import Slots, expand_slots
@@ -45,10 +46,11 @@ class Victims:
 class FullComponent:
     """Locks, sizes and eviction order of the full KV."""
 
-    def __init__(self, tree: RadixTree) -> None:
+    def __init__(self, tree: RadixTree, aux: Sequence[AuxComponent] = ()) -> None:
         self.evictable = 0  # tokens
         self.protected = 0  # tokens
         self._tree = tree
+        self._aux = aux  # told of nodes that leave
         self._queue = LeafQueue()
 
     def add(self, leaf: TreeNode) -> None:
@@ -84,14 +86,14 @@ class FullComponent:
         """Take out unlocked leaves, least recently used first, until they hold `num_tokens`. O(log n) for each."""
         victims = Victims()
         while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
-            self._take_out(leaf, victims)
+            self.take_out(leaf, victims)
         return victims
 
     def evict_retired(self) -> Victims:
         """Take out what is unlocked of retired namespaces."""
         victims = Victims()
         while (leaf := self._queue.pop_retired()) is not None:
-            self._take_out(leaf, victims)
+            self.take_out(leaf, victims)
         return victims
 
     def retire(self, nodes: Iterable[TreeNode]) -> None:
@@ -105,8 +107,11 @@ class FullComponent:
         self._queue.clear()
         self.evictable = self.protected = 0
 
-    def _take_out(self, leaf: TreeNode, victims: Victims) -> None:
+    def take_out(self, leaf: TreeNode, victims: Victims) -> None:
+        """Take an unlocked leaf out of the tree, with all it holds; its parent may be the next candidate."""
         parent = leaf.parent
+        for component in self._aux:
+            component.on_remove(leaf)
         assert parent is not None
         victims.add(leaf, self._tree.remove_leaf(leaf))
         self.evictable -= len(leaf)

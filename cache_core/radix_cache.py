@@ -1,56 +1,42 @@
-"""`RadixCache`: prefixes of token ids to KV slots, with locks, LRU eviction of leaves, and page hashes.
+"""`RadixCache`: prefixes of token ids to KV slots, for full attention and for sliding windows.
 
-Rules, checked by `check_invariants` beside those of the tree and of `FullComponent`:
-
-1. A node was used at least as recently as its children.
-2. A node has hashes only if its parent has, and one for each page.
+Layers that attend to the last `sliding_window_size` tokens only have KV of their own, for which a node is live or a
+tombstone: `swa_component` has the rules, with pictures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 
-from raydix.cache_core.base_prefix_cache import (
-    BasePrefixCache,
-    EvictResult,
-    InsertResult,
-    MatchResult,
-    PageInsert,
-    PageMatch,
-    Starts,
-    no_slots,
-)
-from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
-from raydix.cache_core.full_component import FullComponent, Victims
-from raydix.cache_core.page_hashes import chain_hashes
+from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, PageInsert, Starts
+from raydix.cache_core.errors import LockError
+from raydix.cache_core.full_component import Victims
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import Query, RadixTree, Walk, check_on_path, check_same_space
+from raydix.cache_core.radix_tree import Query
 from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, expand_slots, join_rows
-from raydix.cache_core.tree_format import format_tree
+from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
+from raydix.cache_core.tree_cache import SlotPool, Take, TreeCache
 from raydix.cache_core.tree_node import TreeNode
 
 
-class SlotPool(Protocol):
-    """What the cache gives evicted slots back to."""
+class RadixCache(TreeCache):
+    """The prefix cache for full attention, and for models with sliding-window layers.
 
-    def free(self, indices: torch.Tensor) -> None:
-        """Take back slots, int64, whole pages of them."""
-
-
-class RadixCache(BasePrefixCache):
-    """The prefix cache for full attention.
-
-    The cache owns the slots it adopted, from the insert until it frees them to the pool (evicted, or reset). Keys and
-    values are copied on insert. Time is a logical clock: equal operations have equal outcomes.
+    The cache owns the slots it adopted, from the insert until it frees them to the pool (evicted, reset, or replaced
+    when a tombstone heals). Keys and values are copied on insert.
 
     Args:
         page_size: tokens a page; matches and inserts are floored to whole pages.
-        sliding_window_size: must be None.
-        token_to_kv_pool_allocator: gets evicted slots back by `free(indices)`; None drops them.
+        sliding_window_size: tokens that a sliding-window layer attends to; None: full attention alone.
+        token_to_kv_pool_allocator: gets evicted slots back by `free(indices)`, and the window halves of tombstones by
+            `free_swa(indices)`. If it has `transfer_swa(src, dst)`, tombstones heal under a lock, too. None drops them.
         on_node_evict: called with the id of each evicted node, after it left the tree.
+
+    Raises:
+        ValueError: a window is given with a pool that lacks `free_swa`, or a size is out of range.
     """
 
     def __init__(
@@ -60,88 +46,20 @@ class RadixCache(BasePrefixCache):
         token_to_kv_pool_allocator: SlotPool | None = None,
         on_node_evict: Callable[[int], None] | None = None,
     ) -> None:
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1, not {page_size}")
-        if sliding_window_size is not None:
-            raise ValueError("this cache serves full attention only: sliding_window_size must be None")
-        self.page_size = page_size
-        self.pool = token_to_kv_pool_allocator
-        self.on_node_evict = on_node_evict
-        self._free_pages = getattr(token_to_kv_pool_allocator, "free_pages", None)
-        self._tree = RadixTree(page_size)
-        self._full = FullComponent(self._tree)
-        self._clock = 0
-        self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
+        if sliding_window_size is not None and sliding_window_size < 1:
+            raise ValueError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
+        pool: Any = token_to_kv_pool_allocator
+        if sliding_window_size is not None and pool is not None and not hasattr(pool, "free_swa"):
+            raise ValueError("a cache with a sliding window needs a pool with free_swa(indices)")
+        self.sliding_window_size = sliding_window_size
+        self._swa = None if sliding_window_size is None else SwaComponent(sliding_window_size, page_size)
+        super().__init__(page_size, pool, on_node_evict, [] if self._swa is None else [self._swa])
+        self._transfer_swa = getattr(pool, "transfer_swa", None)
 
     @property
-    def root(self) -> TreeNode:
-        """The node above every namespace: where a miss ends. Locking it is a no-op."""
-        return self._tree.root
-
-    # ---------------------------------------------------------------- match
-
-    def match_prefix(self, key: RadixKey) -> MatchResult:
-        """The longest cached prefix of `key`, floored to whole pages.
-
-        Refreshes recency and counts a hit along the matched path; a match that ends inside a node splits it. Costs a
-        memcmp of the match and a lookup per node.
-        """
-        node, end, rows = self._match(key, None)
-        indices = torch.from_numpy(self._expand(rows)) if rows else no_slots()
-        return MatchResult(indices, node, end)
-
-    def match_pages(self, key: RadixKey, limit: int | None = None) -> PageMatch:
-        """`match_prefix` of the first `limit` tokens, in pages.
-
-        Only for caches whose slots were all inserted in whole pages of consecutive slots.
-        """
-        node, end, rows = self._match(key, limit)
-        return PageMatch(end, node, join_rows([node.slots for node in rows if node.slots is not None]))
-
-    def peek_prefix(self, key: RadixKey) -> MatchResult:
-        """As `match_prefix`, but nothing changes. `last_node` is the deepest node matched wholly."""
-        query = self._tree.find_query(key)
-        if query is None:
-            return MatchResult(no_slots(), self.root)
-        walk = self._tree.walk(query, query.top)
-        last_node = walk.path[-1] if walk.path else self.root
-        if walk.part is None:
-            return MatchResult(torch.from_numpy(self._expand(walk.path)), last_node, walk.end)
-        indices = self._expand([*walk.path, walk.part])[: walk.end]
-        return MatchResult(torch.from_numpy(indices), last_node, walk.end)
-
-    def _match(self, key: RadixKey, limit: int | None) -> tuple[TreeNode, int, list[TreeNode]]:
-        query = self._tree.find_query(key, limit)
-        if query is None:
-            return self.root, 0, []
-        walk = self._tree.walk(query, query.top)
-        path = self._touch_path(walk, query.top)
-        for node in path:
-            node.hit_count += 1
-        return (path[-1] if path else self.root), walk.end, path
-
-    def _touch_path(self, walk: Walk, start: TreeNode) -> list[TreeNode]:
-        """Cut the tree where a walk from `start` ended, stamp what it matched. The rest keeps its recency."""
-        path = walk.path
-        if walk.part is not None:
-            path.append(self._split(walk.part, walk.part_len))
-        self._clock += 1
-        for node in path:
-            node.last_access_time = self._clock
-        node = start
-        while node.data:  # what lies above a resumed node was used as well
-            node.last_access_time = self._clock
-            assert node.parent is not None
-            node = node.parent
-        return path
-
-    def _split(self, node: TreeNode, length: int) -> TreeNode:
-        return self._tree.split(node, length)
-
-    def _expand(self, path: list[TreeNode]) -> Slots:
-        if self.page_size == 1:
-            return join_rows([node.slots for node in path if node.slots is not None])
-        return join_rows([expand_slots(node.slots, len(node)) for node in path if node.slots is not None])
+    def supports_swa(self) -> bool:
+        """Whether a sliding window is kept."""
+        return self._swa is not None
 
     # ---------------------------------------------------------------- insert
 
@@ -159,12 +77,14 @@ class RadixCache(BasePrefixCache):
 
         The tree adopts (and copies) the slots in [prefix_len, aligned length). It frees none: of those in
         [prev_prefix_len, prefix_len), `duplicate_indices` names the ones it does not hold, the caller's to free. The
-        tail beyond the last whole page stays the caller's, too.
+        tail beyond the last whole page stays the caller's, too. Tombstones over tokens that come with window KV heal:
+        an unlocked one takes the incoming slots over and frees its own, a locked one takes their window half only.
 
         Args:
             value: int64, one slot per token of `key`; None takes the ids themselves (for simulation).
             prev_prefix_len: leading slots known to be the tree's own.
-            swa_evicted_seqlen: no effect without a sliding window; so have arguments of other kinds of caches.
+            swa_evicted_seqlen: leading tokens whose window KV is gone; rounded up to whole pages. No effect without a
+                window; so have arguments of other kinds of caches.
             from_node: `last_node` of a match of a prefix of this key: the walk starts there, and the slots before it
                 are taken to be the tree's own.
 
@@ -175,195 +95,160 @@ class RadixCache(BasePrefixCache):
         """
         aligned = len(key) - len(key) % self.page_size
         slots = as_slots(key, value, aligned)
-        node = self._resume_node(key, from_node)
         if not aligned:
+            self._resume_node(key, from_node)
             return InsertResult(0, self.root)
-        query = self._tree.make_query(key, self._clock)
-        node = query.top if node is self.root else node
-        resumed_at = node.end
-        check_on_path(query, node)
-        walk = self._tree.walk(query, node)
-        end = walk.end
-        if not 0 <= prev_prefix_len <= end:
-            raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens of {key} are in the tree")
-        path = self._touch_path(walk, node)
-        duplicates = self._duplicates(slots, max(prev_prefix_len, resumed_at), end, resumed_at, path)
-        last_node = path[-1] if path else node
-        if end < aligned:
-            last_node = self._adopt(last_node, query, end, compact_slots(slots[end:aligned], self.page_size))
-        return InsertResult(end, last_node, False, duplicates)
 
-    def insert_pages(self, key: RadixKey, starts: Starts, from_node: TreeNode) -> PageInsert:
+        def take(start: int, stop: int) -> Slots:
+            return compact_slots(slots[start:stop], self.page_size)
+
+        done = self._insert(key, from_node, take, prev_prefix_len, self._aligned(swa_evicted_seqlen))
+        duplicates = self._duplicates(slots, max(prev_prefix_len, done.resumed_at), done)
+        return InsertResult(done.prefix_len, done.last_node, False, duplicates)
+
+    def insert_pages(
+        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0
+    ) -> PageInsert:
         """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
 
-        The caller answers for `from_node` lying on the key's path.
-
-        The tree copies what it adopts; the pages of `starts` that it already had under other slots (the first
-        `len(existing)`) stay the caller's to free.
+        The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
+        that differ from `existing`, page by page, stay the caller's to free.
         """
-        node = self._resume_node(key, from_node)
         if len(key) < self.page_size:
             return PageInsert(0, 0, self.root, starts[:0])
-        query = self._tree.make_query(key, self._clock)
-        node = query.top if node is self.root else node
-        resumed_at = node.end
-        walk = self._tree.walk(query, node)
-        path, end = self._touch_path(walk, node), walk.end
-        existing = join_rows([node.slots for node in path if node.slots is not None])
-        last_node = path[-1] if path else node
-        if end < query.num_tokens:
-            first, stop = (
-                (end - resumed_at) // self.page_size,
-                (query.num_tokens - resumed_at) // self.page_size,
-            )
-            last_node = self._adopt(last_node, query, end, starts[first:stop].copy())
-        return PageInsert(end, query.num_tokens, last_node, existing)
+        page, resumed_at = self.page_size, from_node.end
 
-    def _resume_node(self, key: RadixKey, from_node: TreeNode | None) -> TreeNode:
-        if from_node is None or from_node is self.root:
-            return self.root
-        self._check_live(from_node)
-        check_same_space(key, from_node)
-        return from_node
+        def take(start: int, stop: int) -> Slots:
+            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].copy()
 
-    def _adopt(self, parent: TreeNode, query: Query, start: int, slots: Slots) -> TreeNode:
-        leaf = self._tree.add_leaf(parent, query, start, slots, self._clock)
-        self._full.add(leaf)
+        done = self._insert(key, from_node, take, None, self._aligned(swa_evicted_seqlen))
+        existing = join_rows([node.slots for node in done.path if node.slots is not None])
+        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, existing)
+
+    def _aligned(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size) * self.page_size
+
+    def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
+        if self._swa is None:
+            return path
+        healed: list[TreeNode] = []
+        for node in path:
+            start = max(node.end - len(node), fresh_from)
+            if node.swa_tombstone and start < node.end:
+                if start > node.end - len(node):
+                    healed.append(self._split(node, start - (node.end - len(node))))
+                self._heal(node, take(start, node.end))
+            healed.append(node)
+        return healed
+
+    def _heal(self, node: TreeNode, fresh: Slots) -> None:
+        """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own."""
+        assert self._swa is not None and node.slots is not None
+        old = node.slots
+        if len(old) == len(fresh) and (old == fresh).all():
+            return  # the tree's own slots bring nothing fresh
+        if not node.lock_ref:
+            node.slots = fresh
+            self._give_back_slots(old, len(node))
+        elif self._transfer_swa is not None:
+            size = len(node)
+            self._transfer_swa(torch.from_numpy(expand_slots(fresh, size)), torch.from_numpy(expand_slots(old, size)))
+        elif self.pool is not None:
+            return
+        self._swa.heal(node)
+
+    def _cuts(self, start: int, stop: int, fresh_from: int) -> list[tuple[int, int, bool]]:
+        """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no
+        more."""
+        if self._swa is None or start >= stop:
+            return super()._cuts(start, stop, fresh_from)
+        edge = min(max(start, fresh_from), stop)
+        tail = max(edge, stop - self._swa.padded_window)
+        spans = [(start, edge, False), (edge, tail, True), (tail, stop, True)]
+        return [span for span in spans if span[0] < span[1]]
+
+    def _adopt(self, parent: TreeNode, query: Query, start: int, stop: int, slots: Slots, live: bool) -> TreeNode:
+        leaf = super()._adopt(parent, query, start, stop, slots, live)
+        if self._swa is not None:
+            self._swa.add(leaf, live)
         return leaf
-
-    def _duplicates(self, slots: Slots, start: int, stop: int, resumed_at: int, path: list[TreeNode]) -> torch.Tensor:
-        """The incoming slots in [start, stop) that are not those of the tree at the same place."""
-        if start >= stop:
-            return no_slots()
-        incoming, held = slots[start:stop], self._expand(path)[start - resumed_at :]
-        return torch.from_numpy(incoming[incoming != held])
 
     # ---------------------------------------------------------------- locks
 
-    def inc_lock_ref(self, node: TreeNode) -> None:
-        """Keep `node` and its ancestors from eviction. O(depth in nodes).
+    def inc_lock_ref(self, node: TreeNode) -> WindowReceipt | None:
+        """Keep `node` and its ancestors from eviction, and the window KV of the last window up to it.
+
+        O(depth in nodes). With a sliding window, returns a receipt that `dec_lock_ref` takes back once.
 
         Raises:
             StaleNodeError: the node is no longer in the tree.
         """
+        if self._swa is None:
+            super().inc_lock_ref(node)
+            return None
         if node is not self.root:
             self._check_live(node)
             self._full.lock(node)
+        return self._swa.lock(node)
 
-    def dec_lock_ref(self, node: TreeNode, receipt: object = None, **kwargs: Any) -> None:
+    def dec_lock_ref(self, node: TreeNode, receipt: Any = None, *, swa_boundary_id: Any = None, **kwargs: Any) -> None:
         """Undo one `inc_lock_ref`; once unlocked, a leaf may be evicted. O(depth in nodes).
 
-        Full attention needs no receipt: None is accepted, positionally or as `swa_boundary_id`.
+        Args:
+            receipt: what `inc_lock_ref` returned, also accepted as `swa_boundary_id`; None without a window.
 
         Raises:
             StaleNodeError: the node is no longer in the tree.
-            LockError: the node is not locked, or a receipt of another cache was given.
+            LockError: the node is not locked, or the receipt is missing, used, or another lock's.
         """
-        if receipt is not None or any(given is not None for given in kwargs.values()):
-            raise LockError("this cache hands out no receipts, so it takes none back")
-        if node is self.root:
+        receipt = swa_boundary_id if receipt is None else receipt
+        if self._swa is None:
+            super().dec_lock_ref(node, receipt, **kwargs)
             return
-        if node.slots is None:
-            raise StaleNodeError(f"{node} is no longer in the tree")
-        if not node.own_locks:
-            raise LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
-        self._full.unlock(node)
+        if not isinstance(receipt, WindowReceipt) or receipt.used or receipt.node is not node:
+            raise LockError("an unlock needs the receipt of this very lock, once")
+        if node is not self.root:
+            self._check_locked(node)
+            self._swa.unlock(node, receipt)
+            self._full.unlock(node)
+        receipt.used = True
 
-    def _check_live(self, node: TreeNode) -> None:
-        top = self._tree.tops.get((node.space.extra_key, node.space.arity))
-        if node.slots is None or top is None or top.space is not node.space:
-            raise StaleNodeError(f"{node} is no longer in the tree: match again")
+    def release_window(self, node: TreeNode, receipt: WindowReceipt) -> None:
+        """Give up the window of a lock early, as decoding has left it behind; the full KV stays locked. Idempotent."""
+        if self._swa is not None and node is not self.root:
+            self._swa.unlock(node, receipt)
 
     # ---------------------------------------------------------------- eviction
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
-        """Free whole unlocked leaves, least recently used first, until at least `num_tokens` slots are free.
+        """Free at least `num_tokens` slots, then the window KV of at least `swa_num_tokens` tokens in all.
 
-        A parent becomes a candidate when its last child has gone. O(log n) per evicted node.
+        Whole unlocked leaves go first, least recently used first; a parent becomes a candidate when its last child has
+        gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
+        become tombstones, or, as unlocked leaves, go whole. O(log n) per victim.
         """
+        if self._swa is None:
+            return super().evict(num_tokens)
+        before = self._swa.evictable
         victims = self._full.evict(num_tokens)
-        self._give_back(victims)
-        return EvictResult(victims.num_tokens)
-
-    def reclaim_retired(self) -> int:
-        """Free the unlocked nodes of retired namespaces; returns tokens."""
-        victims = self._full.evict_retired()
-        self._give_back(victims)
-        self._retired = [top for top in self._retired if top.slots is not None]
-        return victims.num_tokens
-
-    def _give_back(self, victims: Victims) -> None:
-        """Hand evicted slots to the pool in one call, then tell of each node."""
-        if victims.rows and self.pool is not None:
-            if self._free_pages is not None and victims.in_pages(self.page_size):
-                self._free_pages(join_rows(victims.rows))
+        tombstones = Victims()
+        while before - self._swa.evictable < swa_num_tokens and (node := self._swa.pop_victim()) is not None:
+            if node.children or node.lock_ref:
+                self._swa.make_tombstone(node)
+                tombstones.add(node, node.slots)
             else:
-                self.pool.free(torch.from_numpy(join_rows(victims.token_rows())))
-        if self.on_node_evict is not None:
-            for node in victims.nodes:
-                self.on_node_evict(node.id)
-
-    def reset(self) -> None:
-        """Forget everything, locked or not, and give back every slot. Nodes from before are stale."""
-        victims = Victims()
-        for top in self._all_tops():
-            for node in self._tree.nodes_below(top):
-                victims.add(node, node.slots)
-        self._tree.detach_all()
-        for node in victims.nodes:
-            node.slots = None
-        self._full.clear()
-        self._retired.clear()
+                self._full.take_out(node, victims)
+        swa_evicted = before - self._swa.evictable
+        if tombstones.rows and self.pool is not None:
+            free_swa = cast(Any, self.pool).free_swa
+            free_swa(torch.from_numpy(join_rows(tombstones.token_rows())))
         self._give_back(victims)
+        return EvictResult(victims.num_tokens, swa_evicted)
 
-    def retire_all(self) -> None:
-        """Make everything unmatchable at once. What is unlocked can be reclaimed, the rest once it is unlocked."""
-        tops = self._tree.detach_all()
-        self._retired.extend(tops)
-        for top in tops:
-            self._full.retire(self._tree.nodes_below(top))
+    def swa_evictable_size(self) -> int:
+        """Tokens with live window KV that no window lock holds. O(1)."""
+        return 0 if self._swa is None else self._swa.evictable
 
-    # ---------------------------------------------------------------- sizes, hashes, people
-
-    def evictable_size(self) -> int:
-        """Tokens of nodes that nobody has locked. O(1)."""
-        return self._full.evictable
-
-    def protected_size(self) -> int:
-        """Tokens of nodes that somebody has locked. O(1)."""
-        return self._full.protected
-
-    def compute_node_hash(self, node: TreeNode) -> list[str]:
-        """The chained SHA-256 of each page of `node`, as hex; computed once and kept, with its ancestors'."""
-        return chain_hashes(node, self.page_size)
-
-    def pretty_print(self) -> None:
-        """Print the tree: one line per node with its tokens, slots, locks, hits and age."""
-        print("\n".join(format_tree(self._tree.tops.values(), self._clock)))
-
-    def tree_starts(self) -> list[Starts]:
-        """The page starts (or slots) of every node, matchable or retired. O(n)."""
-        nodes = (node for top in self._all_tops() for node in self._tree.nodes_below(top))
-        return [node.slots for node in nodes if node.slots is not None]
-
-    def num_locks(self) -> int:
-        """Locks taken and not given back. O(namespaces)."""
-        return sum(top.lock_ref for top in self._all_tops())
-
-    def _all_tops(self) -> list[TreeNode]:
-        return [*self._tree.tops.values(), *(top for top in self._retired if top.slots is not None)]
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if a rule of this module or of the tree is broken. O(n)."""
-        nodes: list[TreeNode] = []
-        for top in self._all_tops():
-            self._tree.check_structure(top)
-            nodes.extend(self._tree.nodes_below(top))
-        self._full.check(nodes)
-        for node in nodes:
-            parent = node.parent
-            assert parent is not None
-            assert not parent.data or node.last_access_time <= parent.last_access_time, f"rule 1 at {node}"
-            if node.hash_values is not None:
-                assert not parent.data or parent.hash_values, f"rule 2 at {node}"
-                assert len(node.hash_values) * self.page_size == len(node), f"rule 2 at {node}"
+    def swa_protected_size(self) -> int:
+        """Tokens with live window KV that a window lock holds. O(1)."""
+        return 0 if self._swa is None else self._swa.protected

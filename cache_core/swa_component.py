@@ -1,7 +1,7 @@
 """`SwaComponent`: sliding-window KV on the nodes of a tree, by tombstones.
 
-A node's sliding-window KV is live, or gone: then the node is a tombstone, and keeps its full KV. A match may end where the
-last `window` tokens are all live, or all tokens up to the root. For a window of 4:
+A node's sliding-window KV is live, or gone: then the node is a tombstone, and keeps its full KV. A match may end where
+the last `window` tokens are all live, or all tokens up to the root. For a window of 4:
 
     [t4 | l4]        a query of all 8 hits 8: the last four are live
     [t4 | l3]        0: only three are, and the path has a hole

@@ -1,0 +1,92 @@
+"""`MambaPool`: the tensors of recurrent states, and who has which slot of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from raydix.cache_core.errors import OutOfSlotsError, SlotError
+
+
+class MambaPool:
+    """State slots: row `slot` of every layer's state tensors. Row 0 is reserved.
+
+    Args:
+        num_slots: states that can be held at once.
+        state_shapes: for each state layer, the shapes of its tensors (a convolution's and a recurrence's, say).
+        dtype: of all of them.
+        device: where to allocate; ignored if `layers` is given.
+        layers: the tensors to use, `[num_slots + 1, *shape]` each, zeroed: shared memory, say. None allocates them.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        state_shapes: Sequence[Sequence[Sequence[int]]] = (),
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        layers: Sequence[tuple[torch.Tensor, ...]] | None = None,
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, not {num_slots}")
+        self.num_slots = num_slots
+        self.layers: list[tuple[torch.Tensor, ...]] = (
+            list(layers)
+            if layers is not None
+            else [
+                tuple(torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device) for shape in shapes)
+                for shapes in state_shapes
+            ]
+        )
+        self._free = list(range(num_slots, 0, -1))
+        self._used = bytearray(num_slots + 1)
+
+    def available_size(self) -> int:
+        """Free state slots. O(1)."""
+        return len(self._free)
+
+    def alloc_track_slot(self) -> int:
+        """A state slot, the caller's until it frees it. What it held before is still in it.
+
+        Raises:
+            OutOfSlotsError: none is free.
+        """
+        if not self._free:
+            raise OutOfSlotsError(1, 0, 0, self.num_slots)
+        slot = self._free.pop()
+        self._used[slot] = 1
+        return slot
+
+    def free_track_slot(self, slot: int) -> None:
+        """Take back a state slot.
+
+        Raises:
+            SlotError: it is out of range or free already.
+        """
+        if not 1 <= slot <= self.num_slots or not self._used[slot]:
+            raise SlotError(f"state slot {slot} is out of range or free already")
+        self._used[slot] = 0
+        self._free.append(slot)
+
+    def copy_states(self, src: int, dst: int) -> None:
+        """Copy the state in slot `src` into slot `dst`, in every layer."""
+        for tensors in self.layers:
+            for tensor in tensors:
+                tensor[dst].copy_(tensor[src])
+
+    def clear_state(self, slot: int) -> None:
+        """Make the state in a slot the initial one: zeros."""
+        for tensors in self.layers:
+            for tensor in tensors:
+                tensor[slot].zero_()
+
+    def free_slots(self) -> list[int]:
+        """The free slots, for checks of conservation. O(n)."""
+        return list(self._free)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each slot is free or used, once. O(n)."""
+        assert len(set(self._free)) == len(self._free), "a state slot is free twice"
+        assert sum(self._used) + len(self._free) == self.num_slots, "a state slot is neither free nor used"
+        assert not any(self._used[slot] for slot in self._free), "a free state slot is marked as used"

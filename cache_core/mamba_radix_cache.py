@@ -1,0 +1,151 @@
+"""`MambaRadixCache`: prefixes to KV slots and recurrent states, for models that mix attention with Mamba-like layers.
+
+States have slots, locks and an eviction order of their own; `mamba_component` has the rules, with a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import lcm
+from typing import Any, cast
+
+import torch
+
+from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, PageInsert, Starts
+from raydix.cache_core.errors import InvalidKeyError
+from raydix.cache_core.lru_list import LRUList
+from raydix.cache_core.mamba_component import MambaComponent, StateSlots
+from raydix.cache_core.mamba_tree_node import MambaTreeNode
+from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, join_rows
+from raydix.cache_core.tree_cache import SlotPool, TreeCache
+from raydix.cache_core.tree_node import TreeNode
+
+
+class MambaRadixCache(TreeCache):
+    """The prefix cache for hybrid models.
+
+    The cache owns the KV slots and the state slots it adopted, until it frees them.
+
+    Args:
+        page_size: tokens a page; matches and inserts are floored to whole pages.
+        token_to_kv_pool_allocator: gets evicted KV slots back by `free(indices)`; None drops them.
+        mamba_pool: gets evicted state slots back by `free_track_slot(slot)`; None drops them.
+        on_node_evict: called with the id of each evicted node, after it left the tree.
+        chunk_size: tokens of the model's own state chunks: `mamba_branching_seqlen` is a multiple of it and of
+            `page_size`.
+    """
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        token_to_kv_pool_allocator: SlotPool | None = None,
+        mamba_pool: StateSlots | None = None,
+        on_node_evict: Callable[[int], None] | None = None,
+        *,
+        chunk_size: int = 1,
+    ) -> None:
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+        self.mamba_pool = mamba_pool
+        self._mamba = MambaComponent(mamba_pool)
+        super().__init__(page_size, token_to_kv_pool_allocator, on_node_evict, [self._mamba], MambaTreeNode)
+        self._branching_unit = lcm(page_size, chunk_size)
+
+    @property
+    def mamba_lru(self) -> LRUList:
+        """The nodes with a state, in order of use."""
+        return self._mamba.lru
+
+    @property
+    def full_lru(self) -> LRUList:
+        """The nodes in order of use, as they stand now: a list for looking at, made anew. O(n log n)."""
+        view = LRUList()
+        for node in sorted(node for top in self._all_tops() for node in self._tree.nodes_below(top)):
+            view.insert_mru(cast(MambaTreeNode, node))
+        return view
+
+    def insert(
+        self,
+        key: RadixKey,
+        value: torch.Tensor | None = None,
+        *,
+        mamba_value: int | None = None,
+        prev_prefix_len: int = 0,
+        from_node: TreeNode | None = None,
+        **kwargs: Any,
+    ) -> InsertResult:
+        """Make the KV in `value`, and the state in slot `mamba_value`, findable under `key`.
+
+        For the KV slots, as `RadixCache.insert`. The state is the one after the key's last token. The tree takes it
+        over unless the final node has one: then `mamba_exist` is True and the slot stays the caller's to free.
+
+        Raises:
+            InvalidKeyError: a state is given for a key that is no whole number of pages; or as `RadixCache.insert`.
+            StaleNodeError: `from_node` is no longer in the tree.
+        """
+        aligned = len(key) - len(key) % self.page_size
+        slots = as_slots(key, value, aligned)
+        if mamba_value is not None and (aligned != len(key) or not aligned):
+            raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
+        if not aligned:
+            self._resume_node(key, from_node)
+            return InsertResult(0, self.root)
+
+        def take(start: int, stop: int) -> Slots:
+            return compact_slots(slots[start:stop], self.page_size)
+
+        done = self._insert(key, from_node, take, prev_prefix_len)
+        duplicates = self._duplicates(slots, max(prev_prefix_len, done.resumed_at), done)
+        return InsertResult(done.prefix_len, done.last_node, self.attach_state(done.last_node, mamba_value), duplicates)
+
+    def attach_state(self, node: TreeNode, mamba_value: int | None) -> bool:
+        """Give a node a state, if one is given and it has none; True if it had one before."""
+        exists = cast(MambaTreeNode, node).mamba_value is not None
+        if mamba_value is not None and not exists:
+            self._mamba.attach(node, mamba_value)
+        return exists
+
+    def insert_pages(
+        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0
+    ) -> PageInsert:
+        """As `RadixCache.insert_pages`."""
+        if len(key) < self.page_size:
+            return PageInsert(0, 0, self.root, starts[:0])
+        page, resumed_at = self.page_size, from_node.end
+
+        def take(start: int, stop: int) -> Slots:
+            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].copy()
+
+        done = self._insert(key, from_node, take)
+        existing = join_rows([node.slots for node in done.path if node.slots is not None])
+        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, existing)
+
+    def _branching(self, usable: int, full_end: int) -> int | None:
+        branching = full_end - full_end % self._branching_unit
+        return branching if branching > usable else None
+
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
+        """Free at least `num_tokens` KV slots, then at least `swa_num_tokens` states in all.
+
+        Whole unlocked leaves go first, with their states, least recently used first. What states are then still wanted
+        are taken from the nodes whose state was longest unused; an unlocked leaf goes whole. O(log n) per victim.
+        """
+        before = self._mamba.num_freed
+        goal = before + swa_num_tokens
+        victims = self._full.evict(num_tokens)
+        while self._mamba.num_freed < goal and (node := self.mamba_lru.get_lru_unlocked()) is not None:
+            if node.children or node.lock_ref:
+                self._mamba.drop(node)
+            else:
+                self._full.take_out(node, victims)
+        self._give_back(victims)
+        return EvictResult(victims.num_tokens, 0, self._mamba.num_freed - before)
+
+    def mamba_evictable_size(self) -> int:
+        """States that no lock holds. O(1)."""
+        return self._mamba.evictable
+
+    def mamba_protected_size(self) -> int:
+        """States that a lock holds. O(1)."""
+        return self._mamba.protected

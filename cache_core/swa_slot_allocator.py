@@ -1,0 +1,109 @@
+"""`SWATokenToKVPoolAllocator`: slots with a full half and a sliding-window half."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raydix.cache_core.errors import OutOfSlotsError, SlotError
+from raydix.cache_core.slot_allocator import Starts, TokenToKVPoolAllocator
+
+
+class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
+    """Hands out slots of the full pool, each page with a page of the smaller sliding-window pool behind it.
+
+    A slot's id is that of its full half; `swa_slots` maps it to the window half, 0 where that was freed. The window
+    half can be freed alone, and lives no longer than the full one.
+    """
+
+    def __init__(self, num_slots: int, num_swa_slots: int, page_size: int = 1) -> None:
+        super().__init__(num_slots, page_size)
+        self.swa = TokenToKVPoolAllocator(num_swa_slots, page_size)
+        self.num_swa_slots = num_swa_slots
+        self._swa_start = np.zeros(num_slots // page_size + 1, np.int64)  # by page number of the full half
+
+    def swa_available_size(self) -> int:
+        """Free slots of the window pool. O(1)."""
+        return self.swa.available_size()
+
+    def can_alloc(self, num_tokens: int) -> bool:
+        """Whether `alloc(num_tokens)` would succeed now."""
+        return super().can_alloc(num_tokens) and self.swa.can_alloc(num_tokens)
+
+    def alloc_pages(self, num_pages: int) -> Starts:
+        """Pages with both halves.
+
+        Raises:
+            OutOfSlotsError: too few are free in one of the pools; nothing was taken.
+        """
+        if num_pages * self.page_size > self.swa.available_size():
+            needed = num_pages * self.page_size
+            raise OutOfSlotsError(needed, self.swa.available_size(), 0, self.num_swa_slots)
+        starts = super().alloc_pages(num_pages)
+        self._swa_start[starts // self.page_size] = self.swa.alloc_pages(num_pages)
+        return starts
+
+    def free_pages(self, starts: Starts) -> None:
+        """Take back pages with whatever window half they still have.
+
+        Raises:
+            SlotError: a page is out of range, not handed out, or named twice; nothing changed.
+        """
+        super().free_pages(starts)
+        pages = starts // self.page_size
+        halves = self._swa_start[pages]
+        self._swa_start[pages] = 0
+        self.swa.free_pages(halves[halves > 0])
+
+    def free_swa(self, indices: torch.Tensor) -> None:
+        """Take back the window halves of the pages that `indices` touch; the full halves stay where they are.
+
+        Raises:
+            SlotError: a page has no window half, or is named in two places; nothing changed.
+        """
+        pages = torch.as_tensor(indices).detach().cpu().numpy() // self.page_size
+        if len(pages):
+            pages = pages[np.concatenate(([True], pages[1:] != pages[:-1]))]
+            self.free_swa_pages(pages * self.page_size)
+
+    def free_swa_pages(self, starts: Starts) -> None:
+        """`free_swa` in pages."""
+        pages = starts // self.page_size
+        halves = self._swa_start[pages]
+        if (halves == 0).any():
+            raise SlotError("window halves were freed that are free already")
+        self.swa.free_pages(halves)
+        self._swa_start[pages] = 0
+
+    def transfer_swa(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Move the window halves of the pages of `src` behind those of `dst`, which have none. No KV moves.
+
+        Raises:
+            SlotError: a source has no window half, or a target has one; nothing changed.
+        """
+        sources = src.numpy()[:: self.page_size] // self.page_size
+        targets = dst.numpy()[:: self.page_size] // self.page_size
+        if (self._swa_start[sources] == 0).any() or self._swa_start[targets].any():
+            raise SlotError("window halves can only move from pages that have them to pages that have none")
+        self._swa_start[targets] = self._swa_start[sources]
+        self._swa_start[sources] = 0
+
+    def swa_starts(self, starts: Starts) -> Starts:
+        """The first window slot of each page, 0 where it is gone."""
+        halves: Starts = self._swa_start[starts // self.page_size]
+        return halves
+
+    def swa_slots(self, indices: torch.Tensor) -> torch.Tensor:
+        """The window slot of each slot, int64, 0 where it is gone."""
+        slots = indices.cpu().numpy()
+        halves = self.swa_starts(slots)
+        return torch.from_numpy(np.where(halves > 0, halves + slots % self.page_size, 0))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless every window half is free or behind exactly one used page. O(n)."""
+        super().check_invariants()
+        self.swa.check_invariants()
+        halves = self._swa_start[self._swa_start > 0]
+        assert len(np.unique(halves)) == len(halves), "two pages share a window half"
+        assert len(halves) * self.page_size + self.swa.available_size() == self.num_swa_slots, "a window half was lost"
+        assert self._used[np.flatnonzero(self._swa_start)].all(), "a free page has a window half"
