@@ -17,7 +17,12 @@ import numpy as np
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
 from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, OutOfSlotsError
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.mamba_pool import MambaPool
+from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.slot_room import SlotRoom
+from raydix.cache_core.swa_component import WindowReceipt
+from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 
 
 @dataclass(slots=True)
@@ -30,7 +35,6 @@ class Counters:
     tokens_reused: int = 0
     tokens_inserted: int = 0
     tokens_duplicate: int = 0
-    tokens_evicted: int = 0
     probes: int = 0
 
 
@@ -53,6 +57,8 @@ class KVCache:
         allocator: the slots.
         pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
         on_pressure: told that slots run short.
+        states: the state slots of a hybrid model, to which `tree` frees; each lease holds one of its own.
+        bigram: the tree's keys are pairs of neighbouring tokens (as EAGLE drafts need them): n tokens make n - 1 units.
     """
 
     def __init__(
@@ -61,6 +67,9 @@ class KVCache:
         allocator: TokenToKVPoolAllocator,
         pressure_floor: int = 0,
         on_pressure: Callable[[], None] | None = None,
+        *,
+        states: MambaPool | None = None,
+        bigram: bool = False,
     ) -> None:
         self.tree = tree
         self.allocator = allocator
@@ -68,9 +77,8 @@ class KVCache:
         self.num_slots = allocator.num_slots
         self.leases = LeaseTable()
         self.counters = Counters()
-        self._pressure_floor = pressure_floor
-        self._on_pressure = on_pressure
-        self._private_pages = 0
+        self.room = SlotRoom(tree, allocator, states, pressure_floor, on_pressure)
+        self._bigram = bigram
         self._generation = 0
 
     # ---------------------------------------------------------------- sizes
@@ -83,7 +91,7 @@ class KVCache:
     @property
     def private_slots(self) -> int:
         """Slots of leases that no tree holds, in whole pages."""
-        return self._private_pages * self.page_size
+        return self.room.private_pages * self.page_size
 
     def held_slots(self) -> int:
         """Slots that cannot be evicted because leases hold them."""
@@ -94,7 +102,7 @@ class KVCache:
     def match(self, key: RadixKey) -> MatchResult:
         """A probe: what `acquire` would find, without any effect."""
         self.counters.probes += 1
-        return self.tree.peek_prefix(key)
+        return self.tree.peek_prefix(self._tree_key(key))
 
     def acquire(
         self,
@@ -106,7 +114,8 @@ class KVCache:
     ) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate slots for the rest and `new_tokens` more; evict the shortfall.
 
-        The same lease id again returns the open lease as it is.
+        The same lease id again returns the open lease as it is. With states, the lease gets a state slot of its own,
+        which holds a copy of the state at the end of the prefix, or zeros.
 
         Raises:
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
@@ -118,16 +127,32 @@ class KVCache:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
         num_slots = len(key) + new_tokens
         num_pages = -(-num_slots // self.page_size)
-        if num_pages * self.page_size > self.num_slots:
-            self._refuse(num_pages)
-        match = self.tree.match_pages(key, max_prefix_len)
+        self.room.check_capacity(num_pages)
+        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, num_pages)
+
+    def lock(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
+        """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
+        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+            return open_lease
+        return self._grant(lease_id, session_id, key, None, None, 0)
+
+    def _grant(
+        self,
+        lease_id: str,
+        session_id: str,
+        key: RadixKey,
+        max_prefix_len: int | None,
+        num_slots: int | None,
+        num_pages: int,
+    ) -> LeaseRecord:
+        match = self.tree.match_pages(self._tree_key(key), max_prefix_len)
         receipt = self.tree.inc_lock_ref(match.last_node)
         try:
-            private = self._take(num_pages - len(match.starts))
+            state_slot = self.room.take_state()
+            private = self.room.take_pages(num_pages - len(match.starts), state_slot)
         except OutOfSlotsError:
             self.tree.dec_lock_ref(match.last_node, receipt)
             raise
-        starts = np.concatenate((match.starts, private))
         lease = LeaseRecord(
             lease_id,
             session_id,
@@ -135,32 +160,14 @@ class KVCache:
             match.last_node,
             receipt,
             match.prefix_len,
-            starts,
+            np.concatenate((match.starts, private)),
             len(match.starts),
-            num_slots,
+            match.prefix_len if num_slots is None else num_slots,
             self._generation,
         )
-        self._count_grant(lease)
-        return lease
-
-    def lock(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
-        """Lock the cached prefix of `key` and allocate nothing; the lease covers the prefix, `extend` adds to it."""
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
-            return open_lease
-        match = self.tree.match_pages(key)
-        receipt = self.tree.inc_lock_ref(match.last_node)
-        lease = LeaseRecord(
-            lease_id,
-            session_id,
-            key,
-            match.last_node,
-            receipt,
-            match.prefix_len,
-            match.starts,
-            len(match.starts),
-            match.prefix_len,
-            self._generation,
-        )
+        if state_slot is not None:
+            lease.state_slot = state_slot
+            self.room.load_state(match.last_node, state_slot)
         self._count_grant(lease)
         return lease
 
@@ -175,46 +182,96 @@ class KVCache:
         if num_tokens < 0:
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
-        if num_pages * self.page_size > self.num_slots:
-            self._refuse(num_pages)
-        added = self._take(num_pages - len(lease.starts))
+        self.room.check_capacity(num_pages)
+        added = self.room.take_pages(num_pages - len(lease.starts))
         lease.starts = np.concatenate((lease.starts, added))
         lease.num_slots += num_tokens
         return added
 
-    def insert(self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey) -> Published:
+    def insert(
+        self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
+    ) -> Published:
         """Publish the whole pages of the lease's first `num_tokens` tokens; the lease goes on holding all of it.
 
         `suffix` brings the ids that the cache has not seen: it ends at `num_tokens`. Where the tree has a page
-        already, the lease's own is freed and the tree's takes its place, in the same step.
+        already, the lease's own is freed and the tree's takes its place, in the same step. With `publish_state`, a copy
+        of the lease's state is published as the one after the last of these tokens.
 
         Raises:
-            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
+            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's;
+                or a state is to be published after a number of tokens that is no whole number of pages.
+            OutOfSlotsError: there is no room for the copy of the state; nothing was published.
             UnknownLeaseError: no such open lease.
         """
         lease = self.leases.get(lease_id, session_id)
         key = self._known_key(lease, num_tokens, suffix)
+        tree_key = self._tree_key(key if len(key) == num_tokens else key[:num_tokens])
+        self._check_state(lease, tree_key, publish_state)
+        published, retired = lease.num_published_pages, lease.generation != self._generation
+        new_pages = len(tree_key) // self.page_size - published
+        state_slot = self.room.take_state() if publish_state and not retired else None
         lease.key = key if len(key) > len(lease.key) else lease.key
-        published = lease.num_published_pages
-        num_pages = num_tokens // self.page_size
-        if lease.generation != self._generation or num_pages <= published:
-            retired = lease.generation != self._generation
+        if retired or new_pages < 0 or (new_pages == 0 and state_slot is None):
             return Published(published * self.page_size, 0, 0, retired, lease.starts[:0])
-        aligned = key if len(key) == num_tokens else key[:num_tokens]
-        result = self.tree.insert_pages(aligned, lease.starts[published:num_pages], lease.node)
-        existing = result.existing
+        done = self._publish(lease, tree_key, published, published + new_pages)
+        if state_slot is not None:
+            self.room.store_state(lease.state_slot, state_slot, lease.node)
+        return done
+
+    def _publish(self, lease: LeaseRecord, tree_key: RadixKey, first: int, stop: int) -> Published:
+        """Insert the lease's pages [first, stop) and repoint those that the tree does not hold."""
+        page = self.page_size
+        fresh = lease.starts[first:stop]
+        result = self.tree.insert_pages(tree_key, fresh, lease.node, lease.swa_freed_len)
         receipt = self.tree.inc_lock_ref(result.last_node)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         lease.node, lease.receipt = result.last_node, receipt
-        if len(existing):
-            self.allocator.free_pages(lease.starts[published : published + len(existing)].copy())
-            lease.starts[published : published + len(existing)] = existing
-        lease.num_published_pages = result.end // self.page_size
-        num_new = result.end - published * self.page_size - len(existing) * self.page_size
-        self._private_pages -= lease.num_published_pages - published
+        existing = result.existing
+        ours = lease.starts[first : first + len(existing)]
+        duplicates = ours[ours != existing]
+        if result.end:
+            self.room.note_published(stop - first, duplicates)
+            lease.starts[first : first + len(existing)] = existing
+            lease.num_published_pages = stop
+        num_duplicates = len(duplicates) * page
+        num_new = max(0, result.end - first * page) - num_duplicates
         self.counters.tokens_inserted += num_new
-        self.counters.tokens_duplicate += len(existing) * self.page_size
-        return Published(result.prefix_len, num_new, len(existing) * self.page_size, False, existing)
+        self.counters.tokens_duplicate += num_duplicates
+        return Published(result.prefix_len, num_new, num_duplicates, False, existing)
+
+    def release_window(self, lease_id: str, session_id: str, up_to: int) -> None:
+        """Free the window KV of a lease before token `up_to`, as decoding has left it behind.
+
+        One page more than asked is kept, so that what is published next can be matched at a page boundary. No effect
+        without a sliding window.
+
+        Raises:
+            LeaseRangeError: `up_to` is negative, or beyond what the lease covers.
+            UnknownLeaseError: no such open lease.
+        """
+        lease = self.leases.get(lease_id, session_id)
+        if not 0 <= up_to <= lease.num_slots:
+            raise LeaseRangeError(f"the lease covers tokens up to {lease.num_slots}, not {up_to}")
+        page = self.page_size
+        keep_from = (up_to // page - 1) * page
+        published = lease.num_published_pages * page
+        first = max(published, lease.swa_freed_len)
+        if keep_from > first:
+            self.room.free_window(lease.starts[first // page : keep_from // page])
+            lease.swa_freed_len = keep_from
+        if keep_from >= published and isinstance(lease.receipt, WindowReceipt) and isinstance(self.tree, RadixCache):
+            self.tree.release_window(lease.node, lease.receipt)
+
+    def swa_starts(self, lease: LeaseRecord) -> Starts:
+        """The first window slot of each page of a lease, 0 where the lease does not hold its window KV."""
+        if not isinstance(self.allocator, SWATokenToKVPoolAllocator):
+            return np.empty(0, np.int64)
+        halves = self.allocator.swa_starts(lease.starts)
+        held_from = lease.num_published_pages
+        if isinstance(lease.receipt, WindowReceipt) and not lease.receipt.released:
+            held_from = lease.receipt.start // self.page_size
+        halves[:held_from] = 0
+        return halves
 
     def release(self, lease_id: str, session_id: str) -> bool:
         """End a lease: its private pages are freed, what it inserted stays. False if no such lease is open."""
@@ -233,9 +290,7 @@ class KVCache:
 
     def evict(self, num_tokens: int) -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
-        evicted = self.tree.evict(num_tokens).full_evicted
-        self.counters.tokens_evicted += evicted
-        return evicted
+        return self.room.evict(num_tokens)
 
     def reset(self) -> None:
         """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""
@@ -263,27 +318,16 @@ class KVCache:
         except InvalidKeyError as error:
             raise LeaseRangeError(str(error)) from error
 
-    def _take(self, num_pages: int) -> Starts:
-        """Allocate pages, after evicting what is missing, or refuse before anything changes."""
-        if num_pages <= 0:
-            return np.empty(0, np.int64)
-        shortfall = num_pages * self.page_size - self.allocator.available_size()
-        if shortfall > 0:
-            if shortfall > self.tree.evictable_size():
-                self._refuse(num_pages)
-            self.evict(shortfall)
-        starts = self.allocator.alloc_pages(num_pages)
-        self._private_pages += num_pages
-        self._tell_pressure()
-        return starts
+    def _check_state(self, lease: LeaseRecord, tree_key: RadixKey, publish_state: bool) -> None:
+        if publish_state and lease.state_slot is None:
+            raise LeaseRangeError("this cache keeps no states, so none can be published")
+        if publish_state and (not len(tree_key) or len(tree_key) % self.page_size):
+            raise LeaseRangeError(f"a state is published after whole pages of {self.page_size}, not {len(tree_key)}")
+        if publish_state and len(tree_key) < lease.num_published_pages * self.page_size:
+            raise LeaseRangeError("the lease's state is that of its last token: publish it at the end of its tokens")
 
-    def _tell_pressure(self) -> None:
-        if self._on_pressure is not None and self.allocator.available_size() < self._pressure_floor:
-            self._on_pressure()
-
-    def _refuse(self, num_pages: int) -> None:
-        needed = num_pages * self.page_size
-        raise OutOfSlotsError(needed, self.free_slots, self.tree.evictable_size(), self.num_slots)
+    def _tree_key(self, key: RadixKey) -> RadixKey:
+        return key.bigrams() if self._bigram else key
 
     def _count_grant(self, lease: LeaseRecord) -> None:
         self.leases.add(lease)
@@ -294,14 +338,11 @@ class KVCache:
 
     def _end(self, lease: LeaseRecord) -> None:
         self.leases.remove(lease)
-        private = lease.private_starts
-        if len(private):
-            self.allocator.free_pages(private)
-            self._private_pages -= len(private)
+        self.room.free_private(lease.private_starts, lease.state_slot)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         if lease.generation != self._generation:
             self.tree.reclaim_retired()
-        self._tell_pressure()  # what it held can be evicted now
+        self.room.tell_pressure()  # what it held can be evicted now
 
     # ---------------------------------------------------------------- checks
 
@@ -314,7 +355,8 @@ class KVCache:
         pages = np.concatenate((self.allocator.free_starts(), *private, *tree)) // self.page_size
         assert len(pages) * self.page_size == self.num_slots, f"rule 1: {len(pages)} pages accounted for"
         assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
-        assert sum(map(len, private)) == self._private_pages, f"rule 1: {self._private_pages=}"
+        assert sum(map(len, private)) == self.room.private_pages, f"rule 1: {self.room.private_pages=}"
+        self.room.check(self.leases)
         in_tree = set(np.concatenate(tree).tolist()) if tree else set()
         locks = 0
         for lease in self.leases:

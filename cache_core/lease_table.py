@@ -32,6 +32,8 @@ class LeaseRecord:
         "receipt",
         "session_id",
         "starts",
+        "state_slot",
+        "swa_freed_len",
     )
 
     def __init__(
@@ -57,6 +59,8 @@ class LeaseRecord:
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
         self.generation = generation  # the cache's when it was granted
+        self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
+        self.state_slot: int | None = None  # its own recurrent state
 
     @property
     def private_starts(self) -> Starts:

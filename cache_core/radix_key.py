@@ -72,6 +72,14 @@ class RadixKey:
             return self
         return RadixKey.from_packed(self.ids.astype(f"<u{width}").tobytes(), width, self.extra_key, self.arity)
 
+    def bigrams(self) -> RadixKey:
+        """The pairs of neighbouring ids of a plain key: n ids make n - 1 pairs."""
+        if self.arity:
+            raise InvalidKeyError("bigrams are made of plain ids")
+        ids = self.ids
+        pairs = np.stack((ids[:-1], ids[1:]), axis=1) if len(ids) else np.empty((0, 2), ids.dtype)
+        return RadixKey.from_packed(pairs.tobytes(), self.width, self.extra_key, 2)
+
     def num_narrow(self) -> int:
         """How many leading elements fit in 32 bits an id."""
         if self.width == 4:
