@@ -11,16 +11,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from raydix.actors.core_factory import build_core
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.request_handlers import RequestHandlers
 from raydix.actors.waiting_line import WaitingLine
-from raydix.cache_core import (
-    BasePrefixCache,
-    ChunkCache,
-    KVCache,
-    RadixCache,
-    TokenToKVPoolAllocator,
-)
+from raydix.cache_core import KVCache, MambaPool, MambaRadixCache
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -33,6 +28,7 @@ from raydix.schemas import (
     InvalidRequest,
     Message,
     OpenSession,
+    PoolStats,
     SessionResponse,
     StaleEpoch,
     StatsRequest,
@@ -53,24 +49,26 @@ class Session:
 
 
 class CacheService:
-    """A cache as its callers know it: requests in, responses or `CacheError`s out."""
+    """A cache as its callers know it: requests in, responses or `CacheError`s out.
 
-    def __init__(self, config: CacheConfig) -> None:
+    Args:
+        config: everything about it.
+        states: the pool of recurrent states, for kind "mamba"; None makes one without tensors.
+    """
+
+    def __init__(self, config: CacheConfig, states: MambaPool | None = None) -> None:
         self.config = config
         self.epoch = uuid.uuid4().hex
         self.sessions: dict[str, Session] = {}
         self._closed = False
         self._batches = self._requests = 0
-        num_slots = config.pool.num_slots
-        allocator = TokenToKVPoolAllocator(num_slots, config.page_size)
         self.line = WaitingLine(config.leases.max_waiters)
-        self.eviction_task = EvictionTask(
-            config.eviction, num_slots, allocator.available_size, lambda n: self.core.evict(n), self.line.serve
-        )
-        self.core = KVCache(
-            _make_tree(config, allocator), allocator, self.eviction_task.pressure_floor, self.eviction_task.wake
-        )
+        self.core, gauges = build_core(config, states, self._on_pressure)
+        self.eviction_task = EvictionTask(config.eviction, gauges, self.line.serve)
         self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
+
+    def _on_pressure(self) -> None:
+        self.eviction_task.wake()
 
     # ---------------------------------------------------------------- sessions
 
@@ -177,10 +175,34 @@ class CacheService:
             batches=self._batches,
             requests=self._requests,
             eviction_task=self.eviction_task.stats(),
+            swa=_swa_stats(core),
+            state=_state_stats(core),
         )
 
 
-def _make_tree(config: CacheConfig, allocator: TokenToKVPoolAllocator) -> BasePrefixCache:
-    if config.kind == "chunk":
-        return ChunkCache(config.page_size)
-    return RadixCache(config.page_size, token_to_kv_pool_allocator=allocator)
+def _swa_stats(core: KVCache) -> PoolStats | None:
+    if core.swa_allocator is None:
+        return None
+    evictable, protected = core.tree.swa_evictable_size(), core.tree.swa_protected_size()
+    return _pool_stats(core.swa_allocator.num_swa_slots, core.swa_allocator.swa_available_size(), evictable, protected)
+
+
+def _state_stats(core: KVCache) -> PoolStats | None:
+    states, tree = core.room.states, core.tree
+    if states is None or not isinstance(tree, MambaRadixCache):
+        return None
+    evictable, protected = tree.mamba_evictable_size(), tree.mamba_protected_size()
+    return _pool_stats(states.num_slots, states.available_size(), evictable, protected)
+
+
+def _pool_stats(num_slots: int, free: int, evictable: int, protected: int) -> PoolStats:
+    tree = evictable + protected
+    return PoolStats(
+        num_slots=num_slots,
+        free_slots=free,
+        private_slots=num_slots - free - tree,
+        tree_slots=tree,
+        quarantined_slots=0,
+        evictable_slots=evictable,
+        protected_slots=protected,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from raydix.schemas import EvictionConfig, EvictionTaskStats
 
@@ -15,32 +15,40 @@ _TOKENS_PER_STEP = 512  # evicted between two looks at the clock
 _BACKOFF_S = 0.1  # after a round that failed
 
 
+class PoolGauge:
+    """One pool as the task sees it.
+
+    Args:
+        config: watermarks.
+        num_slots: its size.
+        free_slots: how many slots are free now.
+        evict: frees at least so many slots, or all it may; returns how many.
+    """
+
+    def __init__(
+        self, config: EvictionConfig, num_slots: int, free_slots: Callable[[], int], evict: Callable[[int], int]
+    ) -> None:
+        # Both marks as free slots: below the floor the task wakes, at the goal it sleeps again.
+        enabled = config.high_watermark < 1.0
+        self.pressure_floor = num_slots - int(config.high_watermark * num_slots) if enabled else 0
+        self.goal = num_slots - int(config.low_watermark * num_slots)
+        self.free_slots = free_slots
+        self.evict = evict
+
+
 class EvictionTask:
     """Sleeps until `wake`, then evicts down to the low watermark, in slices that let other work in between.
 
     Args:
         config: watermarks and the longest slice.
-        num_slots: size of the pool.
-        free_slots: how many slots are free now.
-        evict: frees at least so many tokens' slots, or all it may; returns how many.
+        gauges: the pools to keep below the marks.
         after_slice: called after each slice, while slots may have become free.
     """
 
-    def __init__(
-        self,
-        config: EvictionConfig,
-        num_slots: int,
-        free_slots: Callable[[], int],
-        evict: Callable[[int], int],
-        after_slice: Callable[[], None],
-    ) -> None:
+    def __init__(self, config: EvictionConfig, gauges: Sequence[PoolGauge], after_slice: Callable[[], None]) -> None:
         self.enabled = config.high_watermark < 1.0
-        # Both marks as free slots: below the floor the task wakes, at the goal it sleeps again.
-        self.pressure_floor = num_slots - int(config.high_watermark * num_slots) if self.enabled else 0
-        self._goal = num_slots - int(config.low_watermark * num_slots)
+        self._gauges = gauges
         self._slice_s = config.slice_ms / 1000
-        self._free_slots = free_slots
-        self._evict = evict
         self._after_slice = after_slice
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -75,15 +83,20 @@ class EvictionTask:
 
     def _run_slice(self) -> int:
         started = time.monotonic()
-        total = 0
-        while (shortfall := self._goal - self._free_slots()) > 0:
-            evicted = self._evict(min(shortfall, _TOKENS_PER_STEP))
-            total += evicted
-            if evicted == 0 or time.monotonic() - started > self._slice_s:
-                break
+        total = sum(self._relieve(gauge, started) for gauge in self._gauges)
         self._slices += 1
         self._tokens_evicted += total
         self._longest_slice_s = max(self._longest_slice_s, time.monotonic() - started)
+        return total
+
+    def _relieve(self, gauge: PoolGauge, started: float) -> int:
+        """Evict from one pool, for as long as the slice lasts."""
+        total = 0
+        while (shortfall := gauge.goal - gauge.free_slots()) > 0 and time.monotonic() - started < self._slice_s:
+            evicted = gauge.evict(min(shortfall, _TOKENS_PER_STEP))
+            total += evicted
+            if evicted == 0:
+                break
         return total
 
     async def _run(self) -> None:

@@ -32,9 +32,11 @@ from raydix.schemas import (
     Message,
     PoolExhausted,
     ReleaseRequest,
+    ReleaseWindowRequest,
     ResetRequest,
     TokenIds,
     WaitingResponse,
+    WindowResponse,
 )
 
 
@@ -58,6 +60,7 @@ class RequestHandlers:
             AcquireRequest: self._acquire,
             InsertRequest: self._insert,
             ExtendRequest: self._extend,
+            ReleaseWindowRequest: self._release_window,
             ReleaseRequest: self._release,
             AbortRequest: self._release,
             EvictRequest: self._evict,
@@ -76,19 +79,23 @@ class RequestHandlers:
             return to_cache_error(error, self.core)
 
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
-        prefix_len = self.core.match(_key(request.tokens, request.namespace)).prefix_len
-        return MatchResponse(prefix_len=prefix_len, full_prefix_len=prefix_len, branching_len=None)
+        match = self.core.match(_key(request.tokens, request.namespace))
+        return MatchResponse(
+            prefix_len=match.prefix_len,
+            full_prefix_len=max(match.prefix_len, match.full_prefix_len),
+            branching_len=match.mamba_branching_seqlen,
+        )
 
     def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
         key = _key(request.tokens, request.namespace)
-        return _granted(self.core.lock(request.lease_id, session_id, key))
+        return self._granted(self.core.lock(request.lease_id, session_id, key))
 
     def _acquire(self, session_id: str, request: AcquireRequest) -> Message:
         key = _key(request.tokens, request.namespace)
 
         def attempt() -> Message:
             lease = self.core.acquire(request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len)
-            return _granted(lease)
+            return self._granted(lease)
 
         needed = len(key) + request.new_tokens
         return self._admit(session_id, request.lease_id, needed, needed, attempt, request.timeout_s)
@@ -102,7 +109,7 @@ class RequestHandlers:
             if lease.num_slots < request.num_slots:
                 self.core.extend(request.lease_id, session_id, request.num_slots - lease.num_slots)
             added = _packed(lease.starts[request.known_pages :])
-            return ExtendResponse(num_slots=lease.num_slots, page_starts=added)
+            return ExtendResponse(num_slots=lease.num_slots, page_starts=added, swa_page_starts=self._window(lease))
 
         return self._admit(
             session_id, request.lease_id, missing, request.num_slots, attempt, request.timeout_s, urgent=True
@@ -153,7 +160,8 @@ class RequestHandlers:
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         lease = self.core.leases.get(request.lease_id, session_id)
         suffix = _key(request.suffix, lease.key.extra_key)
-        done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix)
+        done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix, request.publish_state)
+        window = self._window(lease)
         if request.release:
             self.core.release(request.lease_id, session_id)
         return InsertResponse(
@@ -162,7 +170,27 @@ class RequestHandlers:
             num_duplicates=done.num_duplicates,
             retired=done.retired,
             repointed=_packed(done.repointed),
+            swa_page_starts=window,
         )
+
+    def _release_window(self, session_id: str, request: ReleaseWindowRequest) -> WindowResponse:
+        lease = self.core.leases.get(request.lease_id, session_id)
+        self.core.release_window(request.lease_id, session_id, request.up_to)
+        return WindowResponse(swa_page_starts=self._window(lease))
+
+    def _granted(self, lease: LeaseRecord) -> LeaseResponse:
+        return LeaseResponse(
+            lease_id=lease.lease_id,
+            prefix_len=lease.prefix_len,
+            num_slots=lease.num_slots,
+            page_starts=_packed(lease.starts),
+            swa_page_starts=self._window(lease),
+            state_slot=lease.state_slot,
+        )
+
+    def _window(self, lease: LeaseRecord) -> bytes:
+        """The lease's window pages, packed; nothing without a sliding window."""
+        return b"" if self.core.swa_allocator is None else _packed(self.core.swa_starts(lease))
 
     def _release(self, session_id: str, request: ReleaseRequest | AbortRequest) -> Ack:
         self.line.withdraw(session_id, request.lease_id)
@@ -183,15 +211,6 @@ class RequestHandlers:
 
 def _key(tokens: TokenIds, namespace: str | None) -> RadixKey:
     return RadixKey.from_packed(tokens.data, tokens.width, namespace)
-
-
-def _granted(lease: LeaseRecord) -> LeaseResponse:
-    return LeaseResponse(
-        lease_id=lease.lease_id,
-        prefix_len=lease.prefix_len,
-        num_slots=lease.num_slots,
-        page_starts=_packed(lease.starts),
-    )
 
 
 def _packed(starts: NDArray[np.int64]) -> bytes:

@@ -55,7 +55,8 @@ class KVCache:
     Args:
         tree: the empty cache that maps prefixes to pages; it must free to `allocator`.
         allocator: the slots.
-        pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
+        pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this, or fewer
+            window slots or states than `swa_pressure_floor` and `state_pressure_floor`.
         on_pressure: told that slots run short.
         states: the state slots of a hybrid model, to which `tree` frees; each lease holds one of its own.
         bigram: the tree's keys are pairs of neighbouring tokens (as EAGLE drafts need them): n tokens make n - 1 units.
@@ -70,6 +71,8 @@ class KVCache:
         *,
         states: MambaPool | None = None,
         bigram: bool = False,
+        swa_pressure_floor: int = 0,
+        state_pressure_floor: int = 0,
     ) -> None:
         self.tree = tree
         self.allocator = allocator
@@ -77,7 +80,10 @@ class KVCache:
         self.num_slots = allocator.num_slots
         self.leases = LeaseTable()
         self.counters = Counters()
-        self.room = SlotRoom(tree, allocator, states, pressure_floor, on_pressure)
+        self.room = SlotRoom(tree, allocator, states, self._is_pressed, on_pressure)
+        self._pressure_floor = pressure_floor
+        self._swa_pressure_floor = swa_pressure_floor
+        self._state_pressure_floor = state_pressure_floor
         self._bigram = bigram
         self._generation = 0
 
@@ -92,6 +98,19 @@ class KVCache:
     def private_slots(self) -> int:
         """Slots of leases that no tree holds, in whole pages."""
         return self.room.private_pages * self.page_size
+
+    @property
+    def swa_allocator(self) -> SWATokenToKVPoolAllocator | None:
+        """The allocator of window slots, if there are any."""
+        return self.allocator if isinstance(self.allocator, SWATokenToKVPoolAllocator) else None
+
+    def _is_pressed(self) -> bool:
+        swa, states = self.swa_allocator, self.room.states
+        return (
+            self.allocator.available_size() < self._pressure_floor
+            or (swa is not None and swa.swa_available_size() < self._swa_pressure_floor)
+            or (states is not None and states.available_size() < self._state_pressure_floor)
+        )
 
     def held_slots(self) -> int:
         """Slots that cannot be evicted because leases hold them."""
@@ -264,9 +283,9 @@ class KVCache:
 
     def swa_starts(self, lease: LeaseRecord) -> Starts:
         """The first window slot of each page of a lease, 0 where the lease does not hold its window KV."""
-        if not isinstance(self.allocator, SWATokenToKVPoolAllocator):
+        if self.swa_allocator is None:
             return np.empty(0, np.int64)
-        halves = self.allocator.swa_starts(lease.starts)
+        halves = self.swa_allocator.swa_starts(lease.starts)
         held_from = lease.num_published_pages
         if isinstance(lease.receipt, WindowReceipt) and not lease.receipt.released:
             held_from = lease.receipt.start // self.page_size
@@ -291,6 +310,18 @@ class KVCache:
     def evict(self, num_tokens: int) -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
         return self.room.evict(num_tokens)
+
+    def evict_window(self, num_tokens: int) -> int:
+        """Free at least `num_tokens` window slots of the tree, or all that no window holds; returns how many."""
+        result = self.tree.evict(0, num_tokens)
+        self.room.tokens_evicted += result.full_evicted
+        return result.swa_evicted
+
+    def evict_states(self, num_states: int) -> int:
+        """Free at least `num_states` states of the tree, or all that nobody holds; returns how many."""
+        result = self.tree.evict(0, num_states)
+        self.room.tokens_evicted += result.full_evicted
+        return result.mamba_evicted
 
     def reset(self) -> None:
         """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""

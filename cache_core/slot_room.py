@@ -25,7 +25,7 @@ class SlotRoom:
         tree: BasePrefixCache,
         allocator: TokenToKVPoolAllocator,
         states: MambaPool | None,
-        pressure_floor: int,
+        is_pressed: Callable[[], bool],
         on_pressure: Callable[[], None] | None,
     ) -> None:
         self.private_pages = 0
@@ -36,7 +36,7 @@ class SlotRoom:
         self._allocator = allocator
         self._swa = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None
         self._page_size = allocator.page_size
-        self._pressure_floor = pressure_floor
+        self._is_pressed = is_pressed
         self._on_pressure = on_pressure
 
     def check_capacity(self, num_pages: int) -> None:
@@ -79,7 +79,9 @@ class SlotRoom:
                 raise OutOfSlotsError(1, 0, 0, self.states.num_slots)
             self.evict(0, 1)
         self.private_states += 1
-        return self.states.alloc_track_slot()
+        slot = self.states.alloc_track_slot()
+        self.tell_pressure()
+        return slot
 
     def load_state(self, node: Any, state_slot: int) -> None:
         """Fill a lease's own state slot with the state at a node, or zeros."""
@@ -125,7 +127,7 @@ class SlotRoom:
 
     def tell_pressure(self) -> None:
         """Tell whoever listens if slots run short."""
-        if self._on_pressure is not None and self._allocator.available_size() < self._pressure_floor:
+        if self._on_pressure is not None and self._is_pressed():
             self._on_pressure()
 
     def _free_state(self, state_slot: int) -> None:

@@ -29,6 +29,7 @@ from raydix.schemas.requests import (
     OpenSession,
     ReadKV,
     ReleaseRequest,
+    ReleaseWindowRequest,
     ResetRequest,
     StatsRequest,
     WaitRequest,
@@ -45,8 +46,9 @@ from raydix.schemas.responses import (
     MatchResponse,
     SessionResponse,
     WaitingResponse,
+    WindowResponse,
 )
-from raydix.schemas.stats import CacheStats, EvictionTaskStats
+from raydix.schemas.stats import CacheStats, EvictionTaskStats, PoolStats
 from raydix.schemas.tokens import TokenIds
 
 __all__ = [
@@ -84,8 +86,10 @@ __all__ = [
     "PoolConfig",
     "PoolExhausted",
     "PoolHandle",
+    "PoolStats",
     "ReadKV",
     "ReleaseRequest",
+    "ReleaseWindowRequest",
     "ResetRequest",
     "SessionResponse",
     "StaleEpoch",
@@ -94,6 +98,7 @@ __all__ = [
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",
+    "WindowResponse",
     "WriteKV",
     "frame_namespace",
 ]

@@ -23,6 +23,12 @@ class PoolConfig(_Config):
     num_kv_heads: int = Field(default=0, ge=0)
     head_dim: int = Field(default=0, ge=0, description="elements of one head's K")
     v_head_dim: int | None = Field(default=None, ge=0, description="elements of one head's V; None: as K")
+    layer_kinds: tuple[Literal["full", "swa", "state"], ...] | None = Field(
+        default=None, description="what each layer keeps: KV, sliding-window KV, or a recurrent state; None: all KV"
+    )
+    num_swa_slots: int | None = Field(default=None, gt=0, le=MAX_SLOTS, description="window slots; None: num_slots")
+    num_state_slots: int = Field(default=0, ge=0, le=MAX_SLOTS, description="recurrent states, leases' own included")
+    state_shapes: tuple[tuple[int, ...], ...] = Field(default=(), description="shapes of a state layer's tensors")
     dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"] = "bfloat16"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
 
@@ -30,6 +36,15 @@ class PoolConfig(_Config):
     def _layers_have_a_shape(self) -> Self:
         if self.num_layers and not (self.num_kv_heads and self.head_dim):
             raise ValueError("a pool with layers needs num_kv_heads and head_dim of at least 1")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_have_a_kind(self) -> Self:
+        kinds = self.layer_kinds or ()
+        if self.layer_kinds is not None and len(kinds) != self.num_layers:
+            raise ValueError(f"layer_kinds names {len(kinds)} layers, but num_layers is {self.num_layers}")
+        if "state" in kinds and not (self.num_state_slots and self.state_shapes):
+            raise ValueError('a pool with "state" layers needs num_state_slots and state_shapes')
         return self
 
 
@@ -63,8 +78,14 @@ with warnings.catch_warnings():
     class CacheConfig(_Config):
         """Everything that makes one cache. Two caches of one name must have equal configurations."""
 
-        kind: Literal["radix", "chunk"] = Field(default="radix", description="chunk: nothing is shared")
+        kind: Literal["radix", "mamba", "chunk"] = Field(
+            default="radix", description="mamba: with recurrent states; chunk: nothing is shared"
+        )
         page_size: int = Field(default=1, ge=1, le=65_536, description="tokens a page; the unit of sharing")
+        sliding_window_size: int | None = Field(
+            default=None, ge=1, description="tokens that sliding-window layers attend to; kind radix only"
+        )
+        bigram: bool = Field(default=False, description="keys are pairs of neighbouring tokens, as EAGLE drafts need")
         pool: PoolConfig
         eviction: EvictionConfig = EvictionConfig()
         leases: LeaseConfig = LeaseConfig()
@@ -77,6 +98,19 @@ with warnings.catch_warnings():
                 raise ValueError(
                     f"num_slots ({self.pool.num_slots}) must be a multiple of page_size ({self.page_size})"
                 )
+            return self
+
+        @model_validator(mode="after")
+        def _kind_has_its_pools(self) -> Self:
+            kinds = self.pool.layer_kinds or ()
+            if self.sliding_window_size is not None and self.kind != "radix":
+                raise ValueError(f"sliding_window_size is for kind 'radix', not {self.kind!r}")
+            if self.sliding_window_size is None and (self.pool.num_swa_slots is not None or "swa" in kinds):
+                raise ValueError("a pool with window slots or 'swa' layers needs sliding_window_size")
+            if (self.pool.num_swa_slots or 0) % self.page_size:
+                raise ValueError(f"num_swa_slots must be a multiple of page_size ({self.page_size})")
+            if (self.kind == "mamba") != (self.pool.num_state_slots > 0):
+                raise ValueError("kind 'mamba' needs num_state_slots, and no other kind takes them")
             return self
 
         def digest(self) -> str:

@@ -82,6 +82,7 @@ class InsertRequest(Message):
     num_tokens: int = Field(gt=0, strict=True)
     suffix: TokenIds
     release: bool = Field(default=False, description="end the lease in the same step")
+    publish_state: bool = Field(default=False, description="publish the lease's state as the one after these tokens")
 
 
 class ExtendRequest(Message):
@@ -91,6 +92,13 @@ class ExtendRequest(Message):
     num_slots: int = Field(gt=0, strict=True, description="slots the lease is to cover")
     known_pages: int = Field(ge=0, description="pages of the lease that the client knows already")
     timeout_s: TimeoutSeconds = None
+
+
+class ReleaseWindowRequest(Message):
+    """Free a lease's sliding-window KV before token `up_to`, but for what publishing still needs."""
+
+    lease_id: LeaseId
+    up_to: int = Field(ge=0, strict=True)
 
 
 class ReleaseRequest(Message):

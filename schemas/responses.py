@@ -39,6 +39,8 @@ class LeaseResponse(Message):
     page_starts: bytes = Field(
         repr=False, description="int32: the first slot of each page the lease covers, in token order"
     )
+    swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
+    state_slot: int | None = Field(default=None, description="the lease's own recurrent state")
 
 
 class WaitingResponse(Message):
@@ -53,10 +55,11 @@ class ExtendResponse(Message):
 
     num_slots: int = Field(description="slots the lease now covers")
     page_starts: bytes = Field(repr=False, description="int32: first slots of the pages beyond those the client knew")
+    swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 
 class InsertResponse(Message):
-    """What publishing did. The first four fields are for the caller, the last for its client."""
+    """What publishing did. The first four fields are for the caller, the others for its client."""
 
     prefix_len: int = Field(description="leading tokens that were in the tree already")
     num_inserted: int = Field(description="tokens the tree took over")
@@ -65,6 +68,13 @@ class InsertResponse(Message):
     repointed: bytes = Field(
         default=b"", repr=False, description="int32: the tree's page starts in place of the duplicates'"
     )
+    swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
+
+
+class WindowResponse(Message):
+    """A lease's sliding-window KV as it is now."""
+
+    swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 
 class EvictResponse(Message):

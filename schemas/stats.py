@@ -20,6 +20,18 @@ class EvictionTaskStats(Message):
     longest_slice_ms: float
 
 
+class PoolStats(Message):
+    """The slots of one pool: window slots, in tokens, or recurrent states."""
+
+    num_slots: int
+    free_slots: int
+    private_slots: int
+    tree_slots: int
+    quarantined_slots: int
+    evictable_slots: int
+    protected_slots: int
+
+
 class CacheStats(Message):
     """A snapshot. `free + private + tree + quarantined == num_slots`, at all times; counts are in slots or tokens."""
 
@@ -46,6 +58,8 @@ class CacheStats(Message):
     batches: int
     requests: int = Field(description="requests carried by those batches")
     eviction_task: EvictionTaskStats
+    swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")
+    state: PoolStats | None = Field(default=None, description="the recurrent states, if there are any")
 
     @property
     def hit_rate(self) -> float:
