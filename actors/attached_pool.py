@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.pool_export import layout_of, open_cuda_pool, open_shared_pool
 from raydix.cache_core import KVPool
-from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
+from raydix.schemas import CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
 
 if TYPE_CHECKING:
     from raydix.actors.lease import Lease
@@ -36,7 +36,7 @@ class AttachedPool:
         self._transport = transport
         self._session_id = session_id
         self._epoch = epoch
-        self.layout = layout_of(CacheConfig(page_size=handle.page_size, pool=handle.pool))
+        self.layout = layout_of(handle.config)
 
     @classmethod
     async def attach(cls, transport: Transport, mapped: bool | None, session_id: str, epoch: str) -> AttachedPool:
@@ -68,8 +68,15 @@ class AttachedPool:
         """Each layer's V, `[num_slots + page_size, num_kv_heads, v_head_dim]`."""
         return self._mapped_pool().v
 
+    def state(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each: `lease.state_slot` is the caller's row."""
+        return self._mapped_pool().state(layer)
+
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write KV of one layer, `[n, num_kv_heads, dim]` each, into slots that the caller holds privately."""
+        """Write KV of one layer, `[n, num_kv_heads, dim]` each, into slots that the caller holds privately.
+
+        A sliding-window layer takes the lease's `swa_slots`.
+        """
         self._mapped_pool().write(layer, slots, k, v)
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +153,7 @@ def map_pool(handle: PoolHandle) -> KVPool:
     if node_id != handle.node_id:
         raise OSError(f"it lies on node {handle.node_id}, this is node {node_id}")
     storage = open_cuda_pool(handle) if handle.device_type == "cuda" else open_shared_pool(handle)
-    return KVPool(layout_of(CacheConfig(page_size=handle.page_size, pool=handle.pool)), storage=storage)
+    return KVPool(layout_of(handle.config), storage=storage)
 
 
 def _slot_array(slots: torch.Tensor) -> NDArray[np.int64]:

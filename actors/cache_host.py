@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -27,8 +29,9 @@ class CacheHost:
     """
 
     def __init__(self, config: CacheConfig, device: torch.device, node_id: str, share: bool) -> None:
-        self.service = CacheService(config)
-        self.exported = ExportedPool(config, device, self.service.epoch, node_id, share)
+        epoch = uuid.uuid4().hex
+        self.exported = ExportedPool(config, device, epoch, node_id, share)
+        self.service = CacheService(config, epoch, _state_pool(config, self.exported.pool))
 
     def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy the KV of slots that a lease covers out of the pool.
@@ -38,7 +41,8 @@ class CacheHost:
             InvalidRequest: the lease does not cover all of the slots.
         """
         self._check(request, private=False)
-        k, v = self.exported.pool.read_all(torch.from_numpy(request.slots.copy()))
+        slots = torch.from_numpy(request.slots.copy())
+        k, v = self.exported.pool.read_all(slots, self._swa_slots(slots))
         return KVResponse(k=_to_bytes(k), v=_to_bytes(v))
 
     def write_kv(self, request: WriteKV) -> None:
@@ -54,7 +58,12 @@ class CacheHost:
         k = _from_bytes(request.k, (*shape, layout.head_dim), layout.dtype)
         v = _from_bytes(request.v, (*shape, layout.v_head_dim), layout.dtype)
         device = self.exported.device
-        self.exported.pool.write_all(torch.from_numpy(request.slots.copy()), k.to(device), v.to(device))
+        slots = torch.from_numpy(request.slots.copy())
+        self.exported.pool.write_all(slots, k.to(device), v.to(device), self._swa_slots(slots))
+
+    def _swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
+        allocator = self.service.core.swa_allocator
+        return None if allocator is None else allocator.swa_slots(slots)
 
     def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
         session = self.service.session(request.session_id, request.epoch)
@@ -71,6 +80,14 @@ class CacheHost:
                 f"lease {request.lease_id!r} does not {'hold' if private else 'cover'} all of these slots"
                 f"{' privately: only slots that were not published yet can be written' if private else ''}"
             )
+
+
+def _state_pool(config: CacheConfig, pool: KVPool) -> MambaPool | None:
+    """The slots of the pool's recurrent states, if the kind has any."""
+    if config.kind != "mamba":
+        return None
+    layers = [pool.state(layer) for layer in range(config.pool.num_layers)]
+    return MambaPool(config.pool.num_state_slots, layers=[tensors for tensors in layers if tensors])
 
 
 def local_device(wanted: str) -> torch.device:

@@ -7,7 +7,6 @@ its first look at the cache and its last change of it: each is atomic.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,12 +52,13 @@ class CacheService:
 
     Args:
         config: everything about it.
+        epoch: names this life of it.
         states: the pool of recurrent states, for kind "mamba"; None makes one without tensors.
     """
 
-    def __init__(self, config: CacheConfig, states: MambaPool | None = None) -> None:
+    def __init__(self, config: CacheConfig, epoch: str, states: MambaPool | None = None) -> None:
         self.config = config
-        self.epoch = uuid.uuid4().hex
+        self.epoch = epoch
         self.sessions: dict[str, Session] = {}
         self._closed = False
         self._batches = self._requests = 0

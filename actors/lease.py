@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raydix.schemas import (
     ExtendResponse,
@@ -38,6 +39,8 @@ class Lease:
         epoch: the life of the cache that granted it.
         prefix_len: tokens whose KV was there when it was granted; never changes.
         published_len: tokens in the tree, held by this lease; grows with `insert`.
+        state_slot: the lease's own row of the state tensors, which holds a copy of the state after the prefix (zeros
+            where there is none); None for kinds without states.
     """
 
     def __init__(
@@ -49,6 +52,9 @@ class Lease:
         self._starts = np.frombuffer(response.page_starts, "<i4").astype(np.int64)
         self._num_slots = response.num_slots
         self._slots: torch.Tensor | None = None
+        self._swa_starts = np.frombuffer(response.swa_page_starts, "<i4")
+        self._swa_slots: torch.Tensor | None = None
+        self.state_slot = response.state_slot
         self._ended = False
         self._extending = False
         self.lease_id = response.lease_id
@@ -60,27 +66,59 @@ class Lease:
     def slots(self) -> torch.Tensor:
         """The slot of each token, int64 on the CPU: [0, published_len) the tree's, the rest private."""
         if self._slots is None:
-            import torch
-
-            rows = self._starts[:, None] + np.arange(self._page_size)
-            self._slots = torch.from_numpy(rows.reshape(-1)[: self._num_slots])
+            self._slots = self._expand(self._starts)
         return self._slots
+
+    @property
+    def swa_slots(self) -> torch.Tensor:
+        """The window slot of each token, int64 on the CPU, 0 where the lease does not hold its window KV.
+
+        As long as `slots`; for the tensors of sliding-window layers.
+
+        Raises:
+            InvalidRequest: the cache has no sliding window.
+        """
+        if not len(self._swa_starts):
+            raise InvalidRequest("this cache has no sliding window")
+        if self._swa_slots is None:
+            slots = self._expand(self._swa_starts.astype(np.int64))
+            held = np.repeat(self._swa_starts > 0, self._page_size)[: self._num_slots]
+            self._swa_slots = slots * held
+        return self._swa_slots
+
+    def _expand(self, starts: NDArray[np.int64]) -> torch.Tensor:
+        import torch
+
+        rows = starts[:, None] + np.arange(self._page_size)
+        return torch.from_numpy(rows.reshape(-1)[: self._num_slots])
 
     def __len__(self) -> int:
         """How many tokens the lease covers."""
         return self._num_slots
 
-    async def insert(self, tokens: Any, *, release: bool = False) -> InsertResponse:
+    async def insert(self, tokens: Any, *, release: bool = False, publish_state: bool = False) -> InsertResponse:
         """Publish computed tokens: whole pages of `tokens`, which begin with those the lease was acquired for.
 
         From then on others hit them. Where the tree has a page already, the lease's own is freed and `slots` names
-        the tree's. `release=True` ends the lease in the same message.
+        the tree's. `release=True` ends the lease in the same message. `publish_state=True` publishes a copy of the
+        lease's own state as the one after the last token, which must end a page.
 
         Raises:
             InvalidRequest: more tokens than the lease covers, or other tokens than it was acquired for.
             UnknownLease: the lease has ended.
         """
-        return await self.client.insert(self, tokens, release=release)
+        return await self.client.insert(self, tokens, release=release, publish_state=publish_state)
+
+    async def release_window(self, up_to: int) -> None:
+        """Free the window KV before token `up_to`, as decoding has left it behind: `swa_slots` is 0 there.
+
+        A page more than asked is kept, so that what is inserted next can be matched. No effect without a window.
+
+        Raises:
+            InvalidRequest: `up_to` is negative, or beyond what the lease covers.
+            UnknownLease: the lease has ended.
+        """
+        await self.client.release_window(self, up_to)
 
     async def extend(self, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """Cover `num_tokens` more; returns their slots. Waits for room as `acquire` does.
@@ -155,6 +193,12 @@ class Lease:
             self._starts[first : first + len(repointed)] = repointed
             self._slots = None
         self.published_len += response.num_inserted + response.num_duplicates
+        self.note_window(response.swa_page_starts)
+
+    def note_window(self, swa_page_starts: bytes) -> None:
+        """The window KV that the lease holds has changed."""
+        self._swa_starts = np.frombuffer(swa_page_starts, "<i4")
+        self._swa_slots = None
 
     @contextmanager
     def extending(self) -> Iterator[tuple[int, int]]:
@@ -173,3 +217,4 @@ class Lease:
         self._starts = np.concatenate((self._starts[:known_pages], added))
         self._num_slots = response.num_slots
         self._slots = None
+        self.note_window(response.swa_page_starts)

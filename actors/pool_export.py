@@ -29,6 +29,10 @@ def layout_of(config: CacheConfig) -> PoolLayout:
         head_dim=pool.head_dim,
         v_head_dim=pool.head_dim if pool.v_head_dim is None else pool.v_head_dim,
         dtype=getattr(torch, pool.dtype),
+        layer_kinds=pool.layer_kinds,
+        num_swa_slots=pool.num_swa_slots or (pool.num_slots if config.sliding_window_size else 0),
+        num_state_slots=pool.num_state_slots,
+        state_shapes=pool.state_shapes,
     )
 
 
@@ -75,8 +79,7 @@ class ExportedPool:
             gpu_uuid, ipc_handle = gpu_uuid_of(self.device), export_cuda(self.pool.storage)
         return PoolHandle(
             epoch=epoch,
-            page_size=config.page_size,
-            pool=config.pool,
+            config=config,
             device_type="cuda" if self.device.type == "cuda" else "cpu",
             node_id=node_id,
             path=None if self._fd is None else f"/proc/{os.getpid()}/fd/{self._fd}",

@@ -136,6 +136,8 @@ class RequestHandlers:
                 return attempt()
             except OutOfSlotsError as error:
                 needed = error.needed
+                if not error.can_ever_fit:  # more window slots or states than there are
+                    raise self._refusal(needed, can_ever_fit=False) from error
         if timeout_s is None:
             timeout_s = self._acquire_timeout_s
         if timeout_s == 0:

@@ -31,11 +31,13 @@ from raydix.schemas import (
     MatchResponse,
     Message,
     ReleaseRequest,
+    ReleaseWindowRequest,
     ResetRequest,
     StaleEpoch,
     StatsRequest,
     TokenIds,
     UnknownLease,
+    WindowResponse,
     frame_namespace,
 )
 
@@ -121,7 +123,9 @@ class CacheVerbs(ClientSession):
         )
         return await self._lease(request)
 
-    async def insert(self, lease: Lease, tokens: Any, *, release: bool = False) -> InsertResponse:
+    async def insert(
+        self, lease: Lease, tokens: Any, *, release: bool = False, publish_state: bool = False
+    ) -> InsertResponse:
         """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
         packed = _pack(tokens)
@@ -131,6 +135,7 @@ class CacheVerbs(ClientSession):
             num_tokens=len(packed),
             suffix=lease.unseen(packed),
             release=release,
+            publish_state=publish_state,
         )
         future = self._transport.submit(request)
         try:
@@ -157,6 +162,12 @@ class CacheVerbs(ClientSession):
             response = _expect(ExtendResponse, await self._call_admission(request))
             lease.note_extended(response, known_pages)
         return lease.slots[covered : covered + num_tokens]
+
+    async def release_window(self, lease: Lease, up_to: int) -> None:
+        """`Lease.release_window`."""
+        await self._check_mine(lease)
+        request = _build(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
+        lease.note_window(_expect(WindowResponse, await self._call(request)).swa_page_starts)
 
     async def release(self, lease: Lease) -> None:
         """`Lease.release`."""

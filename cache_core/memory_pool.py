@@ -1,20 +1,23 @@
-"""`KVPool`: the tensors that hold the KV, layer by layer, in one allocation."""
+"""`KVPool`: the tensors that hold KV and states, layer by layer, in one allocation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
-_ALIGNMENT = 256  # bytes; each layer's tensors start on such a boundary
+_ALIGNMENT = 256  # bytes; each tensor starts on such a boundary
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """Where each layer's K and V lie in the pool's memory.
+    """Where each layer's tensors lie in the pool's memory.
 
-    A layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`, its V the same with `v_head_dim`. The first
-    `page_size` rows are reserved for padding, so that slot ids can index the tensors directly.
+    A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`, its V the same with `v_head_dim`; a
+    sliding-window layer has `num_swa_slots` in place of `num_slots`. The first `page_size` rows are reserved for padding,
+    so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for each of
+    `state_shapes`, with row 0 reserved, and no K and V.
     """
 
     num_slots: int
@@ -24,53 +27,54 @@ class PoolLayout:
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    layer_kinds: tuple[str, ...] | None = None  # "full", "swa" or "state" of each layer; None: all full
+    num_swa_slots: int = 0
+    num_state_slots: int = 0
+    state_shapes: tuple[tuple[int, ...], ...] = ()
+
+    def kind(self, layer: int) -> str:
+        """ "full", "swa" or "state"."""
+        return self.layer_kinds[layer] if self.layer_kinds is not None else "full"
 
     @property
-    def num_rows(self) -> int:
-        """Rows of each layer's tensors."""
-        return self.num_slots + self.page_size
+    def kv_layers(self) -> list[int]:
+        """The layers that have K and V."""
+        return [layer for layer in range(self.num_layers) if self.kind(layer) != "state"]
 
-    @property
-    def k_bytes(self) -> int:
-        """Bytes of one layer's K."""
-        return self.num_rows * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def v_bytes(self) -> int:
-        """Bytes of one layer's V."""
-        return self.num_rows * self.num_kv_heads * self.v_head_dim * self.dtype.itemsize
+    def shapes(self, layer: int) -> list[tuple[int, ...]]:
+        """The shapes of a layer's tensors: K and V, or the states."""
+        kind = self.kind(layer)
+        if kind == "state":
+            return [(self.num_state_slots + 1, *shape) for shape in self.state_shapes]
+        rows = (self.num_slots if kind == "full" else self.num_swa_slots) + self.page_size
+        return [(rows, self.num_kv_heads, self.head_dim), (rows, self.num_kv_heads, self.v_head_dim)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool."""
-        return self.num_layers * (_aligned(self.k_bytes) + _aligned(self.v_bytes))
+        return sum(self._bytes(shape) for layer in range(self.num_layers) for shape in self.shapes(layer))
 
-    def views(self, storage: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The K and V tensors of each layer, as views of `storage`, a 1-D uint8 tensor of `num_bytes`."""
-        k, v, at = [], [], 0
-        for _ in range(self.num_layers):
-            k.append(self._view(storage, at, self.k_bytes, self.head_dim))
-            at += _aligned(self.k_bytes)
-            v.append(self._view(storage, at, self.v_bytes, self.v_head_dim))
-            at += _aligned(self.v_bytes)
-        return k, v
+    def views(self, storage: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Each layer's tensors, as views of `storage`, a 1-D uint8 tensor of `num_bytes`."""
+        layers, at = [], 0
+        for layer in range(self.num_layers):
+            tensors = []
+            for shape in self.shapes(layer):
+                size = prod(shape) * self.dtype.itemsize
+                tensors.append(storage[at : at + size].view(self.dtype).view(shape))
+                at += self._bytes(shape)
+            layers.append(tensors)
+        return layers
 
-    def _view(self, storage: torch.Tensor, at: int, num_bytes: int, dim: int) -> torch.Tensor:
-        rows = storage[at : at + num_bytes].view(self.dtype)
-        return rows.view(self.num_rows, self.num_kv_heads, dim)
-
-
-def _bits(rows: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that every kernel can copy: 8-bit floats as bytes."""
-    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        return -(-prod(shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 class KVPool:
-    """K and V of every layer, indexed by slot.
+    """K and V of every layer, indexed by slot, and the states of state layers, by state slot.
+
+    Attributes:
+        k, v: each layer's tensors; those of a state layer are empty.
 
     Args:
         layout: shapes and dtype.
@@ -88,12 +92,22 @@ class KVPool:
         elif storage.numel() < layout.num_bytes:
             raise ValueError(f"the pool needs {layout.num_bytes} bytes, not {storage.numel()}")
         self.storage = storage
-        self.k, self.v = layout.views(storage)
+        layers = layout.views(storage)
+        none = torch.empty(0, dtype=layout.dtype, device=storage.device)
+        has_kv = [layout.kind(layer) != "state" for layer in range(layout.num_layers)]
+        self.k = [tensors[0] if kv else none for tensors, kv in zip(layers, has_kv, strict=True)]
+        self.v = [tensors[1] if kv else none for tensors, kv in zip(layers, has_kv, strict=True)]
+        self._states = [() if kv else tuple(tensors) for tensors, kv in zip(layers, has_kv, strict=True)]
+
+    def state(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; none for other layers."""
+        return self._states[layer]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy KV into slots of one layer. `k`: [n, num_kv_heads, head_dim], `v`: [n, num_kv_heads, v_head_dim].
 
-        `slots` is int64 of length n. The caller answers for holding them. One copy, cast to the pool's dtype.
+        `slots` is int64 of length n: window slots for a sliding-window layer. The caller answers for holding them. One
+        copy, cast to the pool's dtype.
         """
         slots = slots.to(self.storage.device)
         _bits(self.k[layer]).index_copy_(0, slots, _bits(k.to(self.layout.dtype)))
@@ -104,17 +118,34 @@ class KVPool:
         slots = slots.to(self.storage.device)
         return self.k[layer].index_select(0, slots), self.v[layer].index_select(0, slots)
 
-    def read_all(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V of `slots` in all layers, `[num_layers, n, num_kv_heads, dim]` each."""
+    def read_all(self, slots: torch.Tensor, swa_slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V of `slots` in all layers, `[num_layers, n, num_kv_heads, dim]` each.
+
+        Sliding-window layers are read at `swa_slots`; state layers are zeros.
+        """
         layout = self.layout
-        k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
-        v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
-        k, v = k.to(self.storage.device), v.to(self.storage.device)
-        for layer in range(layout.num_layers):
-            k[layer], v[layer] = self.gather(layer, slots)
+        shape = (layout.num_layers, len(slots), layout.num_kv_heads)
+        k = torch.zeros(*shape, layout.head_dim, dtype=layout.dtype, device=self.storage.device)
+        v = torch.zeros(*shape, layout.v_head_dim, dtype=layout.dtype, device=self.storage.device)
+        for layer in layout.kv_layers:
+            k[layer], v[layer] = self.gather(layer, self._rows(layer, slots, swa_slots))
         return k, v
 
-    def write_all(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """`write` in all layers: `k` and `v` are `[num_layers, n, num_kv_heads, dim]`."""
-        for layer in range(self.layout.num_layers):
-            self.write(layer, slots, k[layer], v[layer])
+    def write_all(
+        self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, swa_slots: torch.Tensor | None = None
+    ) -> None:
+        """`write` in all layers that have KV: `k` and `v` are `[num_layers, n, num_kv_heads, dim]`."""
+        for layer in self.layout.kv_layers:
+            self.write(layer, self._rows(layer, slots, swa_slots), k[layer], v[layer])
+
+    def _rows(self, layer: int, slots: torch.Tensor, swa_slots: torch.Tensor | None) -> torch.Tensor:
+        if self.layout.kind(layer) == "full":
+            return slots
+        if swa_slots is None:
+            raise ValueError("the pool has sliding-window layers: their slots are needed, too")
+        return swa_slots
+
+
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that every kernel can copy: 8-bit floats as bytes."""
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from raydix.schemas.config import PoolConfig
+from raydix.schemas.config import CacheConfig
 from raydix.schemas.message import Message
 
 
@@ -18,8 +18,7 @@ class PoolHandle(Message):
     """
 
     epoch: str = Field(description="the life of the cache to which this memory belongs")
-    page_size: int
-    pool: PoolConfig
+    config: CacheConfig
     device_type: Literal["cpu", "cuda"]
     node_id: str = Field(description="the Ray node of the cache")
     path: str | None = Field(default=None, description="CPU pools: the file to map, valid on that node")
