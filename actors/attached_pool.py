@@ -69,7 +69,7 @@ class AttachedPool:
         return self._mapped_pool().v
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each: `lease.state_slot` is the caller's row."""
+        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; the caller's row: `lease.state_slot`."""
         return self._mapped_pool().state(layer)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.cache_service import CacheService
 from raydix.actors.pool_export import ExportedPool
+from raydix.cache_core import KVPool, MambaPool
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,

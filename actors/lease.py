@@ -83,7 +83,7 @@ class Lease:
         if self._swa_slots is None:
             slots = self._expand(self._swa_starts.astype(np.int64))
             held = np.repeat(self._swa_starts > 0, self._page_size)[: self._num_slots]
-            self._swa_slots = slots * held
+            self._swa_slots = self._expand(self._swa_starts.astype(np.int64)) * held
         return self._swa_slots
 
     def _expand(self, starts: NDArray[np.int64]) -> torch.Tensor:

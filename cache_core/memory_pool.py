@@ -15,9 +15,9 @@ class PoolLayout:
     """Where each layer's tensors lie in the pool's memory.
 
     A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`, its V the same with `v_head_dim`; a
-    sliding-window layer has `num_swa_slots` in place of `num_slots`. The first `page_size` rows are reserved for padding,
-    so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for each of
-    `state_shapes`, with row 0 reserved, and no K and V.
+    sliding-window layer has `num_swa_slots` in place of `num_slots`. The first `page_size` rows are reserved for
+    padding, so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for
+    each of `state_shapes`, with row 0 reserved, and no K and V.
     """
 
     num_slots: int
