@@ -9,7 +9,7 @@ import pytest
 import torch
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, leaf_queue, page_hashes, radix_cache
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, leaf_queue, page_hashes, radix_cache, tree_cache
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.leaf_queue import LeafQueue
 from raydix.cache_core.radix_tree import RadixTree
@@ -125,7 +125,7 @@ def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
         original(full, leaf, victims)
         parent.queued = was_queued or bool(parent.data)
 
-    around(patch, FullComponent, "_take_out", take_out)
+    around(patch, FullComponent, "take_out", take_out)
 
 
 @fault
@@ -190,6 +190,7 @@ def an_insert_keeps_the_tail_that_is_no_page(patch: Patch) -> None:
         return query
 
     around(patch, RadixTree, "make_query", make_query)
+    patch.setattr(radix_cache, "compact_slots", lambda slots, page_size: slots.copy())  # which takes whole pages only
 
 
 def rename_all(patch: Patch, rename: Callable[[RadixKey], RadixKey]) -> None:
@@ -243,8 +244,8 @@ def duplicates_are_not_reported(patch: Patch) -> None:
 
 @fault
 def the_slots_that_the_tree_holds_are_reported_as_duplicates(patch: Patch) -> None:
-    def duplicates(cache: RadixCache, slots: Any, start: int, stop: int, *_: Any) -> torch.Tensor:
-        return torch.from_numpy(slots[start:stop].copy())
+    def duplicates(cache: RadixCache, slots: Any, start: int, inserted: Any) -> torch.Tensor:
+        return torch.from_numpy(slots[start : inserted.prefix_len].copy())
 
     patch.setattr(RadixCache, "_duplicates", duplicates)
 
@@ -275,7 +276,7 @@ def slots_are_adopted_without_a_copy(patch: Patch) -> None:
 
 @fault
 def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
-    around(patch, radix_cache, "join_rows", lambda original, rows: rows[0] if len(rows) == 1 else original(rows))
+    around(patch, tree_cache, "join_rows", lambda original, rows: rows[0] if len(rows) == 1 else original(rows))
 
 
 @fault
@@ -378,7 +379,7 @@ def stale_nodes_are_accepted(patch: Patch) -> None:
 
 @fault
 def nodes_of_other_namespaces_are_resumed_at(patch: Patch) -> None:
-    patch.setattr(radix_cache, "check_same_space", lambda key, node: None)
+    patch.setattr(tree_cache, "check_same_space", lambda key, node: None)
 
 
 @fault

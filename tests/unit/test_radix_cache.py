@@ -134,9 +134,15 @@ def test_a_page_has_at_least_one_token(page_size: int) -> None:
         RadixCache(page_size)
 
 
-def test_a_sliding_window_is_refused_here() -> None:
-    with pytest.raises(ValueError, match="full attention only"):
-        RadixCache(sliding_window_size=4)
+def test_a_sliding_window_needs_a_pool_that_can_free_window_halves(pool: FreedSlots) -> None:
+    with pytest.raises(ValueError, match="free_swa"):
+        RadixCache(sliding_window_size=4, token_to_kv_pool_allocator=pool)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_sliding_window_has_at_least_one_token(size: int) -> None:
+    with pytest.raises(ValueError, match="sliding_window_size"):
+        RadixCache(sliding_window_size=size)
 
 
 def test_without_a_pool_slots_are_dropped() -> None:
