@@ -81,9 +81,10 @@ class Lease:
         if not len(self._swa_starts):
             raise InvalidRequest("this cache has no sliding window")
         if self._swa_slots is None:
-            slots = self._expand(self._swa_starts.astype(np.int64))
+            import torch
+
             held = np.repeat(self._swa_starts > 0, self._page_size)[: self._num_slots]
-            self._swa_slots = self._expand(self._swa_starts.astype(np.int64)) * held
+            self._swa_slots = self._expand(self._swa_starts.astype(np.int64)) * torch.from_numpy(held)
         return self._swa_slots
 
     def _expand(self, starts: NDArray[np.int64]) -> torch.Tensor:

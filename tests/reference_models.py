@@ -71,6 +71,7 @@ class Node(NamedTuple):
     slots: tuple[int, ...]
     locks: int
     hits: int
+    extra: tuple[int | None, ...] = ()  # what other kinds of caches keep on it
 
 
 class ReferenceRadixCache:
