@@ -17,8 +17,11 @@ from raydix.cache_core.kv_cache import KVCache
 from raydix.cache_core.memory_pool import KVPool, PoolLayout
 from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.radix_trie import RadixTrie
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.slot_cache import PrefixCacheManager, SlotAllocator
 from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.trie_node import TrieNode
 
 __all__ = [
     "BasePrefixCache",
@@ -34,12 +37,16 @@ __all__ = [
     "MatchResult",
     "OutOfSlotsError",
     "PoolLayout",
+    "PrefixCacheManager",
     "RadixCache",
     "RadixKey",
+    "RadixTrie",
+    "SlotAllocator",
     "SlotError",
     "StaleNodeError",
     "TokenToKVPoolAllocator",
     "TreeNode",
+    "TrieNode",
     "UnknownLeaseError",
     "hash_bytes",
     "hash_to_int64",
