@@ -9,7 +9,7 @@ Rules, checked by `check_invariants`:
 1. A node's run is whole pages, never empty, with one block per page; the root's is empty.
 2. A node stands in its parent's `children` under its first page, and knows its parent and its root.
 3. Who uses a node uses its parent; a node counts, for each user, the children that this user uses.
-4. Every unused leaf stands in the eviction queue, with a stamp no younger than its own.
+4. Every unused leaf, and nothing else, stands in the eviction queue.
 5. `num_blocks` counts the blocks in the trie, `num_evictable_blocks` those of nodes that nobody uses.
 """
 
@@ -20,9 +20,9 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
-from raydix.cache_core.trie_node import TrieNode, check_structure, format_trie, walk_down
+from raydix.cache_core.trie_node import TrieNode, check_structure, format_trie, place_blocks, walk, walk_down
 from raydix.cache_core.trie_queue import TrieQueue
-from raydix.cache_core.trie_tokens import common_pages, plain_list, token_list
+from raydix.cache_core.trie_tokens import plain_list, token_list
 
 
 class RadixTrie:
@@ -77,7 +77,7 @@ class RadixTrie:
 
     def peek_prefix(self, tokens: Any, node: TrieNode | None = None) -> list[Any]:
         """The blocks that `match_prefix` would find; nothing changes. Raises as it does."""
-        path, part, num_pages = self._walk(self._live(node), token_list(tokens))
+        path, part, num_pages = walk(self._live(node), token_list(tokens), self.page_size)
         return [block for step in path for block in step.blocks] + (part.blocks[:num_pages] if part else [])
 
     def insert(self, tokens: Any, blocks: Any, node: TrieNode | None = None) -> TrieNode:
@@ -107,9 +107,10 @@ class RadixTrie:
         for step in self._follow(node, run):
             node, start, done = step, done, done + len(step.blocks)
             node.last_access_time = self._clock
-            displaced += _place_blocks(node, incoming[start:done])
+            displaced += place_blocks(node, incoming[start:done])
         if done < len(incoming):
             node = self._add_leaf(node, run[done * self.page_size :], incoming[done:])
+        self._queue_if_unused_leaf(node)
         self._tell_displaced(displaced)
         return node
 
@@ -122,28 +123,15 @@ class RadixTrie:
 
     def _follow(self, node: TrieNode, tokens: list[Hashable]) -> list[TrieNode]:
         """The nodes below `node` whose runs together are the longest known prefix of `tokens`; splits the last."""
-        path, part, num_pages = self._walk(node, tokens)
+        path, part, num_pages = walk(node, tokens, self.page_size)
         if part is not None:
             path.append(self._split(part, num_pages))
         return path
 
-    def _walk(self, node: TrieNode, tokens: list[Hashable]) -> tuple[list[TrieNode], TrieNode | None, int]:
-        """The nodes below `node` that `tokens` match wholly, the one they match in part, and how many pages of it."""
-        page = self.page_size
-        path: list[TrieNode] = []
-        pos, stop = 0, len(tokens) - len(tokens) % page
-        while pos < stop and (child := node.children.get(tuple(tokens[pos : pos + page]))) is not None:
-            end = pos + len(child.tokens)
-            if end > stop or tokens[pos:end] != child.tokens:
-                return path, child, common_pages(tokens[pos:stop], child.tokens, page)
-            path.append(child)
-            pos, node = end, child
-        return path, None, 0
-
     def _add_leaf(self, parent: TrieNode, tokens: list[Hashable], blocks: list[Any]) -> TrieNode:
         leaf = TrieNode(parent, tokens, blocks, self._clock)
         parent.children[leaf.first_page(self.page_size)] = leaf
-        self._queue.hand_on(parent, leaf)
+        self._queue.discard(parent)
         self.num_blocks += len(blocks)
         self.num_evictable_blocks += len(blocks)
         return leaf
@@ -186,6 +174,7 @@ class RadixTrie:
                 return
             if len(step.users) == 1:
                 self.num_evictable_blocks -= len(step.blocks)
+                self._queue.discard(step)
             num_below = 1
             step = step.parent
 
@@ -218,13 +207,17 @@ class RadixTrie:
                     self._drop_user(step, seq_id)
             num_below = 1
             step = step.parent
-        if not node.users and not node.children:
-            self._queue.push(node)
+        self._queue_if_unused_leaf(node)
 
     def _drop_user(self, node: TrieNode, seq_id: Hashable) -> None:
         del node.users[seq_id]
         if not node.users:
             self.num_evictable_blocks += len(node.blocks)
+
+    def _queue_if_unused_leaf(self, node: TrieNode) -> None:
+        """To be called with a node that was stamped just now."""
+        if not node.users and not node.children:
+            self._queue.push_newest(node)
 
     # ---------------------------------------------------------------- eviction
 
@@ -257,8 +250,6 @@ class RadixTrie:
             self._queue.push(rest)
             return trimmed
         del parent.children[first_page]
-        # An insert from a node leaves those above it unstamped; what was used through a child counts from here on.
-        parent.last_access_time = max(parent.last_access_time, leaf.last_access_time)
         if parent is not self.root and not parent.children and not parent.users:
             self._queue.push(parent)
         return trimmed
@@ -285,17 +276,8 @@ class RadixTrie:
             below = Counter(seq_id for child in node.children.values() for seq_id in child.users)
             assert below.keys() <= node.users.keys(), f"rule 3 at {node}"
             assert node.users == {seq_id: below[seq_id] for seq_id in node.users}, f"rule 3 at {node}"
-            assert node.entry is not None or node.children or node.users, f"rule 4 at {node}"
         self._queue.check(nodes)
         num_blocks = sum(len(node.blocks) for node in nodes)
         num_evictable = sum(len(node.blocks) for node in nodes if not node.users)
         assert num_blocks == self.num_blocks, f"rule 5: {num_blocks} blocks, but {self.num_blocks=}"
         assert num_evictable == self.num_evictable_blocks, f"rule 5: {num_evictable}, but {self.num_evictable_blocks=}"
-
-
-def _place_blocks(node: TrieNode, incoming: list[Any]) -> list[Any]:
-    """Offer a node new blocks; returns those without a place: the incoming ones if it is in use, else its old ones."""
-    refused, kept = (incoming, node.blocks) if node.users else (node.blocks, incoming)
-    displaced = [out for out, stays in zip(refused, kept, strict=True) if out != stays]
-    node.blocks = kept
-    return displaced

@@ -1,9 +1,11 @@
-"""`TrieNode`: one edge of a `RadixTrie`; and a trie as text."""
+"""`TrieNode`: one edge of a `RadixTrie`; how to walk a trie, and a trie as text."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from typing import Any
+
+from raydix.cache_core.trie_tokens import common_pages
 
 Page = tuple[Hashable, ...]  # the tokens of one page
 
@@ -16,7 +18,7 @@ class TrieNode:
     gives what is left of it to a new node in its place. Read its attributes, never write them.
     """
 
-    __slots__ = ("blocks", "children", "entry", "last_access_time", "parent", "root", "tokens", "users")
+    __slots__ = ("blocks", "children", "last_access_time", "parent", "root", "tokens", "users")
 
     def __init__(
         self, parent: TrieNode | None, tokens: list[Hashable], blocks: list[Any], last_access_time: int
@@ -28,7 +30,6 @@ class TrieNode:
         self.children: dict[Page, TrieNode] = {}  # by their first page
         self.users: dict[Hashable, int] = {}  # sequences that hold this node: how many children each holds, too
         self.last_access_time = last_access_time  # ticks of the trie's own clock, not seconds
-        self.entry: list[Any] | None = None  # its place in the queue of eviction candidates, see `TrieQueue`
 
     def first_page(self, page_size: int) -> Page:
         """What this node stands under in its parent's `children`."""
@@ -37,6 +38,27 @@ class TrieNode:
     def __repr__(self) -> str:
         state = "in no trie" if self.root is None else f"users={list(self.users)}, children={len(self.children)}"
         return f"TrieNode({len(self.tokens)} tokens, {len(self.blocks)} blocks, {state})"
+
+
+def place_blocks(node: TrieNode, incoming: list[Any]) -> list[Any]:
+    """Offer a node new blocks; returns those without a place: the incoming ones if it is in use, else its old ones."""
+    refused, kept = (incoming, node.blocks) if node.users else (node.blocks, incoming)
+    displaced = [out for out, stays in zip(refused, kept, strict=True) if out != stays]
+    node.blocks = kept
+    return displaced
+
+
+def walk(node: TrieNode, tokens: list[Hashable], page_size: int) -> tuple[list[TrieNode], TrieNode | None, int]:
+    """The nodes below `node` that `tokens` match wholly, the one they match in part, and how many pages of it."""
+    path: list[TrieNode] = []
+    pos, stop = 0, len(tokens) - len(tokens) % page_size
+    while pos < stop and (child := node.children.get(tuple(tokens[pos : pos + page_size]))) is not None:
+        end = pos + len(child.tokens)
+        if end > stop or tokens[pos:end] != child.tokens:
+            return path, child, common_pages(tokens[pos:stop], child.tokens, page_size)
+        path.append(child)
+        pos, node = end, child
+    return path, None, 0
 
 
 def walk_down(root: TrieNode) -> Iterator[tuple[int, TrieNode]]:
