@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ class PairedTrie:
         ]:
             blocks = self.new_blocks(max(num_blocks, 0))
             expected = StaleNodeError if self.model.is_stale(held.end) else InvalidKeyError
-            refuses(expected, lambda tokens=bad_tokens, blocks=blocks: self.trie.insert(tokens, blocks, held.node))
+            refuses(expected, partial(self.trie.insert, bad_tokens, blocks, held.node))
         self.compare()
 
     def _refused(self, held: Held, operation: Callable[[], object]) -> bool:
