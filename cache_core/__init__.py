@@ -21,9 +21,12 @@ from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.memory_pool import KVPool, PoolLayout
 from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.radix_trie import RadixTrie
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.slot_cache import PrefixCacheManager, SlotAllocator
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.trie_node import TrieNode
 
 __all__ = [
     "BasePrefixCache",
@@ -43,13 +46,17 @@ __all__ = [
     "MatchResult",
     "OutOfSlotsError",
     "PoolLayout",
+    "PrefixCacheManager",
     "RadixCache",
     "RadixKey",
+    "RadixTrie",
     "SWATokenToKVPoolAllocator",
+    "SlotAllocator",
     "SlotError",
     "StaleNodeError",
     "TokenToKVPoolAllocator",
     "TreeNode",
+    "TrieNode",
     "UnknownLeaseError",
     "hash_bytes",
     "hash_to_int64",

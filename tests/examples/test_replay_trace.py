@@ -1,10 +1,10 @@
 """`examples/replay_trace.py` counts exactly on a trace made by hand, and gives the published rates on a real one."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,15 +29,9 @@ REUSED = 1024 + 512 + 512 + 512
 EVICTED = 3 * 512
 
 
-@pytest.fixture(scope="module")
-def replay_trace() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("replay_trace", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["replay_trace"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def replay_trace(load_example: Callable[[str], ModuleType]) -> ModuleType:
+    return load_example("replay_trace")
 
 
 @pytest.fixture

@@ -1,0 +1,168 @@
+"""`SlotAllocator`: which rows of a KV cache are free, and how often each was handed out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from raydix.cache_core.errors import SlotError
+
+_WORD = 1024  # bits
+
+
+class SlotMask:
+    """A set of slots as bits, in words of 1,024, with a summary of one bit for each word that is not zero.
+
+    Up to a million slots no operation touches an integer of more than 1,024 bits, so each is O(1) in effect.
+    """
+
+    __slots__ = ("_summary", "_words", "count")
+
+    def __init__(self, num_slots: int, *, full: bool = False) -> None:
+        num_words = -(-num_slots // _WORD)
+        self.count = num_slots if full else 0
+        self._words = [(1 << min(_WORD, num_slots - at * _WORD)) - 1 if full else 0 for at in range(num_words)]
+        self._summary = (1 << num_words) - 1 if full else 0
+
+    def __contains__(self, slot: int) -> bool:
+        return bool(self._words[slot // _WORD] >> slot % _WORD & 1)
+
+    def add(self, slot: int) -> None:
+        """Put a slot in; it may be there."""
+        self.count += slot not in self
+        self._words[slot // _WORD] |= 1 << slot % _WORD
+        self._summary |= 1 << slot // _WORD
+
+    def discard(self, slot: int) -> None:
+        """Take a slot out, if it is there."""
+        self.count -= slot in self
+        at = slot // _WORD
+        self._words[at] &= ~(1 << slot % _WORD)
+        if not self._words[at]:
+            self._summary &= ~(1 << at)
+
+    def lowest(self) -> int:
+        """The lowest slot; -1 if there is none."""
+        if not self._summary:
+            return -1
+        at = _lowest_bit(self._summary)
+        return at * _WORD + _lowest_bit(self._words[at])
+
+    def lowest_outside(self, other: SlotMask) -> int:
+        """The lowest slot that is not in `other`; -1 if there is none. O(words)."""
+        for at in _bits(self._summary):
+            rest = self._words[at] & ~other._words[at]
+            if rest:
+                return at * _WORD + _lowest_bit(rest)
+        return -1
+
+    def common(self, other: SlotMask) -> Iterator[int]:
+        """The slots that are in both, lowest first. O(words in which both have some, and what is found)."""
+        for at in _bits(self._summary & other._summary):
+            for bit in _bits(self._words[at] & other._words[at]):
+                yield at * _WORD + bit
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless count and summary agree with the words. O(words)."""
+        count = sum(word.bit_count() for word in self._words)
+        assert self.count == count, f"{self.count=}, but {count} bits are set"
+        summary = sum(1 << at for at, word in enumerate(self._words) if word)
+        assert self._summary == summary, f"the summary is {self._summary:b}, the words say {summary:b}"
+
+
+class SlotAllocator:
+    """Slots 0 ... max_slots - 1, each free or taken, and a version for each: the count of its `alloc`s.
+
+    Who notes a slot's version beside what it wrote there can tell later whether the slot was handed out anew. Taking
+    a slot back in order to go on with what it holds (`occupy`) leaves the version as it is. Each call is O(1).
+
+    Raises:
+        ValueError: `max_slots` is less than 1.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        if max_slots < 1:
+            raise ValueError(f"max_slots must be at least 1, not {max_slots}")
+        self.max_slots = max_slots
+        self.free_mask = SlotMask(max_slots, full=True)  # to read, not to write
+        self._versions = [0] * max_slots
+
+    @property
+    def free_count(self) -> int:
+        """How many slots are free."""
+        return self.free_mask.count
+
+    def alloc(self) -> int:
+        """Take the lowest free slot and raise its version; -1 if none is free. The slot is the caller's to `free`."""
+        slot = self.free_mask.lowest()
+        if slot >= 0:
+            self.alloc_at(slot)
+        return slot
+
+    def alloc_at(self, idx: int) -> None:
+        """Take a given free slot as `alloc` does, for new content: its version rises.
+
+        Raises:
+            SlotError: it is out of range or not free; nothing changed.
+        """
+        self.occupy(idx)
+        self._versions[idx] += 1
+
+    def occupy(self, idx: int) -> None:
+        """Take a given free slot without raising its version, to reuse what it still holds.
+
+        Raises:
+            SlotError: it is out of range or not free; nothing changed.
+        """
+        if not self.is_free(idx):
+            raise SlotError(f"slot {idx} is not free")
+        self.free_mask.discard(idx)
+
+    def free(self, idx: int) -> None:
+        """Give a slot back. What it holds stays valid until `alloc` hands it out again.
+
+        Raises:
+            SlotError: it is out of range or free already; nothing changed.
+        """
+        if self.is_free(idx):
+            raise SlotError(f"slot {idx} is free already")
+        self.free_mask.add(idx)
+
+    def is_free(self, idx: int) -> bool:
+        """Whether nobody has taken the slot.
+
+        Raises:
+            SlotError: it is out of range.
+        """
+        self.check_range(idx)
+        return idx in self.free_mask
+
+    def version(self, idx: int) -> int:
+        """How often `alloc` handed out the slot.
+
+        Raises:
+            SlotError: it is out of range.
+        """
+        self.check_range(idx)
+        return self._versions[idx]
+
+    def check_range(self, idx: int) -> None:
+        """Raise SlotError unless there is such a slot."""
+        if not 0 <= idx < self.max_slots:
+            raise SlotError(f"slot {idx} is outside [0, {self.max_slots})")
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless the free slots are counted right and within range. O(max_slots)."""
+        self.free_mask.check_invariants()
+        free = list(self.free_mask.common(self.free_mask))
+        assert all(0 <= slot < self.max_slots for slot in free), f"free slots out of range: {free}"
+        assert len(free) == self.free_count <= self.max_slots, f"{self.free_count=}, but {len(free)} are free"
+
+
+def _lowest_bit(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def _bits(bits: int) -> Iterator[int]:
+    while bits:
+        yield _lowest_bit(bits)
+        bits &= bits - 1

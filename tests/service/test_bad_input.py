@@ -1,0 +1,745 @@
+"""Bad input gets a typed error that says what to do, and leaves the cache as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cache_under_test import CacheUnderTest, Pages, small_config
+from pydantic import ValidationError
+
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, connect, start_cache
+from raydix.actors.verbs import CacheVerbs
+from raydix.schemas import (
+    Ack,
+    AcquireRequest,
+    Batch,
+    CacheConfig,
+    CacheUnavailable,
+    EvictionConfig,
+    ExtendRequest,
+    InsertRequest,
+    InvalidRequest,
+    LeaseResponse,
+    MatchRequest,
+    Message,
+    PoolConfig,
+    PoolExhausted,
+    ReadKV,
+    ReleaseRequest,
+    StaleEpoch,
+    TokenIds,
+    UnknownLease,
+    WaitRequest,
+    WriteKV,
+)
+
+COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions"}
+
+
+class Scene(NamedTuple):
+    """A cache of eight slots with two cached tokens, [5, 6], and a lease that holds them and one slot more."""
+
+    cache: CacheUnderTest
+    client: CacheVerbs
+    lease: Lease
+
+
+@pytest.fixture
+async def scene(cache1: CacheUnderTest) -> AsyncIterator[Scene]:
+    await cache1.publish(5, 6)
+    lease = await cache1.client.acquire([5, 6, 7])
+    slots = lease.slots.tolist()
+    before = (await cache1.client.stats()).model_dump(exclude=COUNTED_ANYWAY)
+
+    yield Scene(cache1, cache1.client, lease)
+
+    assert (await cache1.client.stats()).model_dump(exclude=COUNTED_ANYWAY) == before
+    await cache1.client.check_invariants()
+    assert lease.slots.tolist() == slots
+    assert (await lease.insert([5, 6, 7])).num_inserted == 1  # the lease is as good as ever
+
+
+# ---------------------------------------------------------------- tokens
+
+BAD_TOKENS: list[tuple[Any, str]] = [
+    ([], "at least one token id is needed"),
+    (np.array([], np.int64), "at least one token id is needed"),
+    ([-1], "integers in"),
+    (np.array([3, -1]), "must not be negative: found -1"),
+    ([1.5], "fractional"),
+    ([2**64], "too large"),
+    ([[1, 2]], "integers in"),
+    (["1"], "integers in"),
+    ([None], "integers in"),
+    (np.array([1.0]), "cast them first"),
+    (np.array([True]), "cast them first"),
+    (np.array([None]), "cast them first"),
+    (np.array([[1, 2]]), "one-dimensional"),
+    (np.array(1), "one-dimensional"),
+    (torch.tensor([1.5]), "cast them first"),
+    (torch.tensor([1.5], dtype=torch.bfloat16), "cast them first"),
+    (torch.tensor([[1, 2]]), "one-dimensional"),
+    (torch.tensor([-2]), "must not be negative: found -2"),
+    ("abc", "must be a list, array or tensor of integers, not str"),
+    (b"abc", "must be a list, array or tensor of integers, not bytes"),
+    (None, "must be a list, array or tensor of integers, not NoneType"),
+    (7, "must be a list, array or tensor of integers, not int"),
+    ({1, 2}, "must be a list, array or tensor of integers, not set"),
+    (iter([1, 2]), "must be a list, array or tensor of integers"),
+]
+
+
+@pytest.mark.parametrize("verb", ["match", "lock", "acquire", "insert"])
+async def test_what_is_no_row_of_token_ids_is_refused(scene: Scene, verb: str) -> None:
+    call = getattr(scene.lease if verb == "insert" else scene.client, verb)
+
+    for tokens, advice in BAD_TOKENS:
+        with pytest.raises(InvalidRequest, match=f"^tokens: .*{advice}"):
+            await call(tokens)
+
+
+# ---------------------------------------------------------------- other arguments
+
+BAD_NAMESPACES: list[tuple[dict[str, Any], str]] = [
+    ({"extra_key": 7}, "extra_key must be a string or None, not int"),
+    ({"lora_id": b"x"}, "lora_id must be a string or None, not bytes"),
+    ({"cache_salt": ["x"]}, "cache_salt must be a string or None, not list"),
+    ({"extra_key": "x" * 4097}, "4097 characters, more than 4096: pass a digest"),
+    ({"lora_id": "\ud800"}, "lora_id is not valid Unicode"),
+]
+
+
+@pytest.mark.parametrize("verb", ["match", "lock", "acquire"])
+async def test_what_is_no_namespace_is_refused(scene: Scene, verb: str) -> None:
+    for namespace, advice in BAD_NAMESPACES:
+        with pytest.raises(InvalidRequest, match=advice):
+            await getattr(scene.client, verb)([1], **namespace)
+
+
+NOT_A_NUMBER = float("nan")
+
+BAD_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
+    ("acquire", {"new_tokens": -1}, "new_tokens: .* greater than or equal to 0"),
+    ("acquire", {"new_tokens": True}, "new_tokens: .* valid integer"),
+    ("acquire", {"new_tokens": 1.0}, "new_tokens: .* valid integer"),
+    ("acquire", {"new_tokens": "2"}, "new_tokens: .* valid integer"),
+    ("acquire", {"new_tokens": None}, "new_tokens: .* valid integer"),
+    ("acquire", {"max_prefix_len": -1}, "max_prefix_len: .* greater than or equal to 0"),
+    ("acquire", {"max_prefix_len": False}, "max_prefix_len: .* valid integer"),
+    ("acquire", {"max_prefix_len": 1.5}, "max_prefix_len: .* valid integer"),
+    ("acquire", {"timeout_s": -0.1}, "timeout_s: .* greater than or equal to 0"),
+    ("acquire", {"timeout_s": NOT_A_NUMBER}, "timeout_s: .* finite number"),
+    ("acquire", {"timeout_s": float("inf")}, "timeout_s: .* finite number"),
+    ("acquire", {"timeout_s": "soon"}, "timeout_s: .* valid number"),
+    ("extend", {"num_tokens": 0}, "num_tokens must be a positive integer, not 0"),
+    ("extend", {"num_tokens": -1}, "num_tokens must be a positive integer, not -1"),
+    ("extend", {"num_tokens": 1.0}, "num_tokens must be a positive integer, not 1.0"),
+    ("extend", {"num_tokens": "1"}, "num_tokens must be a positive integer, not '1'"),
+    ("extend", {"num_tokens": None}, "num_tokens must be a positive integer, not None"),
+    ("extend", {"num_tokens": 1, "timeout_s": -1}, "timeout_s: .* greater than or equal to 0"),
+    ("extend", {"num_tokens": 1, "timeout_s": NOT_A_NUMBER}, "timeout_s: .* finite number"),
+    ("evict", {"num_tokens": -1}, "num_tokens: .* greater than or equal to 0"),
+    ("evict", {"num_tokens": True}, "num_tokens: .* valid integer"),
+    ("evict", {"num_tokens": 1.0}, "num_tokens: .* valid integer"),
+]
+
+
+@pytest.mark.parametrize(("verb", "arguments", "advice"), BAD_ARGUMENTS, ids=lambda value: str(value)[:40])
+async def test_an_argument_out_of_its_range_is_refused_by_name(
+    scene: Scene, verb: str, arguments: dict[str, Any], advice: str
+) -> None:
+    bound = {"acquire": lambda **given: scene.client.acquire([1], **given), "extend": scene.lease.extend}
+
+    with pytest.raises(InvalidRequest, match=advice):
+        await bound.get(verb, scene.client.evict)(**arguments)
+
+
+@pytest.mark.xfail(reason="CacheVerbs.extend takes a bool for an int: isinstance(True, int)")
+async def test_extend_refuses_a_bool(cache1: CacheUnderTest) -> None:
+    lease = await cache1.client.acquire([1])
+
+    with pytest.raises(InvalidRequest, match="num_tokens must be a positive integer, not True"):
+        await lease.extend(True)
+
+
+# ---------------------------------------------------------------- inserts
+
+BAD_INSERTS: list[tuple[list[int], str]] = [
+    ([5, 6, 7, 8], "cannot insert 4 tokens: the lease covers 3, extend it"),
+    ([5, 6, 8], "must begin with those that the lease was acquired for"),
+    ([9], "must begin with those that the lease was acquired for"),
+    ([2**40, 6], "must begin with those that the lease was acquired for"),
+    ([5 + 2**32, 6, 7], "must begin with those that the lease was acquired for"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "advice"), BAD_INSERTS, ids=str)
+async def test_an_insert_that_does_not_fit_its_lease_is_refused(scene: Scene, tokens: list[int], advice: str) -> None:
+    with pytest.raises(InvalidRequest, match=advice):
+        await scene.lease.insert(tokens)
+    with pytest.raises(InvalidRequest, match=advice):
+        await scene.lease.insert(tokens, release=True)  # does not end it either
+
+
+async def test_generated_tokens_once_published_cannot_be_replaced(cache1: CacheUnderTest) -> None:
+    lease = await cache1.client.acquire([1], new_tokens=2)
+    await lease.insert([1, 2])
+
+    with pytest.raises(InvalidRequest, match="must begin with those that the lease was acquired for"):
+        await lease.insert([1, 3, 4])
+
+    assert await cache1.pages() == Pages(free=5, private=1, protected=2, leases=1)
+
+
+async def test_of_two_inserts_at_once_with_different_generated_tokens_the_second_is_refused(
+    cache1: CacheUnderTest,
+) -> None:
+    lease = await cache1.client.acquire([1], new_tokens=2)
+
+    done, refused = await asyncio.gather(lease.insert([1, 2]), lease.insert([1, 3, 4]), return_exceptions=True)
+
+    assert done.num_inserted == 2
+    assert isinstance(refused, InvalidRequest)
+    assert await cache1.pages() == Pages(free=5, private=1, protected=2, leases=1)
+    assert await cache1.matched(1, 3) == 1
+
+
+# ---------------------------------------------------------------- leases of others, and ended ones
+
+Use = Callable[[CacheVerbs, Lease], Awaitable[Any]]
+
+USES: dict[str, Use] = {
+    "insert": lambda client, lease: client.insert(lease, [5, 6, 7]),
+    "extend": lambda client, lease: client.extend(lease, 1),
+    "release": lambda client, lease: client.release(lease),
+    "unlock": lambda client, lease: client.unlock(lease),
+    "abort": lambda client, lease: client.abort(lease),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+async def test_another_clients_lease_is_refused(scene: Scene, use: Use) -> None:
+    other = scene.cache.another_client()
+    await other.open()
+
+    with pytest.raises(UnknownLease, match="belongs to another client"):
+        await use(other, scene.lease)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+async def test_the_first_client_cannot_use_a_later_ones_lease(cache1: CacheUnderTest, use: Use) -> None:
+    lease = await cache1.another_client().acquire([5, 6, 7])
+    await cache1.client.open()
+
+    with pytest.raises(UnknownLease, match="belongs to another client"):
+        await use(cache1.client, lease)
+
+    assert await cache1.pages() == Pages(free=5, private=3, leases=1)
+
+
+@pytest.mark.parametrize("end", ["release", "abort"])
+async def test_an_ended_lease_can_neither_insert_nor_extend(cache1: CacheUnderTest, end: str) -> None:
+    lease = await cache1.client.acquire([1])
+    await getattr(lease, end)()
+
+    with pytest.raises(UnknownLease, match="has ended"):
+        await lease.insert([1])
+    with pytest.raises(UnknownLease, match="has ended"):
+        await lease.extend(1)
+
+    await getattr(lease, end)()
+    assert await cache1.pages() == Pages(free=8)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
+async def test_a_lease_is_neither_pickled_nor_copied(scene: Scene, copied: Callable[[Lease], Any]) -> None:
+    with pytest.raises(InvalidRequest, match="belongs to the client that took it"):
+        copied(scene.lease)
+
+
+# ---------------------------------------------------------------- more than there is
+
+TOO_LARGE: dict[str, Callable[[Scene], Awaitable[Any]]] = {
+    "a prompt": lambda scene: scene.client.acquire([1] * 9),
+    "a prompt and its new tokens": lambda scene: scene.client.acquire([1], new_tokens=8),
+    "a cached prompt and its new tokens": lambda scene: scene.client.acquire([5, 6], new_tokens=7),
+    "a lease that grows": lambda scene: scene.lease.extend(6),
+    "a prompt of a request that would wait": lambda scene: scene.client.acquire([1] * 9, timeout_s=60),
+}
+
+
+@pytest.mark.parametrize("asked", TOO_LARGE.values(), ids=TOO_LARGE)
+async def test_what_is_larger_than_the_pool_is_refused_at_once(
+    scene: Scene, asked: Callable[[Scene], Awaitable[Any]]
+) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(PoolExhausted, match="can never fit: shorten the request or enlarge") as caught:
+            await asked(scene)
+
+    error = caught.value
+    assert (error.needed, error.free, error.evictable, error.can_ever_fit) == (9, 5, 0, False)
+    assert (error.held_slots, error.open_leases) == (3, 1)
+
+
+async def test_a_request_for_which_there_is_no_room_now_says_who_holds_it(scene: Scene) -> None:
+    with pytest.raises(
+        PoolExhausted, match=r"release leases, raise timeout_s, or enlarge PoolConfig\.num_slots"
+    ) as caught:
+        await scene.client.acquire([1] * 6, timeout_s=0)
+
+    error = caught.value
+    assert (error.needed, error.free, error.evictable, error.can_ever_fit) == (6, 5, 0, True)
+    assert (error.held_slots, error.open_leases) == (3, 1)
+
+
+# ---------------------------------------------------------------- clients
+
+VERBS: dict[str, Callable[[CacheVerbs, Lease], Awaitable[Any]]] = {
+    "match": lambda client, lease: client.match([1]),
+    "lock": lambda client, lease: client.lock([1]),
+    "acquire": lambda client, lease: client.acquire([1]),
+    "evict": lambda client, lease: client.evict(1),
+    "reset": lambda client, lease: client.reset(),
+    "stats": lambda client, lease: client.stats(),
+    "check_invariants": lambda client, lease: client.check_invariants(),
+    "attach_pool": lambda client, lease: client.attach_pool(),
+    "insert": lambda client, lease: lease.insert([5, 6, 7]),
+    "extend": lambda client, lease: lease.extend(1),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+async def test_a_client_refuses_to_be_used_from_another_loop(scene: Scene, verb: Use) -> None:
+    async def elsewhere() -> None:
+        with pytest.raises(InvalidRequest, match="belongs to another event loop: make one client per loop"):
+            await verb(scene.client, scene.lease)
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+
+
+@pytest.mark.xfail(reason="CacheVerbs._end marks the lease as ended before it checks the loop, so it never ends")
+@pytest.mark.parametrize("end", ["release", "abort"])
+async def test_a_lease_that_another_loop_tried_to_end_can_still_be_ended(cache1: CacheUnderTest, end: str) -> None:
+    lease = await cache1.client.acquire([1])
+
+    async def elsewhere() -> None:
+        with pytest.raises(InvalidRequest, match="belongs to another event loop"):
+            await getattr(lease, end)()
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+    await getattr(lease, end)()
+
+    assert await cache1.pages() == Pages(free=8)
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+async def test_a_closed_client_says_to_make_a_new_one(cache1: CacheUnderTest, verb: Use) -> None:
+    closed = cache1.another_client()
+    lease = await closed.acquire([5, 6, 7])
+    await closed.close()
+
+    with pytest.raises(InvalidRequest, match="this client was closed: make a new one"):
+        await verb(closed, lease)
+
+    assert await cache1.pages() == Pages(free=8)
+
+
+async def test_a_client_closed_before_its_first_verb_stays_closed(cache1: CacheUnderTest) -> None:
+    client = cache1.another_client()
+    await client.close()
+
+    with pytest.raises(InvalidRequest, match="make a new one"):
+        await client.open()
+
+
+async def test_a_client_that_is_not_open_does_not_know_its_configuration(cache1: CacheUnderTest) -> None:
+    client = cache1.another_client()
+
+    with pytest.raises(InvalidRequest, match=r"await open\(\) first"):
+        _ = client.config
+
+    await client.open()
+    assert client.config == small_config(1)
+
+
+@pytest.mark.parametrize("cache", [None, 7, object()], ids=["None", "int", "object"])
+async def test_a_client_of_what_is_no_cache_says_what_a_cache_is(cache: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a cache is an actor handle, a name or a LocalPrefixCache, not"):
+        await PrefixCacheClient(cache).match([1])
+
+
+# ---------------------------------------------------------------- a cache that has closed
+
+
+@pytest.mark.xfail(reason="CacheService.session calls a shut-down cache's sessions 'not open': InvalidRequest")
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+async def test_a_local_cache_that_was_closed_is_unavailable_to_its_other_clients(verb: Use) -> None:
+    cache = LocalPrefixCache(small_config())
+    client = PrefixCacheClient(cache)
+    lease = await client.acquire([5, 6, 7])
+    await cache.close()
+
+    with pytest.raises(CacheUnavailable, match="has been shut down"):
+        await verb(client, lease)
+
+
+async def test_a_local_cache_that_was_closed_takes_no_new_clients() -> None:
+    cache = LocalPrefixCache(small_config())
+    await cache.close()
+    await cache.close()
+
+    with pytest.raises(CacheUnavailable, match="has been shut down"):
+        await PrefixCacheClient(cache).open()
+
+
+@pytest.mark.xfail(reason="CacheVerbs._end lets InvalidRequest('session is not open') through")
+@pytest.mark.parametrize("end", ["release", "abort"])
+async def test_ending_a_lease_after_its_local_cache_was_closed_is_no_error(end: str) -> None:
+    cache = LocalPrefixCache(small_config())
+    lease = await PrefixCacheClient(cache).acquire([1])
+    await cache.close()
+
+    await getattr(lease, end)()
+
+
+# ---------------------------------------------------------------- messages made by hand
+
+
+class Wire:
+    """What a client would send, sent by hand."""
+
+    def __init__(self, cache: CacheUnderTest, sender: CacheVerbs | None = None) -> None:
+        self._cache = cache.cache
+        sender = sender or cache.client
+        self.session_id, self.epoch = sender._session_id, sender._epoch
+
+    async def _call(self, method: str, *messages: Message) -> Any:
+        if isinstance(self._cache, LocalPrefixCache):
+            host = self._cache._host
+            match method:
+                case "execute":
+                    return await host.service.execute_in_turn(messages)  # type: ignore[arg-type]
+                case "wait":
+                    return await host.service.wait(*messages)  # type: ignore[arg-type]
+            return getattr(host, method)(*messages)
+        from raydix.actors.ray_transport import call
+
+        return await call(getattr(self._cache, method).remote(*messages))
+
+    async def execute(self, *requests: Any, **changed: Any) -> tuple[Any, ...]:
+        given = {"session_id": self.session_id, "epoch": self.epoch, "requests": requests} | changed
+        return (await self._call("execute", Batch.model_construct(**given, seq=0, after=0))).responses
+
+    async def execute_nothing(self) -> None:
+        await self._call("execute")
+
+    async def wait(self, ticket: int, **changed: Any) -> Any:
+        given = {"session_id": self.session_id, "epoch": self.epoch, "ticket": ticket} | changed
+        return await self._call("wait", WaitRequest(**given))
+
+    async def read_kv(self, lease_id: str, slots: Any) -> Any:
+        return await self._call(
+            "read_kv", ReadKV(session_id=self.session_id, epoch=self.epoch, lease_id=lease_id, slots=slots)
+        )
+
+    async def write_kv(self, lease_id: str, slots: Any, k: Any, v: Any) -> None:
+        await self._call(
+            "write_kv",
+            WriteKV(session_id=self.session_id, epoch=self.epoch, lease_id=lease_id, slots=slots, k=k, v=v),
+        )
+
+
+PROBE = MatchRequest(tokens=TokenIds.pack([5, 6]))
+
+
+@pytest.mark.parametrize("stranger", [Ack(), "acquire", None], ids=["Ack", "str", "None"])
+async def test_what_is_no_verb_fails_alone(scene: Scene, stranger: Any) -> None:
+    first, refused, last = await Wire(scene.cache).execute(PROBE, stranger, PROBE)
+
+    assert (first.prefix_len, last.prefix_len) == (2, 2)
+    assert isinstance(refused, InvalidRequest)
+    assert f"{type(stranger).__name__} is not a verb" in str(refused)
+
+
+async def test_messages_of_another_epoch_are_stale(scene: Scene) -> None:
+    wire = Wire(scene.cache)
+
+    with pytest.raises(StaleEpoch, match="drop its leases and acquire again") as caught:
+        await wire.execute(ReleaseRequest(lease_id=scene.lease.lease_id), epoch="another")
+    with pytest.raises(StaleEpoch):
+        await wire.wait(1, epoch="another")
+
+    assert (caught.value.request_epoch, caught.value.cache_epoch) == ("another", wire.epoch)
+
+
+async def test_messages_of_an_unknown_session_are_refused(scene: Scene) -> None:
+    with pytest.raises(InvalidRequest, match="session 'nobody' is not open: open a client first"):
+        await Wire(scene.cache).execute(ReleaseRequest(lease_id=scene.lease.lease_id), session_id="nobody")
+
+
+async def test_a_batch_of_no_parts_is_refused(scene: Scene) -> None:
+    with pytest.raises(InvalidRequest, match="at least one part"):
+        await Wire(scene.cache).execute_nothing()
+
+
+async def test_a_ticket_that_stands_in_no_line_is_refused(scene: Scene) -> None:
+    with pytest.raises(UnknownLease, match="ticket 77 is not in line"):
+        await Wire(scene.cache).wait(77)
+
+
+FORGED: dict[str, Callable[[str], Message]] = {
+    "insert": lambda lease_id: InsertRequest(lease_id=lease_id, num_tokens=3, suffix=TokenIds.pack([])),
+    "extend": lambda lease_id: ExtendRequest(lease_id=lease_id, num_slots=4, known_pages=3),
+    "release": lambda lease_id: ReleaseRequest(lease_id=lease_id),
+    "acquire": lambda lease_id: AcquireRequest(lease_id=lease_id, tokens=TokenIds.pack([5, 6, 7])),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+async def test_naming_another_sessions_lease_has_no_effect(scene: Scene, forge: Callable[[str], Message]) -> None:
+    other = scene.cache.another_client()
+    await other.open()
+    wire = Wire(scene.cache, other)
+
+    (refused,) = await wire.execute(forge(scene.lease.lease_id))
+
+    assert isinstance(refused, UnknownLease)
+    assert "belongs to another session" in str(refused)
+
+
+async def test_an_insert_that_skips_tokens_or_contradicts_them_is_refused(scene: Scene) -> None:
+    lease_id = scene.lease.lease_id
+    skips = InsertRequest(lease_id=lease_id, num_tokens=2, suffix=TokenIds.pack([5, 6, 7]))
+    contradicts = InsertRequest(lease_id=lease_id, num_tokens=3, suffix=TokenIds.pack([8]))
+    exceeds = InsertRequest(lease_id=lease_id, num_tokens=4, suffix=TokenIds.pack([8]))
+
+    answers = await Wire(scene.cache).execute(skips, contradicts, exceeds)
+
+    assert [type(answer) for answer in answers] == [InvalidRequest] * 3
+    assert [part in str(answer) for part, answer in zip(("missing", "differ", "extend it"), answers, strict=True)] == (
+        [True] * 3
+    )
+
+
+@pytest.mark.xfail(reason="the cache takes packed tokens as they come: a width of 3 even poisons its tree")
+@pytest.mark.parametrize(
+    ("data", "width"),
+    [(b"", 4), (b"abc", 4), (b"abcde", 4), (b"abcdef", 3), (b"ab", 0)],
+    ids=["0/4", "3/4", "5/4", "6/3", "2/0"],
+)
+async def test_tokens_that_were_packed_by_hand_and_wrongly_are_refused(
+    cache1: CacheUnderTest, data: bytes, width: int
+) -> None:
+    await cache1.client.open()
+    wire = Wire(cache1)
+    torn = AcquireRequest.model_construct(
+        lease_id="torn", tokens=TokenIds(data, width), namespace=None, new_tokens=0, max_prefix_len=None, timeout_s=None
+    )
+
+    refused, _ = await wire.execute(torn, ReleaseRequest(lease_id="torn"))
+
+    assert isinstance(refused, InvalidRequest)
+
+
+async def test_the_same_acquire_twice_is_one_lease(cache1: CacheUnderTest) -> None:
+    await cache1.client.open()
+    wire = Wire(cache1)
+    request = AcquireRequest(lease_id="mine", tokens=TokenIds.pack([1, 2]))
+
+    first, again = await wire.execute(request, request)
+
+    assert isinstance(first, LeaseResponse)
+    assert first == again
+    assert await cache1.pages() == Pages(free=6, private=2, leases=1)
+    await wire.execute(ReleaseRequest(lease_id="mine"), ReleaseRequest(lease_id="mine"))
+    assert await cache1.pages() == Pages(free=8)
+
+
+# ---------------------------------------------------------------- the pool
+
+
+def kv_of(num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(2, num_slots, 1, 2), torch.ones(2, num_slots, 1, 1)
+
+
+async def test_only_private_slots_can_be_written(scene: Scene) -> None:
+    pool = await scene.client.attach_pool(mapped=False)
+    published, private = scene.lease.slots[:2], scene.lease.slots[2:]
+    free = (set(range(1, 9)) - set(scene.lease.slots.tolist())).pop()
+
+    await pool.write_kv(scene.lease, private, *kv_of(1))
+    for refused in (published, torch.cat((private, published[:1])), torch.tensor([free]), torch.tensor([0])):
+        with pytest.raises(InvalidRequest, match="only slots that were not published yet can be written"):
+            await pool.write_kv(scene.lease, refused, *kv_of(len(refused)))
+
+    k, v = await pool.read_kv(scene.lease, scene.lease.slots)
+    assert k[0, :, 0].tolist() == [[0, 0], [0, 0], [1, 1]]
+    assert v[1, :, 0].tolist() == [[0], [0], [1]]
+    await pool.write_kv(scene.lease, private, torch.zeros(2, 1, 1, 2), torch.zeros(2, 1, 1, 1))
+
+
+async def test_only_slots_that_the_lease_covers_can_be_read(scene: Scene) -> None:
+    pool = await scene.client.attach_pool(mapped=False)
+    free = (set(range(1, 9)) - set(scene.lease.slots.tolist())).pop()
+
+    for refused in ([free], [0], [-1], [9], [2**40], [*scene.lease.slots.tolist(), free]):
+        with pytest.raises(InvalidRequest, match="does not cover all of these slots"):
+            await pool.read_kv(scene.lease, torch.tensor(refused))
+
+
+async def test_a_row_of_slots_is_one_dimensional(scene: Scene) -> None:
+    pool = await scene.client.attach_pool(mapped=False)
+
+    with pytest.raises(InvalidRequest, match="slots must be a 1-D row of int64"):
+        await pool.read_kv(scene.lease, scene.lease.slots[None])
+
+
+@pytest.mark.xfail(reason="AttachedPool casts slots to int64 before anyone looks at them")
+async def test_slots_are_integers(cache1: CacheUnderTest) -> None:
+    lease = await cache1.client.acquire([1])
+    pool = await cache1.client.attach_pool(mapped=False)
+
+    with pytest.raises(InvalidRequest, match="slots must be"):
+        await pool.write_kv(lease, lease.slots + 0.5, *kv_of(1))
+
+
+@pytest.mark.parametrize(
+    ("k_shape", "v_shape", "wrong"),
+    [
+        ((2, 2, 1, 2), (2, 1, 1, 1), "k"),
+        ((1, 1, 1, 2), (2, 1, 1, 1), "k"),
+        ((2, 1, 2), (2, 1, 1, 1), "k"),
+        ((2, 1, 1, 2), (2, 1, 1, 2), "v"),
+    ],
+    ids=str,
+)
+async def test_kv_of_another_shape_is_refused_naming_the_right_one(
+    scene: Scene, k_shape: tuple[int, ...], v_shape: tuple[int, ...], wrong: str
+) -> None:
+    pool = await scene.client.attach_pool(mapped=False)
+
+    with pytest.raises(InvalidRequest, match=rf"^{wrong} must be of shape \(2, 1, 1, {2 if wrong == 'k' else 1}\)"):
+        await pool.write_kv(scene.lease, scene.lease.slots[2:], torch.ones(k_shape), torch.ones(v_shape))
+
+
+async def test_kv_of_another_size_sent_by_hand_is_refused(scene: Scene) -> None:
+    slots = scene.lease.slots[2:].numpy()
+    right, wrong = np.zeros(16, np.uint8), np.zeros(15, np.uint8)
+
+    with pytest.raises(InvalidRequest, match="needs 16 bytes, not 15"):
+        await Wire(scene.cache).write_kv(scene.lease.lease_id, slots, wrong, right[:8])
+    with pytest.raises(InvalidRequest, match="needs 8 bytes, not 16"):
+        await Wire(scene.cache).write_kv(scene.lease.lease_id, slots, right, right)
+    with pytest.raises(InvalidRequest, match="slots must be a 1-D row of int64, not int32"):
+        await Wire(scene.cache).read_kv(scene.lease.lease_id, slots.astype(np.int32))
+
+
+async def test_an_ended_lease_can_be_neither_read_nor_written(cache1: CacheUnderTest) -> None:
+    pool = await cache1.client.attach_pool(mapped=False)
+    lease = await cache1.client.acquire([1])
+    await lease.release()
+
+    with pytest.raises(UnknownLease, match="has ended"):
+        await pool.read_kv(lease, lease.slots)
+    with pytest.raises(UnknownLease, match="has ended"):
+        await pool.write_kv(lease, lease.slots, *kv_of(1))
+
+
+@pytest.mark.xfail(reason="CacheHost._check lets the core's UnknownLeaseError out; on Ray it becomes CacheUnavailable")
+@pytest.mark.parametrize("verb", ["read_kv", "write_kv"])
+async def test_another_sessions_lease_can_be_neither_read_nor_written(scene: Scene, verb: str) -> None:
+    pool = await scene.cache.another_client().attach_pool(mapped=False)
+    private = scene.lease.slots[2:]
+
+    with pytest.raises(UnknownLease, match="belongs to another"):
+        await getattr(pool, verb)(scene.lease, private, *(kv_of(1) if verb == "write_kv" else ()))
+
+
+async def test_an_unmapped_pool_names_the_calls_that_work(scene: Scene) -> None:
+    pool = await scene.client.attach_pool(mapped=False)
+    slots = scene.lease.slots[2:]
+    plain: list[Callable[[], Any]] = [
+        lambda: pool.write(0, slots, torch.ones(1, 1, 2), torch.ones(1, 1, 1)),
+        lambda: pool.gather(0, slots),
+        lambda: pool.k,
+        lambda: pool.v,
+    ]
+
+    assert not pool.mapped
+    for call in plain:
+        with pytest.raises(InvalidRequest, match=r"not mapped: use `await write_kv\(...\)` and `await read_kv\(...\)`"):
+            call()
+
+
+# ---------------------------------------------------------------- configuration and deployment
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: EvictionConfig(high_watermark=0.5, low_watermark=0.8), r"low_watermark \(0.8\) must be below"),
+        (lambda: EvictionConfig(high_watermark=0.8, low_watermark=0.8), r"low_watermark \(0.8\) must be below"),
+        (lambda: EvictionConfig(high_watermark=1.5), "less than or equal to 1"),
+        (lambda: CacheConfig(page_size=16, pool=PoolConfig(num_slots=24)), r"\(24\) must be a multiple of page_size"),
+        (lambda: CacheConfig(page_size=0, pool=PoolConfig(num_slots=8)), "greater than or equal to 1"),
+        (lambda: PoolConfig(num_slots=0), "greater than 0"),
+        (lambda: PoolConfig(num_slots=8, num_layers=1), "needs num_kv_heads and head_dim of at least 1"),
+        (lambda: PoolConfig(num_slots=8, dtype="int3"), "'bfloat16'"),
+        (lambda: CacheConfig(kind="radish", pool=PoolConfig(num_slots=8)), "'radix'"),
+        (lambda: CacheConfig(pool=PoolConfig(num_slots=8), page_sise=1), "page_sise"),
+    ],
+    ids=["low>high", "low=high", "high>1", "part of a page", "no page", "no slot", "no shape", "dtype", "kind", "typo"],
+)
+def test_a_configuration_that_cannot_be_is_refused(make: Callable[[], Any], advice: str) -> None:
+    with pytest.raises(ValidationError, match=advice):
+        make()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_pool_on_a_gpu_that_is_not_there_is_unavailable() -> None:
+    with pytest.raises(CacheUnavailable, match="no GPU is visible here: use 'auto' or 'cpu'"):
+        LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=8, device="cuda")))
+
+
+TOO_LARGE_POOL = PoolConfig(
+    num_slots=1024, num_layers=1000, num_kv_heads=1000, head_dim=1_000_000, dtype="float32", device="cpu"
+)
+NAMES_BOTH = r"needs \d+ bytes \(\d+\.\d\d GiB\) .*, but \d+ \(\d+\.\d\d GiB\) are free: lower PoolConfig.num_slots"
+
+
+@pytest.mark.xfail(reason="KVPool's own allocation fails with torch's RuntimeError where nothing is shared")
+def test_a_local_pool_larger_than_memory_names_what_it_needs_and_what_is_free() -> None:
+    with pytest.raises(CacheUnavailable, match=NAMES_BOTH):
+        LocalPrefixCache(CacheConfig(pool=TOO_LARGE_POOL))
+
+
+@pytest.mark.ray
+@pytest.mark.xfail(reason="from_ray keeps the first line of an ActorDiedError, which does not say why the actor died")
+def test_an_actors_pool_larger_than_memory_names_what_it_needs_and_what_is_free(ray_cluster: None) -> None:
+    with pytest.raises(CacheUnavailable, match=NAMES_BOTH):
+        start_cache(CacheConfig(pool=TOO_LARGE_POOL))
+
+
+@pytest.mark.ray
+def test_an_unknown_name_is_unavailable_and_says_to_start_it(ray_cluster: None) -> None:
+    with pytest.raises(
+        CacheUnavailable, match="no cache named 'nowhere' runs in namespace 'raydix': start_cache first"
+    ):
+        connect("nowhere")
+
+
+@pytest.mark.ray
+async def test_a_client_of_an_unknown_name_is_told_so_at_its_first_verb(ray_cluster: None) -> None:
+    client = PrefixCacheClient("nowhere")
+
+    for _ in range(2):
+        with pytest.raises(CacheUnavailable, match="no cache named 'nowhere' runs"):
+            await client.match([1])
+    await client.close()

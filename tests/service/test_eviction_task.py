@@ -1,0 +1,374 @@
+"""The background task relieves pressure before a caller feels it, and lets others work meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import raydix.actors.eviction_task as eviction_module
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.actors.eviction_task import EvictionTask
+from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig
+
+HIGH, LOW = 0.8, 0.5  # of ten slots: woken by the ninth in use, done at five
+
+
+def config_of(num_slots: int = 10, **eviction: Any) -> CacheConfig:
+    marks = {"high_watermark": HIGH, "low_watermark": LOW}
+    return CacheConfig(
+        pool=PoolConfig(num_slots=num_slots, device="cpu"), eviction=EvictionConfig(**marks | eviction), validate=True
+    )
+
+
+@asynccontextmanager
+async def opened(config: CacheConfig) -> AsyncIterator[LocalPrefixCache]:
+    async with LocalPrefixCache(config) as cache:
+        yield cache
+        core_of(cache).check_invariants()
+    assert not eviction_tasks()
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[LocalPrefixCache]:
+    async with opened(config_of()) as cache:
+        yield cache
+
+
+def eviction_tasks() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == "raydix-eviction" and not task.done()]
+
+
+async def publish(cache: LocalPrefixCache, *ids: int) -> None:
+    """Have prefixes of one token each in the tree, the first the least recently used, all held by nobody."""
+    for token in ids:
+        lease = await cache.acquire([token])
+        await lease.insert([token], release=True)
+
+
+async def cached(cache: LocalPrefixCache, *ids: int) -> list[int]:
+    return [token for token in ids if (await cache.match([token])).prefix_len]
+
+
+async def settle(cache: LocalPrefixCache) -> CacheStats:
+    """What holds once the task has nothing more to do: in process it needs no time, only turns of the loop."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return await cache.stats()
+
+
+def core_of(cache: LocalPrefixCache) -> Any:
+    return cache._host.service.core
+
+
+# ---------------------------------------------------------------- marks
+
+
+async def test_up_to_the_high_mark_it_sleeps(cache: LocalPrefixCache) -> None:
+    await publish(cache, *range(1, 9))
+
+    stats = await settle(cache)
+
+    assert (stats.tree_slots, stats.free_slots) == (8, 2)
+    task = stats.eviction_task
+    assert (task.enabled, task.alive) == (True, True)
+    assert (task.rounds, task.slices, task.tokens_evicted) == (0, 0, 0)
+
+
+async def test_above_the_high_mark_it_evicts_the_least_recently_used_down_to_the_low_one(
+    cache: LocalPrefixCache,
+) -> None:
+    await publish(cache, *range(1, 9))
+
+    held = await cache.acquire([9])
+    stats = await settle(cache)
+
+    assert (stats.private_slots, stats.tree_slots, stats.free_slots) == (1, 4, 5)
+    assert await cached(cache, *range(1, 9)) == [5, 6, 7, 8]
+    assert (stats.eviction_task.rounds, stats.eviction_task.tokens_evicted) == (1, 4)
+    assert stats.tokens_evicted == 4
+    assert len(held) == 1
+
+
+async def test_it_sleeps_on_an_event_and_sets_no_timer(
+    cache: LocalPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    free_slots = cache._host.service.eviction_task._free_slots
+    monkeypatch.setattr(
+        cache._host.service.eviction_task, "_free_slots", lambda: looks.append(free_slots()) or free_slots()
+    )
+    await publish(cache, *range(1, 9))
+    timers = len(asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
+
+    await asyncio.sleep(0.05)
+    assert looks == []
+    assert len(asyncio.get_running_loop()._scheduled) == timers  # type: ignore[attr-defined]
+
+    await cache.acquire([9])
+    await settle(cache)
+    assert looks[0] == 1
+    assert set(looks[1:]) == {5}
+    turns = len(looks)
+    await asyncio.sleep(0.05)
+    assert len(looks) == turns
+
+
+async def test_it_sleeps_again_and_wakes_again(cache: LocalPrefixCache) -> None:
+    for first in (1, 11, 21):
+        await publish(cache, *range(first, first + 9))
+        await settle(cache)
+
+    stats = await cache.stats()
+
+    assert stats.eviction_task.rounds >= 3
+    assert stats.free_slots >= 2
+    assert stats.eviction_task.alive
+
+
+@pytest.mark.xfail(reason="run_round goes on while a slice evicts anything, so it keeps the low mark under any load")
+async def test_it_stops_at_the_low_mark_though_others_go_on_taking_slots(cache: LocalPrefixCache) -> None:
+    await publish(cache, *range(1, 10))
+    await asyncio.sleep(0)
+    assert (await cache.stats()).tree_slots == 5
+
+    for token in (11, 12, 13):
+        await publish(cache, token)
+        await asyncio.sleep(0)
+    stats = await settle(cache)
+
+    assert (stats.tree_slots, stats.eviction_task.rounds) == (8, 1)  # up to the high mark it sleeps
+
+
+async def test_it_stops_when_nothing_is_evictable_and_spins_not(cache: LocalPrefixCache) -> None:
+    held = await cache.acquire(list(range(1, 10)))
+
+    first = await settle(cache)
+    later = await settle(cache)
+
+    assert (first.private_slots, first.eviction_task.rounds, first.eviction_task.tokens_evicted) == (9, 1, 0)
+    assert later.eviction_task.slices == first.eviction_task.slices == 1
+    await held.release()
+
+
+async def test_it_evicts_what_it_may_and_leaves_what_leases_hold(cache: LocalPrefixCache) -> None:
+    await publish(cache, 1, 2, 3)
+    held = await cache.acquire([1])
+    private = await cache.acquire([7] * 6)
+
+    stats = await settle(cache)
+
+    assert await cached(cache, 1, 2, 3) == [1]
+    assert (stats.protected_slots, stats.private_slots, stats.free_slots) == (1, 6, 3)
+    await held.release()
+    await private.release()
+
+
+@pytest.mark.parametrize("growth", ["acquire", "extend"])
+async def test_whatever_takes_slots_wakes_it(cache: LocalPrefixCache, growth: str) -> None:
+    await publish(cache, *range(1, 6))
+    lease = await cache.acquire([7, 7])
+
+    await (cache.acquire([8, 8]) if growth == "acquire" else lease.extend(2))
+    stats = await settle(cache)
+
+    assert (stats.eviction_task.rounds, stats.tree_slots) == (1, 1)
+
+
+async def test_a_high_mark_of_one_switches_it_off_and_callers_evict_their_own_shortfall() -> None:
+    async with opened(config_of(high_watermark=1.0)) as cache:
+        await publish(cache, *range(1, 11))
+        assert not eviction_tasks()
+
+        held = await cache.acquire([11, 11, 11])
+        stats = await settle(cache)
+
+        assert (stats.tree_slots, stats.private_slots, stats.free_slots) == (7, 3, 0)
+        task = stats.eviction_task
+        assert (task.enabled, task.alive, task.rounds, task.slices) == (False, False, 0, 0)
+        await held.release()
+
+
+async def test_who_needs_more_than_is_free_does_not_wait_for_it(cache: LocalPrefixCache) -> None:
+    await publish(cache, *range(1, 9))
+
+    held = await cache.acquire([9] * 6, timeout_s=0)
+
+    assert await cached(cache, *range(1, 9)) == [5, 6, 7, 8]
+    assert (await cache.stats()).eviction_task.slices == 0  # it has not even had a turn yet
+    await settle(cache)
+    await held.release()
+
+
+# ---------------------------------------------------------------- faults
+
+
+async def test_a_round_that_fails_is_logged_and_counted_and_the_next_one_works(
+    cache: LocalPrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    evict = core_of(cache).evict
+    outcomes: list[Callable[[int], int]] = [failing_evict]
+    monkeypatch.setattr(core_of(cache), "evict", lambda n: (outcomes.pop() if outcomes else evict)(n))
+    await publish(cache, *range(1, 9))
+
+    with caplog.at_level(logging.ERROR, "raydix.actors.eviction_task"):
+        first = await cache.acquire([9])
+        stats = await settle(cache)
+    assert (stats.eviction_task.failures, stats.eviction_task.rounds, stats.eviction_task.alive) == (1, 0, True)
+    assert stats.eviction_task.last_error == "RuntimeError: no luck"
+    assert [record.message for record in caplog.records] == ["a round of background eviction failed"]
+
+    second = await cache.acquire([10])
+    await until(cache, lambda stats: stats.eviction_task.rounds == 1)
+    stats = await cache.stats()
+    assert (stats.free_slots, stats.tree_slots, stats.private_slots) == (5, 3, 2)
+    assert (stats.eviction_task.failures, stats.eviction_task.alive) == (1, True)
+    await first.release()
+    await second.release()
+
+
+def failing_evict(num_tokens: int) -> int:
+    raise RuntimeError("no luck")
+
+
+async def until(cache: LocalPrefixCache | PrefixCacheClient, reached: Callable[[CacheStats], bool]) -> None:
+    """Wait for what the task does after it has backed off, or in another process."""
+    async with asyncio.timeout(20):
+        while not reached(await cache.stats()):  # noqa: ASYNC110 -- a cache tells of itself when asked
+            await asyncio.sleep(0.01)
+
+
+# ---------------------------------------------------------------- slices
+
+NUM_LEAVES = 5_000
+
+
+@asynccontextmanager
+async def full_of_leaves(**eviction: Any) -> AsyncIterator[tuple[LocalPrefixCache, Lease]]:
+    """A pool full of one-token prefixes, and a lease that is about to put it under pressure."""
+    config = config_of(NUM_LEAVES, low_watermark=0.1, **eviction).model_copy(update={"validate": False})
+    async with opened(config) as cache:
+        lease = await cache.lock([0])
+        task = cache._host.service.eviction_task
+        wake, task.wake = task.wake, lambda: None  # type: ignore[method-assign]
+        core_of(cache)._on_pressure = task.wake
+        await publish(cache, *range(1, NUM_LEAVES - 99))
+        core_of(cache)._on_pressure = wake
+        yield cache, lease
+        await lease.release()
+
+
+class Clock:
+    """A clock that goes on by 0.6 ms whenever somebody looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.0006
+        return self.now
+
+
+async def test_a_mass_eviction_is_cut_in_slices_that_end_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction_module, "time", Clock())
+    async with full_of_leaves(slice_ms=1) as (cache, lease):
+        await lease.extend(1)
+        await settle(cache)
+
+        stats = await cache.stats()
+
+        task = stats.eviction_task
+        assert stats.free_slots == 4500
+        assert (task.rounds, task.tokens_evicted) == (1, 4401)
+        steps_a_slice = 2  # of 512 tokens each: the second one passes the millisecond
+        assert task.slices == 5 + 1  # and one that finds nothing left to do
+        assert 4401 <= 5 * steps_a_slice * 512 < 4401 + 1024
+        assert 1.2 <= task.longest_slice_ms <= 2.4
+
+
+async def test_a_probe_is_answered_between_any_two_slices() -> None:
+    async with full_of_leaves(slice_ms=0.01) as (cache, lease):
+        answers: list[int] = []
+        await lease.extend(1)
+        while not (stats := await cache.stats()).eviction_task.rounds:
+            assert (await cache.match([NUM_LEAVES - 100])).prefix_len == 1  # used last, so evicted last
+            answers.append(stats.eviction_task.slices)
+            await asyncio.sleep(0)
+
+        assert len(answers) >= 8
+        assert all(later - earlier <= 1 for earlier, later in pairwise(answers))
+
+
+async def test_work_goes_on_and_stays_consistent_during_a_mass_eviction() -> None:
+    async with full_of_leaves(slice_ms=0.01) as (cache, lease):
+        await lease.extend(1)
+        token = NUM_LEAVES
+        while (await cache.stats()).free_slots < NUM_LEAVES * 9 // 10 - 1:
+            async with await cache.acquire([token]) as mine:
+                assert (await mine.insert([token])).num_inserted == 1
+            token += 1
+            await asyncio.sleep(0)
+
+        assert token >= NUM_LEAVES + 8
+        assert await cached(cache, *range(NUM_LEAVES, token)) == list(range(NUM_LEAVES, token))
+
+
+# ---------------------------------------------------------------- its life
+
+
+async def test_it_starts_with_the_first_session_and_ends_with_the_cache() -> None:
+    cache = LocalPrefixCache(config_of())
+    assert not eviction_tasks()
+
+    await cache.open()
+    async with PrefixCacheClient(cache) as client:
+        assert (await client.stats()).eviction_task.alive
+        assert len(eviction_tasks()) == 1
+
+    await cache.close()
+    assert not eviction_tasks()
+    assert not cache._host.service.stats().eviction_task.alive
+
+
+async def test_it_ends_with_the_cache_in_the_middle_of_a_round() -> None:
+    async with full_of_leaves(slice_ms=0.01) as (cache, lease):
+        await lease.extend(1)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (await cache.stats()).eviction_task.slices > 0
+
+        await cache.close()
+
+        assert not eviction_tasks()
+        task = cache._host.service.stats().eviction_task
+        assert (task.alive, task.rounds, task.failures) == (False, 0, 0)
+
+
+async def test_it_can_be_stopped_before_it_ran() -> None:
+    task = EvictionTask(EvictionConfig(), 10, lambda: 10, lambda n: 0, lambda: None)
+
+    await task.stop()
+    task.start()
+    await task.stop()
+
+    assert not task.stats().alive
+
+
+@pytest.mark.ray
+async def test_in_an_actor_it_works_the_same(running_cache: Callable[[CacheConfig], Any]) -> None:
+    async with PrefixCacheClient(running_cache(config_of())) as client:
+        for token in range(1, 9):
+            await (await client.acquire([token])).insert([token], release=True)
+        held = await client.acquire([9])
+
+        await until(client, lambda stats: stats.eviction_task.rounds == 1)
+
+        stats = await client.stats()
+        assert (stats.private_slots, stats.tree_slots, stats.free_slots) == (1, 4, 5)
+        assert stats.eviction_task.alive
+        await held.release()

@@ -1,0 +1,457 @@
+"""The pool's tensors reach every worker, mapped where they can be and copied where not: the same bits either way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raydix.actors import LocalPrefixCache, PrefixCacheClient, attached_pool, shutdown_cache, start_cache
+from raydix.actors.ray_transport import RayTransport
+from raydix.actors.transport import LocalTransport
+from raydix.schemas import CacheConfig, CacheUnavailable, EvictionConfig, PoolConfig
+
+PAGE, NUM_LAYERS, NUM_HEADS, K_DIM, V_DIM = 4, 3, 2, 8, 4
+PROMPT = list(range(1, 11))  # two pages and a half
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def config_of(dtype: str, device: str = "cpu") -> CacheConfig:
+    return CacheConfig(
+        page_size=PAGE,
+        pool=PoolConfig(
+            num_slots=64,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_HEADS,
+            head_dim=K_DIM,
+            v_head_dim=V_DIM,
+            dtype=dtype,
+            device=device,
+        ),
+        eviction=EvictionConfig(high_watermark=1.0),
+        validate=True,
+    )
+
+
+def random_kv(num_slots: int, dtype: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Any bits at all, those of NaN and infinity among them."""
+    generator = np.random.default_rng(seed)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+
+    def rows(dim: int) -> torch.Tensor:
+        shape = (NUM_LAYERS, num_slots, NUM_HEADS, dim)
+        if not num_slots:
+            return torch.empty(shape, dtype=torch_dtype)
+        data = generator.integers(0, 256, int(np.prod(shape)) * torch_dtype.itemsize, np.uint8)
+        return torch.from_numpy(data).view(torch_dtype).view(shape)
+
+    return rows(K_DIM), rows(V_DIM)
+
+
+def bits(*tensors: torch.Tensor) -> list[bytes]:
+    return [tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+# ---------------------------------------------------------------- workers in processes of their own
+
+
+def worker_class() -> Any:
+    """A class of this function's own travels by value: Ray's processes cannot import this file."""
+
+    class Worker:
+        """A process that maps a cache's pool, and copies besides. KV is told as bytes, so that nothing changes it."""
+
+        async def attach(self, cache: Any) -> tuple[bool, bool]:
+            self._client = PrefixCacheClient(cache)
+            self._pool = await self._client.attach_pool()
+            self._copying = await self._client.attach_pool(mapped=False)
+            return self._pool.mapped, self._copying.mapped
+
+        async def acquire(self, tokens: list[int]) -> tuple[int, list[int]]:
+            self._lease = await self._client.acquire(tokens)
+            return self._lease.prefix_len, self._lease.slots.tolist()
+
+        async def write(self, k: torch.Tensor, v: torch.Tensor, mapped: bool) -> None:
+            slots = self._lease.slots
+            if not mapped:
+                await self._copying.write_kv(self._lease, slots, k, v)
+                return
+            device = self._pool.k[0].device
+            for layer in range(len(k)):
+                self._pool.write(layer, slots, k[layer].to(device), v[layer].to(device))
+
+        async def publish(self, tokens: list[int]) -> int:
+            return (await self._lease.insert(tokens)).num_inserted
+
+        async def read(self, num_tokens: int, mapped: bool) -> list[bytes]:
+            slots = self._lease.slots[:num_tokens]
+            if mapped:
+                layers = [self._pool.gather(layer, slots) for layer in range(len(self._pool.k))]
+                kv = [torch.stack(rows) for rows in zip(*layers, strict=True)]
+            else:
+                kv = list(await self._copying.read_kv(self._lease, slots))
+            return [tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in kv]
+
+        async def poke(self, slot: int, value: float) -> None:
+            self._pool.k[1][slot] = value
+
+        async def peek(self, slot: int) -> float:
+            return self._pool.k[1][slot].float().mean().item()
+
+        def mapping(self, epoch: str) -> tuple[int, int]:
+            """The inode and size of what this process has mapped as the pool of that epoch."""
+            rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines() if f"raydix-{epoch}" in row]
+            (inode,) = {int(row[4]) for row in rows}
+            size = sum(int(row[0].split("-")[1], 16) - int(row[0].split("-")[0], 16) for row in rows)
+            return inode, size
+
+        async def detach(self) -> None:
+            await self._client.close()
+
+    return Worker
+
+
+Workers = tuple[Any, Any]  # one that writes, one that reads
+
+
+@pytest.fixture(scope="module")
+def processes(ray_cluster: None) -> Iterator[Workers]:
+    import ray
+
+    make = ray.remote(worker_class()).options(num_cpus=0).remote
+    workers = make(), make()
+    yield workers
+    for worker in workers:
+        ray.kill(worker)
+
+
+@asynccontextmanager
+async def attached(processes: Workers, cache: Any) -> AsyncIterator[Workers]:
+    """The workers with a session each at that cache, which they leave as they found it."""
+    assert [await worker.attach.remote(cache) for worker in processes] == [(True, False)] * 2
+    yield processes
+    for worker in processes:
+        await worker.detach.remote()
+    async with PrefixCacheClient(cache) as client:
+        await client.check_invariants()
+        assert (await client.stats()).private_slots == 0
+        await client.reset()
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def cache(dtype: str, running_cache: Callable[[CacheConfig], Any]) -> Any:
+    return running_cache(config_of(dtype))
+
+
+@pytest.fixture
+async def workers(processes: Workers, cache: Any) -> AsyncIterator[Workers]:
+    async with attached(processes, cache) as workers:
+        yield workers
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("written", ["mapped", "copied"])
+async def test_what_one_worker_wrote_another_reads_bit_for_bit(workers: Workers, dtype: str, written: str) -> None:
+    writer, reader = workers
+    k, v = random_kv(len(PROMPT), dtype, seed=1)
+    _, own = await writer.acquire.remote(PROMPT)
+    await writer.write.remote(k, v, written == "mapped")
+    assert await writer.publish.remote(PROMPT) == 8
+
+    prefix_len, slots = await reader.acquire.remote(PROMPT)
+
+    assert (prefix_len, slots[:8]) == (8, own[:8])
+    assert set(slots[8:]).isdisjoint(own)
+    assert await reader.read.remote(8, True) == bits(k[:, :8], v[:, :8])
+    assert await reader.read.remote(8, False) == bits(k[:, :8], v[:, :8])
+
+
+@pytest.mark.ray
+async def test_workers_that_map_the_pool_map_the_caches_own_memory(workers: Workers, cache: Any) -> None:
+    handle = await cache.pool_handle.remote()
+    mappings = [await worker.mapping.remote(handle.epoch) for worker in workers]
+
+    assert mappings[0] == mappings[1]
+    inode, size = mappings[0]
+    assert inode == os.stat(handle.path).st_ino  # the descriptor that the actor holds
+    assert handle.num_bytes <= size < handle.num_bytes + 4096
+
+
+@pytest.mark.ray
+async def test_a_write_after_attaching_is_seen_by_all_who_mapped_the_pool(workers: Workers) -> None:
+    writer, reader = workers
+    _, slots = await writer.acquire.remote([7])
+
+    await writer.poke.remote(slots[0], 5.0)
+    assert await reader.peek.remote(slots[0]) == 5.0
+
+    await reader.poke.remote(slots[0], 6.0)  # a bug in a worker, but memory all the same
+    assert await writer.peek.remote(slots[0]) == 6.0
+    assert await writer.read.remote(1, True) == await writer.read.remote(1, False)  # the cache sees it, too
+
+
+@pytest.mark.ray
+async def test_a_killed_cache_leaves_no_file_behind_and_what_was_mapped_stays_readable(ray_cluster: None) -> None:
+    before = shared_memory_files()
+    cache = start_cache(config_of("float32"))
+    client = PrefixCacheClient(cache)
+    pool = await client.attach_pool(mapped=True)
+    lease = await client.acquire([1])
+    handle = await cache.pool_handle.remote()
+    pool.k[0][lease.slots] = 3.0
+
+    os.kill(int(handle.path.split("/")[2]), signal.SIGKILL)
+    with pytest.raises(CacheUnavailable):
+        await client.match([1])
+
+    assert shared_memory_files() <= before
+    assert pool.gather(0, lease.slots)[0].unique().tolist() == [3.0]
+    with pytest.raises(FileNotFoundError):
+        attached_pool.map_pool(handle)
+    await lease.release()
+    await client.close()
+
+
+def shared_memory_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+# ---------------------------------------------------------------- where it cannot be mapped
+
+
+@pytest.fixture
+async def far_client(
+    running_cache: Callable[[CacheConfig], Any], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[PrefixCacheClient]:
+    """A client that takes the cache to be on another node."""
+    pool_handle = RayTransport.pool_handle
+
+    async def moved(transport: RayTransport) -> Any:
+        return (await pool_handle(transport)).model_copy(update={"node_id": "elsewhere"})
+
+    monkeypatch.setattr(RayTransport, "pool_handle", moved)
+    async with PrefixCacheClient(running_cache(config_of("bfloat16"))) as client:
+        yield client
+        await client.reset()
+
+
+@pytest.mark.ray
+async def test_who_insists_on_mapping_a_pool_elsewhere_is_told_why_it_cannot_be(far_client: PrefixCacheClient) -> None:
+    with pytest.raises(CacheUnavailable, match="cannot be mapped from here: it lies on node elsewhere, this is node"):
+        await far_client.attach_pool(mapped=True)
+
+
+@pytest.mark.ray
+async def test_who_does_not_insist_copies_and_the_log_says_so(
+    far_client: PrefixCacheClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    k, v = random_kv(10, "bfloat16", seed=2)
+
+    with caplog.at_level(logging.WARNING, "raydix.actors.attached_pool"):
+        pool = await far_client.attach_pool()
+    async with await far_client.acquire(PROMPT) as lease:
+        await pool.write_kv(lease, lease.slots, k, v)
+        copied = await pool.read_kv(lease, lease.slots)
+
+    assert not pool.mapped
+    (line,) = [record.message for record in caplog.records]
+    assert "it lies on node elsewhere" in line
+    assert "KV is copied through the cache" in line
+    assert bits(*copied) == bits(k, v)
+
+
+@pytest.mark.ray
+async def test_a_pool_of_another_life_of_the_cache_is_not_mapped(
+    running_cache: Callable[[CacheConfig], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = await running_cache(config_of("bfloat16")).pool_handle.remote()
+
+    with pytest.raises(OSError, match="no longer the pool of epoch older"):
+        attached_pool.map_pool(handle.model_copy(update={"epoch": "older"}))
+    with pytest.raises(OSError):
+        attached_pool.map_pool(handle.model_copy(update={"path": "/proc/1/fd/999"}))
+
+
+# ---------------------------------------------------------------- in process
+
+
+@pytest.fixture
+async def local(dtype: str) -> AsyncIterator[LocalPrefixCache]:
+    async with LocalPrefixCache(config_of(dtype)) as cache:
+        yield cache
+
+
+@pytest.mark.parametrize("mapped", [None, True])
+async def test_in_process_the_pool_is_the_tensors_themselves(local: LocalPrefixCache, mapped: bool | None) -> None:
+    pool = await local.attach_pool(mapped=mapped)
+
+    assert pool.mapped
+    assert pool.k[1].data_ptr() == local._host.exported.pool.k[1].data_ptr()
+    assert tuple(pool.k[2].shape) == (64 + PAGE, NUM_HEADS, K_DIM)
+    assert tuple(pool.v[0].shape) == (64 + PAGE, NUM_HEADS, V_DIM)
+
+
+async def test_plain_calls_and_copies_see_the_same_bits(local: LocalPrefixCache, dtype: str) -> None:
+    k, v = random_kv(10, dtype, seed=3)
+    mapped, copying = await local.attach_pool(), await local.attach_pool(mapped=False)
+    first, second = await local.acquire(PROMPT), await local.acquire([9] * 10)
+
+    for layer in range(NUM_LAYERS):
+        mapped.write(layer, first.slots, k[layer], v[layer])
+    await copying.write_kv(second, second.slots, k, v)
+
+    for lease in (first, second):
+        layers = [mapped.gather(layer, lease.slots) for layer in range(NUM_LAYERS)]
+        assert bits(*(row for kv in layers for row in kv)) == bits(
+            *(row for kv in zip(k, v, strict=True) for row in kv)
+        )
+        assert bits(*await copying.read_kv(lease, lease.slots)) == bits(k, v)
+        assert bits(*await mapped.read_kv(lease, lease.slots)) == bits(k, v)
+
+
+async def test_a_write_goes_to_its_slots_and_to_no_others(local: LocalPrefixCache, dtype: str) -> None:
+    pool = await local.attach_pool()
+    lease = await local.acquire(PROMPT)
+    k, v = random_kv(3, dtype, seed=4)
+    written = lease.slots[[9, 0, 5]]
+    untouched = torch.ones(64 + PAGE, dtype=torch.bool)
+    untouched[written] = False
+
+    await pool.write_kv(lease, written, k, v)
+
+    for layer in range(NUM_LAYERS):
+        assert bits(pool.k[layer][written], pool.v[layer][written]) == bits(k[layer], v[layer])
+        assert not pool.k[layer][untouched].view(torch.uint8).any()
+        assert not pool.v[layer][untouched].view(torch.uint8).any()
+
+
+async def test_slots_are_read_in_the_order_asked_for_as_often_as_asked_for(local: LocalPrefixCache, dtype: str) -> None:
+    pool = await local.attach_pool(mapped=False)
+    lease = await local.acquire(PROMPT)
+    k, v = random_kv(10, dtype, seed=5)
+    await pool.write_kv(lease, lease.slots, k, v)
+    order = [7, 0, 0, 9]
+
+    copied = await pool.read_kv(lease, lease.slots[order])
+
+    assert bits(*copied) == bits(k[:, order], v[:, order])
+
+
+async def test_no_slots_are_nothing_to_copy(local: LocalPrefixCache, dtype: str) -> None:
+    pool = await local.attach_pool(mapped=False)
+    lease = await local.acquire([1])
+
+    await pool.write_kv(lease, lease.slots[:0], *random_kv(0, dtype, seed=6))
+    k, v = await pool.read_kv(lease, lease.slots[:0])
+
+    assert (tuple(k.shape), tuple(v.shape)) == ((NUM_LAYERS, 0, NUM_HEADS, K_DIM), (NUM_LAYERS, 0, NUM_HEADS, V_DIM))
+
+
+async def test_a_large_copy_goes_in_pieces_and_comes_out_whole(
+    local: LocalPrefixCache, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = NUM_LAYERS * NUM_HEADS * (K_DIM + V_DIM) * getattr(torch, dtype).itemsize
+    monkeypatch.setattr(attached_pool, "_CHUNK_BYTES", 4 * row + row // 2)
+    sizes: dict[str, list[int]] = {"read_kv": [], "write_kv": []}
+
+    def counted(verb: str) -> Callable[[LocalTransport, Any], Any]:
+        original = getattr(LocalTransport, verb)
+
+        async def call(transport: LocalTransport, request: Any) -> Any:
+            sizes[verb].append(len(request.slots))
+            return await original(transport, request)
+
+        return call
+
+    for verb in sizes:
+        monkeypatch.setattr(LocalTransport, verb, counted(verb))
+    pool = await local.attach_pool(mapped=False)
+    lease = await local.acquire(PROMPT)
+    k, v = random_kv(10, dtype, seed=7)
+
+    await pool.write_kv(lease, lease.slots, k, v)
+    copied = await pool.read_kv(lease, lease.slots)
+
+    assert sizes == {"read_kv": [4, 4, 2], "write_kv": [4, 4, 2]}
+    assert bits(*copied) == bits(k, v)
+
+
+async def test_an_index_only_cache_has_a_pool_of_no_layers() -> None:
+    async with LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=8))) as cache:
+        pool = await cache.attach_pool()
+
+        assert (pool.mapped, pool.k, pool.v) == (True, [], [])
+
+
+@pytest.mark.ray
+async def test_a_copy_of_many_megabytes_through_an_actor_is_whole(ray_cluster: None) -> None:
+    config = CacheConfig(
+        page_size=64,
+        pool=PoolConfig(num_slots=2048, num_layers=2, num_kv_heads=4, head_dim=256, dtype="float32", device="cpu"),
+    )
+    cache = start_cache(config)
+    async with PrefixCacheClient(cache) as client:
+        pool = await client.attach_pool(mapped=False)
+        mapped = await client.attach_pool(mapped=True)
+        lease = await client.acquire(list(range(1500)))
+        k, v = torch.rand(2, 1500, 4, 256), torch.rand(2, 1500, 4, 256)  # 24 MB
+
+        await pool.write_kv(lease, lease.slots, k, v)
+        copied = await pool.read_kv(lease, lease.slots)
+
+        assert torch.equal(copied[0], k)
+        assert torch.equal(copied[1], v)
+        assert torch.equal(mapped.k[1][lease.slots], k[1])
+    shutdown_cache(cache)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.ray
+async def test_workers_on_the_same_card_map_the_pool_and_see_each_others_writes(processes: Workers) -> None:
+    k, v = random_kv(len(PROMPT), "bfloat16", seed=8)
+    cache = start_cache(config_of("bfloat16", "cuda"), num_gpus=0)  # sees the cards, reserves none
+    handle = await cache.pool_handle.remote()
+    assert (handle.device_type, handle.path) == ("cuda", None)
+    assert handle.gpu_uuid is not None
+
+    async with attached(processes, cache) as (writer, reader):
+        _, own = await writer.acquire.remote(PROMPT)
+        await writer.write.remote(k, v, True)
+        await writer.publish.remote(PROMPT)
+
+        assert (await reader.acquire.remote(PROMPT))[0] == 8
+        assert await reader.read.remote(8, True) == bits(k[:, :8], v[:, :8])
+        assert await reader.read.remote(8, False) == bits(k[:, :8], v[:, :8])
+        await writer.poke.remote(own[9], 5.0)
+        assert await reader.peek.remote(own[9]) == 5.0  # the same memory, not a copy of it
+    shutdown_cache(cache)
+
+
+@pytest.mark.gpu
+async def test_in_process_on_a_gpu_the_pool_is_the_tensors_themselves() -> None:
+    async with LocalPrefixCache(config_of("bfloat16", "cuda")) as cache:
+        pool = await cache.attach_pool()
+        lease = await cache.acquire(PROMPT)
+        k, v = random_kv(10, "bfloat16", seed=9)
+
+        for layer in range(NUM_LAYERS):
+            pool.write(layer, lease.slots, k[layer].cuda(), v[layer].cuda())
+
+        assert pool.k[0].is_cuda
+        assert bits(*await pool.read_kv(lease, lease.slots)) == bits(k, v)
