@@ -15,6 +15,7 @@ from raydix.cache_core import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import CacheConfig
 
 
@@ -60,6 +61,8 @@ def _make_allocator(config: CacheConfig) -> TokenToKVPoolAllocator:
 def _make_tree(config: CacheConfig, allocator: TokenToKVPoolAllocator, states: MambaPool | None) -> BasePrefixCache:
     if config.kind == "chunk":
         return ChunkCache(config.page_size)
+    if config.kind == "trie":
+        return TriePrefixCache(config.page_size, allocator)
     if config.kind == "mamba":
         return MambaRadixCache(config.page_size, allocator, states)
     return RadixCache(config.page_size, config.sliding_window_size, allocator)

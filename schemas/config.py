@@ -78,8 +78,8 @@ with warnings.catch_warnings():
     class CacheConfig(_Config):
         """Everything that makes one cache. Two caches of one name must have equal configurations."""
 
-        kind: Literal["radix", "mamba", "chunk"] = Field(
-            default="radix", description="mamba: with recurrent states; chunk: nothing is shared"
+        kind: Literal["radix", "mamba", "chunk", "trie"] = Field(
+            default="radix", description="mamba: with recurrent states; chunk: nothing is shared; trie: a RadixTrie"
         )
         page_size: int = Field(default=1, ge=1, le=65_536, description="tokens a page; the unit of sharing")
         sliding_window_size: int | None = Field(

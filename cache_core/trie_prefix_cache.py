@@ -1,0 +1,206 @@
+"""`TriePrefixCache`: a `RadixTrie` behind the contract of the prefix caches, so that leases can be sequences in it.
+
+A block is a page, named by its first slot. A lock marks the path as in use by a sequence of its own. Namespaces share
+one trie: their tokens are told apart by carrying the namespace along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from raydix.cache_core.base_prefix_cache import (
+    BasePrefixCache,
+    EvictResult,
+    InsertResult,
+    MatchResult,
+    PageInsert,
+    PageMatch,
+    RadixKey,
+    Starts,
+    no_slots,
+)
+from raydix.cache_core.errors import LockError
+from raydix.cache_core.radix_trie import RadixTrie
+from raydix.cache_core.slot_rows import as_slots, expand_slots
+from raydix.cache_core.trie_node import TrieNode
+
+
+class PagePool(Protocol):
+    """What displaced and evicted pages are given back to."""
+
+    def free_pages(self, starts: Starts) -> None:
+        """Take back pages, each named once by its first slot."""
+
+
+class TrieHandle:
+    """The end of a prefix in one generation of the trie."""
+
+    __slots__ = ("end", "node", "trie")
+
+    def __init__(self, trie: RadixTrie, node: TrieNode, end: int) -> None:
+        self.trie = trie
+        self.node = node
+        self.end = end  # tokens from the root
+
+
+class TriePrefixCache(BasePrefixCache):
+    """Leases over a `RadixTrie`.
+
+    Where a sequence brings a page for tokens that are there already, the trie keeps its own while a sequence uses them,
+    and takes the newcomer's otherwise. What is displaced goes back to the pool, or to the caller who brought it.
+    """
+
+    def __init__(self, page_size: int = 1, token_to_kv_pool_allocator: PagePool | None = None) -> None:
+        self.page_size = page_size
+        self.pool = token_to_kv_pool_allocator
+        self._displaced: list[int] = []
+        self._trie = self._new_trie()
+        self._retired: list[RadixTrie] = []
+        self._sequences = count(1)
+        self._open: dict[int, TrieHandle] = {}
+
+    @property
+    def root(self) -> TrieHandle:
+        """Where a miss ends; locking it is a no-op."""
+        return TrieHandle(self._trie, self._trie.root, 0)
+
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        """The longest cached prefix, in whole pages. May split a node."""
+        match = self.match_pages(key)
+        slots = torch.from_numpy(expand_slots(match.starts, match.prefix_len)) if match.prefix_len else no_slots()
+        return MatchResult(slots, match.last_node, match.prefix_len, None, match.prefix_len)
+
+    def peek_prefix(self, key: RadixKey) -> MatchResult:
+        """As `match_prefix`, without any effect."""
+        blocks = self._trie.peek_prefix(_tokens(key))
+        end = len(blocks) * self.page_size
+        slots = torch.from_numpy(expand_slots(np.array(blocks, np.int64), end)) if blocks else no_slots()
+        return MatchResult(slots, self.root, end, None, end)
+
+    def match_pages(self, key: RadixKey, limit: int | None = None) -> PageMatch:
+        """`match_prefix` of the first `limit` tokens, in pages."""
+        tokens = _tokens(key) if limit is None else _tokens(key)[:limit]
+        node, blocks = self._trie.match_prefix(tokens)
+        end = len(blocks) * self.page_size
+        return PageMatch(end, TrieHandle(self._trie, node, end), np.array(blocks, np.int64), end, None)
+
+    def insert(self, key: RadixKey, value: torch.Tensor | None = None, **kwargs: Any) -> InsertResult:
+        """Make whole pages of `key` findable; `value` must hold pages of consecutive slots.
+
+        As for every cache, `duplicate_indices` names the incoming slots that were not taken, the caller's to free.
+        """
+        aligned = len(key) - len(key) % self.page_size
+        starts = as_slots(key, value, aligned)[: aligned : self.page_size]
+        done = self.insert_pages(key[:aligned], starts, self.root)
+        refused = starts[: len(done.existing)][starts[: len(done.existing)] != done.existing]
+        duplicates = (
+            torch.from_numpy(expand_slots(refused, len(refused) * self.page_size)) if len(refused) else no_slots()
+        )
+        return InsertResult(done.prefix_len, done.last_node, False, duplicates)
+
+    def insert_pages(
+        self, key: RadixKey, starts: Starts, from_node: TrieHandle, swa_evicted_seqlen: int = 0
+    ) -> PageInsert:
+        """`insert` of the whole pages of `key` beyond `from_node`."""
+        start, stop = from_node.end, len(key) - len(key) % self.page_size
+        if start == stop:
+            return PageInsert(stop, stop, from_node, starts[:0])
+        tokens = _tokens(key)[start:stop]
+        there = len(self._trie.peek_prefix(tokens, from_node.node))
+        node = self._trie.insert(tokens, starts.tolist(), from_node.node)
+        incoming = set(starts.tolist())
+        self._free([block for block in self._displaced if block not in incoming])
+        self._displaced.clear()
+        held = np.array(self._trie.peek_prefix(tokens, from_node.node)[:there], np.int64)
+        return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
+
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
+        """Free at least `num_tokens` slots of what no sequence uses: leaves from their tails, least recent first."""
+        blocks = self._trie.evict_blocks(-(-num_tokens // self.page_size)) if num_tokens > 0 else []
+        self._free(blocks)
+        return EvictResult(len(blocks) * self.page_size)
+
+    def inc_lock_ref(self, node: TrieHandle) -> int:
+        """Mark the path as in use by a new sequence; returns what `dec_lock_ref` needs back.
+
+        Raises:
+            StaleNodeError: the node is no longer in the trie.
+        """
+        sequence = next(self._sequences)
+        node.trie.mark_in_use_by(node.node, sequence)
+        self._open[sequence] = node
+        return sequence
+
+    def dec_lock_ref(self, node: TrieHandle, receipt: Any = None, **kwargs: Any) -> None:
+        """Undo one `inc_lock_ref`.
+
+        Raises:
+            LockError: the receipt is missing, used, or another lock's.
+        """
+        if self._open.get(receipt) is not node:
+            raise LockError("an unlock needs the receipt of this very lock, once")
+        del self._open[receipt]
+        node.trie.mark_not_in_use_by(node.node, receipt)
+
+    def reset(self) -> None:
+        """Forget everything and give back every page. Nodes from before are stale."""
+        self._free([block for trie in (self._trie, *self._retired) for node in trie.nodes() for block in node.blocks])
+        self._trie, self._retired = self._new_trie(), []
+        self._open.clear()
+
+    def retire_all(self) -> None:
+        """Make everything unmatchable at once; what a sequence uses stays until it lets go."""
+        self._retired.append(self._trie)
+        self._trie = self._new_trie()
+
+    def reclaim_retired(self) -> int:
+        """Free what was retired and no sequence uses; returns tokens."""
+        blocks = [block for trie in self._retired for block in trie.evict_blocks(trie.num_evictable_blocks)]
+        self._retired = [trie for trie in self._retired if trie.num_blocks]
+        self._free(blocks)
+        return len(blocks) * self.page_size
+
+    def evictable_size(self) -> int:
+        """Tokens of pages that no sequence uses, retired ones not counted. O(1)."""
+        return self._trie.num_evictable_blocks * self.page_size
+
+    def protected_size(self) -> int:
+        """Tokens of the other pages. O(generations still in use)."""
+        return sum(trie.num_blocks for trie in (self._trie, *self._retired)) * self.page_size - self.evictable_size()
+
+    def num_locks(self) -> int:
+        """Locks below the root that were not given back."""
+        return sum(handle.end > 0 for handle in self._open.values())
+
+    def tree_starts(self) -> list[Starts]:
+        """The pages of every node. O(n)."""
+        tries = (self._trie, *self._retired)
+        return [np.array(node.blocks, np.int64) for trie in tries for node in trie.nodes() if node.blocks]
+
+    def pretty_print(self) -> None:
+        """Print the trie."""
+        self._trie.pretty_print()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of a trie is broken. O(n)."""
+        for trie in (self._trie, *self._retired):
+            trie.check_invariants()
+
+    def _new_trie(self) -> RadixTrie:
+        return RadixTrie(self.page_size, on_displaced=lambda block: self._displaced.append(block))
+
+    def _free(self, blocks: list[int]) -> None:
+        if blocks and self.pool is not None:
+            self.pool.free_pages(np.array(blocks, np.int64))
+
+
+def _tokens(key: RadixKey) -> list[Hashable]:
+    """The tokens of a key as the trie wants them; outside the default namespace each carries its namespace."""
+    if key.extra_key is None:
+        return list(key.token_ids)
+    return [(key.extra_key, token) for token in key.token_ids]
