@@ -17,8 +17,10 @@ from raydix.schemas import (
     CacheStats,
     CacheUnavailable,
     CloseSession,
+    KVEventBatch,
     KVResponse,
     Message,
+    NextEvents,
     OpenSession,
     PoolHandle,
     ReadKV,
@@ -73,6 +75,10 @@ class PrefixCacheActor:
     async def wait(self, request: WaitRequest) -> Message:
         """Wait for the outcome of a request that stands in line."""
         return await self._host.service.wait(request)
+
+    async def next_events(self, request: NextEvents) -> KVEventBatch:
+        """Wait for events."""
+        return await self._host.service.next_events(request)
 
     async def pool_handle(self) -> PoolHandle:
         """How to reach the pool's tensors."""

@@ -32,7 +32,8 @@ class CacheHost:
     def __init__(self, config: CacheConfig, device: torch.device, node_id: str, share: bool) -> None:
         epoch = uuid.uuid4().hex
         self.exported = ExportedPool(config, device, epoch, node_id, share)
-        self.service = CacheService(config, epoch, _state_pool(config, self.exported.pool))
+        medium = "GPU" if device.type == "cuda" else "CPU"
+        self.service = CacheService(config, epoch, _state_pool(config, self.exported.pool), medium)
 
     def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy the KV of slots that a lease covers out of the pool.

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raydix.actors.core_factory import build_core
+from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.request_handlers import RequestHandlers
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import KVCache, MambaPool, MambaRadixCache
+from raydix.cache_core.tree_cache import TreeCache
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -24,8 +26,12 @@ from raydix.schemas import (
     CacheUnavailable,
     CloseSession,
     ConfigMismatch,
+    EventSnapshotRequest,
     InvalidRequest,
+    KVEventBatch,
+    KVEventSnapshot,
     Message,
+    NextEvents,
     OpenSession,
     PoolStats,
     SessionResponse,
@@ -34,6 +40,7 @@ from raydix.schemas import (
     WaitRequest,
 )
 
+_NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
 
@@ -54,9 +61,10 @@ class CacheService:
         config: everything about it.
         epoch: names this life of it.
         states: the pool of recurrent states, for kind "mamba"; None makes one without tensors.
+        medium: where the KV is, for events: "GPU" or "CPU".
     """
 
-    def __init__(self, config: CacheConfig, epoch: str, states: MambaPool | None = None) -> None:
+    def __init__(self, config: CacheConfig, epoch: str, states: MambaPool | None = None, medium: str = "CPU") -> None:
         self.config = config
         self.epoch = epoch
         self.sessions: dict[str, Session] = {}
@@ -66,6 +74,9 @@ class CacheService:
         self.core, gauges = build_core(config, states, self._on_pressure)
         self.eviction_task = EvictionTask(config.eviction, gauges, self.line.serve)
         self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
+        self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
+        if self.feed is not None and isinstance(self.core.tree, TreeCache):
+            self.core.tree.tell_events(self.feed)
 
     def _on_pressure(self) -> None:
         self.eviction_task.wake()
@@ -87,6 +98,8 @@ class CacheService:
         if self.sessions.pop(request.session_id, None) is not None:
             self.line.withdraw(request.session_id)
             self.core.end_session(request.session_id)
+            if self.feed is not None:
+                self.feed.wake()  # its reader may be waiting
             self.line.serve()
 
     def session(self, session_id: str, epoch: str) -> Session:
@@ -108,6 +121,8 @@ class CacheService:
         self._closed = True
         for session_id in list(self.sessions):
             self.close_session(CloseSession(session_id=session_id))
+        if self.feed is not None:
+            self.feed.close()
         await self.eviction_task.stop()
 
     # ---------------------------------------------------------------- execution
@@ -141,12 +156,33 @@ class CacheService:
         return BatchResponse(epoch=self.epoch, responses=responses)
 
     def _respond(self, session_id: str, request: Message) -> Message | CacheError:
-        return self.stats() if isinstance(request, StatsRequest) else self._handlers.handle(session_id, request)
+        match request:
+            case StatsRequest():
+                return self.stats()
+            case EventSnapshotRequest():
+                return self._event_snapshot()
+        return self._handlers.handle(session_id, request)
 
     async def wait(self, request: WaitRequest) -> Message:
         """The outcome of a request that was put in line."""
         session = self.session(request.session_id, request.epoch)
         return await self.line.outcome(session.session_id, request.ticket)
+
+    async def next_events(self, request: NextEvents) -> KVEventBatch:
+        """The events after those that a client has seen, or none after its timeout.
+
+        Raises:
+            InvalidRequest: this cache tells no events.
+        """
+        self.session(request.session_id, request.epoch)
+        if self.feed is None:
+            raise InvalidRequest(_NO_EVENTS)
+        return await self.feed.next_batch(request.after_seq, request.timeout_s)
+
+    def _event_snapshot(self) -> KVEventSnapshot | InvalidRequest:
+        if self.feed is None:
+            return InvalidRequest(_NO_EVENTS)
+        return self.feed.snapshot(self.core.tree.resident_pages() if isinstance(self.core.tree, TreeCache) else ())
 
     def stats(self) -> CacheStats:
         """A snapshot of every count."""

@@ -26,8 +26,10 @@ from raydix.schemas import (
     CacheError,
     CacheUnavailable,
     CloseSession,
+    KVEventBatch,
     KVResponse,
     Message,
+    NextEvents,
     OpenSession,
     PoolHandle,
     ReadKV,
@@ -126,6 +128,11 @@ class RayTransport:
         request = WaitRequest(session_id=self._session_id, epoch=self._epoch, ticket=ticket)
         response: Message = await call(self._actor.wait.remote(request))
         return response
+
+    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
+        request = NextEvents(session_id=self._session_id, epoch=self._epoch, after_seq=after_seq, timeout_s=timeout_s)
+        batch: KVEventBatch = await call(self._actor.next_events.remote(request))
+        return batch
 
     async def pool_handle(self) -> PoolHandle:
         handle: PoolHandle = await call(self._actor.pool_handle.remote())

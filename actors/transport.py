@@ -10,8 +10,10 @@ from raydix.cache_core import KVPool
 from raydix.schemas import (
     CacheError,
     CloseSession,
+    KVEventBatch,
     KVResponse,
     Message,
+    NextEvents,
     OpenSession,
     PoolHandle,
     ReadKV,
@@ -32,6 +34,9 @@ class Transport(Protocol):
 
     async def wait(self, ticket: int) -> Message:
         """The outcome of a request that stands in line."""
+
+    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
+        """The events after number `after_seq`; waits for one up to `timeout_s`."""
 
     async def pool_handle(self) -> PoolHandle:
         """How to reach the pool."""
@@ -73,6 +78,10 @@ class LocalTransport:
 
     async def wait(self, ticket: int) -> Message:
         return await self._host.service.wait(WaitRequest(session_id=self._session_id, epoch=self._epoch, ticket=ticket))
+
+    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
+        request = NextEvents(session_id=self._session_id, epoch=self._epoch, after_seq=after_seq, timeout_s=timeout_s)
+        return await self._host.service.next_events(request)
 
     async def pool_handle(self) -> PoolHandle:
         return self._host.exported.handle

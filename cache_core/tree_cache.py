@@ -8,7 +8,7 @@ Rules, checked by `check_invariants` beside those of the tree and of each compon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, MatchResult, PageMatch, Starts, no_slots
 from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
 from raydix.cache_core.full_component import FullComponent, Victims
+from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import Query, RadixTree, Walk, check_on_path, check_same_space
@@ -68,6 +69,7 @@ class TreeCache(BasePrefixCache):
         self._full = FullComponent(self._tree, self._aux)
         self._clock = 0
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
+        self._events: KVEventTeller | None = None
 
     @property
     def root(self) -> TreeNode:
@@ -214,6 +216,8 @@ class TreeCache(BasePrefixCache):
     def _adopt(self, parent: TreeNode, query: Query, start: int, stop: int, slots: Slots, live: bool) -> TreeNode:
         leaf = self._tree.add_leaf(parent, query, start, stop, slots, self._clock)
         self._full.add(leaf)
+        if self._events is not None:
+            self._events.stored(leaf)
         return leaf
 
     def _resume_node(self, key: RadixKey, from_node: TreeNode | None) -> TreeNode:
@@ -303,6 +307,8 @@ class TreeCache(BasePrefixCache):
                 self._free_pages(join_rows(victims.rows))
             else:
                 self.pool.free(torch.from_numpy(join_rows(victims.token_rows())))
+        if self._events is not None:
+            self._events.removed(victims.nodes)
         if self.on_node_evict is not None:
             for node in victims.nodes:
                 self.on_node_evict(node.id)
@@ -320,6 +326,8 @@ class TreeCache(BasePrefixCache):
         for component in self._aux:
             component.clear()
         self._retired.clear()
+        if self._events is not None:
+            self._events.cleared()
         self._give_back(victims)
 
     def retire_all(self) -> None:
@@ -328,6 +336,8 @@ class TreeCache(BasePrefixCache):
         self._retired.extend(tops)
         for top in tops:
             self._full.retire(self._tree.nodes_below(top))
+        if self._events is not None:
+            self._events.cleared()
 
     # ---------------------------------------------------------------- sizes, hashes, people
 
@@ -342,6 +352,14 @@ class TreeCache(BasePrefixCache):
     def compute_node_hash(self, node: TreeNode) -> list[str]:
         """The chained SHA-256 of each page of `node`, as hex; computed once and kept, with its ancestors'."""
         return chain_hashes(node, self.page_size)
+
+    def tell_events(self, sink: KVEventSink) -> None:
+        """Tell `sink` of pages that come and go from now on: see `kv_events`. Every insert then hashes its pages."""
+        self._events = KVEventTeller(sink, self.page_size)
+
+    def resident_pages(self) -> Iterator[PageRun]:
+        """The pages that can be matched, parents before children. O(n); hashes what has no hashes yet."""
+        return (page_run(node, self.page_size) for node in self._tree.nodes())
 
     def pretty_print(self) -> None:
         """Print the tree: one line per node with its tokens, slots, locks, hits and age."""

@@ -12,8 +12,19 @@ from raydix.schemas.errors import (
     StaleEpoch,
     UnknownLease,
 )
+from raydix.schemas.events import (
+    AllBlocksCleared,
+    BlockHashes,
+    BlockRemoved,
+    BlockStored,
+    EventSnapshotRequest,
+    KVEvent,
+    KVEventBatch,
+    KVEventSnapshot,
+    NextEvents,
+)
 from raydix.schemas.message import Message
-from raydix.schemas.namespace import frame_namespace
+from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
 from raydix.schemas.requests import (
     AbortRequest,
@@ -55,8 +66,12 @@ __all__ = [
     "AbortRequest",
     "Ack",
     "AcquireRequest",
+    "AllBlocksCleared",
     "Batch",
     "BatchResponse",
+    "BlockHashes",
+    "BlockRemoved",
+    "BlockStored",
     "CacheBusy",
     "CacheConfig",
     "CacheError",
@@ -65,6 +80,7 @@ __all__ = [
     "CheckInvariantsRequest",
     "CloseSession",
     "ConfigMismatch",
+    "EventSnapshotRequest",
     "EvictRequest",
     "EvictResponse",
     "EvictionConfig",
@@ -74,6 +90,9 @@ __all__ = [
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
+    "KVEvent",
+    "KVEventBatch",
+    "KVEventSnapshot",
     "KVResponse",
     "LeaseConfig",
     "LeaseExpired",
@@ -82,6 +101,7 @@ __all__ = [
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "NextEvents",
     "OpenSession",
     "PoolConfig",
     "PoolExhausted",
@@ -101,4 +121,5 @@ __all__ = [
     "WindowResponse",
     "WriteKV",
     "frame_namespace",
+    "unframe_namespace",
 ]

@@ -89,6 +89,7 @@ with warnings.catch_warnings():
         pool: PoolConfig
         eviction: EvictionConfig = EvictionConfig()
         leases: LeaseConfig = LeaseConfig()
+        events: bool = Field(default=False, description="tell of blocks that come and go; hashes every page inserted")
         validate: bool = Field(default=False, description="check every invariant after every batch (slow)")  # type: ignore[assignment]
         fingerprint: str = Field(default="", description="identifies the model, so that two are never mixed")
 
@@ -111,6 +112,12 @@ with warnings.catch_warnings():
                 raise ValueError(f"num_swa_slots must be a multiple of page_size ({self.page_size})")
             if (self.kind == "mamba") != (self.pool.num_state_slots > 0):
                 raise ValueError("kind 'mamba' needs num_state_slots, and no other kind takes them")
+            return self
+
+        @model_validator(mode="after")
+        def _kind_tells_events(self) -> Self:
+            if self.events and self.kind not in ("radix", "mamba", "chunk"):
+                raise ValueError(f"events are told by the kinds 'radix', 'mamba' and 'chunk', not by {self.kind!r}")
             return self
 
         def digest(self) -> str:

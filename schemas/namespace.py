@@ -31,3 +31,26 @@ def _frame(name: str, part: str | None) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is not valid Unicode text: {error}") from None
     return f"{len(part)}:{part}"
+
+
+def unframe_namespace(namespace: str) -> tuple[str | None, str | None, str | None]:
+    """The `extra_key`, `lora_id` and `cache_salt` that `frame_namespace` made a namespace key of.
+
+    Raises:
+        ValueError: it is no such key.
+    """
+    parts: list[str | None] = []
+    at = 0
+    for _ in range(3):
+        if namespace[at : at + 1] == "-":
+            parts.append(None)
+            at += 1
+            continue
+        length, _, _ = namespace[at:].partition(":")
+        start = at + len(length) + 1
+        at = start + int(length)
+        parts.append(namespace[start:at])
+    if frame_namespace(*parts) != namespace:
+        raise ValueError(f"not a framed namespace: {namespace!r}")
+    extra_key, lora_id, cache_salt = parts
+    return extra_key, lora_id, cache_salt

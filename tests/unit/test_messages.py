@@ -13,6 +13,7 @@ from raydix.schemas import (
     AcquireRequest,
     Batch,
     BatchResponse,
+    BlockStored,
     CacheConfig,
     CacheStats,
     EvictRequest,
@@ -40,6 +41,8 @@ BY_NAME: dict[str, Any] = {
     "k": np.arange(6, dtype=np.uint8),
     "v": np.arange(4, dtype=np.uint8),
     "device_type": "cpu",
+    "events": (BlockStored(block_hashes=[-5], parent_block_hash=7, token_ids=[1], block_size=1, medium="GPU"),),
+    "block_hashes": [2**63 - 1, -(2**63)],
 }
 BY_TYPE: dict[Any, Any] = {
     str: "text",

@@ -33,6 +33,9 @@ PUBLIC = {
         "hash_token_ids",
     },
     "raydix.schemas": {
+        "AllBlocksCleared",
+        "BlockRemoved",
+        "BlockStored",
         "CacheBusy",
         "CacheConfig",
         "CacheError",
@@ -43,6 +46,8 @@ PUBLIC = {
         "EvictionConfig",
         "InsertResponse",
         "InvalidRequest",
+        "KVEventBatch",
+        "KVEventSnapshot",
         "LeaseConfig",
         "LeaseExpired",
         "MatchResponse",
