@@ -10,18 +10,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from reference_models import ROOT, Handle, Node, Place, ReferenceRadixCache, Tokens
+from reference_models import ROOT, Found, Handle, Node, Place, ReferenceRadixCache, Tokens
 
 from raydix.cache_core import (
     BasePrefixCache,
     EvictResult,
     InvalidKeyError,
     LockError,
+    MatchResult,
     RadixCache,
     RadixKey,
     StaleNodeError,
     TreeNode,
 )
+from raydix.cache_core.tree_cache import TreeCache
 
 NARROW_LIMIT = 2**32
 
@@ -119,12 +121,16 @@ class PairedCache:
 
     def __init__(self, page_size: int, num_pages: int, rng: Random, *, paged_pool: bool = False) -> None:
         self.page_size = page_size
-        self.pool = (PagedLedgerPool if paged_pool else LedgerPool)(num_pages, page_size, rng)
         self.told: list[int] = []
-        self.cache = RadixCache(page_size, None, self.pool, self.told.append)
-        self.model = ReferenceRadixCache(page_size)
+        self._make(num_pages, rng, paged_pool)
         self._page_of_hash: dict[str, Page] = {}
         self._hash_of_page: dict[Page, str] = {}
+
+    def _make(self, num_pages: int, rng: Random, paged_pool: bool) -> None:
+        """Make what is compared, and the pool of both."""
+        self.pool = (PagedLedgerPool if paged_pool else LedgerPool)(num_pages, self.page_size, rng)
+        self.cache: TreeCache = RadixCache(self.page_size, None, self.pool, self.told.append)
+        self.model = ReferenceRadixCache(self.page_size)
 
     # ---------------------------------------------------------------- lookups
 
@@ -132,27 +138,24 @@ class PairedCache:
         """A match; returns the node where it ends."""
         found = self.cache.match_prefix(make_key(tokens, namespace))
         expected = self.model.match(tokens, namespace)
-        self._check_row(found.indices, expected.slots)
-        agree("prefix_len", found.prefix_len, len(expected.slots))
-        agree("last_node", self.place_of(found.last_node), expected.handle.place)
-        self.check()
+        self._check_found(found, expected)
         return Held(found.last_node, expected.handle)
 
     def peek(self, tokens: Tokens, namespace: str | None) -> list[int]:
         """A lookup without effects; returns the slots it finds."""
         found = self.cache.peek_prefix(make_key(tokens, namespace))
         expected = self.model.peek(tokens, namespace)
-        self._check_row(found.indices, expected.slots)
-        agree("prefix_len", found.prefix_len, len(expected.slots))
-        agree("last_node", self.place_of(found.last_node), expected.handle.place)
-        self.check()
+        self._check_found(found, expected)
         return expected.slots
 
-    @staticmethod
-    def _check_row(indices: torch.Tensor, slots: list[int]) -> None:
+    def _check_found(self, found: MatchResult, expected: Found) -> None:
+        indices = found.indices
         agree("kind of indices", (indices.dtype, indices.device.type, indices.ndim), (torch.int64, "cpu", 1))
-        agree("indices", indices.tolist(), slots)
+        agree("indices", indices.tolist(), expected.slots)
+        agree("prefix_len", found.prefix_len, len(expected.slots))
+        agree("last_node", self.place_of(found.last_node), expected.handle.place)
         spoil(indices)  # a result is the caller's to keep
+        self.check()
 
     # ---------------------------------------------------------------- insert
 
@@ -313,8 +316,13 @@ class PairedCache:
                 prefixes[node] = prefix
                 place = Place(node.key.extra_key, prefix, self.model.generation if top.space.live else RETIRED)
                 num_pages = len(node) // self.page_size
-                nodes.append(Node(place, num_pages, tuple(node.value.tolist()), node.lock_ref, node.hit_count))
+                slots = tuple(node.value.tolist())
+                nodes.append(Node(place, num_pages, slots, node.lock_ref, node.hit_count, self._extra(node)))
         return nodes
+
+    def _extra(self, node: TreeNode) -> tuple[int | None, ...]:
+        """What the kind of cache keeps on a node."""
+        return ()
 
     def _tell(self, node: Node) -> Node:
         live = node.place.generation == self.model.generation

@@ -24,13 +24,17 @@ def run_random_traffic(seed: int, page_size: int, num_operations: int) -> Paired
     Raises:
         TrafficFailed: with the number and name of the operation; its cause says what differed.
     """
-    traffic = RandomTraffic(seed, page_size)
+    return run_traffic(RandomTraffic(seed, page_size), num_operations)
+
+
+def run_traffic(traffic: RandomTraffic, num_operations: int) -> PairedCache:
+    """`run_random_traffic` of any kind."""
     for number in range(num_operations):
         name = traffic.choose()
         try:
             getattr(traffic, name)()
         except Exception as error:
-            where = f"operation {number} ({name}) of {seed=}, {page_size=}"
+            where = f"operation {number} ({name}) of {traffic}"
             raise TrafficFailed(f"{where}: {type(error).__name__}: {error}") from error
     return traffic.pair
 
@@ -61,11 +65,18 @@ class RandomTraffic:
     def __init__(self, seed: int, page_size: int) -> None:
         self.rng = Random(f"{seed}/{page_size}")
         self.page_size = page_size
-        self.pair = PairedCache(page_size, NUM_PAGES, self.rng, paged_pool=seed % 2 == 1)
+        self.seed = seed
+        self.pair = self._make_pair()
         self.pages = self._similar_pages()
         self.keys: deque[tuple[Tokens, str | None]] = deque(maxlen=12)
         self.nodes: deque[Held] = deque([Held(self.pair.cache.root, ROOT)], maxlen=16)
         self.locks: list[Held] = []
+
+    def _make_pair(self) -> PairedCache:
+        return PairedCache(self.page_size, NUM_PAGES, self.rng, paged_pool=self.seed % 2 == 1)
+
+    def __repr__(self) -> str:
+        return f"seed={self.seed}, page_size={self.page_size}"
 
     def choose(self) -> str:
         """The name of the next operation."""
@@ -86,7 +97,7 @@ class RandomTraffic:
             slots = self.pair.pool.lend(len(tokens))
             num_held = len(self.pair.peek(tokens, namespace))
             known = self.rng.choice([0, 0, self.rng.randint(0, num_held)])
-            self.nodes.append(self.pair.insert(tokens, namespace, slots, known))
+            self._insert(tokens, namespace, slots, known)
 
     def insert_what_was_matched(self) -> None:
         """As a request does it: match, compute what is missing, insert with the slots of the match."""
@@ -97,7 +108,7 @@ class RandomTraffic:
         held = held[: self.rng.choice([len(held), len(held), len(held) // 2])]  # someone else was faster
         slots = held + self.pair.pool.lend(len(tokens) - len(held))
         known = self.rng.choice([0, len(held), self.rng.randint(0, len(held))])
-        self.nodes.append(self.pair.insert(tokens, namespace, slots, known))
+        self._insert(tokens, namespace, slots, known)
 
     def insert_from_node(self) -> None:
         held = self._node(stale=False)
@@ -110,7 +121,12 @@ class RandomTraffic:
         matched = self.pair.model.peek(held.handle.place.prefix, namespace).slots
         slots = matched + self.pair.pool.lend(len(tokens) - len(matched))
         self._remember_key(tokens, namespace)
-        self.nodes.append(self.pair.insert(tokens, namespace, slots, held=held))
+        self._insert(tokens, namespace, slots, held=held)
+
+    def _insert(
+        self, tokens: Tokens, namespace: str | None, slots: list[int], known: int = 0, held: Held | None = None
+    ) -> None:
+        self.nodes.append(self.pair.insert(tokens, namespace, slots, known, held))
 
     def lock(self) -> None:
         held = self._node(stale=False)
