@@ -107,7 +107,7 @@ def test_a_digest_is_short_text() -> None:
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "": {"kind": "chunk", "page_size": 8, "validate": True, "fingerprint": "model-a"},
+    "": {"kind": "chunk", "page_size": 8, "events": True, "validate": True, "fingerprint": "model-a"},
     "pool": {
         "num_slots": 128,
         "num_layers": 1,

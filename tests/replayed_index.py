@@ -1,0 +1,108 @@
+"""What a router makes of KV events: an index of blocks, strict about what it is told; and the truth to compare with."""
+
+from __future__ import annotations
+
+from functools import cache as memoised
+from typing import Any, NamedTuple
+
+from raydix.cache_core import hash_to_int64, hash_token_ids
+from raydix.cache_core.hashing import namespace_seed
+from raydix.cache_core.tree_cache import TreeCache
+from raydix.schemas import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch, KVEventSnapshot
+
+Tokens = tuple[Any, ...]
+
+
+class Block(NamedTuple):
+    """A block that is there."""
+
+    parent: int | None
+    namespace: str | None
+    token_ids: tuple[int, ...]
+
+
+class ReplayedIndex:
+    """Blocks by hash, as events tell of them. Empty, or begun from a snapshot."""
+
+    def __init__(self, snapshot: KVEventSnapshot | None = None) -> None:
+        self.seq = 0
+        self.blocks: dict[int, Block] = {}
+        if snapshot is not None:
+            for event in snapshot.events:
+                self._apply(event)
+            self.seq = snapshot.seq
+
+    @property
+    def hashes(self) -> set[int]:
+        """What is there."""
+        return set(self.blocks)
+
+    def apply(self, batch: KVEventBatch) -> None:
+        """Take in a batch that follows what was applied before, without a gap."""
+        assert not batch.gap
+        assert batch.seq - len(batch.events) == self.seq, f"{batch.seq=} after {self.seq=}"
+        for event in batch.events:
+            self._apply(event)
+        self.seq = batch.seq
+
+    def _apply(self, event: KVEvent) -> None:
+        match event:
+            case BlockStored():
+                self._store(event)
+            case BlockRemoved():
+                self._remove(event)
+            case AllBlocksCleared():
+                self.blocks.clear()
+
+    def _store(self, event: BlockStored) -> None:
+        ids, size, parent = event.token_ids.tolist(), event.block_size, event.parent_block_hash
+        assert len(ids) == size * len(event.block_hashes) > 0
+        assert parent is None or self.blocks[parent].namespace == event.namespace
+        for number, each in enumerate(event.block_hashes):
+            assert each not in self.blocks, f"{each} is stored twice"
+            self.blocks[each] = Block(parent, event.namespace, tuple(ids[number * size : (number + 1) * size]))
+            parent = each
+
+    def _remove(self, event: BlockRemoved) -> None:
+        namespaces = {self.blocks[each].namespace for each in event.block_hashes}
+        assert len(namespaces) == 1, f"{namespaces} share an event"
+        for each in event.block_hashes:
+            assert all(block.parent != each for block in self.blocks.values()), f"{each} goes before its children"
+            del self.blocks[each]
+
+
+def resident_blocks(tree: TreeCache) -> dict[int, Block]:
+    """What can be matched in a tree, from its nodes' tokens alone."""
+    found: dict[int, Block] = {}
+    for top in tree._tree.tops.values():
+        paths: dict[Any, Tokens] = {top: ()}
+        for node in tree._tree.nodes_below(top):
+            assert node.key is not None and node.parent is not None
+            before = len(paths[node.parent])
+            paths[node] = paths[node.parent] + tuple(node.key.token_ids)
+            for start in range(before, len(paths[node]), tree.page_size):
+                pages = _pages(paths[node][: start + tree.page_size], tree.page_size)
+                ids = tuple(each[0] if isinstance(each, tuple) else each for each in pages[-1])
+                parent = _chained(pages[:-1], top.space.extra_key)
+                found[_as_int(_chained(pages, top.space.extra_key))] = Block(
+                    None if len(pages) == 1 else _as_int(parent), top.space.extra_key, ids
+                )
+    return found
+
+
+def _pages(tokens: Tokens, page_size: int) -> tuple[Tokens, ...]:
+    return tuple(tokens[start : start + page_size] for start in range(0, len(tokens), page_size))
+
+
+@memoised
+def _chained(pages: tuple[Tokens, ...], namespace: str | None) -> str | None:
+    """The digest of the last of these pages, from the definition: each chained to the one before, the first seeded."""
+    if not pages:
+        seed = namespace_seed(namespace)
+        return None if seed is None else seed.hex()
+    return hash_token_ids(pages[-1], _chained(pages[:-1], namespace))
+
+
+def _as_int(digest: str | None) -> int:
+    assert digest is not None
+    return hash_to_int64(digest)
