@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from raydix.actors.client_session import ClientSession
+from raydix.actors.event_verbs import EventVerbs
 from raydix.actors.lease import Lease
 from raydix.schemas import (
     AbortRequest,
@@ -19,7 +18,6 @@ from raydix.schemas import (
     CacheStats,
     CacheUnavailable,
     CheckInvariantsRequest,
-    EventSnapshotRequest,
     EvictRequest,
     EvictResponse,
     ExtendRequest,
@@ -27,8 +25,6 @@ from raydix.schemas import (
     InsertRequest,
     InsertResponse,
     InvalidRequest,
-    KVEventBatch,
-    KVEventSnapshot,
     LeaseResponse,
     LockRequest,
     MatchRequest,
@@ -52,12 +48,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EVENTS_TIMEOUT_S = 10.0  # a reader of events asks anew after it, so that nobody waits at a cache for ever
-
 M = TypeVar("M", bound=Message)
 
 
-class CacheVerbs(ClientSession):
+class CacheVerbs(EventVerbs):
     """The verbs of one session."""
 
     def __init__(self, owner: str | None = None) -> None:
@@ -206,44 +200,6 @@ class CacheVerbs(ClientSession):
             CacheError: a rule is broken; the message says which.
         """
         await self._call(CheckInvariantsRequest())
-
-    async def events(self, after_seq: int | None = None) -> AsyncIterator[KVEventBatch]:
-        """What is stored and removed, as it happens, in batches; ends when this client is closed.
-
-        Applied in order to an empty index, from the beginning or on top of `event_snapshot()`, they give exactly what
-        is there. Nothing slows the cache down: it keeps the latest 10,000 events for its readers, and who falls behind
-        gets a batch with `gap=True`, without events. Then replace the index by a new snapshot and go on with the same
-        iterator; batches up to the snapshot's `seq` need not be applied, but may be.
-
-        Args:
-            after_seq: go on after this number of the present epoch; None: from the beginning, with a gap if that is
-                long ago.
-
-        Raises:
-            InvalidRequest: `after_seq` is negative, or the cache was started without `CacheConfig(events=True)`.
-        """
-        seq = 0 if after_seq is None else after_seq
-        if not isinstance(seq, int) or seq < 0:
-            raise InvalidRequest(f"after_seq must be a number of an event, not {after_seq!r}")
-        await self.open()
-        while not self._closed:
-            try:
-                batch = await self._transport.next_events(seq, _EVENTS_TIMEOUT_S)
-            except CacheError:
-                if self._closed:
-                    return
-                raise
-            seq = batch.seq
-            if batch.events or batch.gap:
-                yield batch
-
-    async def event_snapshot(self) -> KVEventSnapshot:
-        """Everything that is there, as events, and the number to go on after: `events(snapshot.seq)`.
-
-        Raises:
-            InvalidRequest: the cache was started without `CacheConfig(events=True)`.
-        """
-        return _expect(KVEventSnapshot, await self._call(EventSnapshotRequest()))
 
     async def attach_pool(self, mapped: bool | None = None) -> AttachedPool:
         """The pool's tensors, for reading and writing the slots of leases.

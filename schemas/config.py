@@ -89,7 +89,9 @@ with warnings.catch_warnings():
         pool: PoolConfig
         eviction: EvictionConfig = EvictionConfig()
         leases: LeaseConfig = LeaseConfig()
-        events: bool = Field(default=False, description="tell of blocks that come and go; hashes every page inserted")
+        events: bool = Field(
+            default=False, description="tell of blocks that come and go; costs a hash of each page inserted"
+        )
         validate: bool = Field(default=False, description="check every invariant after every batch (slow)")  # type: ignore[assignment]
         fingerprint: str = Field(default="", description="identifies the model, so that two are never mixed")
 
