@@ -1,4 +1,4 @@
-"""What a transformers model asks of a cache's pool, read from its configuration. Loads transformers when called."""
+"""What a transformers model asks of a cache, read from its configuration. Loads transformers when called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from raydix.schemas import ConfigMismatch, InvalidRequest, PoolConfig
+from raydix.actors.transformers_layers import ModelLayers, measure_states
+from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -17,55 +18,129 @@ ModelSource: TypeAlias = "PreTrainedConfig | Mapping[str, Any] | str"
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
-    """The KV of one token."""
+class PoolShape:
+    """What a pool holds of a token in each layer, and of a recurrent state."""
 
-    num_layers: int
+    kinds: tuple[str, ...]  # of each layer: "full", "swa" or "state"
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: str  # torch's name, such as "bfloat16"
+    state_shapes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of_pool(cls, pool: PoolConfig) -> KVShape:
-        """What the slots of a pool hold."""
+    def of_pool(cls, pool: PoolConfig) -> PoolShape:
+        """What a pool is configured to hold."""
+        kinds = pool.layer_kinds or ("full",) * pool.num_layers
         v_head_dim = pool.head_dim if pool.v_head_dim is None else pool.v_head_dim
-        return cls(pool.num_layers, pool.num_kv_heads, pool.head_dim, v_head_dim, pool.dtype)
+        return cls(kinds, pool.num_kv_heads, pool.head_dim, v_head_dim, pool.dtype, pool.state_shapes)
 
     def __str__(self) -> str:
+        counts = [f"{self.kinds.count(kind)} {kind}" for kind in ("full", "swa", "state") if kind in self.kinds]
+        layers = f"{len(self.kinds)}" if set(self.kinds) == {"full"} else " + ".join(counts)
         dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim} + {self.v_head_dim}"
-        return f"{self.num_layers} layers of {self.num_kv_heads} KV heads of {dims} ({self.dtype})"
+        states = f", states of {list(self.state_shapes)}" if self.state_shapes else ""
+        return f"{layers} layers of {self.num_kv_heads} KV heads of {dims} ({self.dtype}){states}"
 
 
 def pool_config_for(
-    model: ModelSource, num_slots: int, *, dtype: str | torch.dtype | None = None, device: str = "auto"
+    model: ModelSource,
+    num_slots: int,
+    *,
+    num_swa_slots: int | None = None,
+    num_state_slots: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str = "auto",
 ) -> PoolConfig:
-    """The pool that fits a model, so that nobody has to count its heads.
+    """The pool that fits a model, so that nobody has to count its heads, layers and states.
 
     Args:
         model: a transformers configuration, a dictionary of one (with `model_type`), or a model's name or path.
         num_slots: tokens that the pool holds; a multiple of the cache's `page_size`.
+        num_swa_slots: tokens that the sliding-window layers hold, likewise; None: `num_slots`. For models with such.
+        num_state_slots: recurrent states that the pool holds: one for each running request, and those that are shared.
+            For models with such, which need it.
         dtype: the model's. None: the one its configuration names, else float32.
         device: where the cache puts the pool, as in `PoolConfig`.
 
     Raises:
-        ConfigMismatch: the model keeps more, or other things, than full-attention KV.
+        ConfigMismatch: the model keeps things that a pool has no place for.
+        InvalidRequest: a number is missing, or is for another kind of model.
         ImportError: transformers is not installed.
     """
     config = load_config(model)
-    check_full_attention(config)
+    layers = ModelLayers.of(config)
+    _check_counts(config, layers, num_swa_slots, num_state_slots)
     text = config.get_text_config(decoder=True)
     num_heads: int = text.num_attention_heads
+    name = dtype_name(config, dtype)
+    kept: torch.dtype = getattr(torch, name)
+    kinds = layers.kinds
     return PoolConfig.model_validate(
         {
             "num_slots": num_slots,
-            "num_layers": text.num_hidden_layers,
+            "num_layers": len(kinds),
             "num_kv_heads": getattr(text, "num_key_value_heads", None) or num_heads,
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // num_heads,
-            "dtype": dtype_name(config, dtype),
+            "layer_kinds": None if set(kinds) == {"full"} else kinds,
+            "num_swa_slots": num_swa_slots,
+            "num_state_slots": num_state_slots or 0,
+            "state_shapes": [state.pool_shape(kept) for state in measure_states(config, kept)],
+            "dtype": name,
             "device": device,
         }
     )
+
+
+def cache_config_for(
+    model: ModelSource,
+    num_slots: int,
+    *,
+    num_swa_slots: int | None = None,
+    num_state_slots: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str = "auto",
+    **options: Any,
+) -> CacheConfig:
+    """The cache that serves a model: its kind, its window and its pool.
+
+        cache = start_cache(cache_config_for("google/gemma-3-1b-it", 65_536, page_size=16, num_swa_slots=16_384))
+
+    Args:
+        model, num_slots, num_swa_slots, num_state_slots, dtype, device: as for `pool_config_for`.
+        options: all else that a `CacheConfig` takes, such as `page_size`.
+
+    Raises:
+        ConfigMismatch, InvalidRequest, ImportError: as for `pool_config_for`.
+    """
+    config = load_config(model)
+    layers = ModelLayers.of(config)
+    pool = pool_config_for(
+        config,
+        num_slots,
+        num_swa_slots=num_swa_slots,
+        num_state_slots=num_state_slots,
+        dtype=dtype,
+        device=device,
+    )
+    return CacheConfig(
+        kind="mamba" if layers.has_states else "radix",
+        sliding_window_size=layers.window,
+        pool=pool,
+        **options,
+    )
+
+
+def _check_counts(
+    config: PreTrainedConfig, layers: ModelLayers, num_swa_slots: int | None, num_state_slots: int | None
+) -> None:
+    model = f"this {config.model_type} model"
+    if layers.has_states and not num_state_slots:
+        raise InvalidRequest(f"{model} keeps recurrent states: num_state_slots must say how many the pool holds")
+    if not layers.has_states and num_state_slots:
+        raise InvalidRequest(f"{model} keeps no recurrent states: num_state_slots is for those that do")
+    if layers.window is None and num_swa_slots is not None:
+        raise InvalidRequest(f"{model} has no sliding windows: num_swa_slots is for those that do")
 
 
 def load_config(model: ModelSource) -> PreTrainedConfig:
@@ -88,20 +163,3 @@ def dtype_name(config: PreTrainedConfig, dtype: str | torch.dtype | None) -> str
     """The dtype a model runs in: what is asked for, else what its configuration names, else float32."""
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
     return str(chosen).removeprefix("torch.")
-
-
-def check_full_attention(config: PreTrainedConfig) -> None:
-    """Refuse models whose cache holds anything but the KV of every token.
-
-    Raises:
-        ConfigMismatch: a layer has a sliding window, or keeps a state.
-    """
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) is not DynamicLayer:
-            raise ConfigMismatch(
-                f"layer {index} of this {config.model_type} model keeps a {type(layer).__name__}: "
-                "a cache of this kind serves full-attention layers only"
-            )

@@ -72,10 +72,9 @@ class GreedyDecoding:
         """The ids, from the first, of the tokens that have their KV."""
         return self._tokens[: self._num_computed]
 
-    @property
-    def pending(self) -> NDArray[np.int64]:
-        """The ids to run next: those known whose KV is missing."""
-        return self._tokens[self._num_computed : self._num_known]
+    def pending(self, stop: int | None = None) -> NDArray[np.int64]:
+        """The ids to run next: those known whose KV is missing, or of those the ones before `stop`."""
+        return self._tokens[self._num_computed : self._num_known if stop is None else stop]
 
     @property
     def done(self) -> bool:
@@ -86,12 +85,15 @@ class GreedyDecoding:
         """The KV of so many leading tokens is there."""
         self._num_computed = self._prefix_len = prefix_len
 
-    def note(self, step: Step) -> None:
-        """`pending` has been run, with this outcome."""
-        if self._num_known == self.num_prompt:
-            self._first_token_at = time.perf_counter()
+    def note(self, step: Step, stop: int | None = None) -> None:
+        """`pending(stop)` has been run, with this outcome."""
         if step.logits is not None:
             self._logits.append(step.logits)
+        if stop is not None and stop < self._num_known:
+            self._num_computed = stop
+            return
+        if self._num_known == self.num_prompt:
+            self._first_token_at = time.perf_counter()
         self._num_computed = self._num_known
         self._tokens[self._num_known] = step.next_token
         self._num_known += 1

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig
 
-from raydix.actors.pooled_cache import CopiedCache
-from raydix.actors.transformers_config import KVShape, ModelSource, check_full_attention, dtype_name, load_config
+from raydix.actors.pooled_copy import CopiedCache
+from raydix.actors.transformers_config import ModelSource, PoolShape, dtype_name, load_config
+from raydix.actors.transformers_layers import ModelLayers, StateTensor
 from raydix.schemas import ConfigMismatch, InvalidRequest
 
 P = ParamSpec("P")
@@ -39,6 +40,10 @@ class CausalModel:
         dtype: of weights and KV. None: the one the configuration names, else float32.
         device: "auto" is CUDA if this process has a GPU, else the CPU.
         num_threads: of torch, for the passes. None: torch's own choice.
+
+    Attributes:
+        layers: which of a pool's layers its layers use.
+        states: the tensors of a layer's recurrent state, known once `pool_shape` was awaited.
     """
 
     def __init__(
@@ -51,7 +56,8 @@ class CausalModel:
         num_threads: int | None = None,
     ) -> None:
         self.config = load_config(source)
-        check_full_attention(self.config)
+        self.layers = ModelLayers.of(self.config)
+        self.states: tuple[StateTensor, ...] = ()
         text = self.config.get_text_config(decoder=True)
         self.vocab_size: int = text.vocab_size
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
@@ -81,15 +87,19 @@ class CausalModel:
                     await asyncio.wait((done,))
             raise
 
-    async def kv_shape(self) -> KVShape:
-        """What a token's KV really is, by running one. It warms the model up, too.
+    async def pool_shape(self) -> PoolShape:
+        """What a pool must hold, by what running a token really leaves behind. It warms the model up, too.
 
         Raises:
             ConfigMismatch: the layers differ among themselves.
         """
         return await self.run(self._measure)
 
-    def new_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> CopiedCache:
+    def own_cache(self) -> Cache:
+        """The model's own cache, empty."""
+        return DynamicCache(config=self.config)
+
+    def copied_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> CopiedCache:
         """A cache in this process's memory, of the prefix given or empty; see `CopiedCache`."""
         with torch.inference_mode():
             return CopiedCache(self.config, self.device, k, v)
@@ -118,13 +128,19 @@ class CausalModel:
         next_token = int(logits[-1].argmax())  # on a GPU this waits for the pass to end
         return Step(next_token, logits.cpu() if keep_logits else None)
 
-    def _measure(self) -> KVShape:
-        cache = self.new_cache()
+    def _measure(self) -> PoolShape:
+        cache = self.own_cache()
         self._forward(np.zeros(1, np.int64), cache, keep_logits=False)
-        shapes = {(k.shape[0], k.shape[2], v.shape[2], dtype_name(self.config, k.dtype)) for k, v in cache.layer_kv()}
-        if len(shapes) > 1:
-            raise ConfigMismatch(f"the layers of this {self.config.model_type} model differ: {sorted(shapes)}")
-        return KVShape(len(cache.layers), *shapes.pop())
+        kept = zip(cache.layers, self.layers.layers, strict=True)
+        with_kv: list[Any] = [layer for layer, uses in kept if uses.kv is not None]
+        shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in with_kv}
+        dtypes = {layer.keys.dtype for layer in with_kv}
+        if len(shapes) > 1 or len(dtypes) > 1:
+            raise ConfigMismatch(f"the layers of this {self.config.model_type} model differ: {shapes}, {dtypes}")
+        dtype = dtypes.pop()
+        self.states = self.layers.states_in(cache)
+        state_shapes = tuple(state.pool_shape(dtype) for state in self.states)
+        return PoolShape(self.layers.kinds, *shapes.pop(), dtype_name(self.config, dtype), state_shapes)
 
 
 def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> torch.nn.Module:

@@ -3,6 +3,9 @@
     acquire ──> prefill what is missing ──> publish the prompt ──> decode greedily ──> publish, release
     (prefix: locked; rest: private)         (others hit it now)
 
+Models with full attention, with sliding windows (Mistral, Gemma 3) and with recurrent states (Falcon-H1, Qwen3-Next):
+`cache_config_for` gives the cache that serves a model.
+
 A plain class with async methods: make it a Ray actor, or use it as it is.
 
     worker = ray.remote(TransformersWorker).options(num_cpus=1).remote(cache, model={"model_type": "llama", ...})
@@ -20,24 +23,29 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+try:
+    from transformers import Cache
+except ImportError as error:
+    raise ImportError("the transformers worker needs the extra: pip install raydix[transformers]") from error
+
 from raydix.actors.client import PrefixCacheClient
-from raydix.actors.pooled_cache import CopiedCache, PooledCache
-from raydix.actors.transformers_config import KVShape, ModelSource, pool_config_for
+from raydix.actors.transformers_config import ModelSource, PoolShape, cache_config_for, pool_config_for
 from raydix.actors.transformers_generation import Generation, GreedyDecoding
 from raydix.actors.transformers_model import CausalModel
+from raydix.actors.transformers_request import LeasedRequest
 from raydix.schemas import ConfigMismatch, InvalidRequest
 
 if TYPE_CHECKING:
     from raydix.actors.attached_pool import AttachedPool
-    from raydix.actors.lease import Lease
 
-__all__ = ["Generation", "TransformersWorker", "pool_config_for"]
+__all__ = ["Generation", "TransformersWorker", "cache_config_for", "pool_config_for"]
 
 
 class TransformersWorker:
     """A causal LM, its own session with a cache, and one thread for the forward passes.
 
-    Full-attention models only. Making one loads the model; the first request, or `open`, reaches the cache.
+    Making one loads the model; the first request, or `open`, reaches the cache. A model with recurrent states needs a
+    pool that it can map, on its own device.
 
     Args:
         cache: the handle of a cache actor, the name of one, or a `LocalPrefixCache`. None needs `use_cache=False`.
@@ -52,7 +60,7 @@ class TransformersWorker:
         owner: who this is, for people.
 
     Raises:
-        ConfigMismatch: the model keeps other things than full-attention KV.
+        ConfigMismatch: the model keeps things that no kind of cache has a place for.
         ImportError: transformers is not installed.
     """
 
@@ -84,7 +92,8 @@ class TransformersWorker:
         The first `generate` does it, too, and then counts it in its times.
 
         Raises:
-            ConfigMismatch: the model's KV is not what the pool's slots hold; the message names both.
+            ConfigMismatch: the model's KV or states are not what the pool holds; the message names both.
+            InvalidRequest: the model has recurrent states, and the pool cannot be mapped.
             CacheUnavailable: the cache cannot be reached.
         """
         if self._client is not None:
@@ -141,9 +150,15 @@ class TransformersWorker:
         decoding = GreedyDecoding(tokens, max_new_tokens, eos_token_id, return_logits)
         self._model.check_tokens(decoding.prompt, decoding.max_computed)
         if self._client is None or not reuse:
-            await self._decode(decoding, self._model.new_cache())
+            await self._decode_alone(decoding, self._model.own_cache())
             return decoding.result()
         pool = await self._attached(self._client)
+        branching_len = None
+        if self._model.layers.has_states:
+            found = await self._client.match(
+                decoding.prompt, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt
+            )
+            branching_len = found.branching_len
         lease = await self._client.acquire(
             decoding.prompt,
             extra_key=extra_key,
@@ -153,49 +168,13 @@ class TransformersWorker:
             max_prefix_len=decoding.num_prompt - 1,  # the last token's logits are needed
         )
         async with lease:
-            await self._decode_and_publish(decoding, pool, lease)
+            await LeasedRequest(self._model, pool, lease, decoding, branching_len).run()
         return decoding.result()
 
-    async def _decode_and_publish(self, decoding: GreedyDecoding, pool: AttachedPool, lease: Lease) -> None:
-        decoding.reuse(lease.prefix_len)
-        cache = await self._cache_of(pool, lease)
-        await self._step(decoding, cache)
-        pages_end = decoding.num_prompt // pool.layout.page_size * pool.layout.page_size
-        if not decoding.done and pages_end > lease.prefix_len:
-            await self._publish(decoding, pool, lease, cache)
-        await self._decode(decoding, cache)
-        await self._publish(decoding, pool, lease, cache, release=True)
-
-    async def _decode(self, decoding: GreedyDecoding, cache: PooledCache | CopiedCache) -> None:
+    async def _decode_alone(self, decoding: GreedyDecoding, cache: Cache) -> None:
         while not decoding.done:
-            await self._step(decoding, cache)
-
-    async def _step(self, decoding: GreedyDecoding, cache: PooledCache | CopiedCache) -> None:
-        decoding.note(await self._model.step(decoding.pending, cache, keep_logits=decoding.keep_logits))
-
-    async def _cache_of(self, pool: AttachedPool, lease: Lease) -> PooledCache | CopiedCache:
-        if pool.mapped and pool.k[0].device == self._model.device:
-            return PooledCache(pool, lease.slots, lease.prefix_len)
-        if lease.prefix_len == 0:
-            return self._model.new_cache()
-        k, v = await pool.read_kv(lease, lease.slots[: lease.prefix_len])
-        return await self._model.run(self._model.new_cache, k, v)
-
-    async def _publish(
-        self,
-        decoding: GreedyDecoding,
-        pool: AttachedPool,
-        lease: Lease,
-        cache: PooledCache | CopiedCache,
-        release: bool = False,
-    ) -> None:
-        stop = len(decoding.computed)
-        if isinstance(cache, CopiedCache):
-            k, v = await self._model.run(cache.take_computed)
-            await pool.write_kv(lease, lease.slots[stop - k.shape[1] : stop], k, v)
-        await lease.insert(decoding.computed, release=release)
-        if isinstance(cache, PooledCache) and not release:
-            cache.repoint(lease.slots)
+            step = await self._model.step(decoding.pending(), cache, keep_logits=decoding.keep_logits)
+            decoding.note(step)
 
     # ---------------------------------------------------------------- parts
 
@@ -213,10 +192,21 @@ class TransformersWorker:
 
     async def _attach(self, client: PrefixCacheClient) -> AttachedPool:
         await client.open()
-        needed, held = await self._model.kv_shape(), KVShape.of_pool(client.config.pool)
+        layers, config = self._model.layers, client.config
+        needed, held = await self._model.pool_shape(), PoolShape.of_pool(config.pool)
         if needed != held:
             raise ConfigMismatch(
                 f"the model's KV is {needed}, the cache's pool holds {held}: "
                 "start the cache with the pool that pool_config_for gives"
             )
-        return await client.attach_pool(self._mapped)
+        if layers.window is not None and layers.window > (config.sliding_window_size or 0):
+            raise ConfigMismatch(
+                f"the model's window is {layers.window} tokens, the cache keeps {config.sliding_window_size}: "
+                "start the cache with what cache_config_for gives"
+            )
+        pool = await client.attach_pool(self._mapped)
+        if layers.has_states and not (pool.mapped and pool.k[0].device == self._model.device):
+            raise InvalidRequest(
+                "this model's recurrent states need a mapped pool, on the model's device: they are updated in place"
+            )
+        return pool

@@ -9,13 +9,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from tiny_llama import LLAMA, continuation, random_llama, random_prompt
-from transformers import DynamicCache, LlamaForCausalLM, MistralConfig
+from transformers import DynamicCache, LlamaForCausalLM
 
-from raydix.actors.pooled_cache import CopiedCache, PooledCache
-from raydix.actors.transformers_config import KVShape, check_full_attention, pool_config_for
+from raydix.actors.pooled_cache import PooledCache
+from raydix.actors.pooled_copy import CopiedCache
+from raydix.actors.transformers_config import PoolShape, pool_config_for
 from raydix.cache_core import KVPool
 from raydix.cache_core.memory_pool import PoolLayout
-from raydix.schemas import ConfigMismatch, InvalidRequest
+from raydix.schemas import InvalidRequest
 
 NUM_ROWS = 64
 CPU = torch.device("cpu")
@@ -159,7 +160,7 @@ def test_a_copied_cache_gives_back_what_was_computed_once_and_bit_for_bit(
 def test_a_pool_is_configured_from_a_model_without_counting() -> None:
     pool = pool_config_for(LLAMA, 640, device="cpu")
 
-    assert KVShape.of_pool(pool) == KVShape(3, 2, 8, 8, "float32")
+    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 3, 2, 8, 8, "float32")
     assert (pool.num_slots, pool.device) == (640, "cpu")
     assert pool_config_for(LLAMA.to_dict(), 640, device="cpu") == pool
     assert pool_config_for(LLAMA, 640, dtype=torch.bfloat16).dtype == "bfloat16"
@@ -168,14 +169,7 @@ def test_a_pool_is_configured_from_a_model_without_counting() -> None:
 def test_heads_are_counted_under_the_names_that_older_models_give_them() -> None:
     pool = pool_config_for({"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2}, 64)
 
-    assert KVShape.of_pool(pool) == KVShape(2, 4, 12, 12, "float32")
-
-
-def test_a_sliding_window_or_a_state_is_refused() -> None:
-    with pytest.raises(ConfigMismatch, match="layer 0 of this mistral model keeps a DynamicSlidingWindowLayer"):
-        check_full_attention(MistralConfig(sliding_window=32))
-    with pytest.raises(ConfigMismatch, match="full-attention layers only"):
-        pool_config_for({"model_type": "falcon_h1"}, 64)
+    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 2, 4, 12, 12, "float32")
 
 
 def test_a_dictionary_without_model_type_is_refused() -> None:

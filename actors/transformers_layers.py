@@ -1,0 +1,169 @@
+"""`ModelLayers`: which of a pool's layers each layer of a transformers model uses. Loads transformers when called.
+
+A layer of a model keeps KV of all tokens, or of a window's, or a recurrent state, or KV and a state. A layer of a pool
+keeps one thing, so a model's layer that keeps two uses two:
+
+    Gemma 3     swa swa full            0: swa          1: swa          2: full
+    Qwen3-Next  state state full        0: state        1: state        2: full
+    Falcon-H1   (full, state) twice     0: full, state                  1: full, state
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from raydix.schemas import ConfigMismatch
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
+
+Kind: TypeAlias = Literal["full", "swa", "state"]
+
+
+class PoolLayers(NamedTuple):
+    """What one layer of a model uses of the pool."""
+
+    kv: int | None = None  # the layer of its K and V
+    window: int | None = None  # tokens that it attends to, if that is not all
+    state: int | None = None  # the layer of its recurrent state
+
+
+class StateTensor(NamedTuple):
+    """One tensor of a layer's recurrent state."""
+
+    name: str  # "conv" or "recurrent"
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pool_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """The shape in a pool of this dtype: the same bits, so a wider state takes more elements.
+
+        Raises:
+            ConfigMismatch: an element of the pool does not divide one of the state.
+        """
+        ratio, rest = divmod(self.dtype.itemsize, dtype.itemsize)
+        if rest:
+            raise ConfigMismatch(f"a state in {self.dtype} does not fit into a pool of {dtype}")
+        return (*self.shape[:-1], self.shape[-1] * ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers:
+    """The layers of a model, in its order."""
+
+    layers: tuple[PoolLayers, ...]
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ModelLayers:
+        """What a model keeps, by the layers of its own cache.
+
+        Raises:
+            ConfigMismatch: a layer keeps something that a pool has no place for.
+        """
+        from transformers import DynamicCache
+        from transformers.cache_utils import (
+            DynamicLayer,
+            DynamicSlidingWindowLayer,
+            LinearAttentionAndFullAttentionLayer,
+            LinearAttentionLayer,
+        )
+
+        layers: list[PoolLayers] = []
+        num_used = 0
+        for index, layer in enumerate(DynamicCache(config=config).layers):
+            if type(layer) is DynamicLayer:
+                uses = PoolLayers(kv=num_used)
+            elif type(layer) is DynamicSlidingWindowLayer:
+                uses = PoolLayers(kv=num_used, window=layer.sliding_window)
+            elif type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
+                uses = PoolLayers(state=num_used)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer and layer.number_of_states == 1:
+                uses = PoolLayers(kv=num_used, state=num_used + 1)
+            else:
+                raise ConfigMismatch(
+                    f"layer {index} of this {config.model_type} model keeps a {type(layer).__name__}: "
+                    "a cache serves full attention, sliding windows, and layers with one recurrent state"
+                )
+            layers.append(uses)
+            num_used += (uses.kv is not None) + (uses.state is not None)
+        found = cls(tuple(layers))
+        found._check(config)
+        return found
+
+    def _check(self, config: PreTrainedConfig) -> None:
+        if all(uses.kv is None for uses in self.layers):
+            raise ConfigMismatch(f"this {config.model_type} model keeps no KV: there is nothing to share")
+        if self.window is not None and self.has_states:
+            raise ConfigMismatch(
+                f"this {config.model_type} model has sliding windows and recurrent states: no kind of cache has both"
+            )
+
+    @classmethod
+    def full(cls, num_layers: int) -> ModelLayers:
+        """Layers of full attention only."""
+        return cls(tuple(PoolLayers(kv=layer) for layer in range(num_layers)))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What each layer of the pool keeps."""
+        kinds: list[Kind] = []
+        for uses in self.layers:
+            if uses.kv is not None:
+                kinds.append("full" if uses.window is None else "swa")
+            if uses.state is not None:
+                kinds.append("state")
+        return tuple(kinds)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the sliding-window layers attend to, the widest of them; None: there are none."""
+        return max((uses.window for uses in self.layers if uses.window is not None), default=None)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are recurrent states."""
+        return any(uses.state is not None for uses in self.layers)
+
+    def states_in(self, cache: Cache) -> tuple[StateTensor, ...]:
+        """The tensors of a layer's state, read from a cache of the model's own that it has run with.
+
+        Raises:
+            ConfigMismatch: the layers differ, or have none.
+        """
+        kept = {_state_tensors(cache.layers[i]) for i, uses in enumerate(self.layers) if uses.state is not None}
+        if len(kept) > 1 or () in kept:
+            raise ConfigMismatch(f"the recurrent states of this model's layers differ: {sorted(map(str, kept))}")
+        return kept.pop() if kept else ()
+
+
+def measure_states(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+    """The tensors of a model's recurrent state, without its weights: one token through each layer that has one.
+
+    Raises:
+        ConfigMismatch: they cannot be found, or differ.
+    """
+    layers = ModelLayers.of(config)
+    if not layers.has_states:
+        return ()
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    cache = DynamicCache(config=config)
+    with torch.device("meta"), torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+        token = torch.zeros(1, 1, config.get_text_config(decoder=True).hidden_size, dtype=dtype)
+        for module in model.modules():
+            if "cache_params" in inspect.signature(module.forward).parameters and hasattr(module, "layer_idx"):
+                module(token, cache_params=cache)
+    return layers.states_in(cache)
+
+
+def _state_tensors(layer: Any) -> tuple[StateTensor, ...]:
+    held = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
+    return tuple(
+        StateTensor(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in held.items() if tensor is not None
+    )
