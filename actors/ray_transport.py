@@ -99,9 +99,7 @@ class RayTransport:
 
     async def _send(self, entries: list[Entry], seq: int, after: int) -> None:
         batches = [
-            Batch(
-                session_id=self._session_id, epoch=self._epoch, requests=requests, seq=seq, after=after
-            )
+            Batch(session_id=self._session_id, epoch=self._epoch, requests=requests, seq=seq, after=after)
             for requests in _parts(entries)
         ]
         outcomes: Sequence[Any]
