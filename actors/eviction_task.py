@@ -65,26 +65,30 @@ class EvictionTask:
 
     async def run_round(self) -> int:
         """Evict down to the low watermark, or until nothing is evictable; returns tokens evicted."""
-        total = 0
-        while (evicted := self._run_slice()) > 0:
+        total, done = 0, False
+        while not done:
+            evicted, done = self._run_slice()
             total += evicted
             self._after_slice()
-            await asyncio.sleep(0)
+            if not done:
+                await asyncio.sleep(0)
         self._rounds += 1
         return total
 
-    def _run_slice(self) -> int:
+    def _run_slice(self) -> tuple[int, bool]:
+        """Evict for as long as a slice lasts; returns how many tokens, and whether the round is over."""
         started = time.monotonic()
-        total = 0
-        while (shortfall := self._goal - self._free_slots()) > 0:
-            evicted = self._evict(min(shortfall, _TOKENS_PER_STEP))
+        total, done = 0, self._free_slots() >= self._goal
+        while not done:
+            evicted = self._evict(min(self._goal - self._free_slots(), _TOKENS_PER_STEP))
             total += evicted
-            if evicted == 0 or time.monotonic() - started > self._slice_s:
+            done = evicted == 0 or self._free_slots() >= self._goal
+            if time.monotonic() - started > self._slice_s:
                 break
         self._slices += 1
         self._tokens_evicted += total
         self._longest_slice_s = max(self._longest_slice_s, time.monotonic() - started)
-        return total
+        return total, done
 
     async def _run(self) -> None:
         while True:

@@ -35,6 +35,7 @@ from raydix.schemas import (
     ResetRequest,
     TokenIds,
     WaitingResponse,
+    WithdrawRequest,
 )
 
 
@@ -58,6 +59,7 @@ class RequestHandlers:
             AcquireRequest: self._acquire,
             InsertRequest: self._insert,
             ExtendRequest: self._extend,
+            WithdrawRequest: self._withdraw,
             ReleaseRequest: self._release,
             AbortRequest: self._release,
             EvictRequest: self._evict,
@@ -152,7 +154,7 @@ class RequestHandlers:
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         lease = self.core.leases.get(request.lease_id, session_id)
-        suffix = _key(request.suffix, lease.key.extra_key)
+        suffix = _key(request.suffix, lease.key.extra_key, may_be_empty=True)
         done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix)
         if request.release:
             self.core.release(request.lease_id, session_id)
@@ -163,6 +165,10 @@ class RequestHandlers:
             retired=done.retired,
             repointed=_packed(done.repointed),
         )
+
+    def _withdraw(self, session_id: str, request: WithdrawRequest) -> Ack:
+        self.line.withdraw(session_id, request.lease_id)
+        return Ack()
 
     def _release(self, session_id: str, request: ReleaseRequest | AbortRequest) -> Ack:
         self.line.withdraw(session_id, request.lease_id)
@@ -181,7 +187,9 @@ class RequestHandlers:
         return Ack()
 
 
-def _key(tokens: TokenIds, namespace: str | None) -> RadixKey:
+def _key(tokens: TokenIds, namespace: str | None, may_be_empty: bool = False) -> RadixKey:
+    if not tokens.is_whole() or not (may_be_empty or len(tokens)):
+        raise InvalidRequest("the packed token ids are torn: pack them with TokenIds.pack")
     return RadixKey.from_packed(tokens.data, tokens.width, namespace)
 
 

@@ -36,6 +36,7 @@ from raydix.schemas import (
     StatsRequest,
     TokenIds,
     UnknownLease,
+    WithdrawRequest,
     frame_namespace,
 )
 
@@ -144,7 +145,7 @@ class CacheVerbs(ClientSession):
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """`Lease.extend`."""
         await self._check_mine(lease)
-        if not isinstance(num_tokens, int) or num_tokens < 1:
+        if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
             raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
         with lease.extending() as (covered, known_pages):
             request = _build(
@@ -154,8 +155,12 @@ class CacheVerbs(ClientSession):
                 known_pages=known_pages,
                 timeout_s=timeout_s,
             )
-            response = _expect(ExtendResponse, await self._call_admission(request))
-            lease.note_extended(response, known_pages)
+            try:
+                response = _expect(ExtendResponse, await self._call_admission(request))
+            except asyncio.CancelledError:
+                self._compensate(WithdrawRequest(lease_id=lease.lease_id))
+                raise
+            lease.note_extended(response, known_pages, request.num_slots)
         return lease.slots[covered : covered + num_tokens]
 
     async def release(self, lease: Lease) -> None:
@@ -211,17 +216,19 @@ class CacheVerbs(ClientSession):
         try:
             response = _expect(LeaseResponse, await self._call_admission(request))
         except (asyncio.CancelledError, CacheUnavailable):
-            self._compensate(request.lease_id)
+            self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
         return Lease(self, response, request.tokens, self._epoch, self._config.page_size)
 
     async def _end(self, lease: Lease, request: ReleaseRequest | AbortRequest) -> None:
         if lease.client is not self:
             raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+        if self._closed:
+            lease.end()
+        elif self._loop is not asyncio.get_running_loop():
+            await self.open()
         if not lease.end() or self._closed:
             return
-        if self._loop is not asyncio.get_running_loop():
-            await self.open()
         try:
             await asyncio.shield(self._transport.submit(request))
         except (StaleEpoch, CacheUnavailable) as error:

@@ -32,6 +32,7 @@ from raydix.schemas.requests import (
     ResetRequest,
     StatsRequest,
     WaitRequest,
+    WithdrawRequest,
     WriteKV,
 )
 from raydix.schemas.responses import (
@@ -94,6 +95,7 @@ __all__ = [
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",
+    "WithdrawRequest",
     "WriteKV",
     "frame_namespace",
 ]

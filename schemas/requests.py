@@ -93,6 +93,12 @@ class ExtendRequest(Message):
     timeout_s: TimeoutSeconds = None
 
 
+class WithdrawRequest(Message):
+    """Take a lease's extend out of line: its caller is gone. The lease stays as it is."""
+
+    lease_id: LeaseId
+
+
 class ReleaseRequest(Message):
     """End a lease: private slots are freed, what was inserted stays. No effect on one that has ended."""
 

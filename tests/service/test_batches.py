@@ -235,7 +235,6 @@ async def test_an_acquire_cancelled_on_its_way_is_undone(cache1: CacheUnderTest)
     assert await cache1.pages() == Pages(free=8)
 
 
-@pytest.mark.xfail(reason="an extend cancelled on its way takes effect, but the lease does not know of it")
 async def test_after_an_extend_cancelled_on_its_way_the_next_ones_slots_follow_on_each_other(
     cache1: CacheUnderTest,
 ) -> None:
@@ -281,7 +280,6 @@ REFUSALS: list[tuple[Exception, type[CacheError]]] = [
 ]
 
 
-@pytest.mark.xfail(reason="an error of `.remote()` itself ends RayTransport._send; its requests are never answered")
 @pytest.mark.parametrize(("error", "expected"), REFUSALS, ids=["pending calls", "no Ray"])
 async def test_a_call_that_cannot_be_made_fails_its_requests(error: Exception, expected: type[CacheError]) -> None:
     client = PrefixCacheClient(RefusingHandle(error))
@@ -291,7 +289,6 @@ async def test_a_call_that_cannot_be_made_fails_its_requests(error: Exception, e
         await asyncio.wait_for(client.match([1]), 0.5)
 
 
-@pytest.mark.xfail(reason="an error of `.remote()` itself is not translated in RayTransport's other calls")
 @pytest.mark.parametrize(("error", "expected"), REFUSALS, ids=["pending calls", "no Ray"])
 async def test_a_call_that_cannot_be_made_is_told_in_the_caches_terms(
     error: Exception, expected: type[CacheError]
