@@ -157,6 +157,8 @@ def map_pool(handle: PoolHandle) -> KVPool:
 
 
 def _slot_array(slots: torch.Tensor) -> NDArray[np.int64]:
+    if slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:
+        raise InvalidRequest(f"slots must be a 1-D row of integers, not {slots.dtype}")
     array: NDArray[np.int64] = slots.cpu().numpy().astype(np.int64, copy=False)
     return array
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.cache_service import CacheService
 from raydix.actors.pool_export import ExportedPool
-from raydix.cache_core import KVPool, MambaPool
+from raydix.cache_core import KVPool, MambaPool, UnknownLeaseError
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -69,9 +69,10 @@ class CacheHost:
 
     def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
         session = self.service.session(request.session_id, request.epoch)
-        lease = self.service.core.leases.find(request.lease_id, session.session_id)
-        if lease is None:
-            raise UnknownLease(f"lease {request.lease_id!r} has ended or was never granted")
+        try:
+            lease = self.service.core.leases.get(request.lease_id, session.session_id)
+        except UnknownLeaseError as error:
+            raise UnknownLease(str(error)) from error
         page_size = self.service.config.page_size
         slots = request.slots
         if slots.ndim != 1 or slots.dtype != np.int64:

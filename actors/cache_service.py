@@ -106,9 +106,12 @@ class CacheService:
         """The open session that a message names.
 
         Raises:
+            CacheUnavailable: the cache has been shut down.
             StaleEpoch: the message belongs to an earlier life of the cache.
             InvalidRequest: no such session is open.
         """
+        if self._closed:
+            raise CacheUnavailable("the cache has been shut down")
         if epoch != self.epoch:
             raise StaleEpoch(epoch, self.epoch)
         session = self.sessions.get(session_id)

@@ -20,6 +20,7 @@ from raydix.schemas import (
     OpenSession,
     StaleEpoch,
     WaitingResponse,
+    WithdrawRequest,
 )
 
 if TYPE_CHECKING:
@@ -76,10 +77,12 @@ class ClientSession:
 
     async def close(self) -> None:
         """Close the session: every lease it still holds ends. Idempotent."""
-        if self._closed or not self._ready:
+        if self._closed:
+            return
+        if self._opening is None:
             self._closed = True
             return
-        await self.open()  # on its own loop
+        await self.open()  # on its own loop, and to its end if it is under way
         self._closed = True
         try:
             await self._transport.close(self._session_id)
@@ -111,15 +114,15 @@ class ClientSession:
         response = await self._call(request)
         return await self._transport.wait(response.ticket) if isinstance(response, WaitingResponse) else response
 
-    def _compensate(self, lease_id: str) -> None:
-        """Abort a lease that may have been granted to a caller who is gone."""
+    def _compensate(self, request: AbortRequest | WithdrawRequest) -> None:
+        """Undo what may have been granted to a caller who is gone."""
         if not self._ready:
             return
-        future = self._transport.submit(AbortRequest(lease_id=lease_id))
+        future = self._transport.submit(request)
         self._compensations.add(future)
         future.add_done_callback(self._note_compensated)
 
     def _note_compensated(self, future: asyncio.Future[Message]) -> None:
         self._compensations.discard(future)
         if not future.cancelled() and (error := future.exception()) is not None:
-            logger.info("a lease whose caller is gone could not be aborted: %s", error)
+            logger.info("what was granted to a caller who is gone could not be undone: %s", error)

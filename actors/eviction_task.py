@@ -73,31 +73,39 @@ class EvictionTask:
 
     async def run_round(self) -> int:
         """Evict down to the low watermark, or until nothing is evictable; returns tokens evicted."""
-        total = 0
-        while (evicted := self._run_slice()) > 0:
+        total, done = 0, False
+        while not done:
+            evicted, done = self._run_slice()
             total += evicted
             self._after_slice()
-            await asyncio.sleep(0)
+            if not done:
+                await asyncio.sleep(0)
         self._rounds += 1
         return total
 
-    def _run_slice(self) -> int:
+    def _run_slice(self) -> tuple[int, bool]:
+        """Evict for as long as a slice lasts; returns how many tokens, and whether the round is over."""
         started = time.monotonic()
-        total = sum(self._relieve(gauge, started) for gauge in self._gauges)
+        total, done = 0, True
+        for gauge in self._gauges:
+            evicted, relieved = self._relieve(gauge, started)
+            total += evicted
+            done = done and relieved
         self._slices += 1
         self._tokens_evicted += total
         self._longest_slice_s = max(self._longest_slice_s, time.monotonic() - started)
-        return total
+        return total, done
 
-    def _relieve(self, gauge: PoolGauge, started: float) -> int:
-        """Evict from one pool, for as long as the slice lasts."""
-        total = 0
-        while (shortfall := gauge.goal - gauge.free_slots()) > 0 and time.monotonic() - started < self._slice_s:
-            evicted = gauge.evict(min(shortfall, _TOKENS_PER_STEP))
+    def _relieve(self, gauge: PoolGauge, started: float) -> tuple[int, bool]:
+        """Evict from one pool for as long as the slice lasts; returns how much, and whether nothing is left to do."""
+        total, done = 0, gauge.free_slots() >= gauge.goal
+        while not done:
+            evicted = gauge.evict(min(gauge.goal - gauge.free_slots(), _TOKENS_PER_STEP))
             total += evicted
-            if evicted == 0:
+            done = evicted == 0 or gauge.free_slots() >= gauge.goal
+            if time.monotonic() - started > self._slice_s:
                 break
-        return total
+        return total, done
 
     async def _run(self) -> None:
         while True:

@@ -212,10 +212,10 @@ class Lease:
         finally:
             self._extending = False
 
-    def note_extended(self, response: ExtendResponse, known_pages: int) -> None:
-        """The lease covers more."""
+    def note_extended(self, response: ExtendResponse, known_pages: int, num_slots: int) -> None:
+        """The lease covers `num_slots` tokens now; its pages may go further, after an extend that was cancelled."""
         added = np.frombuffer(response.page_starts, "<i4").astype(np.int64)
         self._starts = np.concatenate((self._starts[:known_pages], added))
-        self._num_slots = response.num_slots
+        self._num_slots = num_slots
         self._slots = None
         self.note_window(response.swa_page_starts)

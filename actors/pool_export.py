@@ -52,6 +52,8 @@ class ExportedPool:
         self.layout = layout_of(config)
         self.device = device
         self._fd: int | None = None
+        if device.type == "cpu" and sys.platform == "linux":
+            _check_room(self.layout.num_bytes)
         if device.type == "cuda" or not share or sys.platform != "linux":
             self.pool = KVPool(self.layout, device)
         else:
@@ -62,15 +64,12 @@ class ExportedPool:
         num_bytes = self.layout.num_bytes
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        available = available_memory()
-        if num_bytes > available:
-            raise CacheUnavailable(_too_large(num_bytes, available))
         self._fd = os.memfd_create(f"raydix-{epoch}", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self._fd, 0, num_bytes)
         except OSError as error:
             os.close(self._fd)
-            raise CacheUnavailable(f"{_too_large(num_bytes, available)} ({error})") from error
+            raise CacheUnavailable(f"{_too_large(num_bytes, available_memory())} ({error})") from error
         return map_shared_file(f"/proc/self/fd/{self._fd}", num_bytes)
 
     def _make_handle(self, config: CacheConfig, epoch: str, node_id: str, share: bool) -> PoolHandle:
@@ -133,6 +132,12 @@ def _fields(path: str) -> dict[str, int]:
     """The first number of each line of a file of names and numbers."""
     rows = (line.replace(":", " ").split() for line in Path(path).read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _check_room(needed: int) -> None:
+    available = available_memory()
+    if needed > available:
+        raise CacheUnavailable(_too_large(needed, available))
 
 
 def _too_large(needed: int, available: int) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
-from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError
@@ -49,7 +50,7 @@ MAX_QUEUED_REQUESTS = 16_384
 _REQUEST_BYTES = 160  # of a pickled request beside its tokens
 _RETRY_AFTER_S = 0.05
 
-T = TypeVar("T")
+_OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
 Entry = tuple[Message, "asyncio.Future[Message]"]
 
 
@@ -66,7 +67,7 @@ class RayTransport:
         self._in_flight: dict[int, asyncio.Task[None]] = {}  # by seq
 
     async def open(self, request: OpenSession) -> SessionResponse:
-        response: SessionResponse = await call(self._actor.open_session.remote(request))
+        response: SessionResponse = await call(self._actor.open_session, request)
         self._session_id, self._epoch = request.session_id, response.epoch
         return response
 
@@ -106,7 +107,7 @@ class RayTransport:
         ]
         outcomes: Sequence[Any]
         try:
-            response: BatchResponse = await call(self._actor.execute.remote(*batches))
+            response: BatchResponse = await call(self._actor.execute, *batches)
             outcomes = response.responses
         except CacheError as error:
             outcomes = [error] * len(entries)
@@ -126,7 +127,7 @@ class RayTransport:
 
     async def wait(self, ticket: int) -> Message:
         request = WaitRequest(session_id=self._session_id, epoch=self._epoch, ticket=ticket)
-        response: Message = await call(self._actor.wait.remote(request))
+        response: Message = await call(self._actor.wait, request)
         return response
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
@@ -135,23 +136,24 @@ class RayTransport:
         return batch
 
     async def pool_handle(self) -> PoolHandle:
-        handle: PoolHandle = await call(self._actor.pool_handle.remote())
+        handle: PoolHandle = await call(self._actor.pool_handle)
         return handle
 
     def local_pool(self) -> KVPool | None:
         return None
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
-        response: KVResponse = await call(self._actor.read_kv.remote(request))
+        response: KVResponse = await call(self._actor.read_kv, request)
         return response
 
     async def write_kv(self, request: WriteKV) -> None:
-        await call(self._actor.write_kv.remote(request))
+        await call(self._actor.write_kv, request)
 
     async def close(self, session_id: str) -> None:
         while self._queue or self._in_flight:
+            await asyncio.sleep(0)  # what is queued is sent at the end of this tick
             await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
-        await call(self._actor.close_session.remote(CloseSession(session_id=session_id)))
+        await call(self._actor.close_session, CloseSession(session_id=session_id))
 
 
 def _parts(entries: list[Entry]) -> list[tuple[Message, ...]]:
@@ -179,14 +181,14 @@ def _settle(entries: list[Entry], outcomes: Sequence[Any]) -> None:
             future.set_result(outcome)
 
 
-async def call(reference: Awaitable[T]) -> T:
+async def call(method: Any, *arguments: Any) -> Any:
     """The result of an actor call; Ray's own errors become the cache's.
 
     Raises:
         CacheError: whatever went wrong.
     """
     try:
-        return await reference
+        return await method.remote(*arguments)
     except (RayError, CacheError) as error:
         raise from_ray(error) from None
 
@@ -202,5 +204,7 @@ def from_ray(error: BaseException) -> CacheError:
         return CacheUnavailable(f"the cache does not answer: {error}")
     if isinstance(error, CacheError):
         return error
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return CacheUnavailable(f"the cache is dead, restarting, or cannot be reached: {first_line}")
+    text = str(error).strip() or type(error).__name__
+    if (reason := _OWN_REASON.search(text)) is not None:  # it died of an error of its own
+        return CacheUnavailable(reason.group(1))
+    return CacheUnavailable(f"the cache is dead, restarting, or cannot be reached: {text.splitlines()[0]}")

@@ -37,6 +37,7 @@ from raydix.schemas import (
     TokenIds,
     WaitingResponse,
     WindowResponse,
+    WithdrawRequest,
 )
 
 
@@ -61,6 +62,7 @@ class RequestHandlers:
             InsertRequest: self._insert,
             ExtendRequest: self._extend,
             ReleaseWindowRequest: self._release_window,
+            WithdrawRequest: self._withdraw,
             ReleaseRequest: self._release,
             AbortRequest: self._release,
             EvictRequest: self._evict,
@@ -161,7 +163,7 @@ class RequestHandlers:
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         lease = self.core.leases.get(request.lease_id, session_id)
-        suffix = _key(request.suffix, lease.key.extra_key)
+        suffix = _key(request.suffix, lease.key.extra_key, may_be_empty=True)
         done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix, request.publish_state)
         window = self._window(lease)
         if request.release:
@@ -194,6 +196,10 @@ class RequestHandlers:
         """The lease's window pages, packed; nothing without a sliding window."""
         return b"" if self.core.swa_allocator is None else _packed(self.core.swa_starts(lease))
 
+    def _withdraw(self, session_id: str, request: WithdrawRequest) -> Ack:
+        self.line.withdraw(session_id, request.lease_id)
+        return Ack()
+
     def _release(self, session_id: str, request: ReleaseRequest | AbortRequest) -> Ack:
         self.line.withdraw(session_id, request.lease_id)
         self.core.release(request.lease_id, session_id)
@@ -211,7 +217,9 @@ class RequestHandlers:
         return Ack()
 
 
-def _key(tokens: TokenIds, namespace: str | None) -> RadixKey:
+def _key(tokens: TokenIds, namespace: str | None, may_be_empty: bool = False) -> RadixKey:
+    if not tokens.is_whole() or not (may_be_empty or len(tokens)):
+        raise InvalidRequest("the packed token ids are torn: pack them with TokenIds.pack")
     return RadixKey.from_packed(tokens.data, tokens.width, namespace)
 
 

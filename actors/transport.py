@@ -84,6 +84,7 @@ class LocalTransport:
         return await self._host.service.next_events(request)
 
     async def pool_handle(self) -> PoolHandle:
+        self._host.service.session(self._session_id, self._epoch)  # which may have been shut down
         return self._host.exported.handle
 
     def local_pool(self) -> KVPool | None:

@@ -38,6 +38,7 @@ from raydix.schemas import (
     TokenIds,
     UnknownLease,
     WindowResponse,
+    WithdrawRequest,
     frame_namespace,
 )
 
@@ -149,7 +150,7 @@ class CacheVerbs(EventVerbs):
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """`Lease.extend`."""
         await self._check_mine(lease)
-        if not isinstance(num_tokens, int) or num_tokens < 1:
+        if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
             raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
         with lease.extending() as (covered, known_pages):
             request = _build(
@@ -159,8 +160,12 @@ class CacheVerbs(EventVerbs):
                 known_pages=known_pages,
                 timeout_s=timeout_s,
             )
-            response = _expect(ExtendResponse, await self._call_admission(request))
-            lease.note_extended(response, known_pages)
+            try:
+                response = _expect(ExtendResponse, await self._call_admission(request))
+            except asyncio.CancelledError:
+                self._compensate(WithdrawRequest(lease_id=lease.lease_id))
+                raise
+            lease.note_extended(response, known_pages, request.num_slots)
         return lease.slots[covered : covered + num_tokens]
 
     async def release_window(self, lease: Lease, up_to: int) -> None:
@@ -222,17 +227,19 @@ class CacheVerbs(EventVerbs):
         try:
             response = _expect(LeaseResponse, await self._call_admission(request))
         except (asyncio.CancelledError, CacheUnavailable):
-            self._compensate(request.lease_id)
+            self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
         return Lease(self, response, request.tokens, self._epoch, self._config.page_size)
 
     async def _end(self, lease: Lease, request: ReleaseRequest | AbortRequest) -> None:
         if lease.client is not self:
             raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+        if self._closed:
+            lease.end()
+        elif self._loop is not asyncio.get_running_loop():
+            await self.open()
         if not lease.end() or self._closed:
             return
-        if self._loop is not asyncio.get_running_loop():
-            await self.open()
         try:
             await asyncio.shield(self._transport.submit(request))
         except (StaleEpoch, CacheUnavailable) as error:

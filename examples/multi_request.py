@@ -53,9 +53,6 @@ MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half
 }
 
 
-# ---------------------------------------------------------------- the workload
-
-
 @dataclass(frozen=True)
 class Conversation:
     """What a user will say, and who will answer: drawn beforehand, so that every run is the same."""
@@ -87,9 +84,6 @@ def wanted_slots(conversations: list[Conversation], answer_len: int) -> int:
     """Slots that would keep every conversation to its end, with each system prompt once."""
     shared = sum(len(each.system_prompt) for each in conversations if each.is_first)
     return shared + sum(each.messages.size + len(each.messages) * answer_len for each in conversations)
-
-
-# ---------------------------------------------------------------- serving it
 
 
 @dataclass
@@ -196,9 +190,6 @@ async def demonstrate(args: argparse.Namespace) -> dict[str, Any]:
     return summary(on, off, stats) | {"wanted_slots": wanted_slots(conversations, args.answer_len)}
 
 
-# ---------------------------------------------------------------- what came out
-
-
 def summary(on: Run, off: Run, stats: CacheStats) -> dict[str, Any]:
     """The figures. Times to first token are those of the turns that share a prefix with an earlier one."""
     ms_on, ms_off = on.first_token_ms(), off.first_token_ms()
@@ -255,10 +246,11 @@ def table_of(f: dict[str, Any]) -> Table:
     table.add_row("greedy answers identical", f"{identical}, {f['identical_turns']} of {f['turns']}", end_section=True)
     table.add_row("tokens evicted (by the task)", f"{f['evicted_tokens']:,} ({f['evicted_by_task']:,})")
     table.add_row("pool (wanted by the load)", f"{f['pool_slots']:,} ({f['wanted_slots']:,}) slots")
-    table.add_row("pool in use, at most", f"{f['peak_slots'] / f['pool_slots']:.0%}")
-    table.add_row("acquires", f"{f['acquires']:,}")
-    table.add_row("... waiting, at most; refused", f"{f['peak_waiters']:,}; {f['acquires_refused']:,}")
-    table.caption = f"* of the {f['shared_prefix_turns']} turns that share a prefix with an earlier one"
+    table.add_row("pool in use, at most **", f"{f['peak_slots'] / f['pool_slots']:.0%}")
+    table.add_row("acquires that waited at once **", f"{f['peak_waiters']:,} of {f['acquires']:,}")
+    table.add_row("acquires refused", f"{f['acquires_refused']:,}")
+    shared = f"* the {f['shared_prefix_turns']} turns that share a prefix with an earlier one"
+    table.caption = f"{shared}\n** seen after each turn"
     return table
 
 

@@ -21,7 +21,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,14 +37,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache_async
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache_async
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig, PoolExhausted
 
 BLOCK = 512  # tokens a hash id stands for
 DEFAULT_CAPACITIES = (1_024_000, 4_096_000, 16_384_000)
-
-
-# ---------------------------------------------------------------- the trace
 
 
 class TracedRequest(BaseModel):
@@ -101,9 +98,6 @@ def _parse(line: str, where: str) -> TracedRequest:
         raise ValueError(f"{where}: {field + ': ' if field else ''}{first['msg']}") from None
 
 
-# ---------------------------------------------------------------- the replay
-
-
 @dataclass
 class Replay:
     """What one cache made of the trace."""
@@ -116,24 +110,38 @@ class Replay:
 
 
 async def replay(client: PrefixCacheClient, trace: Sequence[TracedRequest], advance: Callable[[], Any]) -> Replay:
-    """Send each prompt through the cache, the next one when the last is done."""
+    """Send one prompt after the other through the cache.
+
+    What ends a request is sent in one message with what begins the next, and the cache executes it first.
+    """
     reused = np.zeros(len(trace), np.int64)
     num_too_large = 0
+    publish: list[Coroutine[Any, Any, Any]] = []  # what is left to do for the request before
     started = time.perf_counter()
     for index, request in enumerate(trace):
         tokens = request.tokens()
-        try:
-            lease = await client.acquire(tokens)
-        except PoolExhausted:  # nobody else holds anything, so it can never fit
+        *_, lease = await asyncio.gather(*publish, acquire(client, tokens))
+        if lease is None:
             num_too_large += 1
+            publish = []
         else:
             reused[index] = lease.prefix_len
-            await asyncio.sleep(0)  # here a model would compute the rest, and others would get the loop
-            await lease.insert(tokens, release=True)
+            publish = [lease.insert(tokens, release=True)]  # here a model would have computed the rest
         advance()
+    await asyncio.gather(*publish)
     seconds = time.perf_counter() - started
     stats: CacheStats = await client.stats()
     return Replay(stats.num_slots, reused, num_too_large, stats.tokens_evicted, seconds)
+
+
+async def acquire(client: PrefixCacheClient, tokens: NDArray[np.uint32]) -> Lease | None:
+    """A lease for a prompt; None if it is larger than the whole cache."""
+    try:
+        return await client.acquire(tokens)
+    except PoolExhausted as error:
+        if error.can_ever_fit:
+            raise
+        return None
 
 
 @asynccontextmanager
@@ -170,9 +178,6 @@ def config_of(capacity: int, args: argparse.Namespace) -> CacheConfig:
     return CacheConfig(
         page_size=args.page_size, pool=PoolConfig(num_slots=capacity, num_layers=0, device="cpu"), eviction=eviction
     )
-
-
-# ---------------------------------------------------------------- what came out
 
 
 def summary(result: Replay, trace: Sequence[TracedRequest]) -> dict[str, float]:

@@ -44,6 +44,7 @@ from raydix.schemas.requests import (
     ResetRequest,
     StatsRequest,
     WaitRequest,
+    WithdrawRequest,
     WriteKV,
 )
 from raydix.schemas.responses import (
@@ -119,6 +120,7 @@ __all__ = [
     "WaitRequest",
     "WaitingResponse",
     "WindowResponse",
+    "WithdrawRequest",
     "WriteKV",
     "frame_namespace",
     "unframe_namespace",

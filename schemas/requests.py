@@ -101,6 +101,12 @@ class ReleaseWindowRequest(Message):
     up_to: int = Field(ge=0, strict=True)
 
 
+class WithdrawRequest(Message):
+    """Take a lease's extend out of line: its caller is gone. The lease stays as it is."""
+
+    lease_id: LeaseId
+
+
 class ReleaseRequest(Message):
     """End a lease: private slots are freed, what was inserted stays. No effect on one that has ended."""
 

@@ -38,6 +38,8 @@ class TokenIds:
             ValueError: an id is negative, fractional or too large, or the ids are not a 1-D row of integers.
         """
         if isinstance(ids, TokenIds):
+            if not ids.is_whole():
+                raise ValueError("the packed token ids are torn: pack them with TokenIds.pack")
             return ids
         if isinstance(ids, (list, tuple, range)):
             return cls._pack_sequence(ids)
@@ -83,6 +85,10 @@ class TokenIds:
         """The ids [start, stop), packed as narrow as they can be."""
         part = self.data[start * self.width : stop * self.width]
         return TokenIds(part, 4) if self.width == 4 else TokenIds._pack_array(np.frombuffer(part, "<u8"))
+
+    def is_whole(self) -> bool:
+        """Whether the bytes are a whole number of ids of a width that there is."""
+        return self.width in (4, 8) and len(self.data) % self.width == 0
 
     def starts_with(self, prefix: TokenIds) -> bool:
         """Whether the first `len(prefix)` ids are those of `prefix`."""

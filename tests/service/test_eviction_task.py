@@ -99,10 +99,9 @@ async def test_it_sleeps_on_an_event_and_sets_no_timer(
     cache: LocalPrefixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    free_slots = cache._host.service.eviction_task._free_slots
-    monkeypatch.setattr(
-        cache._host.service.eviction_task, "_free_slots", lambda: looks.append(free_slots()) or free_slots()
-    )
+    gauge = cache._host.service.eviction_task._gauges[0]
+    free_slots = gauge.free_slots
+    monkeypatch.setattr(gauge, "free_slots", lambda: looks.append(free_slots()) or free_slots())
     await publish(cache, *range(1, 9))
     timers = len(asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
 
@@ -112,8 +111,8 @@ async def test_it_sleeps_on_an_event_and_sets_no_timer(
 
     await cache.acquire([9])
     await settle(cache)
-    assert looks[0] == 1
-    assert set(looks[1:]) == {5}
+    assert (looks[0], looks[-1]) == (1, 5)
+    assert set(looks) == {1, 5}
     turns = len(looks)
     await asyncio.sleep(0.05)
     assert len(looks) == turns
@@ -131,7 +130,6 @@ async def test_it_sleeps_again_and_wakes_again(cache: LocalPrefixCache) -> None:
     assert stats.eviction_task.alive
 
 
-@pytest.mark.xfail(reason="run_round goes on while a slice evicts anything, so it keeps the low mark under any load")
 async def test_it_stops_at_the_low_mark_though_others_go_on_taking_slots(cache: LocalPrefixCache) -> None:
     await publish(cache, *range(1, 10))
     await asyncio.sleep(0)
@@ -286,7 +284,7 @@ async def test_a_mass_eviction_is_cut_in_slices_that_end_on_time(monkeypatch: py
         assert stats.free_slots == 4500
         assert (task.rounds, task.tokens_evicted) == (1, 4401)
         steps_a_slice = 2  # of 512 tokens each: the second one passes the millisecond
-        assert task.slices == 5 + 1  # and one that finds nothing left to do
+        assert task.slices == 5
         assert 4401 <= 5 * steps_a_slice * 512 < 4401 + 1024
         assert 1.2 <= task.longest_slice_ms <= 2.4
 

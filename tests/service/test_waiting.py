@@ -293,7 +293,6 @@ async def test_a_timeout_of_the_callers_own_takes_it_out_of_line(cache1: CacheUn
     assert await cache1.pages() == Pages(free=0, private=8, leases=1)
 
 
-@pytest.mark.xfail(reason="a cancelled extend stays in line: nobody withdraws it, and it goes before all others")
 async def test_cancelling_a_lease_that_waits_to_grow_takes_it_out_of_line(cache1: CacheUnderTest) -> None:
     growing, held = await fill(cache1, 4, 4)
     (growth,) = await cache1.in_line(growing.extend(4))
@@ -307,7 +306,6 @@ async def test_cancelling_a_lease_that_waits_to_grow_takes_it_out_of_line(cache1
     assert await cache1.pages() == Pages(free=4, private=4, leases=1)
 
 
-@pytest.mark.xfail(reason="an extend joins the ticket of a cancelled one, and returns too few slots")
 async def test_a_lease_grows_by_what_the_last_extend_asked_for_after_another_was_cancelled(
     cache1: CacheUnderTest,
 ) -> None:
@@ -361,7 +359,6 @@ async def test_closing_a_client_takes_its_requests_out_of_line(cache1: CacheUnde
     second.cancel()
 
 
-@pytest.mark.xfail(reason="close() returns at once while the session is being opened, and the session stays open")
 async def test_a_client_closed_while_it_opens_holds_nothing_afterwards(cache1: CacheUnderTest) -> None:
     leaving = PrefixCacheClient(cache1.cache)
     request = asyncio.create_task(leaving.acquire([1, 2]))
@@ -388,9 +385,6 @@ async def end_session(cache: CacheUnderTest, client: PrefixCacheClient) -> None:
 async def test_a_client_closes_with_requests_that_are_not_sent_yet(
     cache1: CacheUnderTest, request: pytest.FixtureRequest, access: str
 ) -> None:
-    if access == "ray":  # in process, none waits to be sent
-        reason = "RayTransport.close spins on an empty gather() while a request waits to be sent"
-        request.applymarker(pytest.mark.xfail(reason=reason))
     leaving = cache1.another_client()
     await leaving.open()
     unsent = asyncio.create_task(leaving.acquire([1, 2]))

@@ -71,9 +71,7 @@ def test_a_lower_package_imports_only_what_its_row_allows(folder: str) -> None:
 
 
 def test_only_actors_examples_and_tests_import_the_actors() -> None:
-    offences = [
-        where(path) for path in source_files("schemas", "cache_core") if "raydix.actors" in imports_of(path)
-    ]
+    offences = [where(path) for path in source_files("schemas", "cache_core") if "raydix.actors" in imports_of(path)]
 
     assert offences == []
 
@@ -86,8 +84,7 @@ def test_no_package_imports_examples_or_tests() -> None:
 
 def test_nobody_imports_a_package_by_its_bare_folder_name() -> None:
     offences = {
-        where(path): sorted(imports_of(path) & set(PACKAGES))
-        for path in source_files(*PACKAGES, "examples", "tests")
+        where(path): sorted(imports_of(path) & set(PACKAGES)) for path in source_files(*PACKAGES, "examples", "tests")
     }
 
     assert {path: names for path, names in offences.items() if names} == {}

@@ -1,0 +1,287 @@
+"""Caches are started, found, shared by name and ended; of one that has died, callers hear in the cache's own terms."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import pytest
+import ray
+from cache_under_test import small_config
+
+from raydix.actors import (
+    AttachedPool,
+    Lease,
+    PrefixCacheClient,
+    connect,
+    shutdown_cache,
+    start_cache,
+    start_cache_async,
+)
+from raydix.schemas import CacheUnavailable, ConfigMismatch, LeaseConfig
+
+pytestmark = pytest.mark.ray
+
+CONFIG = small_config()
+OTHER_CONFIGS = {
+    "page size": small_config(4),
+    "fingerprint": CONFIG.model_copy(update={"fingerprint": "another-model"}),
+    "leases": CONFIG.model_copy(update={"leases": LeaseConfig(max_waiters=4)}),
+}
+
+
+def new_name() -> str:
+    return f"kv-{uuid4().hex[:8]}"
+
+
+async def epoch_of(cache: Any) -> str:
+    async with PrefixCacheClient(cache) as client:
+        return (await client.stats()).epoch
+
+
+@pytest.fixture
+def started(ray_cluster: None) -> Iterator[Callable[..., Any]]:
+    """`start_cache` for tests that end their cache, and for those that fail to."""
+    caches: list[Any] = []
+
+    def start(**options: Any) -> Any:
+        caches.append(start_cache(CONFIG, **options))
+        return caches[-1]
+
+    yield start
+    for cache in caches:
+        ray.kill(cache)
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.fixture(scope="module")
+def named(ray_cluster: None) -> Iterator[tuple[str, Any]]:
+    """A cache with a name, for tests that leave it as it is."""
+    name = new_name()
+    cache = start_cache(CONFIG, name=name)
+    yield name, cache
+    shutdown_cache(cache)
+
+
+async def test_a_name_leads_to_its_cache(named: tuple[str, Any]) -> None:
+    name, cache = named
+    epoch = await epoch_of(cache)
+
+    assert await epoch_of(connect(name)) == epoch
+    assert await epoch_of(connect(name, config=CONFIG)) == epoch
+    assert await epoch_of(name) == epoch
+
+
+async def test_starting_a_name_that_runs_with_the_same_configuration_gives_the_running_cache(
+    named: tuple[str, Any],
+) -> None:
+    name, cache = named
+
+    assert start_cache(CONFIG, name=name)._actor_id == cache._actor_id
+    assert start_cache(CONFIG.model_copy(), name=name)._actor_id == cache._actor_id
+    assert (await start_cache_async(CONFIG, name=name))._actor_id == cache._actor_id
+
+
+@pytest.mark.parametrize("config", OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
+async def test_a_name_that_runs_with_another_configuration_is_a_mismatch(named: tuple[str, Any], config: Any) -> None:
+    name, cache = named
+    advice = f"cache '{name}' runs with configuration {CONFIG.digest()}, not {config.digest()}: use its configuration, "
+
+    with pytest.raises(ConfigMismatch, match=advice + "another name, or shutdown_cache first"):
+        start_cache(config, name=name)
+    with pytest.raises(ConfigMismatch, match=advice):
+        await start_cache_async(config, name=name)
+    with pytest.raises(ConfigMismatch, match=advice):
+        connect(name, config=config)
+
+    assert (await epoch_of(name)) == await epoch_of(cache)  # it runs on, as it was
+
+
+async def test_a_name_holds_in_its_namespace_alone(named: tuple[str, Any]) -> None:
+    name, _ = named
+
+    with pytest.raises(CacheUnavailable, match=f"no cache named '{name}' runs in namespace 'elsewhere'"):
+        connect(name, namespace="elsewhere")
+
+
+async def test_caches_without_a_name_are_each_their_own(
+    named: tuple[str, Any], running_cache: Callable[[Any], Any]
+) -> None:
+    assert await epoch_of(running_cache(CONFIG)) != await epoch_of(named[1])
+
+
+async def test_who_starts_one_name_at_once_gets_one_cache_and_a_detached_one_outlives_its_handles(
+    ray_cluster: None,
+) -> None:
+    name = new_name()
+
+    first, second = await asyncio.gather(*(start_cache_async(CONFIG, name=name, lifetime="detached") for _ in range(2)))
+
+    assert first._actor_id == second._actor_id
+    epoch = await epoch_of(first)
+    del first, second
+    assert await epoch_of(name) == epoch
+    await asyncio.to_thread(shutdown_cache, connect(name))
+    with pytest.raises(CacheUnavailable, match="no cache named"):
+        connect(name)
+
+
+async def test_starting_does_not_hold_the_loop(ray_cluster: None) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+    ticking = asyncio.create_task(tick())
+    cache = await start_cache_async(CONFIG)
+    ticking.cancel()
+
+    assert ticks > 5
+    shutdown_cache(cache)
+
+
+def test_a_cache_for_which_there_is_no_room_is_unavailable_after_its_timeout(ray_cluster: None) -> None:
+    with pytest.raises(CacheUnavailable, match=r"did not start in 0\.5 s: does the cluster have room for it"):
+        start_cache(CONFIG, num_gpus=64, timeout_s=0.5)
+
+
+# ---------------------------------------------------------------- shutdown
+
+
+async def test_a_cache_shut_down_is_gone_and_can_be_shut_down_again(started: Callable[..., Any]) -> None:
+    name = new_name()
+    cache = started(name=name)
+    client = PrefixCacheClient(cache)
+    lease = await client.acquire([1])
+
+    await asyncio.to_thread(shutdown_cache, cache)
+    await asyncio.to_thread(shutdown_cache, cache)
+    await asyncio.to_thread(shutdown_cache, cache, drain_s=5)
+
+    with pytest.raises(CacheUnavailable, match="no cache named"):
+        connect(name)
+    with pytest.raises(CacheUnavailable):
+        await client.match([1])
+    await lease.release()
+    await client.close()
+
+
+async def test_draining_refuses_new_sessions_and_lets_open_leases_end(started: Callable[..., Any]) -> None:
+    cache = started()
+    async with PrefixCacheClient(cache) as client:
+        lease = await client.acquire([1, 2])
+        shutdown = asyncio.create_task(asyncio.to_thread(shutdown_cache, cache, drain_s=60))
+        async with asyncio.timeout(10):
+            while await is_welcome(cache):  # noqa: ASYNC110 -- there is no event for it
+                await asyncio.sleep(0.01)
+
+        assert (await lease.insert([1, 2])).num_inserted == 2  # business goes on for those who are in
+        assert not shutdown.done()
+        ended = time.monotonic()
+        await lease.release()
+        await shutdown
+
+        assert time.monotonic() - ended < 10  # as soon as the last lease has ended
+
+
+async def is_welcome(cache: Any) -> bool:
+    client = PrefixCacheClient(cache)
+    try:
+        await client.open()
+    except CacheUnavailable as error:
+        assert "shutting down" in str(error)
+        return False
+    await client.close()
+    return True
+
+
+async def test_leases_still_open_after_the_drain_are_cut_short_and_the_log_says_how_many(
+    started: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = started()
+    client = PrefixCacheClient(cache)
+    leases = [await client.acquire([token]) for token in (1, 2)]
+
+    with caplog.at_level(logging.WARNING, "raydix.actors.deploy"):
+        await asyncio.to_thread(shutdown_cache, cache, drain_s=0.1)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 leases were cut short by the shutdown of the cache"
+    ]
+    for lease in leases:
+        await lease.release()
+    await client.close()
+
+
+# ---------------------------------------------------------------- death
+
+
+class Orphans(NamedTuple):
+    """What is left in hand of a cache that was killed."""
+
+    cache: Any
+    client: PrefixCacheClient
+    lease: Lease
+    pool: AttachedPool
+
+
+@asynccontextmanager
+async def killed(name: str) -> AsyncIterator[tuple[Orphans, asyncio.Task[Any]]]:
+    cache = start_cache(CONFIG, name=name)
+    client = PrefixCacheClient(cache)
+    orphans = Orphans(cache, client, await client.acquire([1] * 8), await client.attach_pool(mapped=False))
+    waiting = asyncio.create_task(client.acquire([2]))
+    while not (await client.stats()).waiters:  # noqa: ASYNC110 -- there is no event for it
+        await asyncio.sleep(0.001)
+    ray.kill(cache)
+    yield orphans, waiting
+
+
+VERBS: dict[str, Callable[[Orphans], Awaitable[Any]]] = {
+    "match": lambda left: left.client.match([1]),
+    "lock": lambda left: left.client.lock([1]),
+    "acquire": lambda left: left.client.acquire([1]),
+    "evict": lambda left: left.client.evict(1),
+    "reset": lambda left: left.client.reset(),
+    "stats": lambda left: left.client.stats(),
+    "check_invariants": lambda left: left.client.check_invariants(),
+    "attach_pool": lambda left: left.client.attach_pool(),
+    "insert": lambda left: left.lease.insert([1]),
+    "extend": lambda left: left.lease.extend(1),
+    "read_kv": lambda left: left.pool.read_kv(left.lease, left.lease.slots),
+    "a new client": lambda left: PrefixCacheClient(left.cache).open(),
+}
+
+
+async def test_of_a_killed_cache_every_verb_says_that_it_is_unavailable(ray_cluster: None) -> None:
+    name = new_name()
+    async with killed(name) as (left, waiting), asyncio.timeout(60):
+        with pytest.raises(CacheUnavailable, match="dead, restarting, or cannot be reached"):
+            await waiting
+        for verb in VERBS.values():
+            with pytest.raises(CacheUnavailable, match="dead, restarting, or cannot be reached") as caught:
+                await verb(left)
+            assert caught.value.__cause__ is None  # nothing of Ray's comes with it
+        results = await asyncio.gather(*(verb(left) for verb in VERBS.values()), return_exceptions=True)
+        assert {type(result) for result in results} == {CacheUnavailable}
+
+        await left.lease.release()  # there is nothing to release any more: no error
+        await left.lease.abort()
+        await left.client.close()
+        await left.client.close()
+        with pytest.raises(CacheUnavailable, match="no cache named"):
+            connect(name)
+
+    again = start_cache(CONFIG, name=name)
+    assert await epoch_of(again) != left.lease.epoch
+    shutdown_cache(again)
