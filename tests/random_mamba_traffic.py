@@ -18,7 +18,7 @@ def run_random_mamba_traffic(seed: int, page_size: int, num_operations: int) -> 
 class RandomMambaTraffic(RandomTraffic):
     """As for full attention; most inserts bring a state, and states are attached to nodes that were found before."""
 
-    OPERATIONS = (
+    OPERATIONS: tuple[tuple[str, float], ...] = (
         ("match", 18),
         ("peek", 8),
         ("insert", 22),

@@ -16,7 +16,7 @@ def run_random_swa_traffic(seed: int, page_size: int, window: int, num_operation
 class RandomSwaTraffic(RandomTraffic):
     """As for full attention; requests may have freed the window halves of their first tokens before they insert."""
 
-    OPERATIONS = (
+    OPERATIONS: tuple[tuple[str, float], ...] = (
         ("match", 18),
         ("peek", 8),
         ("insert", 22),

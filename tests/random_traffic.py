@@ -42,7 +42,7 @@ def run_traffic(traffic: RandomTraffic, num_operations: int) -> PairedCache:
 class RandomTraffic:
     """One caller with some locks, some nodes it remembers (stale ones, too), and keys that resemble each other."""
 
-    OPERATIONS = (
+    OPERATIONS: tuple[tuple[str, float], ...] = (
         ("match", 18),
         ("peek", 8),
         ("insert", 22),
