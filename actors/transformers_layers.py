@@ -133,10 +133,12 @@ class ModelLayers:
         """The tensors of a layer's state, read from a cache of the model's own that it has run with.
 
         Raises:
-            ConfigMismatch: the layers differ, or have none.
+            ConfigMismatch: the layers differ, or a state is nowhere to be found.
         """
         kept = {_state_tensors(cache.layers[i]) for i, uses in enumerate(self.layers) if uses.state is not None}
-        if len(kept) > 1 or () in kept:
+        if () in kept:
+            raise ConfigMismatch("this model keeps its recurrent states elsewhere than in the layers of its cache")
+        if len(kept) > 1:
             raise ConfigMismatch(f"the recurrent states of this model's layers differ: {sorted(map(str, kept))}")
         return kept.pop() if kept else ()
 

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 
 import pytest
 import torch
 from tiny_llama import LLAMA, continuation, random_llama, random_prompt
-from transformers import DynamicCache, LlamaForCausalLM
+from tiny_models import FALCON_H1, GEMMA_3, MISTRAL, QWEN3_NEXT, WINDOW, random_model
+from tiny_models import continuation as continuation_of
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 
+from raydix.actors.pool_export import layout_of
 from raydix.actors.pooled_cache import PooledCache
 from raydix.actors.pooled_copy import CopiedCache
-from raydix.actors.transformers_config import PoolShape, pool_config_for
+from raydix.actors.transformers_config import PoolShape, cache_config_for, pool_config_for
+from raydix.actors.transformers_layers import ModelLayers, PoolLayers, measure_states
 from raydix.cache_core import KVPool
 from raydix.cache_core.memory_pool import PoolLayout
-from raydix.schemas import InvalidRequest
+from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
 
 NUM_ROWS = 64
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """More only get into each other's way with models as small as these."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +169,175 @@ def test_a_copied_cache_gives_back_what_was_computed_once_and_bit_for_bit(
         strict=True,
     ):
         assert torch.equal(together, held)
+
+
+# ---------------------------------------------------------------- sliding windows
+
+
+@pytest.mark.parametrize("config", [MISTRAL, GEMMA_3], ids=["mistral", "gemma3"])
+@pytest.mark.parametrize("cut", [1, WINDOW - 1, WINDOW, 2 * WINDOW + 3])
+def test_a_window_is_read_from_its_own_slots_and_nothing_else_is(config: PreTrainedConfig, cut: int) -> None:
+    model, prompt = random_model(config), random_prompt(3 * WINDOW)
+    expected, generated = continuation_of(model, prompt, [cut], num_new=WINDOW + 2)
+    pool = pool_for(cache_config_for(deepcopy(config), 48, num_swa_slots=40, device="cpu"))
+    slots, swa_slots = 1 + torch.randperm(48)[:40], 1 + torch.randperm(40)
+    layers = ModelLayers.of(config)
+    run(model, prompt[:cut], PooledCache(pool, slots, 0, swa_slots=swa_slots[:cut], layers=layers))
+
+    gone = max(0, cut - WINDOW + 1)
+    for layer in range(len(layers.kinds)):
+        if layers.kinds[layer] == "swa":
+            pool.write(layer, swa_slots[:gone], *torch.full((2, gone, 2, 8), torch.nan))
+    live = swa_slots.clone()
+    live[:gone] = 0
+    cache = PooledCache(pool, slots, cut, swa_slots=live, layers=layers)
+    logits = [run(model, prompt[cut:], cache)]
+    logits += [run(model, [token], cache) for token in generated[:-1]]
+
+    assert torch.equal(torch.cat(logits), expected)
+
+
+def test_a_window_with_a_hole_is_refused_before_anything_is_written() -> None:
+    model = random_model(MISTRAL)
+    pool = pool_for(cache_config_for(deepcopy(MISTRAL), 48, device="cpu"))
+    slots = torch.arange(1, 25)
+    live = slots.clone()
+    live[:14] = 0  # the next token attends to those from 13 on
+    cache = PooledCache(pool, slots, 20, swa_slots=live, layers=ModelLayers.of(MISTRAL))
+
+    with pytest.raises(ValueError, match="token 13 is attended to, but the KV of those before 14 is gone"):
+        run(model, [1], cache)
+    assert not pool.storage.any()
+
+    live[13] = 14
+    cache.repoint(slots, live)
+    run(model, [1], cache)
+    assert cache.get_seq_length() == 21
+
+
+@pytest.mark.parametrize("config", [MISTRAL, GEMMA_3], ids=["mistral", "gemma3"])
+def test_a_copied_cache_keeps_what_its_windows_drop_until_it_is_taken(config: PreTrainedConfig) -> None:
+    model, prompt = random_model(config), random_prompt(3 * WINDOW)
+    whole = CopiedCache(config, CPU)
+    run(model, prompt[:20], whole)
+    k, v = whole.take_computed()
+    assert k.shape == (config.num_hidden_layers, 20, 2, 8)
+    swa = [layer for layer, kind in enumerate(ModelLayers.of(config).kinds) if kind == "swa"]
+    k[swa, : 20 - WINDOW], v[swa, : 20 - WINDOW] = torch.nan, torch.nan  # gone from the pool, too
+
+    resumed = CopiedCache(config, CPU, k, v)
+
+    assert torch.equal(run(model, prompt[20:], resumed), continuation_of(model, prompt, [20], 1)[0])
+    assert resumed.take_computed()[0].shape[1] == 4
+
+
+# ---------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [FALCON_H1, QWEN3_NEXT], ids=["falcon_h1", "qwen3_next"])
+def test_a_state_in_the_pool_keeps_every_bit_in_whatever_dtype_the_pool_is(
+    config: PreTrainedConfig, dtype: str
+) -> None:
+    kept = getattr(torch, dtype)
+    model, prompt = random_model(config).to(kept), random_prompt(24)
+    expected, generated = continuation_of(model, prompt, [9], num_new=6)
+    states = measure_states(config, kept)
+    pool = pool_for(cache_config_for(deepcopy(config), 48, num_state_slots=3, dtype=dtype, device="cpu"))
+    slots = 1 + torch.randperm(48)
+    layers = ModelLayers.of(config)
+    first = PooledCache(pool, slots, 0, state_slot=1, layers=layers, states=states)
+    run(model, prompt[:9], first)
+    for layer in range(pool.layout.num_layers):
+        for tensor in pool.state(layer):
+            tensor[3] = tensor[1]  # as a cache hands a state on
+    run(model, prompt[9:], first)  # goes on in its own row
+
+    cache = PooledCache(pool, slots, 9, state_slot=3, layers=layers, states=states)
+    logits = [run(model, prompt[9:], cache)]
+    logits += [run(model, [token], cache) for token in generated[:-1]]
+
+    assert {state.dtype for state in states} == {kept, torch.float32}
+    assert torch.equal(torch.cat(logits), expected)
+
+
+def test_a_layer_with_a_state_needs_a_state_slot() -> None:
+    pool = pool_for(cache_config_for(deepcopy(FALCON_H1), 48, num_state_slots=3, device="cpu"))
+
+    with pytest.raises(ValueError, match="needs a state slot"):
+        PooledCache(pool, torch.arange(1, 9), 0, layers=ModelLayers.of(FALCON_H1))
+
+
+def pool_for(config: CacheConfig) -> KVPool:
+    return KVPool(layout_of(config))
+
+
+# ---------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "window"),
+    [
+        (LLAMA, ("full", "full", "full"), None),
+        (MISTRAL, ("swa", "swa"), WINDOW),
+        (GEMMA_3, ("swa", "full", "swa"), WINDOW),
+        (QWEN3_NEXT, ("state", "state", "state", "full"), None),
+        (FALCON_H1, ("full", "state", "full", "state"), None),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_models_layers_are_mapped_to_the_pools(
+    config: PreTrainedConfig, kinds: tuple[str, ...], window: int | None
+) -> None:
+    layers = ModelLayers.of(config)
+
+    assert (layers.kinds, layers.window, layers.has_states) == (kinds, window, "state" in kinds)
+
+
+def test_a_layer_that_keeps_two_things_uses_two_layers_of_the_pool() -> None:
+    assert ModelLayers.of(FALCON_H1).layers == (PoolLayers(kv=0, state=1), PoolLayers(kv=2, state=3))
+
+
+def test_a_cache_is_configured_from_a_model_without_counting() -> None:
+    gemma = cache_config_for(deepcopy(GEMMA_3), 64, num_swa_slots=32, device="cpu", page_size=4)
+    qwen = cache_config_for(deepcopy(QWEN3_NEXT), 64, num_state_slots=5, dtype="bfloat16", device="cpu")
+    llama = cache_config_for(LLAMA, 64, device="cpu")
+
+    assert (gemma.kind, gemma.sliding_window_size, gemma.page_size) == ("radix", WINDOW, 4)
+    assert (gemma.pool.layer_kinds, gemma.pool.num_swa_slots) == (("swa", "full", "swa"), 32)
+    assert (qwen.kind, qwen.pool.num_state_slots, qwen.sliding_window_size) == ("mamba", 5, None)
+    assert qwen.pool.state_shapes == ((64, 4), (4, 8, 16))  # the second is float32, in two elements each
+    assert llama == CacheConfig(pool=pool_config_for(LLAMA, 64, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers", "message"),
+    [
+        (LLAMA, {"num_swa_slots": 8}, "llama model has no sliding windows"),
+        (LLAMA, {"num_state_slots": 8}, "llama model keeps no recurrent states"),
+        (FALCON_H1, {}, "falcon_h1 model keeps recurrent states: num_state_slots must say how many"),
+    ],
+    ids=["swa", "state", "missing"],
+)
+def test_a_number_that_is_missing_or_for_another_kind_of_model_is_refused(
+    config: PreTrainedConfig, numbers: dict[str, int], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        pool_config_for(deepcopy(config), 64, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("mamba", "keeps no KV"),
+        ("glm_moe_dsa", "layer 0 of this glm_moe_dsa model keeps a DynamicIndexedLayer"),
+        ("recurrent_gemma", "sliding windows and recurrent states"),
+        ("gemma3n_text", "layer 20 of this gemma3n_text model keeps a DummyLayer"),
+    ],
+)
+def test_a_model_that_keeps_what_no_cache_has_a_place_for_is_refused(model_type: str, message: str) -> None:
+    with pytest.raises(ConfigMismatch, match=message):
+        pool_config_for({"model_type": model_type}, 64, num_state_slots=4)
 
 
 def test_a_pool_is_configured_from_a_model_without_counting() -> None:
