@@ -74,12 +74,19 @@ class MambaPool:
         for tensors in self.layers:
             for tensor in tensors:
                 tensor[dst].copy_(tensor[src])
+        self._wait()
 
     def clear_state(self, slot: int) -> None:
         """Make the state in a slot the initial one: zeros."""
         for tensors in self.layers:
             for tensor in tensors:
                 tensor[slot].zero_()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until a GPU has done it: other processes read and overwrite slots as soon as they are told of them."""
+        if self.layers and (tensor := self.layers[0][0]).is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
 
     def free_slots(self) -> list[int]:
         """The free slots, for checks of conservation. O(n)."""
