@@ -85,7 +85,7 @@ class MambaPool:
 
     def _wait(self) -> None:
         """Until a GPU has done it: other processes read and overwrite slots as soon as they are told of them."""
-        if self.layers and (tensor := self.layers[0][0]).is_cuda:
+        if self.layers and self.layers[0] and (tensor := self.layers[0][0]).is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
 
     def free_slots(self) -> list[int]:
