@@ -21,14 +21,18 @@ from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError
 from raydix.cache_core import KVPool
 from raydix.schemas import (
     AbortRequest,
+    AcquireRequest,
     Batch,
     BatchResponse,
     CacheBusy,
     CacheError,
     CacheUnavailable,
     CloseSession,
+    InsertRequest,
     KVEventBatch,
     KVResponse,
+    LockRequest,
+    MatchRequest,
     Message,
     NextEvents,
     OpenSession,
@@ -161,14 +165,22 @@ def _parts(entries: list[Entry]) -> list[tuple[Message, ...]]:
     parts: list[list[Message]] = [[]]
     num_bytes = 0
     for request, _ in entries:
-        tokens = getattr(request, "tokens", None) or getattr(request, "suffix", None)
-        size = _REQUEST_BYTES + (len(tokens.data) if tokens is not None else 0)
+        size = _REQUEST_BYTES + _token_bytes(request)
         if parts[-1] and num_bytes + size > MAX_PART_BYTES:
             parts.append([])
             num_bytes = 0
         parts[-1].append(request)
         num_bytes += size
     return [tuple(part) for part in parts]
+
+
+def _token_bytes(request: Message) -> int:
+    match request:
+        case AcquireRequest() | LockRequest() | MatchRequest():
+            return len(request.tokens.data)
+        case InsertRequest():
+            return len(request.suffix.data)
+    return 0
 
 
 def _settle(entries: list[Entry], outcomes: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, PageInsert, Starts
-from raydix.cache_core.errors import InvalidKeyError
+from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
 from raydix.cache_core.lru_list import LRUList
 from raydix.cache_core.mamba_component import MambaComponent, StateSlots
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
@@ -86,6 +86,8 @@ class MambaRadixCache(TreeCache):
         """
         aligned = len(key) - len(key) % self.page_size
         slots = as_slots(key, value, aligned)
+        if mamba_value is not None and mamba_value < 1:
+            raise InvalidKeyError(f"state slots begin at 1: {mamba_value} is none")
         if mamba_value is not None and (aligned != len(key) or not aligned):
             raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
         if not aligned:
@@ -100,7 +102,16 @@ class MambaRadixCache(TreeCache):
         return InsertResult(done.prefix_len, done.last_node, self.attach_state(done.last_node, mamba_value), duplicates)
 
     def attach_state(self, node: TreeNode, mamba_value: int | None) -> bool:
-        """Give a node a state, if one is given and it has none; True if it had one before."""
+        """Give a node a state, if one is given and it has none; True if it had one before.
+
+        Raises:
+            InvalidKeyError: a state is given for the root.
+            StaleNodeError: the node is no longer in the tree.
+        """
+        if mamba_value is not None and node is self.root:
+            raise InvalidKeyError("the root has no tokens that a state could be the one after")
+        if mamba_value is not None and node.slots is None:
+            raise StaleNodeError(f"{node} is no longer in the tree")
         exists = cast(MambaTreeNode, node).mamba_value is not None
         if mamba_value is not None and not exists:
             self._mamba.attach(node, mamba_value)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, PageInsert, Starts
-from raydix.cache_core.errors import LockError
+from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.full_component import Victims
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import Query
@@ -144,8 +145,8 @@ class RadixCache(TreeCache):
     def _heal(self, node: TreeNode, fresh: Slots) -> None:
         """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own."""
         assert self._swa is not None and node.slots is not None
-        old = node.slots
-        if len(old) == len(fresh) and (old == fresh).all():
+        old, size = node.slots, len(node)
+        if np.isin(expand_slots(fresh, size), expand_slots(old, size)).any():
             return  # the tree's own slots bring nothing fresh
         if not node.lock_ref:
             node.slots = fresh
@@ -214,9 +215,19 @@ class RadixCache(TreeCache):
         receipt.used = True
 
     def release_window(self, node: TreeNode, receipt: WindowReceipt) -> None:
-        """Give up the window of a lock early, as decoding has left it behind; the full KV stays locked. Idempotent."""
-        if self._swa is not None and node is not self.root:
-            self._swa.unlock(node, receipt)
+        """Give up the window of a lock early, as decoding has left it behind; the full KV stays locked. Idempotent.
+
+        Raises:
+            StaleNodeError: the node is no longer in the tree.
+            LockError: the receipt is used, or another lock's.
+        """
+        if self._swa is None or node is self.root:
+            return
+        if node.slots is None:
+            raise StaleNodeError(f"{node} is no longer in the tree")
+        if receipt.used or receipt.node is not node:
+            raise LockError("a window is given up with the receipt of its own lock, before that is given back")
+        self._swa.unlock(node, receipt)
 
     # ---------------------------------------------------------------- eviction
 

@@ -84,7 +84,6 @@ class RadixTree:
         if top is None:
             space = Namespace(key.extra_key, key.arity, key.width, key.unit)
             top = self._node_type(next(self._next_id), self.root, space, b"", _NO_SLOTS, 0, now)
-            self.tops[key.extra_key, key.arity] = top
         elif key.width > top.space.width:
             self._widen(top)
         key = key.with_width(top.space.width)
@@ -161,6 +160,8 @@ class RadixTree:
         data = query.data[start * query.unit : stop * query.unit]
         leaf = self._node_type(next(self._next_id), parent, query.top.space, data, slots, stop, now)
         parent.children[data[: self.page_size * query.unit]] = leaf
+        if parent is query.top:  # the namespace is there from its first run on
+            self.tops[parent.space.extra_key, parent.space.arity] = parent
         return leaf
 
     def remove_leaf(self, leaf: TreeNode) -> Slots:

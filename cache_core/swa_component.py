@@ -21,11 +21,13 @@ Rules, checked by `check`:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from raydix.cache_core.aux_component import AuxComponent, Validator
 from raydix.cache_core.tree_node import TreeNode
+
+_MIN_COMPACTED = 64  # entries; below that, compacting is not worth it
 
 
 class WindowReceipt:
@@ -52,6 +54,7 @@ class SwaComponent(AuxComponent):
         self.evictable = 0  # tokens
         self.protected = 0  # tokens
         self._heap: list[tuple[int, int, TreeNode]] = []
+        self._compact_at = _MIN_COMPACTED
         self._next_boundary_id = count(1)
 
     def validator(self) -> Validator:
@@ -166,6 +169,14 @@ class SwaComponent(AuxComponent):
         if not node.swa_queued:
             node.swa_queued = True
             heappush(self._heap, (node.swa_access_time, node.id, node))
+            if len(self._heap) > self._compact_at:
+                self._compact()
+
+    def _compact(self) -> None:
+        """Drop the entries of nodes that left the tree. O(n), at most once each time the heap has doubled."""
+        self._heap = [entry for entry in self._heap if entry[2].slots is not None]
+        heapify(self._heap)
+        self._compact_at = max(_MIN_COMPACTED, 2 * len(self._heap))
 
     def clear(self) -> None:
         """Forget everything."""

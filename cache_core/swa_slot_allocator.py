@@ -69,6 +69,8 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
     def free_swa_pages(self, starts: Starts) -> None:
         """`free_swa` in pages."""
         pages = starts // self.page_size
+        if len(pages) and (pages.min() < 1 or pages.max() >= len(self._swa_start)):
+            raise SlotError(f"window halves outside [{self.page_size}, {self.num_slots + self.page_size}) were freed")
         halves = self._swa_start[pages]
         if (halves == 0).any():
             raise SlotError("window halves were freed that are free already")

@@ -197,7 +197,8 @@ class TreeCache(BasePrefixCache):
                 raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {walk.end} tokens are in the tree")
         end = walk.end
         path = self._touch_path(walk, node)
-        path = self._absorb(path, max(prev_prefix_len or 0, resumed_at, fresh_from), take)
+        known = -(-(prev_prefix_len or 0) // self.page_size) * self.page_size
+        path = self._absorb(path, max(known, resumed_at, fresh_from), take)
         last_node = path[-1] if path else node
         for start, stop, live in self._cuts(end, query.num_tokens, fresh_from):
             last_node = self._adopt(last_node, query, start, stop, take(start, stop), live)

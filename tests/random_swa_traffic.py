@@ -59,23 +59,7 @@ class RandomSwaTraffic(RandomTraffic):
     ) -> None:
         lent = [slot for slot in slots if slot in self.pair.pool.lent]
         swa_evicted = self.rng.choice([0, 0, 0, self.rng.randint(0, len(tokens) + self.page_size)])
-        if self._meets_an_open_fault(
-            tokens, namespace, slots, max(known, len(held.handle.place.prefix) if held else 0)
-        ):
-            self.pair.pool.take_back(lent)
-            return
         self.nodes.append(self.swa_pair.insert(tokens, namespace, slots, known, held, swa_evicted))
-
-    def _meets_an_open_fault(self, tokens: Tokens, namespace: str | None, slots: list[int], known: int) -> bool:
-        """Whether a tombstone would be healed from within a page, or by slots some of which are its own."""
-        model = self.swa_pair.reference
-        at = known
-        for place in model._resident_path(tokens, namespace):
-            if not model.is_live(place) and len(place.prefix) > known:
-                start = len(place.prefix) - self.page_size
-                if start < known or set(slots[at:]) & set(model.pages[place].slots):
-                    return True
-        return False
 
     def lock(self) -> None:
         if len(self.open) < MAX_LOCKS:

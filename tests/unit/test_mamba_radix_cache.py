@@ -552,7 +552,6 @@ def test_locked_states_do_not_slow_eviction_down(steps: list[str]) -> None:
     assert len(steps) < 1000
 
 
-@open_fault("the state goes to a node that has left the tree, and the next eviction fails an assertion")
 def test_a_state_is_not_attached_to_a_node_that_has_gone(cache: MambaRadixCache) -> None:
     node = cache.insert(key(1), row(10)).last_node
     cache.evict(1)
@@ -561,7 +560,6 @@ def test_a_state_is_not_attached_to_a_node_that_has_gone(cache: MambaRadixCache)
         cache.attach_state(node, 5)
 
 
-@open_fault("the root takes it, and the invariants break")
 def test_a_state_is_not_attached_to_the_root(cache: MambaRadixCache) -> None:
     with pytest.raises(InvalidKeyError):
         cache.attach_state(cache.root, 5)

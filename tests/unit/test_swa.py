@@ -575,12 +575,7 @@ def test_a_chain_of_ten_thousand_nodes_works(pool: BothHalves) -> None:
     cache.check_invariants()
 
 
-# ---------------------------------------------------------------- faults that are open
-
-
-def open_fault(why: str) -> pytest.MarkDecorator:
-    """A claim that does not hold yet."""
-    return pytest.mark.xfail(strict=True, reason=why)
+# ---------------------------------------------------------------- what others got wrong
 
 
 def owned_once(cache: RadixCache, allocator: SWATokenToKVPoolAllocator, private: torch.Tensor) -> bool:
@@ -592,7 +587,6 @@ def owned_once(cache: RadixCache, allocator: SWATokenToKVPoolAllocator, private:
     return together == len(pages | mine | free) == allocator.num_slots // allocator.page_size
 
 
-@open_fault("the tombstone takes all incoming slots and frees all of its own, some of which it holds again")
 def test_a_tombstone_for_which_some_of_its_own_slots_come_back_loses_none() -> None:
     allocator = SWATokenToKVPoolAllocator(16, 16)
     cache = RadixCache(1, 4, allocator)
@@ -607,7 +601,6 @@ def test_a_tombstone_for_which_some_of_its_own_slots_come_back_loses_none() -> N
     allocator.check_invariants()
 
 
-@open_fault("slots kept per token are not recognised as the same in pages, and freed while the tree holds them")
 def test_the_trees_own_slots_heal_nothing_however_they_are_kept(pool: BothHalves) -> None:
     cache = RadixCache(2, 4, pool)
     slots = row(10, 11, 13, 15, 20, 21, 22, 23)  # the second page is no run
@@ -622,7 +615,6 @@ def test_the_trees_own_slots_heal_nothing_however_they_are_kept(pool: BothHalves
     assert pool.take() == ([], [])
 
 
-@open_fault("the node is cut within a page, which fails an assertion")
 def test_a_known_prefix_that_ends_within_a_page_of_a_tombstone_is_allowed() -> None:
     cache = RadixCache(4, 4, BothHalves())
     cache.insert(RadixKey(range(8)), torch.arange(8, 16))
@@ -633,7 +625,6 @@ def test_a_known_prefix_that_ends_within_a_page_of_a_tombstone_is_allowed() -> N
     cache.check_invariants()
 
 
-@open_fault("it walks nodes that have gone, and credits their tokens")
 def test_a_window_released_after_a_reset_changes_nothing(cache: RadixCache) -> None:
     leaf = build(cache, "l4")
     receipt = cache.inc_lock_ref(leaf)
@@ -645,7 +636,6 @@ def test_a_window_released_after_a_reset_changes_nothing(cache: RadixCache) -> N
     assert sizes(cache) == (0, 0)
 
 
-@open_fault("it fails an assertion within, or lowers the counts of other locks")
 def test_a_window_is_released_with_the_receipt_of_this_very_lock(cache: RadixCache) -> None:
     first, second = build(cache, "l4"), cache.insert(key(9)).last_node
     receipt = cache.inc_lock_ref(first)
@@ -657,7 +647,6 @@ def test_a_window_is_released_with_the_receipt_of_this_very_lock(cache: RadixCac
     assert sizes(cache) == (0, 5)
 
 
-@open_fault("nodes that left the tree stay in the queue of window eviction until that is asked for")
 def test_the_window_queue_never_outgrows_the_tree() -> None:
     cache = RadixCache(1, 4)
     for token in range(2000):
@@ -667,7 +656,6 @@ def test_the_window_queue_never_outgrows_the_tree() -> None:
     assert len(cache._swa._heap) <= 128  # type: ignore[union-attr]
 
 
-@open_fault("an empty namespace stays behind")
 def test_a_refused_insert_leaves_no_trace(cache: RadixCache) -> None:
     fresh = RadixCache(1, 4)
 
