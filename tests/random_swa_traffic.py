@@ -57,7 +57,6 @@ class RandomSwaTraffic(RandomTraffic):
     def _insert(
         self, tokens: Tokens, namespace: str | None, slots: list[int], known: int = 0, held: Held | None = None
     ) -> None:
-        lent = [slot for slot in slots if slot in self.pair.pool.lent]
         swa_evicted = self.rng.choice([0, 0, 0, self.rng.randint(0, len(tokens) + self.page_size)])
         self.nodes.append(self.swa_pair.insert(tokens, namespace, slots, known, held, swa_evicted))
 
