@@ -208,7 +208,7 @@ class CacheService:
             tokens_reused=counters.tokens_reused,
             tokens_inserted=counters.tokens_inserted,
             tokens_duplicate=counters.tokens_duplicate,
-            tokens_evicted=core.room.tokens_evicted,
+            tokens_evicted=counters.tokens_evicted,
             exhausted=self._handlers.num_exhausted,
             probes=counters.probes,
             batches=self._batches,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
+from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, OutOfSlotsError
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.mamba_pool import MambaPool
@@ -23,19 +24,6 @@ from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the start, in events and tokens."""
-
-    acquires: int = 0
-    hits: int = 0
-    tokens_requested: int = 0
-    tokens_reused: int = 0
-    tokens_inserted: int = 0
-    tokens_duplicate: int = 0
-    probes: int = 0
 
 
 @dataclass(slots=True)
@@ -80,7 +68,7 @@ class KVCache:
         self.num_slots = allocator.num_slots
         self.leases = LeaseTable()
         self.counters = Counters()
-        self.room = SlotRoom(tree, allocator, states, self._is_pressed, on_pressure)
+        self.room = SlotRoom(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
         self._pressure_floor = pressure_floor
         self._swa_pressure_floor = swa_pressure_floor
         self._state_pressure_floor = state_pressure_floor
@@ -314,13 +302,13 @@ class KVCache:
     def evict_window(self, num_tokens: int) -> int:
         """Free at least `num_tokens` window slots of the tree, or all that no window holds; returns how many."""
         result = self.tree.evict(0, num_tokens)
-        self.room.tokens_evicted += result.full_evicted
+        self.counters.tokens_evicted += result.full_evicted
         return result.swa_evicted
 
     def evict_states(self, num_states: int) -> int:
         """Free at least `num_states` states of the tree, or all that nobody holds; returns how many."""
         result = self.tree.evict(0, num_states)
-        self.room.tokens_evicted += result.full_evicted
+        self.counters.tokens_evicted += result.full_evicted
         return result.mamba_evicted
 
     def reset(self) -> None:

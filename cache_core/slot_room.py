@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, Starts
+from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.mamba_pool import MambaPool
@@ -25,12 +26,13 @@ class SlotRoom:
         tree: BasePrefixCache,
         allocator: TokenToKVPoolAllocator,
         states: MambaPool | None,
+        counters: Counters,
         is_pressed: Callable[[], bool],
         on_pressure: Callable[[], None] | None,
     ) -> None:
         self.private_pages = 0
         self.private_states = 0
-        self.tokens_evicted = 0
+        self._counters = counters
         self.states = states
         self._tree = tree
         self._allocator = allocator
@@ -122,7 +124,7 @@ class SlotRoom:
     def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> int:
         """Evict from the tree; returns how many tokens' full KV went."""
         evicted = self._tree.evict(num_tokens, swa_num_tokens).full_evicted
-        self.tokens_evicted += evicted
+        self._counters.tokens_evicted += evicted
         return evicted
 
     def tell_pressure(self) -> None:

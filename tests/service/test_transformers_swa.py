@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from copy import deepcopy
+from itertools import count
 from typing import Any
 
 import pytest
@@ -176,6 +177,32 @@ async def test_a_conversation_goes_on_in_the_window_of_what_was_generated(
 
     assert second.prefix_len == 6 * WINDOW
     assert list(second.token_ids) == continuation(model, turn, [], 6)[1]
+
+
+async def test_windows_that_another_published_first_are_read_from_there(
+    cache: LocalPrefixCache, workers: list[TransformersWorker], model: Any
+) -> None:
+    first, late = workers
+    await late.open()
+    forward, loop, passes = late._model._forward, asyncio.get_running_loop(), count()
+
+    def run(request: Coroutine[Any, Any, Generation]) -> None:
+        asyncio.run_coroutine_threadsafe(request, loop).result(20)
+
+    def interrupted(*args: Any) -> Any:
+        num_passes = next(passes)
+        if num_passes == 0:  # it missed
+            run(first.generate(PROMPT, 1))
+        if num_passes == 1:  # its own pages were freed by now, and are overwritten
+            for seed in range(1, 6):
+                run(first.generate(random_prompt(120, seed=seed), 1, extra_key="others"))
+        return forward(*args)
+
+    late._model._forward = interrupted  # type: ignore[method-assign]
+    found = await late.generate(PROMPT, NUM_NEW, return_logits=True)
+
+    check_same(found, model, PROMPT, 0)
+    assert (await cache.stats()).tokens_duplicate == 3 * WINDOW
 
 
 async def test_requests_at_once_get_what_they_would_get_alone(workers: list[TransformersWorker], model: Any) -> None:

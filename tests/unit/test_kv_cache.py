@@ -193,7 +193,7 @@ def test_only_the_shortfall_is_evicted(cache: KVCache) -> None:
 
     assert [found(cache, 1, 2), found(cache, 3, 4), found(cache, 5, 6)] == [[], [4, 5], [6, 7]]
     assert count(cache) == (0, 4, 4)
-    assert cache.room.tokens_evicted == 2
+    assert cache.counters.tokens_evicted == 2
 
 
 def test_nothing_is_evicted_while_free_slots_suffice(cache: KVCache) -> None:
@@ -623,7 +623,7 @@ def test_evict_tells_what_it_freed(cache: KVCache) -> None:
     assert count(cache) == (6, 0, 2)
     assert cache.evict(9) == 2
     assert cache.evict(9) == 0
-    assert cache.room.tokens_evicted == 6
+    assert cache.counters.tokens_evicted == 6
 
 
 def test_a_reset_forgets_everything_and_frees_what_nobody_holds(cache: KVCache) -> None:
@@ -816,7 +816,7 @@ def test_counters_tell_what_happened_in_tokens(cache: KVCache) -> None:
     counters = cache.counters
     assert (counters.acquires, counters.hits, counters.probes) == (3, 1, 1)
     assert (counters.tokens_requested, counters.tokens_reused) == (8, 2)
-    assert (counters.tokens_inserted, counters.tokens_duplicate, cache.room.tokens_evicted) == (2, 2, 0)
+    assert (counters.tokens_inserted, counters.tokens_duplicate, cache.counters.tokens_evicted) == (2, 2, 0)
 
 
 def test_counters_do_not_count_what_was_retired(cache: KVCache) -> None:

@@ -1,0 +1,19 @@
+"""`Counters`: what a cache has done since it started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the start, in events and tokens."""
+
+    acquires: int = 0
+    hits: int = 0
+    tokens_requested: int = 0
+    tokens_reused: int = 0
+    tokens_inserted: int = 0
+    tokens_duplicate: int = 0
+    tokens_evicted: int = 0
+    probes: int = 0
