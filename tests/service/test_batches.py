@@ -308,7 +308,7 @@ PROBE, LOOK = MatchRequest(tokens=TokenIds.pack([1])), StatsRequest()
 
 @pytest.fixture
 def service() -> Iterator[CacheService]:
-    service = CacheService(small_config())
+    service = CacheService(small_config(), epoch="e")
     service.open_session(OpenSession(session_id="s", owner="test"))
     yield service
     service.core.check_invariants()

@@ -254,9 +254,9 @@ async def full_of_leaves(**eviction: Any) -> AsyncIterator[tuple[LocalPrefixCach
         lease = await cache.lock([0])
         task = cache._host.service.eviction_task
         wake, task.wake = task.wake, lambda: None  # type: ignore[method-assign]
-        core_of(cache)._on_pressure = task.wake
+        core_of(cache).room._on_pressure = task.wake
         await publish(cache, *range(1, NUM_LEAVES - 99))
-        core_of(cache)._on_pressure = wake
+        core_of(cache).room._on_pressure = wake
         yield cache, lease
         await lease.release()
 
@@ -348,7 +348,7 @@ async def test_it_ends_with_the_cache_in_the_middle_of_a_round() -> None:
 
 
 async def test_it_can_be_stopped_before_it_ran() -> None:
-    task = EvictionTask(EvictionConfig(), 10, lambda: 10, lambda n: 0, lambda: None)
+    task = EvictionTask(EvictionConfig(), [], lambda: None)
 
     await task.stop()
     task.start()

@@ -107,13 +107,25 @@ def test_a_digest_is_short_text() -> None:
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "": {"kind": "chunk", "page_size": 8, "events": True, "validate": True, "fingerprint": "model-a"},
+    "": {
+        "kind": "chunk",
+        "page_size": 8,
+        "sliding_window_size": 16,
+        "bigram": True,
+        "events": True,
+        "validate": True,
+        "fingerprint": "model-a",
+    },
     "pool": {
         "num_slots": 128,
         "num_layers": 1,
         "num_kv_heads": 1,
         "head_dim": 8,
         "v_head_dim": 4,
+        "layer_kinds": ("full",),
+        "num_swa_slots": 32,
+        "num_state_slots": 2,
+        "state_shapes": ((3, 4),),
         "dtype": "float32",
         "device": "cpu",
     },

@@ -27,9 +27,7 @@ def test_a_layer_has_a_row_for_each_slot_and_for_the_padding_page() -> None:
 
 
 def test_sizes_are_those_of_the_tensors_each_on_a_boundary() -> None:
-    assert TINY.num_rows == 6
-    assert TINY.k_bytes == 6 * 3 * 4 * 4
-    assert TINY.v_bytes == 6 * 3 * 5 * 4
+    assert TINY.shapes(0) == TINY.shapes(1) == [(6, 3, 4), (6, 3, 5)]
     assert TINY.num_bytes == 2 * (512 + 512)  # 288 and 360, each to the next multiple of 256
     assert KVPool(TINY).storage.numel() == TINY.num_bytes
 
