@@ -14,7 +14,9 @@ from ray.exceptions import PendingCallsLimitExceeded, RaySystemError
 from raydix.actors import PrefixCacheClient, cache_service, ray_transport
 from raydix.actors.cache_service import CacheService
 from raydix.schemas import (
+    Ack,
     Batch,
+    BatchResponse,
     CacheBusy,
     CacheConfig,
     CacheError,
@@ -301,6 +303,51 @@ async def test_a_call_that_cannot_be_made_is_told_in_the_caches_terms(
 
 
 # ---------------------------------------------------------------- the turns of numbered batches
+
+
+class SlowHandle(RefusingHandle):
+    """An actor that answers its batches when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(RuntimeError("not asked for here"))
+        self.batches: list[tuple[Batch, asyncio.Future[BatchResponse]]] = []
+
+    def __getattr__(self, method: str) -> Any:
+        return Remote(self._execute) if method == "execute" else super().__getattr__(method)
+
+    def _execute(self, batch: Batch) -> asyncio.Future[BatchResponse]:
+        self.batches.append((batch, asyncio.get_running_loop().create_future()))
+        return self.batches[-1][1]
+
+    def answer(self, number: int) -> None:
+        batch, answer = self.batches[number]
+        answer.set_result(BatchResponse(epoch="e", responses=tuple(Ack() for _ in batch.requests)))
+
+
+async def test_each_batch_names_the_one_that_must_go_before_it() -> None:
+    handle = SlowHandle()
+    client = PrefixCacheClient(handle)
+    await client.open()
+    resets: list[asyncio.Task[None]] = []
+    for _ in range(4):  # one in each of four ticks: two are sent, two wait until there is a place
+        resets.append(asyncio.create_task(client.reset()))
+        await turns()
+    assert len(handle.batches) == 2
+
+    handle.answer(0)
+    await turns()
+    handle.answer(1)
+    handle.answer(2)
+    await turns()
+
+    sent = [(batch.seq, batch.after, len(batch.requests)) for batch, _ in handle.batches]
+    assert sent == [(1, 0, 1), (2, 1, 1), (3, 2, 2)]
+    await asyncio.wait_for(asyncio.gather(*resets), 1)
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 PROBE, LOOK = MatchRequest(tokens=TokenIds.pack([1])), StatsRequest()

@@ -409,11 +409,11 @@ async def test_the_verbs_on_the_client_are_those_on_the_lease(cache1: CacheUnder
 TRIPLES: list[dict[str, str]] = [
     {},
     {"extra_key": ""},
-    {"extra_key": "ab"},
     {"lora_id": "ab"},
     {"cache_salt": "ab"},
     {"extra_key": "a", "lora_id": "b"},
-    {"extra_key": "b", "lora_id": "a"},
+    {"extra_key": "ab", "lora_id": ""},
+    {"extra_key": "", "lora_id": "ab"},
     {"extra_key": "1:a-", "cache_salt": "b"},
 ]
 

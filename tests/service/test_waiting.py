@@ -16,6 +16,7 @@ from raydix.schemas import (
     CacheBusy,
     CacheError,
     CacheStats,
+    CacheUnavailable,
     CloseSession,
     InvalidRequest,
     LeaseConfig,
@@ -373,6 +374,39 @@ async def test_a_client_closed_while_it_opens_holds_nothing_afterwards(cache1: C
         await end_session(cache1, leaving)
 
 
+@pytest.mark.xfail(reason="close() waits for an opening that is under way, and raises what that fails with")
+async def test_closing_a_client_whose_opening_fails_is_no_error() -> None:
+    cache = LocalPrefixCache(small_config())
+    await cache.close()
+    client = PrefixCacheClient(cache)
+    request = asyncio.create_task(client.match([1]))
+    await asyncio.sleep(0)
+
+    await client.close()
+
+    with pytest.raises(CacheUnavailable, match="has been shut down"):
+        await request
+    with pytest.raises(InvalidRequest, match="make a new one"):
+        await client.match([1])
+
+
+@pytest.mark.xfail(reason="the line of a cache that shuts down is told UnknownLease: 'given up while it waited'")
+async def test_who_waits_when_the_cache_shuts_down_is_told_so() -> None:
+    cache = LocalPrefixCache(small_config())
+    client = PrefixCacheClient(cache)
+    lease = await client.acquire([1] * 8)
+    waiting = [asyncio.create_task(client.acquire([2])), asyncio.create_task(client.acquire([3]))]
+    while cache._host.service.stats().waiters < 2:  # noqa: ASYNC110 -- there is no event for it
+        await asyncio.sleep(0)
+
+    await cache.close()
+
+    for request in waiting:
+        with pytest.raises(CacheUnavailable, match="has been shut down"):
+            await request
+    await lease.release()
+
+
 async def end_session(cache: CacheUnderTest, client: PrefixCacheClient) -> None:
     """For the sake of the next test: what a close should have done."""
     message = CloseSession(session_id=client._session_id)
@@ -382,9 +416,7 @@ async def end_session(cache: CacheUnderTest, client: PrefixCacheClient) -> None:
         await cache.cache.close_session.remote(message)
 
 
-async def test_a_client_closes_with_requests_that_are_not_sent_yet(
-    cache1: CacheUnderTest, request: pytest.FixtureRequest, access: str
-) -> None:
+async def test_a_client_closes_with_requests_that_are_not_sent_yet(cache1: CacheUnderTest) -> None:
     leaving = cache1.another_client()
     await leaving.open()
     unsent = asyncio.create_task(leaving.acquire([1, 2]))
