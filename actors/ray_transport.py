@@ -136,7 +136,7 @@ class RayTransport:
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
         request = NextEvents(session_id=self._session_id, epoch=self._epoch, after_seq=after_seq, timeout_s=timeout_s)
-        batch: KVEventBatch = await call(self._actor.next_events.remote(request))
+        batch: KVEventBatch = await call(self._actor.next_events, request)
         return batch
 
     async def pool_handle(self) -> PoolHandle:

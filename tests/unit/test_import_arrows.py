@@ -1,6 +1,7 @@
 """Who may import whom: the arrows that keep the core synchronous, small and embeddable."""
 
 import ast
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,13 +24,22 @@ def source_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+def parse(source: str) -> ast.Module:
+    """`ast.parse`, without a collection in its midst: CPython 3.11 then fails with a recursion depth that differs."""
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        gc.enable()
+
+
 def imported_names(source: str, package: str = "") -> Iterator[str]:
     """Every dotted name that `source` imports, in functions and under TYPE_CHECKING too.
 
     `from a import b` gives "a.b" (b may be a module); relative imports are resolved against
     `package`; `import_module("a.b")` and `__import__("a.b")` count where the name is literal.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         match node:
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
