@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import torch
 
-from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, PageInsert, Starts
+from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
 from raydix.cache_core.lru_list import LRUList
 from raydix.cache_core.mamba_component import MambaComponent, StateSlots
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, join_rows
+from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots
 from raydix.cache_core.tree_cache import SlotPool, TreeCache
 from raydix.cache_core.tree_node import TreeNode
 
@@ -117,21 +117,6 @@ class MambaRadixCache(TreeCache):
             self._mamba.attach(node, mamba_value)
         return exists
 
-    def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0
-    ) -> PageInsert:
-        """As `RadixCache.insert_pages`."""
-        if len(key) < self.page_size:
-            return PageInsert(0, 0, self.root, starts[:0])
-        page, resumed_at = self.page_size, from_node.end
-
-        def take(start: int, stop: int) -> Slots:
-            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].copy()
-
-        done = self._insert(key, from_node, take)
-        existing = join_rows([node.slots for node in done.path if node.slots is not None])
-        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, existing)
-
     def _branching(self, usable: int, full_end: int) -> int | None:
         branching = full_end - full_end % self._branching_unit
         return branching if branching > usable else None
@@ -140,7 +125,8 @@ class MambaRadixCache(TreeCache):
         """Free at least `num_tokens` KV slots, then at least `swa_num_tokens` states in all.
 
         Whole unlocked leaves go first, with their states, least recently used first. What states are then still wanted
-        are taken from the nodes whose state was longest unused; an unlocked leaf goes whole. O(log n) per victim.
+        are taken from the nodes whose state was longest unused; an unlocked leaf goes whole. O(log n) per
+        leaf; a state is looked for beyond the locked ones that are older.
         """
         before = self._mamba.num_freed
         goal = before + swa_num_tokens

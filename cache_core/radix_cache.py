@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, PageInsert, Starts
+from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult
 from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.full_component import Victims
 from raydix.cache_core.radix_key import RadixKey
@@ -106,28 +106,6 @@ class RadixCache(TreeCache):
         done = self._insert(key, from_node, take, prev_prefix_len, self._aligned(swa_evicted_seqlen))
         duplicates = self._duplicates(slots, max(prev_prefix_len, done.resumed_at), done)
         return InsertResult(done.prefix_len, done.last_node, False, duplicates)
-
-    def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0
-    ) -> PageInsert:
-        """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
-
-        The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
-        that differ from `existing`, page by page, stay the caller's to free.
-        """
-        if len(key) < self.page_size:
-            return PageInsert(0, 0, self.root, starts[:0])
-        page, resumed_at = self.page_size, from_node.end
-
-        def take(start: int, stop: int) -> Slots:
-            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].copy()
-
-        done = self._insert(key, from_node, take, None, self._aligned(swa_evicted_seqlen))
-        existing = join_rows([node.slots for node in done.path if node.slots is not None])
-        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, existing)
-
-    def _aligned(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size) * self.page_size
 
     def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
         if self._swa is None:

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, MatchResult, PageMatch, Starts, no_slots
+from raydix.cache_core.base_prefix_cache import (
+    BasePrefixCache,
+    EvictResult,
+    MatchResult,
+    PageInsert,
+    PageMatch,
+    Starts,
+    no_slots,
+)
 from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
 from raydix.cache_core.full_component import FullComponent, Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
@@ -170,6 +178,28 @@ class TreeCache(BasePrefixCache):
 
     # ---------------------------------------------------------------- insert
 
+    def insert_pages(
+        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0
+    ) -> PageInsert:
+        """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
+
+        The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
+        that differ from `existing`, page by page, stay the caller's to free.
+        """
+        if len(key) < self.page_size:
+            return PageInsert(0, 0, self.root, starts[:0])
+        page, resumed_at = self.page_size, from_node.end
+
+        def take(start: int, stop: int) -> Slots:
+            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].copy()
+
+        done = self._insert(key, from_node, take, None, self._aligned(swa_evicted_seqlen))
+        existing = join_rows([node.slots for node in done.path if node.slots is not None])
+        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, existing)
+
+    def _aligned(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size) * self.page_size
+
     def _insert(
         self,
         key: RadixKey,
@@ -197,8 +227,7 @@ class TreeCache(BasePrefixCache):
                 raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {walk.end} tokens are in the tree")
         end = walk.end
         path = self._touch_path(walk, node)
-        known = -(-(prev_prefix_len or 0) // self.page_size) * self.page_size
-        path = self._absorb(path, max(known, resumed_at, fresh_from), take)
+        path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
         last_node = path[-1] if path else node
         for start, stop, live in self._cuts(end, query.num_tokens, fresh_from):
             last_node = self._adopt(last_node, query, start, stop, take(start, stop), live)
