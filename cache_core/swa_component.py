@@ -154,7 +154,12 @@ class SwaComponent(AuxComponent):
         return receipt
 
     def unlock(self, node: TreeNode, receipt: WindowReceipt) -> None:
-        """Give the window up; no effect if that was done early."""
+        """Undo one `lock`; its receipt is used up."""
+        receipt.used = True
+        self.release(node, receipt)
+
+    def release(self, node: TreeNode, receipt: WindowReceipt) -> None:
+        """Give the window of a lock up; no effect if that was done early."""
         if receipt.released:
             return
         receipt.released = True

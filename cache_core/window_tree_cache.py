@@ -121,7 +121,7 @@ class WindowTreeCache(TreeCache):
             raise StaleNodeError(f"{node} is no longer in the tree")
         if receipt.used or receipt.node is not node:
             raise LockError("a window is given up with the receipt of its own lock, before that is given back")
-        self._swa.unlock(node, receipt)
+        self._swa.release(node, receipt)
 
     # ---------------------------------------------------------------- sizes
 
