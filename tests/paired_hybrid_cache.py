@@ -69,7 +69,7 @@ class PairedHybridCache(PairedMambaCache, PairedSwaCache):
         *,
         with_state: bool = False,
     ) -> Held:
-        """An insert of lent slots or the tree's own, with a state if there is one to lend and the key is whole pages."""
+        """An insert as with a window, with a state if there is one to lend and the key is whole pages."""
         gone = -(-swa_evicted_seqlen // self.page_size) * self.page_size
         whole = len(tokens) - len(tokens) % self.page_size
         self.ledger.drop_halves([slot for slot in slots[:gone] if slot in self.pool.lent])

@@ -74,7 +74,8 @@ def a_match_ends_where_either_lets_it(patch: Patch) -> None:
         judges = [component.validator() for component in cache._aux]
         ends = [0]
         for count, node in enumerate(walk.path, 1):
-            ends += [count] * any([may_end(node, len(node)) for may_end in judges])
+            verdicts = [may_end(node, len(node)) for may_end in judges]
+            ends += [count] * any(verdicts)
         return cut(walk, ends[-1])
 
     patch.setattr(TreeMatch, "_usable", usable)
@@ -320,7 +321,7 @@ def after_a_window_was_given_up_early_its_state_stays_locked(patch: Patch) -> No
 @fault
 def a_state_outlives_its_window(patch: Patch) -> None:
     def drop(original: Any, mamba: MambaComponent, node: Any) -> None:
-        if not node.swa_tombstone or not node.children and not node.lock_ref:
+        if not node.swa_tombstone or not (node.children or node.lock_ref):
             original(mamba, node)
 
     around(patch, MambaComponent, "drop", drop)
