@@ -22,7 +22,7 @@ from raydix.cache_core.full_component import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import Query, check_on_path, check_same_space
+from raydix.cache_core.radix_tree import check_on_path, check_same_space
 from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, expand_slots, join_rows
 from raydix.cache_core.tree_format import format_tree
 from raydix.cache_core.tree_match import TreeMatch
@@ -144,8 +144,9 @@ class TreeCache(TreeMatch):
         path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
         last_node = path[-1] if path else node
         for start, stop, live in self._cuts(end, query.num_tokens, fresh_from):
-            last_node = self._adopt(last_node, query, start, stop, take(start, stop), live)
-            last_node.priority = priority
+            leaf = self._tree.add_leaf(last_node, query, start, stop, take(start, stop), self._clock, priority)
+            self._adopt(leaf, live)
+            last_node = leaf
         self._touch_end(last_node)
         return Inserted(end, resumed_at, path, last_node)
 
@@ -157,12 +158,11 @@ class TreeCache(TreeMatch):
         """The new nodes over [start, stop): from, to, and whether they have all their KV."""
         return [(start, stop, True)] if start < stop else []
 
-    def _adopt(self, parent: TreeNode, query: Query, start: int, stop: int, slots: Slots, live: bool) -> TreeNode:
-        leaf = self._tree.add_leaf(parent, query, start, stop, slots, self._clock)
+    def _adopt(self, leaf: TreeNode, live: bool) -> None:
+        """A new, unlocked leaf came into the tree."""
         self._full.add(leaf)
         if self._events is not None:
             self._events.stored(leaf)
-        return leaf
 
     def _resume_node(self, key: RadixKey, from_node: TreeNode | None) -> TreeNode:
         if from_node is None or from_node is self.root:

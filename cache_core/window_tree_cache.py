@@ -15,7 +15,6 @@ import torch
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction_policy import EvictionPolicy
-from raydix.cache_core.radix_tree import Query
 from raydix.cache_core.slot_rows import Slots, expand_slots
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import SlotPool, Take, TreeCache
@@ -94,11 +93,10 @@ class WindowTreeCache(TreeCache):
         spans = [(start, edge, False), (edge, tail, True), (tail, stop, True)]
         return [span for span in spans if span[0] < span[1]]
 
-    def _adopt(self, parent: TreeNode, query: Query, start: int, stop: int, slots: Slots, live: bool) -> TreeNode:
-        leaf = super()._adopt(parent, query, start, stop, slots, live)
+    def _adopt(self, leaf: TreeNode, live: bool) -> None:
+        super()._adopt(leaf, live)
         if self._swa is not None:
             self._swa.add(leaf, live)
-        return leaf
 
     # ---------------------------------------------------------------- locks
 
