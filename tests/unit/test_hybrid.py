@@ -7,9 +7,11 @@ import torch
 
 from raydix.cache_core import (
     EvictResult,
+    KVCache,
     LockError,
     MambaPool,
     MambaRadixCache,
+    OutOfSlotsError,
     RadixKey,
     SWATokenToKVPoolAllocator,
     TreeNode,
@@ -403,3 +405,24 @@ def test_what_is_retired_goes_with_windows_and_states_once_unlocked(cache: Mamba
     assert cache.reclaim_retired() == 5
     freed, halves, states = pool.take()
     assert (sorted(freed), halves, states) == ([10, 11, 12, 13, 14], [], [3, 5])
+
+
+# ---------------------------------------------------------------- leases
+
+
+def test_a_lease_that_is_refused_its_slots_evicts_no_state() -> None:
+    allocator, states = SWATokenToKVPoolAllocator(8, 8, 1), MambaPool(3, [[(1,)]])
+    tree = MambaRadixCache(1, allocator, states, sliding_window_size=4)
+    cache = KVCache(tree, allocator, states=states)
+    cache.acquire("first", "s", text(4))
+    cache.insert("first", "s", 4, RadixKey([]), publish_state=True)
+    cache.release("first", "s")
+    for lease_id in ("second", "third"):  # each has a state of its own, and slots for one token
+        cache.acquire(lease_id, "s", RadixKey([9]))
+    assert (states.available_size(), tree.mamba_evictable_size()) == (0, 1)
+
+    with pytest.raises(OutOfSlotsError):
+        cache.acquire("fourth", "s", RadixKey([7] * 7))
+
+    assert cache.match(text(4)).prefix_len == 4
+    cache.check_invariants()
