@@ -60,12 +60,12 @@ class AttachedPool:
 
     @property
     def k(self) -> list[torch.Tensor]:
-        """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`."""
+        """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`; in kind "slots" `[num_slots, ...]`."""
         return self._mapped_pool().k
 
     @property
     def v(self) -> list[torch.Tensor]:
-        """Each layer's V, `[num_slots + page_size, num_kv_heads, v_head_dim]`."""
+        """Each layer's V, likewise with `v_head_dim`."""
         return self._mapped_pool().v
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:

@@ -111,6 +111,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "kind": "chunk",
         "page_size": 8,
         "sliding_window_size": 16,
+        "max_seq_len": 32,
         "bigram": True,
         "events": True,
         "validate": True,
