@@ -68,6 +68,16 @@ class AttachedPool:
         """Each layer's V, likewise with `v_head_dim`."""
         return self._mapped_pool().v
 
+    def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of the same memory.
+
+        Raises:
+            InvalidRequest: the cache is not of kind "slots", or the pool is not mapped.
+        """
+        if self.layout.max_seq_len is None:
+            raise InvalidRequest("this cache's slots come in pages: only kind 'slots' has them by sequence")
+        return self._mapped_pool().by_sequence()
+
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; the caller's row: `lease.state_slot`."""
         return self._mapped_pool().state(layer)
