@@ -96,6 +96,7 @@ def _make_tree(config: CacheConfig, allocator: TokenToKVPoolAllocator, states: M
         return ChunkCache(config.page_size)
     if config.kind == "trie":
         return TriePrefixCache(config.page_size, allocator)
+    window, policy = config.sliding_window_size, config.eviction.policy
     if config.kind == "mamba":
-        return MambaRadixCache(config.page_size, allocator, states)
-    return RadixCache(config.page_size, config.sliding_window_size, allocator)
+        return MambaRadixCache(config.page_size, allocator, states, sliding_window_size=window, eviction_policy=policy)
+    return RadixCache(config.page_size, window, allocator, eviction_policy=policy)

@@ -90,13 +90,15 @@ class RequestHandlers:
 
     def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
         key = _key(request.tokens, request.namespace)
-        return self._granted(self.core.lock(request.lease_id, session_id, key))
+        return self._granted(self.core.lock(request.lease_id, session_id, key, request.priority))
 
     def _acquire(self, session_id: str, request: AcquireRequest) -> Message:
         key = _key(request.tokens, request.namespace)
 
         def attempt() -> Message:
-            lease = self.core.acquire(request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len)
+            lease = self.core.acquire(
+                request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len, request.priority
+            )
             return self._granted(lease)
 
         needed = len(key) + request.new_tokens

@@ -79,6 +79,7 @@ class CacheVerbs(EventVerbs):
         extra_key: str | None = None,
         lora_id: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> Lease:
         """Lock what is cached of `tokens`, and allocate nothing; `extend` adds private slots to the prefix's.
 
@@ -92,6 +93,7 @@ class CacheVerbs(EventVerbs):
             lease_id=self._new_lease_id(),
             tokens=tokens,
             namespace=_namespace(extra_key, lora_id, cache_salt),
+            priority=priority,
         )
         return await self._lease(request)
 
@@ -104,6 +106,7 @@ class CacheVerbs(EventVerbs):
         cache_salt: str | None = None,
         new_tokens: int = 0,
         max_prefix_len: int | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> Lease:
         """Lock what is cached of `tokens` and allocate slots for the rest and `new_tokens` more, in one step.
@@ -113,6 +116,7 @@ class CacheVerbs(EventVerbs):
         Args:
             tokens: the prompt's ids: a list, `array.array`, 1-D integer numpy array or torch tensor.
             max_prefix_len: match at most so many tokens; `len(tokens) - 1` leaves one to compute for its logits.
+            priority: what the lease uses and publishes stays longer the higher it is, under the policy "priority".
             timeout_s: wait so long for room; None: `LeaseConfig.acquire_timeout_s`, 0: not at all.
 
         Raises:
@@ -126,6 +130,7 @@ class CacheVerbs(EventVerbs):
             namespace=_namespace(extra_key, lora_id, cache_salt),
             new_tokens=new_tokens,
             max_prefix_len=max_prefix_len,
+            priority=priority,
             timeout_s=timeout_s,
         )
         return await self._lease(request)

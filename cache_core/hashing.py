@@ -1,9 +1,10 @@
 """Position-aware SHA-256 hashes of pages of token ids.
 
 A page's digest is ``SHA256(prior digest || ids)``, each id a little-endian 32-bit integer, so that equal pages at
-different places differ. Pages of tuples, or with an id of 2**32 and more, carry a two-byte tag and are longer by it:
-no page of one encoding is ever a page of another, since their lengths differ modulo 4. The seed of a namespace is the
-digest of an odd number of bytes, so that no page can forge it.
+different places differ. Pages of tuples, or with an id of 2**32 and more, end in a two-byte tag: bytes an id, ids a
+tuple. What is hashed says what it is: its length modulo 4 whether there is a tag, the tag how long the ids are, the
+rest whether a digest is before them. So pages of one size are hashed alike only if ids, encoding and prior digest are
+the same. The seed of a namespace is the digest of an odd number of bytes, so that no page can forge it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def hash_page(ids: bytes, width: int, arity: int, prior: bytes | None) -> bytes:
     digest = hashlib.sha256(prior or b"")
     if width == 8 and (wide := np.frombuffer(ids, "<u8")).max(initial=0) < NARROW_LIMIT:
         ids, width = wide.astype("<u4").tobytes(), 4  # a narrow page of a wide key
-    if width == 8 or arity:
-        digest.update(bytes((width, arity)))
     digest.update(ids)
+    if width == 8 or arity:
+        digest.update(bytes((width, arity)))  # last: in front, the digest before could spell it
     return digest.digest()
 
 

@@ -20,12 +20,12 @@ from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import LeasedCache, PoolSizes, Published
 from raydix.cache_core.mamba_pool import MambaPool
-from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 __all__ = ["KVCache", "Published"]
 
@@ -125,11 +125,13 @@ class KVCache(LeasedCache):
         key: RadixKey,
         new_tokens: int = 0,
         max_prefix_len: int | None = None,
+        priority: int = 0,
     ) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate slots for the rest and `new_tokens` more; evict the shortfall.
 
         The same lease id again returns the open lease as it is. With states, the lease gets a state slot of its own,
-        which holds a copy of the state at the end of the prefix, or zeros.
+        which holds a copy of the state at the end of the prefix, or zeros. What the lease uses and publishes is of its
+        `priority` at least.
 
         Raises:
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
@@ -142,13 +144,13 @@ class KVCache(LeasedCache):
         num_slots = len(key) + new_tokens
         num_pages = -(-num_slots // self.page_size)
         self.room.check_capacity(num_pages)
-        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, num_pages)
+        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, num_pages, priority)
 
-    def lock(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
+    def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
         if (open_lease := self.leases.find(lease_id, session_id)) is not None:
             return open_lease
-        return self._grant(lease_id, session_id, key, None, None, 0)
+        return self._grant(lease_id, session_id, key, None, None, 0, priority)
 
     def _grant(
         self,
@@ -158,8 +160,9 @@ class KVCache(LeasedCache):
         max_prefix_len: int | None,
         num_slots: int | None,
         num_pages: int,
+        priority: int,
     ) -> LeaseRecord:
-        match = self.tree.match_pages(self._tree_key(key), max_prefix_len)
+        match = self.tree.match_pages(self._tree_key(key), max_prefix_len, priority)
         receipt = self.tree.inc_lock_ref(match.last_node)
         try:
             state_slot = self.room.take_state()
@@ -178,6 +181,7 @@ class KVCache(LeasedCache):
             len(match.starts),
             match.prefix_len if num_slots is None else num_slots,
             self._generation,
+            priority,
         )
         if state_slot is not None:
             lease.state_slot = state_slot
@@ -236,7 +240,7 @@ class KVCache(LeasedCache):
         """Insert the lease's pages [first, stop) and repoint those that the tree does not hold."""
         page = self.page_size
         fresh = lease.starts[first:stop]
-        result = self.tree.insert_pages(tree_key, fresh, lease.node, lease.swa_freed_len)
+        result = self.tree.insert_pages(tree_key, fresh, lease.node, lease.swa_freed_len, lease.priority)
         receipt = self.tree.inc_lock_ref(result.last_node)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         lease.node, lease.receipt = result.last_node, receipt
@@ -271,7 +275,11 @@ class KVCache(LeasedCache):
         if keep_from > first:
             self.room.free_window(lease.starts[first // page : keep_from // page])
             lease.swa_freed_len = keep_from
-        if keep_from >= published and isinstance(lease.receipt, WindowReceipt) and isinstance(self.tree, RadixCache):
+        if (
+            keep_from >= published
+            and isinstance(lease.receipt, WindowReceipt)
+            and isinstance(self.tree, WindowTreeCache)
+        ):
             self.tree.release_window(lease.node, lease.receipt)
 
     def swa_starts(self, lease: LeaseRecord) -> Starts:
@@ -299,19 +307,15 @@ class KVCache(LeasedCache):
 
     def evict(self, num_tokens: int) -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(num_tokens)
+        return self.room.evict(num_tokens).full_evicted
 
     def evict_window(self, num_tokens: int) -> int:
         """Free at least `num_tokens` window slots of the tree, or all that no window holds; returns how many."""
-        result = self.tree.evict(0, num_tokens)
-        self.counters.tokens_evicted += result.full_evicted
-        return result.swa_evicted
+        return self.room.evict(0, num_tokens).swa_evicted
 
     def evict_states(self, num_states: int) -> int:
         """Free at least `num_states` states of the tree, or all that nobody holds; returns how many."""
-        result = self.tree.evict(0, num_states)
-        self.counters.tokens_evicted += result.full_evicted
-        return result.mamba_evicted
+        return self.room.evict(0, num_states=num_states).mamba_evicted
 
     def reset(self) -> None:
         """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""

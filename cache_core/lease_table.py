@@ -29,6 +29,7 @@ class LeaseRecord:
         "num_published_pages",
         "num_slots",
         "prefix_len",
+        "priority",
         "receipt",
         "session_id",
         "starts",
@@ -48,6 +49,7 @@ class LeaseRecord:
         num_published_pages: int,
         num_slots: int,
         generation: int,
+        priority: int = 0,
     ) -> None:
         self.lease_id = lease_id
         self.session_id = session_id
@@ -59,6 +61,7 @@ class LeaseRecord:
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
         self.generation = generation  # the cache's when it was granted
+        self.priority = priority  # of what it uses and publishes; higher stays longer where the policy heeds it
         self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
         self.state_slot: int | None = None  # its own recurrent state
 

@@ -120,10 +120,12 @@ class LeasedCache(ABC):
         key: RadixKey,
         new_tokens: int = 0,
         max_prefix_len: int | None = None,
+        priority: int = 0,
     ) -> LeaseRecord:
         """Hold the cached prefix of `key` and slots for the rest and `new_tokens` more; evict the shortfall.
 
-        The same lease id again returns the open lease as it is.
+        The same lease id again returns the open lease as it is. What the lease uses and publishes is of its `priority`
+        at least, where the cache heeds priorities.
 
         Raises:
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
@@ -132,7 +134,7 @@ class LeasedCache(ABC):
         """
 
     @abstractmethod
-    def lock(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
+    def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """Hold the cached prefix of `key` alone; `extend` adds to it."""
 
     @abstractmethod

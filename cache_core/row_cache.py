@@ -45,9 +45,10 @@ class RowLease(LeaseRecord):
         prefix_len: int,
         num_slots: int,
         generation: int,
+        priority: int,
     ) -> None:
         starts = np.array([first_slot], np.int64)
-        super().__init__(lease_id, session_id, key, None, None, prefix_len, starts, 0, num_slots, generation)
+        super().__init__(lease_id, session_id, key, None, None, prefix_len, starts, 0, num_slots, generation, priority)
         self.row = row
         self.published_len = prefix_len  # leading tokens that others may copy; whole pages
 
@@ -127,12 +128,13 @@ class RowCache(LeasedCache):
         key: RadixKey,
         new_tokens: int = 0,
         max_prefix_len: int | None = None,
+        priority: int = 0,
     ) -> LeaseRecord:
         """Take a row with the cached prefix of `key` in it, for all its tokens and `new_tokens` more.
 
         A row that nobody owns is reused in place: what it holds beyond the prefix is forgotten. Where all that hold
         the prefix are leased, it is copied into another row, free or evicted. The same lease id again returns the open
-        lease as it is.
+        lease as it is. Rows are evicted by recency alone: `priority` is noted, no more.
 
         Raises:
             OutOfSlotsError: every row is leased; nothing changed.
@@ -145,9 +147,9 @@ class RowCache(LeasedCache):
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
         num_slots = len(key) + new_tokens
         self.check_len(num_slots)
-        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots)
+        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, priority)
 
-    def lock(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
+    def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """`acquire` of the cached prefix of `key` alone: it takes a row, even if nothing is cached.
 
         Raises:
@@ -156,10 +158,16 @@ class RowCache(LeasedCache):
         """
         if (open_lease := self.leases.find(lease_id, session_id)) is not None:
             return open_lease
-        return self._grant(lease_id, session_id, key, None, None)
+        return self._grant(lease_id, session_id, key, None, None, priority)
 
     def _grant(
-        self, lease_id: str, session_id: str, key: RadixKey, max_prefix_len: int | None, num_slots: int | None
+        self,
+        lease_id: str,
+        session_id: str,
+        key: RadixKey,
+        max_prefix_len: int | None,
+        num_slots: int | None,
+        priority: int,
     ) -> RowLease:
         prefix_len, _ = self._longest_prefix(key[:max_prefix_len])
         row = self.room.take(key[:prefix_len])
@@ -172,6 +180,7 @@ class RowCache(LeasedCache):
             prefix_len,
             prefix_len if num_slots is None else num_slots,
             self._generation,
+            priority,
         )
         self._count_grant(lease)
         self._tell_pressure()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from raydix.cache_core.base_prefix_cache import BasePrefixCache, Starts
+from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, Starts
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.lease_table import LeaseRecord
@@ -94,7 +94,7 @@ class SlotRoom:
         if not self.states.available_size():
             if not isinstance(self._tree, MambaRadixCache) or not self._tree.mamba_evictable_size():
                 raise OutOfSlotsError(1, 0, 0, self.states.num_slots)
-            self.evict(0, 1)
+            self.evict(0, num_states=1)
         self.private_states += 1
         slot = self.states.alloc_track_slot()
         self.tell_pressure()
@@ -136,11 +136,11 @@ class SlotRoom:
         if self._swa is not None:
             self._swa.free_swa_pages(starts)
 
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> int:
-        """Evict from the tree; returns how many tokens' full KV went."""
-        evicted = self._tree.evict(num_tokens, swa_num_tokens).full_evicted
-        self._counters.tokens_evicted += evicted
-        return evicted
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
+        """Evict from the tree; returns what went of each."""
+        result = self._tree.evict(num_tokens, swa_num_tokens, num_states)
+        self._counters.tokens_evicted += result.full_evicted
+        return result
 
     def tell_pressure(self) -> None:
         """Tell whoever listens if slots run short."""

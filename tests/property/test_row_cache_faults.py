@@ -164,8 +164,8 @@ def a_match_is_not_floored_to_pages(patch: Patch) -> None:
 
 @fault
 def max_prefix_len_is_ignored(patch: Patch) -> None:
-    def grant(original: Any, cache: RowCache, lease_id: str, session: str, key: Any, limit: Any, num_slots: Any) -> Any:
-        return original(cache, lease_id, session, key, None, num_slots)
+    def grant(original: Any, cache: RowCache, lease_id: str, session: str, key: Any, limit: Any, *args: Any) -> Any:
+        return original(cache, lease_id, session, key, None, *args)
 
     around(patch, RowCache, "_grant", grant)
 

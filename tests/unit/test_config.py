@@ -71,6 +71,13 @@ def test_defaults_are_those_of_the_design() -> None:
             {"pool": {"num_slots": 64, "num_state_slots": 2}, "kind": "slots", "max_seq_len": 8},
             "num_state_slots",
         ),
+        (CacheConfig, {"pool": POOL, "kind": "trie", "eviction": {"policy": "lfu"}}, "'trie' evicts by 'lru' alone"),
+        (
+            CacheConfig,
+            {"pool": POOL, "kind": "slots", "max_seq_len": 8, "eviction": {"policy": "lfu"}},
+            "by 'lru' alone",
+        ),
+        (CacheConfig, {"pool": POOL, "kind": "chunk", "eviction": {"policy": "mru"}}, "'chunk' evicts by 'lru' alone"),
         (CacheConfig, {"pool": POOL, "pagesize": 4}, "pagesize"),
         (CacheConfig, {"pool": {"num_slots": 0}}, "num_slots"),
     ],
@@ -149,7 +156,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "dtype": "float32",
         "device": "cpu",
     },
-    "eviction": {"policy": None, "high_watermark": 0.95, "low_watermark": 0.7, "slice_ms": 2.0},
+    "eviction": {"policy": "slru", "high_watermark": 0.95, "low_watermark": 0.7, "slice_ms": 2.0},
     "leases": {"acquire_timeout_s": 1.0, "max_waiters": 7},
 }
 
@@ -166,7 +173,7 @@ def changed(part: str, field: str) -> CacheConfig:
 def fields_that_can_differ() -> list[tuple[str, str]]:
     parts = {"": CacheConfig, "pool": PoolConfig, "eviction": EvictionConfig, "leases": LeaseConfig}
     every = [(part, field) for part, model in parts.items() for field in model.model_fields]
-    return [(part, field) for part, field in every if field not in parts and (part, field) != ("eviction", "policy")]
+    return [(part, field) for part, field in every if field not in parts]
 
 
 def test_every_field_changes_the_digest() -> None:

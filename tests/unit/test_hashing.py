@@ -44,12 +44,12 @@ def test_a_chain_tells_where_the_pages_were_cut_only_by_its_digests() -> None:
 
 
 def test_a_wide_page_is_tagged_and_has_8_bytes_an_id() -> None:
-    assert hash_token_ids([1, WIDE]) == sha(b"\x08\x00", struct.pack("<2Q", 1, WIDE))
+    assert hash_token_ids([1, WIDE]) == sha(struct.pack("<2Q", 1, WIDE), b"\x08\x00")
 
 
 def test_tuples_are_tagged_with_their_length_and_hash_each_element_in_order() -> None:
-    assert hash_token_ids([(1, 2), (2, 3)]) == sha(b"\x04\x02", struct.pack("<4I", 1, 2, 2, 3))
-    assert hash_token_ids([(1, WIDE)]) == sha(b"\x08\x02", struct.pack("<2Q", 1, WIDE))
+    assert hash_token_ids([(1, 2), (2, 3)]) == sha(struct.pack("<4I", 1, 2, 2, 3), b"\x04\x02")
+    assert hash_token_ids([(1, WIDE)]) == sha(struct.pack("<2Q", 1, WIDE), b"\x08\x02")
 
 
 def test_a_wide_id_differs_from_the_two_narrow_ones_of_the_same_bytes() -> None:
@@ -62,6 +62,16 @@ def test_tuples_differ_from_plain_ids_and_from_tuples_of_another_length() -> Non
     }
 
     assert len(hashes) == 4
+
+
+def test_no_page_can_spell_a_digest_and_the_page_after_it() -> None:
+    seed = namespace_seed("104288")
+    assert seed is not None and seed[:2] == b"\x04\x0a"  # as the tag of tuples of ten narrow ids
+    tag_and_page = b"\x08\x00" + struct.pack("<Q", WIDE)
+    in_front = struct.unpack("<10I", seed[2:] + tag_and_page)  # what would be forged were tags in front
+    behind = struct.unpack("<10I", (seed + struct.pack("<Q", WIDE)))
+
+    assert hash_token_ids([WIDE], seed.hex()) not in (hash_token_ids([in_front]), hash_token_ids([behind]))
 
 
 @pytest.mark.parametrize("page", [[-1], [0.5], [2**64], ["1"]])
