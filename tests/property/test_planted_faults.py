@@ -14,6 +14,7 @@ from raydix.cache_core.eviction_policy import LRU
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.retired_nodes import RetiredNodes
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
@@ -164,7 +165,29 @@ def eviction_tells_nobody(patch: Patch) -> None:
 
 @fault
 def what_is_retired_keeps_its_place_in_the_queue(patch: Patch) -> None:
-    patch.setattr(FullComponent, "retire", lambda full, nodes: None)
+    patch.setattr(RetiredNodes, "add", lambda retired, top: None)
+
+
+@fault
+def a_retirement_takes_all_namespaces(patch: Patch) -> None:
+    around(patch, RadixCache, "retire", lambda original, cache, is_meant: original(cache, lambda extra_key: True))
+
+
+@fault
+def a_retirement_spares_the_default_namespace(patch: Patch) -> None:
+    def retire(original: Any, cache: RadixCache, is_meant: Any) -> Any:
+        return original(cache, lambda extra_key: extra_key is not None and is_meant(extra_key))
+
+    around(patch, RadixCache, "retire", retire)
+
+
+@fault
+def a_retired_namespace_can_still_be_matched(patch: Patch) -> None:
+    def detach(original: Any, tree: RadixTree, top: Any) -> None:
+        original(tree, top)
+        tree.tops[top.space.extra_key, top.space.arity] = top
+
+    around(patch, RadixTree, "detach", detach)
 
 
 @fault

@@ -1162,7 +1162,8 @@ def test_the_queue_does_not_grow_with_what_was_reclaimed(cache: RadixCache) -> N
         cache.reclaim_retired()
 
     assert len(cache._full._queue._heap) <= 64
-    assert not cache._full._retired
+    assert not cache._full.retired
+    assert not cache._retired
 
 
 # ---------------------------------------------------------------- a lookup without effects
@@ -1519,3 +1520,49 @@ def test_a_chain_of_ten_thousand_nodes_works(cache: RadixCache, pool: FreedSlots
     cache.check_invariants()
     cache.reset()
     assert len(pool.take()) == 5001
+
+
+# ---------------------------------------------------------------- retiring some namespaces
+
+
+def test_retiring_some_namespaces_costs_no_walk(cache: RadixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for token in range(1000):
+        cache.insert(RadixKey([token], "a"), row(2 * token))
+        cache.insert(RadixKey([token]), row(2 * token + 1))
+    monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("a retirement walked the tree"))
+
+    assert cache.retire(lambda extra_key: extra_key == "a") == 1
+
+    assert cache.peek_prefix(RadixKey([7], "a")).prefix_len == 0
+    assert cache.peek_prefix(RadixKey([7])).prefix_len == 1
+    monkeypatch.undo()
+    cache.check_invariants()
+
+
+def test_reclaiming_stops_at_its_limit_and_goes_on_from_there(cache: RadixCache, pool: FreedSlots) -> None:
+    for token in range(100):
+        cache.insert(RadixKey([token], "a"), row(token))
+    cache.retire(lambda extra_key: extra_key == "a")
+
+    assert cache.reclaim_retired(30) == 30
+    cache.check_invariants()
+    assert cache.reclaim_retired(30) == 30
+    assert cache.reclaim_retired() == 40
+    assert sorted(pool.slots) == list(range(100))
+    assert cache.reclaim_retired() == 0
+
+
+def test_a_retired_namespace_can_be_filled_anew_at_once(cache: RadixCache, pool: FreedSlots) -> None:
+    cache.insert(RadixKey([1, 2], "a"), row(10, 11))
+    held = cache.match_prefix(RadixKey([1, 2], "a")).last_node
+    cache.inc_lock_ref(held)
+    cache.retire(lambda extra_key: extra_key == "a")
+
+    cache.insert(RadixKey([1, 2], "a"), row(20, 21))
+
+    assert cache.match_prefix(RadixKey([1, 2], "a")).indices.tolist() == [20, 21]
+    assert cache.reclaim_retired() == 0
+    cache.dec_lock_ref(held)
+    assert cache.reclaim_retired() == 2
+    assert sorted(pool.slots) == [10, 11]
+    cache.check_invariants()
