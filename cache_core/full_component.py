@@ -4,7 +4,7 @@ Rules, checked by `check`:
 
 1. `evictable` is the tokens of nodes without locks, `protected` of those with; both together, all tokens.
 2. A node's `lock_ref` counts its own locks and those of its children.
-3. Every unlocked leaf stands in the eviction queue, or, if its namespace was retired, is still to be found.
+3. The unlocked leaves, and no others, stand in the eviction queue; of retired namespaces they are still to be found.
 """
 
 from __future__ import annotations
@@ -53,23 +53,24 @@ class FullComponent:
         self.protected = 0  # tokens
         self._tree = tree
         self._aux = aux  # told of nodes that leave
-        self._falls_with_use = policy.falls_with_use
-        self._queue = EvictionQueue(policy.rank, _may_go)
+        self._queue = EvictionQueue(policy.rank)
         self.retired = RetiredNodes()  # they go before all others
 
     def add(self, leaf: TreeNode) -> None:
         """A new, unlocked leaf."""
+        assert leaf.parent is not None
         self.evictable += len(leaf)
+        self._queue.discard(leaf.parent)
         self._queue.push(leaf)
 
     def touch(self, end: TreeNode) -> None:
-        """A match or an insert ends at `end`."""
-        if self._falls_with_use and end.data and _may_go(end):
-            self._queue.push(end)
+        """A match or an insert ends at `end`: of what it went through, only that can be a leaf."""
+        self._queue.touch(end)
 
     def lock(self, node: TreeNode) -> None:
         """Lock a node and its ancestors. O(depth in nodes)."""
         node.own_locks += 1
+        self._queue.discard(node)
         while node.parent is not None:
             if not node.lock_ref:
                 self.evictable -= len(node)
@@ -123,6 +124,7 @@ class FullComponent:
     def take_out(self, leaf: TreeNode, victims: Victims) -> None:
         """Take an unlocked leaf out of the tree, with all it holds; its parent may be the next candidate."""
         parent = leaf.parent
+        self._queue.discard(leaf)
         for component in self._aux:
             component.on_remove(leaf)
         assert parent is not None
@@ -134,17 +136,15 @@ class FullComponent:
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
         evictable = protected = 0
-        retired = {node.id for node in self.retired.known()}
+        nodes = list(nodes)
+        leaves = {node for node in nodes if not node.lock_ref and not node.children}
+        retired = set(self.retired.known())
+        assert all(leaf in retired for leaf in leaves if not leaf.space.live), "rule 3: a retired leaf is lost"
+        self._queue.check({leaf for leaf in leaves if leaf.space.live or leaf in self._queue})
         for node in nodes:
             below = sum(child.lock_ref for child in node.children.values())
             assert node.lock_ref == node.own_locks + below, f"rule 2 at {node}: {node.own_locks=}, {below=}"
-            queued = node in self._queue if node.space.live else node.id in retired
-            assert queued or node.lock_ref or node.children, f"rule 3 at {node}"
             evictable += 0 if node.lock_ref else len(node)
             protected += len(node) if node.lock_ref else 0
         assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
         assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
-
-
-def _may_go(node: TreeNode) -> bool:
-    return not node.children and not node.lock_ref and node.slots is not None and node.space.live

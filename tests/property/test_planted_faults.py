@@ -1,7 +1,6 @@
 """Proof that random traffic finds faults: each rule of `RadixCache` is broken once, and the comparison must see it."""
 
 from collections.abc import Callable
-from heapq import heappop
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, full_component, page_hashes, tree_cache, tree_match
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, tree_cache, tree_match
 from raydix.cache_core.eviction_policy import LRU
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
@@ -105,20 +104,37 @@ def the_oldest_goes_first_used_or_not(patch: Patch) -> None:
 
 @fault
 def eviction_takes_locked_leaves(patch: Patch) -> None:
-    patch.setattr(full_component, "_may_go", lambda node: not node.children and node.slots is not None)
+    def lock(original: Any, full: FullComponent, node: Any) -> None:
+        queued = node in full._queue
+        original(full, node)
+        if queued:
+            full._queue.push(node)
+
+    around(patch, FullComponent, "lock", lock)
 
 
 @fault
-def a_rank_is_taken_as_it_was_when_queued(patch: Patch) -> None:
-    def pop(queue: EvictionQueue) -> Any:
-        while queue._heap:
-            _, node_id, node = heappop(queue._heap)
-            queue._ranks.pop(node_id, None)
-            if queue._may_go(node):
-                return node
-        return None
+def a_use_does_not_move_a_leaf(patch: Patch) -> None:
+    patch.setattr(EvictionQueue, "touch", lambda queue, node: None)
 
-    patch.setattr(EvictionQueue, "pop", pop)
+
+@fault
+def a_leaf_that_got_a_child_stays_a_candidate(patch: Patch) -> None:
+    def add(original: Any, full: FullComponent, leaf: Any) -> None:
+        queued = leaf.parent in full._queue
+        original(full, leaf)
+        if queued:
+            full._queue.push(leaf.parent)
+
+    around(patch, FullComponent, "add", add)
+
+
+@fault
+def what_comes_late_goes_last(patch: Patch) -> None:
+    def place(queue: EvictionQueue, node: Any, key: Any) -> None:
+        queue._row[node] = queue._row_end = key
+
+    patch.setattr(EvictionQueue, "_place", place)
 
 
 @fault
