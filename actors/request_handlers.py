@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.waiting_line import Attempt, WaitingLine
-from raydix.cache_core import KVCache, OutOfSlotsError, RadixKey
+from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import (
     AbortRequest,
@@ -50,7 +50,7 @@ class RequestHandlers:
         acquire_timeout_s: how long they wait unless they say otherwise.
     """
 
-    def __init__(self, core: KVCache, line: WaitingLine, acquire_timeout_s: float) -> None:
+    def __init__(self, core: LeasedCache, line: WaitingLine, acquire_timeout_s: float) -> None:
         self.core = core
         self.line = line
         self.num_exhausted = 0  # requests refused for want of room
@@ -133,15 +133,14 @@ class RequestHandlers:
 
         New leases never overtake those in line. A lease that grows does: those in line wait for it to end.
         """
-        if total > self.core.num_slots:
-            raise self._refusal(total, can_ever_fit=False)
-        if urgent or not len(self.line):
-            try:
+        try:
+            self.core.check_len(total)
+            if urgent or not len(self.line):
                 return attempt()
-            except OutOfSlotsError as error:
-                needed = error.needed
-                if not error.can_ever_fit:  # more window slots or states than there are
-                    raise self._refusal(needed, can_ever_fit=False) from error
+        except OutOfSlotsError as error:
+            needed = error.needed
+            if not error.can_ever_fit:  # more slots, window slots or states than there are
+                raise self._refusal(needed, can_ever_fit=False) from error
         if timeout_s is None:
             timeout_s = self._acquire_timeout_s
         if timeout_s == 0:
@@ -157,7 +156,7 @@ class RequestHandlers:
         return PoolExhausted(
             needed,
             core.free_slots,
-            core.tree.evictable_size(),
+            core.evictable_size(),
             core.held_slots(),
             len(core.leases),
             can_ever_fit,
@@ -196,7 +195,7 @@ class RequestHandlers:
 
     def _window(self, lease: LeaseRecord) -> bytes:
         """The lease's window pages, packed; nothing without a sliding window."""
-        return b"" if self.core.swa_allocator is None else _packed(self.core.swa_starts(lease))
+        return _packed(self.core.swa_starts(lease))
 
     def _withdraw(self, session_id: str, request: WithdrawRequest) -> Ack:
         self.line.withdraw(session_id, request.lease_id)

@@ -81,7 +81,13 @@ class CacheVerbs(EventVerbs):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> Lease:
-        """Lock what is cached of `tokens`, and allocate nothing; `extend` adds private slots to the prefix's."""
+        """Lock what is cached of `tokens`, and allocate nothing; `extend` adds private slots to the prefix's.
+
+        In kind "slots" it is an `acquire` of that prefix alone: it takes a whole row, even if nothing is cached.
+
+        Raises:
+            PoolExhausted: kinds "slots" and "mamba" alone: there is no row, or no state, for the lease; at once.
+        """
         request = _build(
             LockRequest,
             lease_id=self._new_lease_id(),
@@ -234,7 +240,7 @@ class CacheVerbs(EventVerbs):
         except (asyncio.CancelledError, CacheUnavailable):
             self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
-        return Lease(self, response, request.tokens, self._epoch, self._config.page_size)
+        return Lease(self, response, request.tokens, self._epoch, self._config.run_len)
 
     async def _end(self, lease: Lease, request: ReleaseRequest | AbortRequest) -> None:
         if lease.client is not self:

@@ -9,36 +9,29 @@ Synchronous, so every operation is atomic for whoever calls it from one thread. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
-from raydix.cache_core.counters import Counters
-from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, OutOfSlotsError
-from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
+from raydix.cache_core.kv_events import KVEventSink, PageRun
+from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leased_cache import LeasedCache, PoolSizes, Published
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
+from raydix.cache_core.tree_cache import TreeCache
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
-
-@dataclass(slots=True)
-class Published:
-    """What an insert did to a lease."""
-
-    prefix_len: int  # leading tokens that were in the tree before
-    num_inserted: int  # tokens the tree took over
-    num_duplicates: int  # private slots freed because the tree had their tokens
-    retired: bool  # the namespace was retired since the lease was granted: nothing was published
-    repointed: Starts  # the tree's pages that took the place of the duplicates
+__all__ = ["KVCache", "Published"]
 
 
-class KVCache:
-    """Prefix reuse with leases over a pool of slots.
+class KVCache(LeasedCache):
+    """Prefix reuse with leases over a pool of slots in pages, which a tree maps prefixes to.
 
     Args:
         tree: the empty cache that maps prefixes to pages; it must free to `allocator`.
@@ -62,18 +55,16 @@ class KVCache:
         swa_pressure_floor: int = 0,
         state_pressure_floor: int = 0,
     ) -> None:
+        super().__init__()
         self.tree = tree
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
-        self.leases = LeaseTable()
-        self.counters = Counters()
         self.room = SlotRoom(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
         self._pressure_floor = pressure_floor
         self._swa_pressure_floor = swa_pressure_floor
         self._state_pressure_floor = state_pressure_floor
         self._bigram = bigram
-        self._generation = 0
 
     # ---------------------------------------------------------------- sizes
 
@@ -100,9 +91,21 @@ class KVCache:
             or (states is not None and states.available_size() < self._state_pressure_floor)
         )
 
-    def held_slots(self) -> int:
-        """Slots that cannot be evicted because leases hold them."""
-        return self.private_slots + self.tree.protected_size()
+    def evictable_size(self) -> int:
+        """Tokens of the tree that nobody has locked."""
+        return self.tree.evictable_size()
+
+    def protected_size(self) -> int:
+        """Tokens of the tree that leases have locked."""
+        return self.tree.protected_size()
+
+    def swa_sizes(self) -> PoolSizes | None:
+        """The pool of window slots, if there is one."""
+        return self.room.swa_sizes()
+
+    def state_sizes(self) -> PoolSizes | None:
+        """The pool of recurrent states, if there is one."""
+        return self.room.state_sizes()
 
     # ---------------------------------------------------------------- verbs
 
@@ -110,6 +113,10 @@ class KVCache:
         """A probe: what `acquire` would find, without any effect."""
         self.counters.probes += 1
         return self.tree.peek_prefix(self._tree_key(key))
+
+    def check_len(self, num_tokens: int) -> None:
+        """Raise OutOfSlotsError if the pool has fewer slots than so many tokens need."""
+        self.room.check_capacity(-(-num_tokens // self.page_size))
 
     def acquire(
         self,
@@ -215,7 +222,7 @@ class KVCache:
             UnknownLeaseError: no such open lease.
         """
         lease = self.leases.get(lease_id, session_id)
-        key = self._known_key(lease, num_tokens, suffix)
+        key = lease.known_key(num_tokens, suffix)
         tree_key = self._tree_key(key if len(key) == num_tokens else key[:num_tokens])
         self._check_state(lease, tree_key, publish_state)
         published, retired = lease.num_published_pages, lease.generation != self._generation
@@ -260,10 +267,8 @@ class KVCache:
             LeaseRangeError: `up_to` is negative, or beyond what the lease covers.
             UnknownLeaseError: no such open lease.
         """
-        lease = self.leases.get(lease_id, session_id)
-        if not 0 <= up_to <= lease.num_slots:
-            raise LeaseRangeError(f"the lease covers tokens up to {lease.num_slots}, not {up_to}")
-        page = self.page_size
+        super().release_window(lease_id, session_id, up_to)
+        lease, page = self.leases.get(lease_id, session_id), self.page_size
         keep_from = (up_to // page - 1) * page
         published = lease.num_published_pages * page
         first = max(published, lease.swa_freed_len)
@@ -288,20 +293,17 @@ class KVCache:
         halves[:held_from] = 0
         return halves
 
-    def release(self, lease_id: str, session_id: str) -> bool:
-        """End a lease: its private pages are freed, what it inserted stays. False if no such lease is open."""
-        lease = self.leases.find(lease_id, session_id)
-        if lease is None:
-            return False
-        self._end(lease)
-        return True
+    def swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """The window slot of each slot, 0 where it has none; None without a sliding window."""
+        return None if self.swa_allocator is None else self.swa_allocator.swa_slots(slots)
 
-    def end_session(self, session_id: str) -> int:
-        """End every lease of a session; returns how many."""
-        leases = self.leases.of_session(session_id)
-        for lease in leases:
-            self._end(lease)
-        return len(leases)
+    def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
+        """Whether all of these slots lie in the lease's pages."""
+        return bool(np.isin(slots - slots % self.page_size, lease.starts).all())
+
+    def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
+        """Whether all of these slots lie in pages of the lease that no tree holds."""
+        return bool(np.isin(slots - slots % self.page_size, lease.private_starts).all())
 
     def evict(self, num_tokens: int) -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
@@ -323,24 +325,6 @@ class KVCache:
 
     # ---------------------------------------------------------------- parts
 
-    def _known_key(self, lease: LeaseRecord, num_tokens: int, suffix: RadixKey) -> RadixKey:
-        """The lease's tokens, `suffix` included, once it is certain that it fits."""
-        start = num_tokens - len(suffix)
-        known = len(lease.key)
-        if num_tokens > lease.num_slots:
-            raise LeaseRangeError(f"cannot publish {num_tokens} tokens: the lease covers {lease.num_slots}, extend it")
-        if not 0 <= start <= known:
-            raise LeaseRangeError(f"the cache knows {known} tokens of this lease; those up to {start} are missing")
-        overlap = min(known, num_tokens) - start
-        if overlap and suffix[:overlap] != lease.key[start : start + overlap]:
-            raise LeaseRangeError("the tokens differ from those that the lease was acquired for")
-        if num_tokens <= known:
-            return lease.key
-        try:
-            return lease.key + suffix[overlap:]
-        except InvalidKeyError as error:
-            raise LeaseRangeError(str(error)) from error
-
     def _check_state(self, lease: LeaseRecord, tree_key: RadixKey, publish_state: bool) -> None:
         if publish_state and lease.state_slot is None:
             raise LeaseRangeError("this cache keeps no states, so none can be published")
@@ -352,13 +336,6 @@ class KVCache:
     def _tree_key(self, key: RadixKey) -> RadixKey:
         return key.bigrams() if self._bigram else key
 
-    def _count_grant(self, lease: LeaseRecord) -> None:
-        self.leases.add(lease)
-        self.counters.acquires += 1
-        self.counters.hits += lease.prefix_len > 0
-        self.counters.tokens_requested += len(lease.key)
-        self.counters.tokens_reused += lease.prefix_len
-
     def _end(self, lease: LeaseRecord) -> None:
         self.leases.remove(lease)
         self.room.free_private(lease.private_starts, lease.state_slot)
@@ -367,7 +344,16 @@ class KVCache:
             self.tree.reclaim_retired()
         self.room.tell_pressure()  # what it held can be evicted now
 
-    # ---------------------------------------------------------------- checks
+    # ---------------------------------------------------------------- events, checks
+
+    def tell_events(self, sink: KVEventSink) -> None:
+        """Tell of pages that come and go in the tree, from now on; one that shares nothing has nothing to tell."""
+        if isinstance(self.tree, TreeCache):
+            self.tree.tell_events(sink)
+
+    def resident_pages(self) -> Iterable[PageRun]:
+        """The pages that events tell of and that can be matched now, parents before children. O(n)."""
+        return self.tree.resident_pages() if isinstance(self.tree, TreeCache) else ()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module, the tree or the allocator is broken. O(everything)."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.cache_core.errors import UnknownLeaseError
+from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, UnknownLeaseError
 from raydix.cache_core.radix_key import RadixKey
 
 Starts = NDArray[np.int64]
@@ -69,6 +69,28 @@ class LeaseRecord:
     def private_starts(self) -> Starts:
         """The pages that no tree holds."""
         return self.starts[self.num_published_pages :]
+
+    def known_key(self, num_tokens: int, suffix: RadixKey) -> RadixKey:
+        """The tokens of the lease, and those of `suffix`, which ends at `num_tokens`, behind them.
+
+        Raises:
+            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
+        """
+        start = num_tokens - len(suffix)
+        known = len(self.key)
+        if num_tokens > self.num_slots:
+            raise LeaseRangeError(f"cannot publish {num_tokens} tokens: the lease covers {self.num_slots}, extend it")
+        if not 0 <= start <= known:
+            raise LeaseRangeError(f"the cache knows {known} tokens of this lease; those up to {start} are missing")
+        overlap = min(known, num_tokens) - start
+        if overlap and suffix[:overlap] != self.key[start : start + overlap]:
+            raise LeaseRangeError("the tokens differ from those that the lease was acquired for")
+        if num_tokens <= known:
+            return self.key
+        try:
+            return self.key + suffix[overlap:]
+        except InvalidKeyError as error:
+            raise LeaseRangeError(str(error)) from error
 
 
 class LeaseTable:

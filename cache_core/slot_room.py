@@ -11,6 +11,7 @@ from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, St
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leased_cache import PoolSizes
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
@@ -40,6 +41,20 @@ class SlotRoom:
         self._page_size = allocator.page_size
         self._is_pressed = is_pressed
         self._on_pressure = on_pressure
+
+    def swa_sizes(self) -> PoolSizes | None:
+        """The window slots, if there are any."""
+        if self._swa is None:
+            return None
+        evictable, protected = self._tree.swa_evictable_size(), self._tree.swa_protected_size()
+        return PoolSizes(self._swa.num_swa_slots, self._swa.swa_available_size(), evictable, protected)
+
+    def state_sizes(self) -> PoolSizes | None:
+        """The recurrent states, if there are any."""
+        if self.states is None or not isinstance(self._tree, MambaRadixCache):
+            return None
+        evictable, protected = self._tree.mamba_evictable_size(), self._tree.mamba_protected_size()
+        return PoolSizes(self.states.num_slots, self.states.available_size(), evictable, protected)
 
     def check_capacity(self, num_pages: int) -> None:
         """Raise OutOfSlotsError if so many pages can never be had."""

@@ -80,12 +80,16 @@ with warnings.catch_warnings():
     class CacheConfig(_Config):
         """Everything that makes one cache. Two caches of one name must have equal configurations."""
 
-        kind: Literal["radix", "mamba", "chunk", "trie"] = Field(
-            default="radix", description="mamba: with recurrent states; chunk: nothing is shared; trie: a RadixTrie"
+        kind: Literal["radix", "mamba", "chunk", "trie", "slots"] = Field(
+            default="radix",
+            description="mamba: with recurrent states; chunk: nothing is shared; trie: a RadixTrie; slots: whole rows",
         )
         page_size: int = Field(default=1, ge=1, le=65_536, description="tokens a page; the unit of sharing")
         sliding_window_size: int | None = Field(
             default=None, ge=1, description="tokens that sliding-window layers attend to; kinds radix and mamba"
+        )
+        max_seq_len: int | None = Field(
+            default=None, ge=1, description="slots of a row, and so tokens of a sequence at most; kind slots only"
         )
         bigram: bool = Field(default=False, description="keys are pairs of neighbouring tokens, as EAGLE drafts need")
         pool: PoolConfig
@@ -119,6 +123,22 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
+        def _rows_are_whole(self) -> Self:
+            if (self.kind == "slots") != (self.max_seq_len is not None):
+                raise ValueError("kind 'slots' needs max_seq_len, and no other kind takes it")
+            if self.max_seq_len is None:
+                return self
+            if self.bigram:
+                raise ValueError("bigram is not for kind 'slots': a row holds one position per token")
+            if self.max_seq_len % self.page_size:
+                raise ValueError(f"max_seq_len ({self.max_seq_len}) must be a multiple of page_size ({self.page_size})")
+            if self.pool.num_slots % self.max_seq_len:
+                raise ValueError(
+                    f"num_slots ({self.pool.num_slots}) must be a multiple of max_seq_len ({self.max_seq_len})"
+                )
+            return self
+
+        @model_validator(mode="after")
         def _kind_heeds_its_policy(self) -> Self:
             if self.eviction.policy != "lru" and self.kind not in ("radix", "mamba"):
                 raise ValueError(f"kind {self.kind!r} evicts by 'lru' alone, not by {self.eviction.policy!r}")
@@ -129,6 +149,11 @@ with warnings.catch_warnings():
             if self.events and self.kind not in ("radix", "mamba", "chunk"):
                 raise ValueError(f"events are told by the kinds 'radix', 'mamba' and 'chunk', not by {self.kind!r}")
             return self
+
+        @property
+        def run_len(self) -> int:
+            """Slots that are handed out together and lie in a row: a page, or a whole row of kind "slots"."""
+            return self.page_size if self.max_seq_len is None else self.max_seq_len
 
         def digest(self) -> str:
             """A short hash of every field: equal digests, equal configurations."""

@@ -56,7 +56,7 @@ async def compute(
                 tensor[lease.state_slot] = value
         else:
             rows = (lease.slots if kind == "full" else lease.swa_slots)[start:stop]
-            held = rows > 0  # a window may have moved on
+            held = rows > 0 if kind == "swa" else slice(None)  # a window may have moved on
             pool.write(layer, rows[held], k[layer, start:][held], v[layer, start:][held])
 
 
