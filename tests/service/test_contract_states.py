@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_kinds import TIGHT_STATES, has_states, mamba, only
-from cache_under_test import CacheUnderTest, Reached, check_sizes
+from cache_under_test import CacheUnderTest, Reached, check_sizes, holding
 from stamped_kv import check_state, compute, stamped_state
 
 from raydix.schemas import PoolExhausted
@@ -111,7 +111,7 @@ async def test_who_lacks_a_state_waits_for_one(reached: Reached) -> None:
             await cache.client.acquire(cache.tokens(4), timeout_s=0)
         assert caught.value.can_ever_fit
         (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(5)))
-        assert await cache.pages() == (4, 4, 0, 0, 4)  # there is room for its KV
+        assert await cache.pages() == holding(private=4, leases=4)  # there is room for its KV
 
         await held[0].release()
 
@@ -133,6 +133,19 @@ async def test_who_lacks_a_state_takes_that_of_a_prefix_that_nobody_holds(reache
         assert holder.prefix_len == cache.page_size
 
 
+async def test_a_state_that_is_taken_leaves_the_kv_and_the_states_behind_it(reached: Reached) -> None:
+    async with reached(TIGHT_STATES) as cache:
+        await cache.publish(1, 2)
+        for number in (7, 8):
+            await cache.client.acquire(cache.tokens(number))
+
+        await cache.client.acquire(cache.tokens(9))
+
+        assert await states(cache) == (0, 3, 1)
+        assert [await cache.matched(1), await cache.matched(1, 2)] == [0, 2]
+        assert await cache.pages() == holding(private=3, evictable=2, leases=3)
+
+
 async def test_without_room_for_a_state_nothing_is_published_and_the_lease_goes_on(reached: Reached) -> None:
     async with reached(TIGHT_STATES) as cache:
         lease, other, *_ = [await cache.client.acquire(cache.tokens(number, 7)) for number in range(4)]
@@ -143,7 +156,7 @@ async def test_without_room_for_a_state_nothing_is_published_and_the_lease_goes_
 
         found = await cache.client.match(cache.tokens(0, 7))
         assert (found.full_prefix_len, lease.published_len, lease.slots.tolist()) == (0, 0, own)
-        assert await cache.pages() == (0, 8, 0, 0, 4)
+        assert await cache.pages() == holding(private=8, leases=4)
         await other.release()
         await cache.insert(lease, 0, 7)
         assert await cache.matched(0, 7) == 2
