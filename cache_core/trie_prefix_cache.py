@@ -79,7 +79,7 @@ class TriePrefixCache(BasePrefixCache):
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, without any effect."""
-        blocks = self._trie.peek_prefix(self._tokens(key))
+        blocks = self._trie.peek_prefix(self._tokens(key)) if len(key) else []
         end = len(blocks) * self.page_size
         slots = torch.from_numpy(expand_slots(np.array(blocks, np.int64), end)) if blocks else no_slots()
         return MatchResult(slots, self.root, end, None, end)
@@ -87,6 +87,8 @@ class TriePrefixCache(BasePrefixCache):
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """`match_prefix` of the first `limit` tokens, in pages."""
         tokens = self._tokens(key) if limit is None else self._tokens(key)[:limit]
+        if not tokens:
+            return PageMatch(0, self.root, np.empty(0, np.int64), 0, None)
         node, blocks = self._trie.match_prefix(tokens)
         end = len(blocks) * self.page_size
         return PageMatch(end, TrieHandle(self._trie, node, end), np.array(blocks, np.int64), end, None)
