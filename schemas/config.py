@@ -92,8 +92,6 @@ with warnings.catch_warnings():
             default=None, ge=1, description="slots of a row, and so tokens of a sequence at most; kind slots only"
         )
         bigram: bool = Field(
-            default=False, description="keys are pairs of neighbouring tokens, as EAGLE drafts need; not for mamba, slots"
-        )
             default=False,
             description="keys are pairs of neighbouring tokens, as EAGLE drafts need; not for kinds mamba and slots",
         )
