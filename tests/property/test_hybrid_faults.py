@@ -194,6 +194,7 @@ def a_heal_gives_the_state_up(patch: Patch) -> None:
 def a_heal_forgets_the_state(patch: Patch) -> None:
     def heal(original: Any, cache: Any, node: Any, fresh: Any) -> None:
         original(cache, node, fresh)
+        cache._mamba._queue.discard(node)
         node.mamba_value = None
 
     around(patch, WindowTreeCache, "_heal", heal)
@@ -201,11 +202,11 @@ def a_heal_forgets_the_state(patch: Patch) -> None:
 
 @fault
 def a_heal_counts_as_a_use_of_the_state(patch: Patch) -> None:
-    def heal(original: Any, swa: SwaComponent, node: Any) -> None:
-        original(swa, node)
-        node.mamba_access_time = 2**60
+    def heal(original: Any, cache: Any, node: Any, fresh: Any) -> None:
+        original(cache, node, fresh)
+        cache._mamba.touch(node, cache._clock)
 
-    around(patch, SwaComponent, "heal", heal)
+    around(patch, WindowTreeCache, "_heal", heal)
 
 
 @fault
@@ -225,7 +226,9 @@ def a_tombstone_that_heals_in_part_has_its_state_where_it_was_cut(patch: Patch) 
         if above.data and above.swa_tombstone and above.mamba_value is None and not node.own_locks:
             above.mamba_value, node.mamba_value = node.mamba_value, None
             above.mamba_access_time = node.mamba_access_time
-            cache._mamba._queue.push(above)
+            cache._mamba._queue.discard(node)
+            if above.mamba_value is not None:
+                cache._mamba._queue.push(above)
 
     around(patch, WindowTreeCache, "_heal", heal)
 
@@ -270,10 +273,15 @@ def an_unlock_gives_only_its_state_back(patch: Patch) -> None:
 
 @fault
 def the_states_of_the_whole_window_are_held(patch: Patch) -> None:
-    def may_go(node: Any) -> bool:
-        return node.mamba_value is not None and not node.swa_lock_ref and not node.own_locks
+    def pop_victim(original: Any, mamba: MambaComponent) -> Any:
+        passed_over = []
+        while (node := original(mamba)) is not None and node.swa_lock_ref:
+            passed_over.append(node)
+        for each in passed_over:
+            mamba._queue.push(each)
+        return node
 
-    patch.setattr("raydix.cache_core.mamba_component._may_go", may_go)
+    around(patch, MambaComponent, "pop_victim", pop_victim)
 
 
 @fault
@@ -381,6 +389,17 @@ def a_state_that_goes_with_its_window_counts_twice(patch: Patch) -> None:
         original(mamba, node)
         if node.swa_tombstone and node.children:
             mamba.num_freed += mamba.num_freed - num_freed
+
+    around(patch, MambaComponent, "drop", drop)
+
+
+@fault
+def a_state_that_went_with_its_window_stays_a_candidate(patch: Patch) -> None:
+    def drop(original: Any, mamba: MambaComponent, node: Any) -> None:
+        had_one = node.mamba_value is not None
+        original(mamba, node)
+        if had_one and node.mamba_value is None and node.swa_tombstone and node.children:
+            mamba._queue.push(node)
 
     around(patch, MambaComponent, "drop", drop)
 
