@@ -1,16 +1,14 @@
 """`TreeCache`: what the radix caches share beside matching: inserts, locks, eviction and hashes over one tree.
 
-Rules, checked by `check_invariants` beside those of the tree and of each component:
+Rule, checked by `check_invariants` beside those of the tree and of each component:
 
-1. A node was used at least as recently as its children.
-2. A node has hashes only if its parent has, and one for each page.
-3. A node's priority is no lower than its children's.
+1. A node has hashes only if its parent has, and one for each page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,12 +21,12 @@ from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, pag
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import check_on_path, check_same_space
-from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, expand_slots, join_rows
+from raydix.cache_core.slot_rows import Row, Slots, as_slots, compact_slots, expand_row, expand_rows, join_rows, unpack
 from raydix.cache_core.tree_format import format_tree
-from raydix.cache_core.tree_match import TreeMatch
+from raydix.cache_core.tree_match import TreeMatch, rows_of
 from raydix.cache_core.tree_node import TreeNode
 
-Take = Callable[[int, int], Slots]
+Take = Callable[[int, int], Row]
 
 
 class SlotPool(Protocol):
@@ -38,13 +36,16 @@ class SlotPool(Protocol):
         """Take back slots, int64, whole pages of them, with whatever else hangs on them."""
 
 
-class Inserted(NamedTuple):
+class Inserted:
     """What an insert found and made."""
 
-    prefix_len: int  # leading tokens that were in the tree before
-    resumed_at: int  # tokens before the node it resumed at
-    path: list[TreeNode]  # the nodes over [resumed_at, prefix_len)
-    last_node: TreeNode  # where the key ends
+    __slots__ = ("last_node", "path", "prefix_len", "resumed_at")
+
+    def __init__(self, prefix_len: int, resumed_at: int, path: list[TreeNode], last_node: TreeNode) -> None:
+        self.prefix_len = prefix_len  # leading tokens that were in the tree before
+        self.resumed_at = resumed_at  # tokens before the node it resumed at
+        self.path = path  # the nodes over [resumed_at, prefix_len)
+        self.last_node = last_node  # where the key ends
 
 
 class TreeCache(TreeMatch):
@@ -78,17 +79,19 @@ class TreeCache(TreeMatch):
         priority: int,
     ) -> InsertResult:
         """`insert` with one slot per token in `value`."""
-        aligned = len(key) - len(key) % self.page_size
+        page = self.page_size
+        aligned = key.num_tokens - key.num_tokens % page
         slots = as_slots(key, value, aligned)
         if not aligned:
             self._resume_node(key, from_node)
-            return InsertResult(0, self.root)
+            return InsertResult(0, self.root, False, no_slots())
 
-        def take(start: int, stop: int) -> Slots:
-            return compact_slots(slots[start:stop], self.page_size)
+        def take(start: int, stop: int) -> Row:
+            return compact_slots(slots[start:stop], page)
 
         done = self._insert(key, from_node, take, prev_prefix_len, fresh_from, priority)
-        duplicates = self._duplicates(slots, max(prev_prefix_len, done.resumed_at), done)
+        first = max(prev_prefix_len, done.resumed_at)
+        duplicates = self._duplicates(slots, first, done) if first < done.prefix_len else no_slots()
         return InsertResult(done.prefix_len, done.last_node, False, duplicates)
 
     def insert_pages(
@@ -99,16 +102,15 @@ class TreeCache(TreeMatch):
         The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
         that differ from `existing`, page by page, stay the caller's to free.
         """
-        if len(key) < self.page_size:
+        if key.num_tokens < self.page_size:
             return PageInsert(0, 0, self.root, starts[:0])
         page, resumed_at = self.page_size, from_node.end
 
-        def take(start: int, stop: int) -> Slots:
-            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].copy()
+        def take(start: int, stop: int) -> Row:
+            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].tobytes()
 
         done = self._insert(key, from_node, take, None, self._aligned(swa_evicted_seqlen), priority)
-        existing = join_rows([node.slots for node in done.path if node.slots is not None])
-        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, existing)
+        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, join_rows(rows_of(done.path)))
 
     def _aligned(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) * self.page_size
@@ -131,36 +133,49 @@ class TreeCache(TreeMatch):
             fresh_from: incoming slots before this token bring full KV only.
         """
         node = self._resume_node(key, from_node)
-        query = self._tree.make_query(key, self._clock)
-        node = query.top if node is self.root else node
-        resumed_at = node.end
-        walk = self._tree.walk(query, node)
+        top, key = self._tree.make_space(key, self._clock)
+        if node is self.root:
+            node = top
+        resumed_at, num_tokens = node.end, key.num_tokens - key.num_tokens % self.page_size
+        path, end = self._tree.walk(key, num_tokens, node)
         if prev_prefix_len is not None:
-            check_on_path(query, node)
-            if not 0 <= prev_prefix_len <= walk.end:
-                raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {walk.end} tokens are in the tree")
-        end = walk.end
-        path = self._touch_path(walk, node, priority)
-        path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
-        last_node = path[-1] if path else node
-        for start, stop, live in self._cuts(end, query.num_tokens, fresh_from):
-            leaf = self._tree.add_leaf(last_node, query, start, stop, take(start, stop), self._clock, priority)
-            self._adopt(leaf, live)
-            last_node = leaf
-        self._touch_end(last_node)
+            self._check_on_path(key, node)
+            if not 0 <= prev_prefix_len <= end:
+                raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
+        last_node = self._cut_at(path, end) if path else node
+        self._clock += 1
+        if self._aux:
+            path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
+        if end < num_tokens:
+            for start, stop, live in self._cuts(end, num_tokens, fresh_from):
+                last_node = self._tree.add_leaf(last_node, key, stop, take(start, stop), self._clock, priority)
+                self._adopt(last_node, live)
+            self._touch(last_node)
+        else:
+            self._use(last_node, priority)
         return Inserted(end, resumed_at, path, last_node)
+
+    def _check_on_path(self, key: RadixKey, node: TreeNode) -> None:
+        """Raise InvalidKeyError unless the tokens down to `node` are the first of `key`, in the namespace of both."""
+        if self._last_match is not None:  # as a rule the insert goes on where that ended: one memcmp tells
+            matched, known = self._last_match
+            if matched is node and known.unit == key.unit and key.data.startswith(known.data):
+                return
+        check_on_path(key, node)
 
     def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
         """Let nodes that lack something take it from the incoming slots; returns the path as it is then."""
         return path
 
-    def _cuts(self, start: int, stop: int, fresh_from: int) -> list[tuple[int, int, bool]]:
-        """The new nodes over [start, stop): from, to, and whether they have all their KV."""
-        return [(start, stop, True)] if start < stop else []
+    def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
+        """The new nodes over [start, stop), which is not empty: from, to, and whether they have all their KV."""
+        return ((start, stop, True),)
 
     def _adopt(self, leaf: TreeNode, live: bool) -> None:
         """A new, unlocked leaf came into the tree."""
         self._full.add(leaf)
+        for component in self._aux:
+            component.add(leaf, live)
         if self._events is not None:
             self._events.stored(leaf)
 
@@ -173,11 +188,10 @@ class TreeCache(TreeMatch):
 
     def _duplicates(self, slots: Slots, start: int, inserted: Inserted) -> torch.Tensor:
         """The incoming slots from `start` on that are not those of the tree at the same place."""
-        if start >= inserted.prefix_len:
-            return no_slots()
         incoming = slots[start : inserted.prefix_len]
-        held = self._expand(inserted.path)[start - inserted.resumed_at :]
-        return torch.from_numpy(incoming[incoming != held])
+        path, num_tokens = inserted.path, inserted.prefix_len - inserted.resumed_at
+        held = expand_rows(rows_of(path), path, num_tokens, self.page_size).numpy()
+        return torch.from_numpy(incoming[incoming != held[start - inserted.resumed_at :]])
 
     # ---------------------------------------------------------------- locks
 
@@ -208,7 +222,8 @@ class TreeCache(TreeMatch):
             LockError: the node is not locked, or the receipt is missing, used, another lock's, or none was due.
         """
         receipt = swa_boundary_id if receipt is None else receipt
-        self._check_receipt(node, receipt)
+        if receipt is not None or self._aux:
+            self._check_receipt(node, receipt)
         if node is not self.root:
             self._check_locked(node)
             self._full.unlock(node)
@@ -226,8 +241,7 @@ class TreeCache(TreeMatch):
             raise LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
 
     def _check_live(self, node: TreeNode) -> None:
-        top = self._tree.tops.get((node.space.extra_key, node.space.arity))
-        if node.slots is None or top is None or top.space is not node.space:
+        if not self._tree.holds(node):
             raise StaleNodeError(f"{node} is no longer in the tree: match again")
 
     # ---------------------------------------------------------------- eviction
@@ -241,8 +255,15 @@ class TreeCache(TreeMatch):
         """
         before = [component.num_freed for component in self._aux]
         victims = self._full.evict(num_tokens)
-        for place, (component, want) in enumerate(zip(self._aux, wanted, strict=True)):
-            goal = before[place] + want
+        if self._aux:
+            self._evict_aux(victims, [start + want for start, want in zip(before, wanted, strict=True)])
+        self._give_back(victims)
+        freed = [component.num_freed - start for component, start in zip(self._aux, before, strict=True)]
+        return victims.num_tokens, *freed
+
+    def _evict_aux(self, victims: Victims, goals: Sequence[int]) -> None:
+        """Let each component give up its own until it has given up so much since the start."""
+        for place, (component, goal) in enumerate(zip(self._aux, goals, strict=True)):
             while component.num_freed < goal and (node := component.pop_victim()) is not None:
                 if not node.children and not node.lock_ref:
                     self._full.take_out(node, victims)
@@ -251,9 +272,6 @@ class TreeCache(TreeMatch):
                     each.drop(node)
         for component in self._aux:
             component.give_back()
-        self._give_back(victims)
-        freed = (component.num_freed - start for component, start in zip(self._aux, before, strict=True))
-        return victims.num_tokens, *freed
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
         """Free the unlocked nodes of retired namespaces, `max_tokens` or a node more of them; returns tokens."""
@@ -263,10 +281,10 @@ class TreeCache(TreeMatch):
             self._retired = [top for top in self._retired if top.slots is not None]
         return victims.num_tokens
 
-    def _give_back_slots(self, row: Slots, num_tokens: int) -> None:
+    def _give_back_slots(self, row: Row, num_tokens: int) -> None:
         """Hand the slots of one run to the pool."""
         if self.pool is not None:
-            self.pool.free(torch.from_numpy(expand_slots(row, num_tokens)))
+            self.pool.free(torch.from_numpy(expand_row(row, num_tokens)))
 
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
@@ -274,7 +292,7 @@ class TreeCache(TreeMatch):
             if self._free_pages is not None and victims.in_pages(self.page_size):
                 self._free_pages(join_rows(victims.rows))
             else:
-                self.pool.free(torch.from_numpy(join_rows(victims.token_rows())))
+                self.pool.free(victims.slots(self.page_size))
         if self._events is not None:
             self._events.removed(victims.nodes)
         if self.on_node_evict is not None:
@@ -297,6 +315,7 @@ class TreeCache(TreeMatch):
                 component.forget(node)
             component.clear()
         self._retired.clear()
+        self._last_match = None
         if self._events is not None:
             self._events.cleared()
         self._give_back(victims)
@@ -354,7 +373,7 @@ class TreeCache(TreeMatch):
     def tree_starts(self) -> list[Starts]:
         """The page starts (or slots) of every node, matchable or retired. O(n)."""
         nodes = (node for top in self._all_tops() for node in self._tree.nodes_below(top))
-        return [node.slots for node in nodes if node.slots is not None]
+        return [unpack(node.slots) for node in nodes if node.slots is not None]
 
     def num_locks(self) -> int:
         """Locks taken and not given back. O(namespaces)."""
@@ -375,8 +394,6 @@ class TreeCache(TreeMatch):
         for node in nodes:
             parent = node.parent
             assert parent is not None
-            assert not parent.data or node.last_access_time <= parent.last_access_time, f"rule 1 at {node}"
-            assert not parent.data or node.priority <= parent.priority, f"rule 3 at {node}"
             if node.hash_values is not None:
-                assert not parent.data or parent.hash_values, f"rule 2 at {node}"
-                assert len(node.hash_values) * self.page_size == len(node), f"rule 2 at {node}"
+                assert not parent.data or parent.hash_values, f"rule 1 at {node}"
+                assert len(node.hash_values) * self.page_size == len(node), f"rule 1 at {node}"
