@@ -8,11 +8,14 @@ import torch
 
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, PageMatch, no_slots
+from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.eviction_policy import EvictionPolicy
+from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree, Walk
 from raydix.cache_core.slot_rows import Slots, expand_slots, join_rows
+from raydix.cache_core.tree_explanation import explain_absence
 from raydix.cache_core.tree_node import TreeNode
 
 
@@ -32,6 +35,7 @@ class TreeMatch(BasePrefixCache):
         self._tree = RadixTree(page_size, node_type)
         self._full = FullComponent(self._tree, policy, self._aux)
         self._clock = 0
+        self._history: EvictionHistory | None = None
 
     @property
     def root(self) -> TreeNode:
@@ -69,6 +73,36 @@ class TreeMatch(BasePrefixCache):
         indices = torch.from_numpy(self._expand(path)[: walk.end])
         return MatchResult(indices, last_node, walk.end, self._branching(walk.end, full_end), full_end)
 
+    # ---------------------------------------------------------------- reasons
+
+    def keep_history(self, history: EvictionHistory) -> None:
+        """Note in `history` what is evicted and retired from now on, for `explain`."""
+        self._history = history
+
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and why it goes no further. Changes nothing. O(namespaces) at most.
+
+        What was evicted, and when, is known only to a cache that was told to `keep_history`.
+        """
+        peeked = self.peek_prefix(key)
+        found = Explanation.of_lengths(len(key), peeked.prefix_len, peeked.full_prefix_len, self.page_size)
+        if found.prefix_len < found.full_prefix_len:
+            found.reason = self._obstacle(key)
+        elif found.reason == "not_there":
+            explain_absence(found, self._tree, key, self._history)
+        return found
+
+    def _obstacle(self, key: RadixKey) -> Reason:
+        """Which component alone keeps a match furthest from what the full KV allows."""
+        query = self._tree.find_query(key)
+        assert query is not None, f"nothing of {key} is there"
+        return min(
+            (self._usable(self._tree.walk(query, query.top), [component]).end, place, component.reason)
+            for place, component in enumerate(self._aux)
+        )[2]
+
+    # ---------------------------------------------------------------- parts
+
     def _match(self, key: RadixKey, limit: int | None, priority: int) -> tuple[TreeNode, list[TreeNode], int]:
         """Where the usable match ends, the nodes it uses, and how far the full KV alone would reach."""
         query = self._tree.find_query(key, limit)
@@ -83,11 +117,11 @@ class TreeMatch(BasePrefixCache):
         self._touch_end(end)
         return end, path, full_end
 
-    def _usable(self, walk: Walk) -> Walk:
-        """A walk cut back to where every component lets a match end."""
-        if not self._aux:
+    def _usable(self, walk: Walk, aux: Sequence[AuxComponent] | None = None) -> Walk:
+        """A walk cut back to where every component, or each of these, lets a match end."""
+        judges = [component.validator() for component in (self._aux if aux is None else aux)]
+        if not judges:
             return walk
-        judges = [component.validator() for component in self._aux]
         usable = 0
         for count, node in enumerate(walk.path, 1):
             verdicts = [may_end(node, len(node)) for may_end in judges]  # each judge sees every node
