@@ -72,7 +72,7 @@ class CacheService:
         self._batches = self._requests = 0
         self.line = WaitingLine(config.leases.max_waiters)
         self.core, gauges = build_core(config, pool, self._on_pressure)
-        self.eviction_task = EvictionTask(config.eviction, gauges, self.line.serve)
+        self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self.line.serve)
         self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:

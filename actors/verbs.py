@@ -20,6 +20,8 @@ from raydix.schemas import (
     CheckInvariantsRequest,
     EvictRequest,
     EvictResponse,
+    ExplainRequest,
+    ExplainResponse,
     ExtendRequest,
     ExtendResponse,
     InsertRequest,
@@ -33,6 +35,8 @@ from raydix.schemas import (
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
+    RetireRequest,
+    RetireResponse,
     StaleEpoch,
     StatsRequest,
     TokenIds,
@@ -204,6 +208,41 @@ class CacheVerbs(EventVerbs):
     async def reset(self) -> None:
         """Make everything unmatchable and free it; running leases keep their slots, but publish no more."""
         await self._call(ResetRequest())
+
+    async def retire(
+        self, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
+    ) -> RetireResponse:
+        """Make every namespace that matches all fields given unmatchable at once, and reclaim what it holds.
+
+        For an adapter that was deleted, or weights that were replaced. Running leases keep their slots to the end, but
+        their `insert` publishes nothing (`retired=True`); new ones of the same namespace begin anew. What nobody holds
+        is freed in the background.
+
+        Raises:
+            InvalidRequest: no field is given: `reset()` retires everything.
+        """
+        if extra_key is None and lora_id is None and cache_salt is None:
+            raise InvalidRequest("name at least one of extra_key, lora_id and cache_salt; reset() retires everything")
+        _namespace(extra_key, lora_id, cache_salt)
+        request = _build(RetireRequest, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
+        return _expect(RetireResponse, await self._call(request))
+
+    async def explain(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> ExplainResponse:
+        """Where a match of `tokens` ends, and why it goes no further: a probe. Printed, it is a sentence.
+
+        Never stored, evicted (when, and for what), retired, in another namespace, a window or a state that is missing,
+        or less than a page. The cache remembers its latest 16,384 evictions for it.
+        """
+        namespace = _namespace(extra_key, lora_id, cache_salt)
+        response = await self._call(_build(ExplainRequest, tokens=tokens, namespace=namespace))
+        return _expect(ExplainResponse, response)
 
     async def stats(self) -> CacheStats:
         """A snapshot of the cache's counts."""

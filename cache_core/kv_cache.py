@@ -16,6 +16,7 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
 from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
+from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import LeasedCache, PoolSizes, Published
@@ -28,6 +29,8 @@ from raydix.cache_core.tree_cache import TreeCache
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 __all__ = ["KVCache", "Published"]
+
+_RECLAIMED_AT_ONCE = 4096  # tokens of a retired namespace freed within the call that retired it
 
 
 class KVCache(LeasedCache):
@@ -61,6 +64,8 @@ class KVCache(LeasedCache):
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
         self.room = SlotRoom(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
+        tree.keep_history(self.room.history)
+        self._on_pressure = on_pressure
         self._pressure_floor = pressure_floor
         self._swa_pressure_floor = swa_pressure_floor
         self._state_pressure_floor = state_pressure_floor
@@ -180,7 +185,6 @@ class KVCache(LeasedCache):
             np.concatenate((match.starts, private)),
             len(match.starts),
             match.prefix_len if num_slots is None else num_slots,
-            self._generation,
             priority,
         )
         if state_slot is not None:
@@ -225,7 +229,7 @@ class KVCache(LeasedCache):
         key = lease.known_key(num_tokens, suffix)
         tree_key = self._tree_key(key if len(key) == num_tokens else key[:num_tokens])
         self._check_state(lease, tree_key, publish_state)
-        published, retired = lease.num_published_pages, lease.generation != self._generation
+        published, retired = lease.num_published_pages, lease.retired
         new_pages = len(tree_key) // self.page_size - published
         state_slot = self.room.take_state() if publish_state and not retired else None
         lease.key = key if len(key) > len(lease.key) else lease.key
@@ -305,23 +309,41 @@ class KVCache(LeasedCache):
         """Whether all of these slots lie in pages of the lease that no tree holds."""
         return bool(np.isin(slots - slots % self.page_size, lease.private_starts).all())
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(num_tokens).full_evicted
+        return self.room.evict(num_tokens, cause=cause).full_evicted
 
     def evict_window(self, num_tokens: int) -> int:
         """Free at least `num_tokens` window slots of the tree, or all that no window holds; returns how many."""
-        return self.room.evict(0, num_tokens).swa_evicted
+        return self.room.evict(0, num_tokens, cause="watermark").swa_evicted
 
     def evict_states(self, num_states: int) -> int:
         """Free at least `num_states` states of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(0, num_states=num_states).mamba_evicted
+        return self.room.evict(0, num_states=num_states, cause="watermark").mamba_evicted
 
-    def reset(self) -> None:
-        """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""
-        self._generation += 1
+    def _retire_all(self) -> None:
         self.tree.retire_all()
-        self.tree.reclaim_retired()
+        self._reclaim_some()
+
+    def _retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        retired = self.tree.retire(is_meant)
+        self._reclaim_some()
+        return retired
+
+    def reclaim(self, max_tokens: int) -> int:
+        """Free about so many slots of what was retired and nobody holds; returns how many, 0 if none is left."""
+        return self.tree.reclaim_retired(max_tokens)
+
+    def _reclaim_some(self) -> None:
+        """Free what is quick to free, and have the rest done later."""
+        if self.tree.reclaim_retired(_RECLAIMED_AT_ONCE) >= _RECLAIMED_AT_ONCE and self._on_pressure is not None:
+            self._on_pressure()
+
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and why it goes no further. Changes nothing. O(namespaces) at most."""
+        found = self.tree.explain(self._tree_key(key))
+        found.num_tokens = len(key)
+        return found
 
     # ---------------------------------------------------------------- parts
 
@@ -340,8 +362,8 @@ class KVCache(LeasedCache):
         self.leases.remove(lease)
         self.room.free_private(lease.private_starts, lease.state_slot)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
-        if lease.generation != self._generation:
-            self.tree.reclaim_retired()
+        if lease.retired:
+            self._reclaim_some()
         self.room.tell_pressure()  # what it held can be evicted now
 
     # ---------------------------------------------------------------- events, checks

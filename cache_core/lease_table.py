@@ -22,7 +22,6 @@ class LeaseRecord:
     """
 
     __slots__ = (
-        "generation",
         "key",
         "lease_id",
         "node",
@@ -31,6 +30,7 @@ class LeaseRecord:
         "prefix_len",
         "priority",
         "receipt",
+        "retired",
         "session_id",
         "starts",
         "state_slot",
@@ -48,7 +48,6 @@ class LeaseRecord:
         starts: Starts,
         num_published_pages: int,
         num_slots: int,
-        generation: int,
         priority: int = 0,
     ) -> None:
         self.lease_id = lease_id
@@ -60,8 +59,8 @@ class LeaseRecord:
         self.starts = starts  # first slots of the pages, in token order
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
-        self.generation = generation  # the cache's when it was granted
         self.priority = priority  # of what it uses and publishes; higher stays longer where the policy heeds it
+        self.retired = False  # its namespace was retired since it was granted: it publishes no more
         self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
         self.state_slot: int | None = None  # its own recurrent state
 

@@ -7,7 +7,7 @@ Synchronous, so every operation is atomic for whoever calls it from one thread. 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import LeaseRangeError
+from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 
@@ -59,7 +60,6 @@ class LeasedCache(ABC):
     def __init__(self) -> None:
         self.leases = LeaseTable()
         self.counters = Counters()
-        self._generation = 0  # rises at each reset: leases of an earlier one publish no more
 
     # ---------------------------------------------------------------- sizes
 
@@ -88,6 +88,11 @@ class LeasedCache(ABC):
     def held_slots(self) -> int:
         """Slots that cannot be evicted because leases hold them."""
         return self.private_slots + self.protected_size()
+
+    def sizes_of(self, pool: str) -> PoolSizes:
+        """The pool that an `OutOfSlotsError` names."""
+        sizes = {"window slots": self.swa_sizes, "states": self.state_sizes}.get(pool, lambda: None)()
+        return sizes or PoolSizes(self.num_slots, self.free_slots, self.evictable_size(), self.protected_size())
 
     def swa_sizes(self) -> PoolSizes | None:
         """The pool of window slots, if there is one."""
@@ -191,12 +196,42 @@ class LeasedCache(ABC):
         """End an open lease."""
 
     @abstractmethod
-    def evict(self, num_tokens: int) -> int:
-        """Free at least `num_tokens` slots of what is cached, or all that nobody holds; returns how many."""
+    def evict(self, num_tokens: int, cause: str = "request") -> int:
+        """Free at least `num_tokens` slots of what is cached, or all that nobody holds; returns how many.
+
+        `cause` is what `explain` tells of it later.
+        """
+
+    def reset(self) -> None:
+        """Make everything unmatchable at once; leases keep their slots, but publish no more."""
+        for lease in self.leases:
+            lease.retired = True
+        self._retire_all()
+
+    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """`reset` for the namespaces whose `extra_key` is meant; returns how many there were.
+
+        O(namespaces and leases). What nobody holds is freed here and now as far as that is quick, then by `reclaim`.
+        """
+        for lease in self.leases:
+            lease.retired = lease.retired or is_meant(lease.key.extra_key)
+        return self._retire(is_meant)
 
     @abstractmethod
-    def reset(self) -> None:
-        """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""
+    def _retire_all(self) -> None:
+        """Make everything unmatchable."""
+
+    @abstractmethod
+    def _retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """Make some namespaces unmatchable; returns how many."""
+
+    def reclaim(self, max_tokens: int) -> int:
+        """Free about so many slots of what was retired and nobody holds; returns how many, 0 if none is left."""
+        return 0
+
+    @abstractmethod
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and why it goes no further. Changes nothing."""
 
     # ---------------------------------------------------------------- what a lease holds
 

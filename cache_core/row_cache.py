@@ -25,6 +25,7 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
 from raydix.cache_core.errors import LeaseRangeError
+from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import NO_STARTS, LeasedCache, Published
 from raydix.cache_core.row_room import RowRoom
@@ -44,11 +45,10 @@ class RowLease(LeaseRecord):
         first_slot: int,
         prefix_len: int,
         num_slots: int,
-        generation: int,
         priority: int,
     ) -> None:
         starts = np.array([first_slot], np.int64)
-        super().__init__(lease_id, session_id, key, None, None, prefix_len, starts, 0, num_slots, generation, priority)
+        super().__init__(lease_id, session_id, key, None, None, prefix_len, starts, 0, num_slots, priority)
         self.row = row
         self.published_len = prefix_len  # leading tokens that others may copy; whole pages
 
@@ -179,7 +179,6 @@ class RowCache(LeasedCache):
             row * self.max_seq_len,
             prefix_len,
             prefix_len if num_slots is None else num_slots,
-            self._generation,
             priority,
         )
         self._count_grant(lease)
@@ -220,9 +219,8 @@ class RowCache(LeasedCache):
             raise LeaseRangeError("this cache keeps no states, so none can be published")
         lease.key = key
         before, stop = lease.published_len, self._whole_pages(num_tokens)
-        retired = lease.generation != self._generation
-        if retired or stop <= before:
-            return Published(before, 0, 0, retired, NO_STARTS)
+        if lease.retired or stop <= before:
+            return Published(before, 0, 0, lease.retired, NO_STARTS)
         prefix_len, _ = self._longest_prefix(key[:stop])
         self.room.publish(lease.row, key[:stop])
         lease.published_len = stop
@@ -234,15 +232,21 @@ class RowCache(LeasedCache):
         self.room.give_back(_as_row_lease(lease).row)
         self._tell_pressure()  # it can be evicted now
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Empty cached rows, whole ones, least recently used first, of at least `num_tokens` slots; returns of how
         many: fewer if no more rows are cached."""
         return self.room.evict(num_tokens)
 
-    def reset(self) -> None:
-        """Make everything unmatchable: cached rows are free, leased ones stay so, but publish no more."""
-        self._generation += 1
+    def _retire_all(self) -> None:
         self.room.forget_all()
+
+    def _retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        return self.room.forget(is_meant)
+
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and as far as it can be told why. Changes nothing."""
+        prefix_len, _ = self._longest_prefix(key)
+        return Explanation.of_lengths(len(key), prefix_len, prefix_len, self.page_size)
 
     # ---------------------------------------------------------------- what a lease holds
 
@@ -279,8 +283,7 @@ class RowCache(LeasedCache):
             where = f"at lease {lease.lease_id}"
             assert lease.row not in published, f"two leases hold row {lease.row}"
             assert lease.starts.tolist() == [lease.row * self.max_seq_len], f"{lease.starts=} {where}"
-            current = lease.generation == self._generation
-            published[lease.row] = lease.key[: lease.published_len if current else 0]
+            published[lease.row] = lease.key[: 0 if lease.retired else lease.published_len]
             assert lease.published_len % self.page_size == 0, f"rule 1: {lease.published_len=} {where}"
             assert lease.published_len <= lease.num_slots, f"rule 1: {lease.published_len=} {where}"
             assert lease.num_slots <= self.max_seq_len, f"rule 2: {lease.num_slots=} {where}"

@@ -23,6 +23,7 @@ from raydix.schemas.events import (
     KVEventSnapshot,
     NextEvents,
 )
+from raydix.schemas.explain import ExplainRequest, ExplainResponse
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
@@ -42,6 +43,7 @@ from raydix.schemas.requests import (
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
+    RetireRequest,
     StatsRequest,
     WaitRequest,
     WithdrawRequest,
@@ -56,6 +58,7 @@ from raydix.schemas.responses import (
     KVResponse,
     LeaseResponse,
     MatchResponse,
+    RetireResponse,
     SessionResponse,
     WaitingResponse,
     WindowResponse,
@@ -86,6 +89,8 @@ __all__ = [
     "EvictResponse",
     "EvictionConfig",
     "EvictionTaskStats",
+    "ExplainRequest",
+    "ExplainResponse",
     "ExtendRequest",
     "ExtendResponse",
     "InsertRequest",
@@ -112,6 +117,8 @@ __all__ = [
     "ReleaseRequest",
     "ReleaseWindowRequest",
     "ResetRequest",
+    "RetireRequest",
+    "RetireResponse",
     "SessionResponse",
     "StaleEpoch",
     "StatsRequest",

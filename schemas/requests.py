@@ -134,6 +134,14 @@ class ResetRequest(Message):
     """Make everything cached unmatchable and free it; running leases keep their slots to the end."""
 
 
+class RetireRequest(Message):
+    """Make every namespace unmatchable that matches all fields given; None matches any, so at least one is given."""
+
+    extra_key: str | None = None
+    lora_id: str | None = None
+    cache_salt: str | None = None
+
+
 class StatsRequest(Message):
     """A snapshot of the cache's counts."""
 

@@ -84,6 +84,12 @@ class EvictResponse(Message):
     num_evicted: int = Field(description="tokens whose slots are free now")
 
 
+class RetireResponse(Message):
+    """What a retirement did."""
+
+    num_namespaces: int = Field(description="namespaces that held something, and can no longer be matched")
+
+
 class Ack(Message):
     """Done, with nothing to tell."""
 
