@@ -47,6 +47,7 @@ def build_core(
         bigram=config.bigram,
         swa_pressure_floor=swa_floor,
         state_pressure_floor=state_floor,
+        remembered_leases=config.leases.remembered_leases,
     )
     return core, gauges
 

@@ -6,6 +6,7 @@ import logging
 
 from raydix.cache_core import (
     CoreError,
+    ExpiredLeaseError,
     InvalidKeyError,
     LeaseRangeError,
     OutOfSlotsError,
@@ -13,7 +14,7 @@ from raydix.cache_core import (
     UnknownLeaseError,
 )
 from raydix.cache_core.kv_cache import KVCache
-from raydix.schemas import CacheError, InvalidRequest, PoolExhausted, UnknownLease
+from raydix.schemas import CacheError, InvalidRequest, LeaseExpired, PoolExhausted, UnknownLease
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ def to_cache_error(error: Exception, core: KVCache) -> CacheError:
                 len(core.leases),
                 error.can_ever_fit,
             )
+        case ExpiredLeaseError():
+            return LeaseExpired(str(error))
         case UnknownLeaseError():
             return UnknownLease(str(error))
         case LeaseRangeError() | InvalidKeyError() | SlotError():

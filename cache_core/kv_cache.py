@@ -2,7 +2,8 @@
 
 Synchronous, so every operation is atomic for whoever calls it from one thread. Rules, checked by `check_invariants`:
 
-1. Each page is free, private to one lease, or in the tree, once: `free + private + tree == num_slots`.
+1. Each page is free, private to one lease, in quarantine, or in the tree, once:
+   `free + private + quarantined + tree == num_slots`.
 2. A lease's published pages are the tree's, locked; its node ends them.
 3. The locks on the tree's nodes are those of the open leases, no more and no fewer.
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
 from raydix.cache_core.counters import Counters
-from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, OutOfSlotsError
+from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, OutOfSlotsError, UnknownLeaseError
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.radix_cache import RadixCache
@@ -48,6 +49,7 @@ class KVCache:
         on_pressure: told that slots run short.
         states: the state slots of a hybrid model, to which `tree` frees; each lease holds one of its own.
         bigram: the tree's keys are pairs of neighbouring tokens (as EAGLE drafts need them): n tokens make n - 1 units.
+        remembered_leases: how many ended ids are remembered, so that none of them is granted again.
     """
 
     def __init__(
@@ -61,12 +63,13 @@ class KVCache:
         bigram: bool = False,
         swa_pressure_floor: int = 0,
         state_pressure_floor: int = 0,
+        remembered_leases: int = 0,
     ) -> None:
         self.tree = tree
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
-        self.leases = LeaseTable()
+        self.leases = LeaseTable(remembered_leases)
         self.counters = Counters()
         self.room = SlotRoom(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
         self._pressure_floor = pressure_floor
@@ -86,6 +89,11 @@ class KVCache:
     def private_slots(self) -> int:
         """Slots of leases that no tree holds, in whole pages."""
         return self.room.private_pages * self.page_size
+
+    @property
+    def quarantined_slots(self) -> int:
+        """Slots withheld because a vanished owner may still be writing them, in whole pages."""
+        return self.room.quarantine.num_pages * self.page_size
 
     @property
     def swa_allocator(self) -> SWATokenToKVPoolAllocator | None:
@@ -126,9 +134,9 @@ class KVCache:
 
         Raises:
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
-            UnknownLeaseError: the id is another session's.
+            UnknownLeaseError: the id is another session's, or is remembered as ended.
         """
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         if new_tokens < 0:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
@@ -139,7 +147,7 @@ class KVCache:
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         return self._grant(lease_id, session_id, key, None, None, 0)
 
@@ -281,9 +289,13 @@ class KVCache:
         return halves
 
     def release(self, lease_id: str, session_id: str) -> bool:
-        """End a lease: its private pages are freed, what it inserted stays. False if no such lease is open."""
+        """End a lease: its private pages are freed, what it inserted stays. False if no such lease is open.
+
+        An id that is not open is remembered as ended: its grant may be on its way still.
+        """
         lease = self.leases.find(lease_id, session_id)
         if lease is None:
+            self.leases.ended.add(session_id, lease_id)
             return False
         self._end(lease)
         return True
@@ -294,6 +306,41 @@ class KVCache:
         for lease in leases:
             self._end(lease)
         return len(leases)
+
+    def quarantine_session(self, session_id: str) -> int:
+        """End every lease of a session that has vanished; returns how many.
+
+        Locks go at once. Private slots are withheld until `free_withheld`: whoever held them may still write them.
+        """
+        leases = self.leases.of_session(session_id)
+        for lease in leases:
+            self._end(lease, vanished=True)
+        return len(leases)
+
+    def free_withheld(self, session_id: str) -> int:
+        """Free what is in quarantine of a session: nobody writes it any more. Returns how many slots."""
+        return self.room.free_withheld(session_id)
+
+    def offer(self, lease_id: str, session_id: str) -> LeaseRecord:
+        """Let another session adopt a lease, once."""
+        lease = self.leases.get(lease_id, session_id)
+        lease.offered = True
+        return lease
+
+    def adopt(self, lease_id: str, from_session: str, session_id: str) -> LeaseRecord:
+        """Make an offered lease that of another session; what it holds stays as it is.
+
+        Raises:
+            ExpiredLeaseError: it expired with the session that offered it.
+            UnknownLeaseError: it has ended, was adopted already, or was not offered by that session.
+        """
+        lease = self.leases.get(lease_id, from_session)
+        if not lease.offered:
+            raise UnknownLeaseError(f"lease {lease_id!r} is not offered to anyone: a grant is good once")
+        lease.offered = False
+        if session_id != from_session:
+            self.leases.move(lease, session_id)
+        return lease
 
     def evict(self, num_tokens: int) -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
@@ -355,9 +402,12 @@ class KVCache:
         self.counters.tokens_requested += len(lease.key)
         self.counters.tokens_reused += lease.prefix_len
 
-    def _end(self, lease: LeaseRecord) -> None:
-        self.leases.remove(lease)
-        self.room.free_private(lease.private_starts, lease.state_slot)
+    def _end(self, lease: LeaseRecord, vanished: bool = False) -> None:
+        self.leases.remove(lease, expired=vanished)
+        if vanished:
+            self.room.withhold_private(lease.session_id, lease.private_starts, lease.state_slot)
+        else:
+            self.room.free_private(lease.private_starts, lease.state_slot)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         if lease.generation != self._generation:
             self.tree.reclaim_retired()
@@ -371,7 +421,8 @@ class KVCache:
         self.allocator.check_invariants()
         private = [lease.private_starts for lease in self.leases]
         tree = self.tree.tree_starts()
-        pages = np.concatenate((self.allocator.free_starts(), *private, *tree)) // self.page_size
+        withheld = [each.starts for each in self.room.quarantine]
+        pages = np.concatenate((self.allocator.free_starts(), *private, *withheld, *tree)) // self.page_size
         assert len(pages) * self.page_size == self.num_slots, f"rule 1: {len(pages)} pages accounted for"
         assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
         assert sum(map(len, private)) == self.room.private_pages, f"rule 1: {self.room.private_pages=}"

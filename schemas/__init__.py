@@ -23,17 +23,20 @@ from raydix.schemas.events import (
     KVEventSnapshot,
     NextEvents,
 )
+from raydix.schemas.lease_grant import LeaseGrant
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
+    AdoptRequest,
     Batch,
     CheckInvariantsRequest,
     CloseSession,
     EvictRequest,
     ExtendRequest,
+    GrantRequest,
     InsertRequest,
     LockRequest,
     MatchRequest,
@@ -42,6 +45,7 @@ from raydix.schemas.requests import (
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
+    SessionRef,
     StatsRequest,
     WaitRequest,
     WithdrawRequest,
@@ -49,6 +53,7 @@ from raydix.schemas.requests import (
 )
 from raydix.schemas.responses import (
     Ack,
+    AdoptResponse,
     BatchResponse,
     EvictResponse,
     ExtendResponse,
@@ -67,6 +72,8 @@ __all__ = [
     "AbortRequest",
     "Ack",
     "AcquireRequest",
+    "AdoptRequest",
+    "AdoptResponse",
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
@@ -88,6 +95,7 @@ __all__ = [
     "EvictionTaskStats",
     "ExtendRequest",
     "ExtendResponse",
+    "GrantRequest",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -97,6 +105,7 @@ __all__ = [
     "KVResponse",
     "LeaseConfig",
     "LeaseExpired",
+    "LeaseGrant",
     "LeaseResponse",
     "LockRequest",
     "MatchRequest",
@@ -112,6 +121,7 @@ __all__ = [
     "ReleaseRequest",
     "ReleaseWindowRequest",
     "ResetRequest",
+    "SessionRef",
     "SessionResponse",
     "StaleEpoch",
     "StatsRequest",
