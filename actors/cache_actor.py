@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
 from raydix.actors.cache_host import CacheHost, local_device
+from raydix.actors.death_watch import DeathWatch
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -24,10 +26,14 @@ from raydix.schemas import (
     OpenSession,
     PoolHandle,
     ReadKV,
+    SessionRef,
     SessionResponse,
     WaitRequest,
     WriteKV,
 )
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,8 @@ class PrefixCacheActor:
         if wanted == "auto" and not ray.get_gpu_ids():
             wanted = "cpu"  # cards may be visible that were not given to this actor
         self._host = CacheHost(config, local_device(wanted), node_id, share=True)
+        self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
+        self._host.service.keeper.on_end = self._watch.unwatch
         self._draining = False
         logger.info("cache ready: epoch %s, %s", self._host.service.epoch, config)
 
@@ -58,15 +66,26 @@ class PrefixCacheActor:
         """Which configuration this cache runs with; also says that it is ready."""
         return self._host.service.config.digest()
 
-    async def open_session(self, request: OpenSession) -> SessionResponse:
-        """Open a client's session."""
+    async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
+        """Open a client's session, which ends with the actor that owns it, if one does."""
         if self._draining:
             raise CacheUnavailable("the cache is shutting down")
-        return self._host.service.open_session(request)
+        response = self._host.service.open_session(request)
+        if owner is not None:
+            self._watch.watch(owner, request.session_id)
+        return response
 
     async def close_session(self, request: CloseSession) -> None:
         """Close a client's session and end its leases."""
         self._host.service.close_session(request)
+
+    async def heartbeat(self, request: SessionRef) -> None:
+        """A sign of life of a session that has nothing else to say."""
+        self._host.service.session(request.session_id, request.epoch)
+
+    async def session_end(self, request: SessionRef) -> None:
+        """Wait until a session has ended: clients park here, so that they notice when it does, or this actor."""
+        await self._host.service.session_end(request)
 
     async def execute(self, *parts: Batch) -> BatchResponse:
         """Execute a batch of requests in order, once those before it have been; it may come in several parts."""

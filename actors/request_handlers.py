@@ -16,12 +16,15 @@ from raydix.schemas import (
     AbortRequest,
     Ack,
     AcquireRequest,
+    AdoptRequest,
+    AdoptResponse,
     CacheError,
     CheckInvariantsRequest,
     EvictRequest,
     EvictResponse,
     ExtendRequest,
     ExtendResponse,
+    GrantRequest,
     InsertRequest,
     InsertResponse,
     InvalidRequest,
@@ -65,6 +68,8 @@ class RequestHandlers:
             WithdrawRequest: self._withdraw,
             ReleaseRequest: self._release,
             AbortRequest: self._release,
+            GrantRequest: self._grant,
+            AdoptRequest: self._adopt,
             EvictRequest: self._evict,
             ResetRequest: self._reset,
             CheckInvariantsRequest: self._check_invariants,
@@ -204,6 +209,17 @@ class RequestHandlers:
         self.line.withdraw(session_id, request.lease_id)
         self.core.release(request.lease_id, session_id)
         return Ack()
+
+    def _grant(self, session_id: str, request: GrantRequest) -> LeaseResponse:
+        return self._granted(self.core.offer(request.lease_id, session_id))
+
+    def _adopt(self, session_id: str, request: AdoptRequest) -> AdoptResponse:
+        lease = self.core.adopt(request.lease_id, request.granter, session_id)
+        return AdoptResponse(
+            lease=self._granted(lease),
+            tokens=TokenIds(lease.key.data, lease.key.width),
+            published_len=lease.num_published_pages * self.core.page_size,
+        )
 
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
         return EvictResponse(num_evicted=self.core.evict(request.num_tokens))
