@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
+_MEMORY_TIMEOUT_S = 20.0  # for the memory of this actor's last life to be given back
+_MEMORY_POLL_S = 0.25
 
 
 class PrefixCacheActor:
@@ -56,7 +59,7 @@ class PrefixCacheActor:
         wanted = config.pool.device
         if wanted == "auto" and not ray.get_gpu_ids():
             wanted = "cpu"  # cards may be visible that were not given to this actor
-        self._host = CacheHost(config, local_device(wanted), node_id, share=True)
+        self._host = _make_host(config, local_device(wanted), node_id)
         self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
         self._host.service.keeper.on_end = self._watch.unwatch
         self._draining = False
@@ -79,13 +82,9 @@ class PrefixCacheActor:
         """Close a client's session and end its leases."""
         self._host.service.close_session(request)
 
-    async def heartbeat(self, request: SessionRef) -> None:
-        """A sign of life of a session that has nothing else to say."""
-        self._host.service.session(request.session_id, request.epoch)
-
-    async def session_end(self, request: SessionRef) -> None:
-        """Wait until a session has ended: clients park here, so that they notice when it does, or this actor."""
-        await self._host.service.session_end(request)
+    async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
+        """A sign of life; takes `stay_s`, so that the client notices at once if its session ends, or this actor."""
+        await self._host.service.heartbeat(request, stay_s)
 
     async def execute(self, *parts: Batch) -> BatchResponse:
         """Execute a batch of requests in order, once those before it have been; it may come in several parts."""
@@ -127,3 +126,22 @@ class PrefixCacheActor:
         cut_short = len(self._host.service.core.leases)
         await self._host.service.close()
         return cut_short
+
+
+def _make_host(config: CacheConfig, device: torch.device, node_id: str) -> CacheHost:
+    """The host. After a restart the pool of the life before may still be mapped by clients that do not know yet."""
+    deadline = time.monotonic() + _MEMORY_TIMEOUT_S
+    while True:
+        try:
+            return CacheHost(config, device, node_id, share=True)
+        except (CacheUnavailable, torch.cuda.OutOfMemoryError) as error:
+            if time.monotonic() > deadline or not _has_restarted():
+                raise
+            logger.warning("waiting for memory: %s", error)
+            time.sleep(_MEMORY_POLL_S)
+
+
+def _has_restarted() -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's property warns of how it is made itself
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -101,9 +101,14 @@ class CacheService:
         """End a session with all its leases; no effect if it is not open."""
         self.keeper.close(request.session_id)
 
-    async def session_end(self, request: SessionRef) -> None:
-        """Wait until a session has ended, whatever ends it."""
-        await self.keeper.end_of(self.session(request.session_id, request.epoch))
+    async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
+        """A client lives. Takes `stay_s`.
+
+        Raises:
+            CacheError: its session is over, or ends meanwhile.
+        """
+        if await self.keeper.ends_within(self.session(request.session_id, request.epoch), stay_s):
+            self.session(request.session_id, request.epoch)
 
     def _after_session(self) -> None:
         """A session has ended: its reader of events may be waiting, and others may find room."""

@@ -7,17 +7,16 @@ import logging
 import os
 import socket
 import uuid
+import weakref
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
-from weakref import WeakSet
 
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.process_life import own_life_path
 from raydix.schemas import (
     AbortRequest,
     CacheConfig,
-    CacheError,
     CacheUnavailable,
     InvalidRequest,
     LeaseExpired,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BEATS_PER_TTL = 3
+_MAX_BEAT_S = 3.0  # a graceful exit of this process waits for calls on their way
 _RETRY_BEAT_S = 0.25  # while the cache does not answer
 
 Undo = AbortRequest | WithdrawRequest | ReleaseRequest
@@ -60,7 +60,7 @@ class ClientSession:
         self._config: CacheConfig
         self._timer = LoopTimer(self._beat)
         self._beating: asyncio.Task[None] | None = None
-        self._pools: WeakSet[AttachedPool] = WeakSet()
+        self._pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
         self._compensations: set[asyncio.Future[Message]] = set()
         self._owed: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
 
@@ -107,10 +107,10 @@ class ClientSession:
             replaces=None if self._lost is None else self._lost.session_id,
             life_path=self._own_life_path(),
         )
-        response = await transport.open(request, partial(self._timer.set, 0.0))
+        response = await transport.open(request)
         self._transport, self._config = transport, response.config
         self._ready, self._lost = True, None
-        self._timer.set(self._beat_s)
+        self._timer.set(0.0)
 
     async def close(self) -> None:
         """Close the session: every lease it still holds ends. Idempotent, and no error where there is no cache left.
@@ -161,30 +161,30 @@ class ClientSession:
 
     @property
     def _beat_s(self) -> float:
-        return self._config.leases.session_ttl_s / _BEATS_PER_TTL
+        return min(_MAX_BEAT_S, self._config.leases.session_ttl_s / _BEATS_PER_TTL)
 
-    def _beat(self) -> float | None:
-        """Say that this client lives; returns when to do so again."""
+    def _beat(self) -> None:
+        """Say that this client lives. The cache keeps the message for a while, and then it is time for the next."""
         if self._closed or not self._ready:
-            return None
-        if self._beating is not None:
-            self._beating.cancel()  # unanswered all this time
-        self._beating = asyncio.get_running_loop().create_task(self._send_beat(self._transport))
-        return self._beat_s
+            return
+        loop = asyncio.get_running_loop()
+        next_at = loop.time() + self._beat_s
+        self._beating = loop.create_task(self._transport.beat(self._beat_s))  # it does not keep this object alive
+        self._beating.add_done_callback(partial(_note_beat, weakref.ref(self), self._transport, next_at))
 
-    async def _send_beat(self, transport: Transport) -> None:
-        try:
-            await transport.beat()
-        except CacheError as error:
-            logger.debug("session %s: %s", transport.session_id, error)
-            if transport.lost is not None:
-                self._note_loss(transport)
-            elif not self._closed:
-                for pool in list(self._pools):
-                    pool.drop_if_orphaned()
-                self._timer.set(min(_RETRY_BEAT_S, self._beat_s))
-        else:
+    def _note_beat(self, transport: Transport, next_at: float, error: BaseException | None) -> None:
+        if transport is not self._transport or self._closed:
+            return
+        if error is None:
             self._pay_debts()
+            self._timer.set(max(0.0, next_at - asyncio.get_running_loop().time()))
+            return
+        logger.debug("session %s: %s", transport.session_id, error)
+        self._note_loss(transport)
+        for pool in list(self._pools):
+            pool.drop_if_orphaned()
+        if transport.lost is None:
+            self._timer.set(min(_RETRY_BEAT_S, self._beat_s))
 
     def _note_loss(self, transport: Transport) -> None:
         """The session is over: the next verb opens another, and pools of another life of the cache are gone."""
@@ -255,8 +255,15 @@ class ClientSession:
             return
         if self._ready and not self._closed:
             self._owed[request.lease_id] = request
-            self._timer.set(min(_RETRY_BEAT_S, self._beat_s))
 
     def _pay_debts(self) -> None:
         while self._owed and self._ready and not self._closed:
             self._compensate(self._owed.popitem()[1])
+
+
+def _note_beat(
+    client: weakref.ref[ClientSession], transport: Transport, next_at: float, beat: asyncio.Task[None]
+) -> None:
+    error = None if beat.cancelled() else beat.exception()
+    if (session := client()) is not None and not beat.cancelled():
+        session._note_beat(transport, next_at, error)

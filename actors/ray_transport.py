@@ -12,8 +12,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -30,6 +29,7 @@ from raydix.schemas import (
     CacheUnavailable,
     CloseSession,
     InsertRequest,
+    InvalidRequest,
     KVEventBatch,
     KVResponse,
     LeaseExpired,
@@ -59,6 +59,7 @@ MAX_QUEUED_REQUESTS = 16_384
 _ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, WithdrawRequest)  # what ends or gives up
 _REQUEST_BYTES = 160  # of a pickled request beside its tokens
 _RETRY_AFTER_S = 0.05
+_ANSWER_S = 5.0  # a heartbeat is given up after so long
 
 _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
 Entry = tuple[Message, "asyncio.Future[Message]"]
@@ -84,28 +85,21 @@ class RayTransport:
         self._last_seq = 0
         self._in_flight: dict[int, asyncio.Task[None]] = {}  # by seq
 
-    async def open(self, request: OpenSession, on_news: Callable[[], None]) -> SessionResponse:
+    async def open(self, request: OpenSession) -> SessionResponse:
         response: SessionResponse = await call(self._actor.open_session, request, self._owner)
         self.session_id, self.epoch = request.session_id, response.epoch
-        self._park(on_news)
         return response
 
-    def _park(self, on_news: Callable[[], None]) -> None:
-        """Keep a call at the cache that ends with the session, or with the cache."""
-        loop = asyncio.get_running_loop()
-
-        def tell(_: Any) -> None:  # on a thread of Ray's
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                loop.call_soon_threadsafe(on_news)
-
-        with suppress(RayError):  # too many calls are pending: then a message of this client will find out
-            self._actor.session_end.remote(self._ref()).future().add_done_callback(tell)
-
-    def _ref(self) -> SessionRef:
-        return SessionRef(session_id=self.session_id, epoch=self.epoch)
-
-    async def beat(self) -> None:
-        await self._noting_loss(call(self._actor.heartbeat, self._ref()))
+    async def beat(self, stay_s: float) -> None:
+        request = SessionRef(session_id=self.session_id, epoch=self.epoch)
+        try:
+            async with asyncio.timeout(stay_s + _ANSWER_S):
+                await self._noting_loss(call(self._actor.heartbeat, request, stay_s))
+        except InvalidRequest as error:  # the cache has even forgotten that the session expired
+            self.lost = LeaseExpired(str(error))
+            raise
+        except TimeoutError:
+            raise CacheUnavailable(f"the cache has not answered a heartbeat for {_ANSWER_S:g} s") from None
 
     async def _noting_loss(self, answer: Coroutine[Any, Any, T]) -> T:
         """The answer to a call that names the session; if that is over, note so."""

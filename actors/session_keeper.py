@@ -82,11 +82,12 @@ class SessionKeeper:
             self.close(session_id, error)
         self._timer.stop()
 
-    async def end_of(self, session: Session) -> None:
-        """Wait until a session has ended, whatever ends it."""
+    async def ends_within(self, session: Session, seconds: float) -> bool:
+        """Wait whether a session ends, whatever ends it."""
         if session.end is None:
             session.end = asyncio.get_running_loop().create_future()
-        await asyncio.wait((session.end,))
+        await asyncio.wait((session.end,), timeout=seconds)
+        return session.end.done()
 
     def owner_unavailable(self, session_id: str, is_dead: bool) -> bool:
         """The actor that owns a session does not answer any more; returns whether the session has ended.

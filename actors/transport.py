@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 from raydix.actors.cache_host import CacheHost
@@ -39,11 +38,11 @@ class Transport(Protocol):
     epoch: str
     lost: StaleEpoch | LeaseExpired | None
 
-    async def open(self, request: OpenSession, on_news: Callable[[], None]) -> SessionResponse:
-        """Open the session. `on_news` is called on this loop when the session, or the cache, may have ended."""
+    async def open(self, request: OpenSession) -> SessionResponse:
+        """Open the session."""
 
-    async def beat(self) -> None:
-        """Say that the client lives."""
+    async def beat(self, stay_s: float) -> None:
+        """Say that the client lives. Takes up to `stay_s`, and ends at once if the session does, or the cache."""
 
     def submit(self, request: Message) -> asyncio.Future[Message]:
         """Send a request after those submitted before it; the future brings the response or a `CacheError`."""
@@ -79,12 +78,12 @@ class LocalTransport:
         self.epoch = ""
         self.lost: StaleEpoch | LeaseExpired | None = None
 
-    async def open(self, request: OpenSession, on_news: Callable[[], None]) -> SessionResponse:
+    async def open(self, request: OpenSession) -> SessionResponse:
         response = self._host.service.open_session(request)
         self.session_id, self.epoch = request.session_id, response.epoch
         return response
 
-    async def beat(self) -> None:
+    async def beat(self, stay_s: float) -> None:
         self._check_open()
 
     def submit(self, request: Message) -> asyncio.Future[Message]:

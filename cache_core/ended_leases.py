@@ -30,7 +30,7 @@ class EndedLeases:
         """
         expired = self._expired.get((session_id, lease_id))
         if expired:
-            raise ExpiredLeaseError(f"lease {lease_id!r} expired: its client was silent for too long")
+            raise ExpiredLeaseError(f"lease {lease_id!r} expired: its client was silent for too long, or died")
         if expired is not None:
             raise UnknownLeaseError(f"lease {lease_id!r} has ended")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -263,8 +262,8 @@ class RefusingHandle:
     def __getattr__(self, method: str) -> Any:
         if method == "open_session":
             return Remote(self._open)
-        if method == "session_end":
-            return Remote(lambda request: Parked())
+        if method == "heartbeat":
+            return Remote(lambda *arguments: asyncio.get_running_loop().create_future())
         return Remote(self._refuse)
 
     async def _open(self, request: OpenSession, owner: None) -> SessionResponse:
@@ -272,13 +271,6 @@ class RefusingHandle:
 
     def _refuse(self, *arguments: Any) -> Any:
         raise self._error
-
-
-class Parked:
-    """A call that never ends."""
-
-    def future(self) -> Future[None]:
-        return Future()
 
 
 class Remote:

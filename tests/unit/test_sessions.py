@@ -281,13 +281,17 @@ async def test_the_cache_looks_at_the_clock_as_long_as_there_is_somebody(scene: 
 
 
 async def test_a_client_is_told_of_the_end_of_its_session(scene: Scene) -> None:
-    ends = [asyncio.create_task(scene.service.session_end(SessionRef(session_id="s", epoch="e"))) for _ in range(2)]
+    who = SessionRef(session_id="s", epoch="e")
+    await scene.service.heartbeat(who, 0.001)
+    beats = [asyncio.create_task(scene.service.heartbeat(who, 60)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert not ends[0].done()
+    assert not beats[0].done()
 
     scene.wait(TTL_S)
 
-    await asyncio.wait_for(asyncio.gather(*ends), 5)
+    for beat in beats:
+        with pytest.raises(LeaseExpired):
+            await asyncio.wait_for(beat, 5)
 
 
 # ---------------------------------------------------------------- the lock of a process
