@@ -74,13 +74,23 @@ class AttachedPool:
 
     @property
     def k(self) -> list[torch.Tensor]:
-        """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`."""
+        """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`; in kind "slots" `[num_slots, ...]`."""
         return self._mapped_pool().k
 
     @property
     def v(self) -> list[torch.Tensor]:
-        """Each layer's V, `[num_slots + page_size, num_kv_heads, v_head_dim]`."""
+        """Each layer's V, likewise with `v_head_dim`."""
         return self._mapped_pool().v
+
+    def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of the same memory.
+
+        Raises:
+            InvalidRequest: the cache is not of kind "slots", or the pool is not mapped.
+        """
+        if self.layout.max_seq_len is None:
+            raise InvalidRequest("this cache's slots come in pages: only kind 'slots' has them by sequence")
+        return self._mapped_pool().by_sequence()
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; the caller's row: `lease.state_slot`."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from raydix.actors.cache_service import CacheService
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.pool_export import ExportedPool
-from raydix.cache_core import KVPool, MambaPool, UnknownLeaseError
+from raydix.cache_core import UnknownLeaseError
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -33,7 +33,7 @@ class CacheHost:
         epoch = uuid.uuid4().hex
         self.exported = ExportedPool(config, device, epoch, node_id, share)
         medium = "GPU" if device.type == "cuda" else "CPU"
-        self.service = CacheService(config, epoch, _state_pool(config, self.exported.pool), medium)
+        self.service = CacheService(config, epoch, self.exported.pool, medium)
 
     def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy the KV of slots that a lease covers out of the pool.
@@ -44,7 +44,7 @@ class CacheHost:
         """
         self._check(request, private=False)
         slots = torch.from_numpy(request.slots.copy())
-        k, v = self.exported.pool.read_all(slots, self._swa_slots(slots))
+        k, v = self.exported.pool.read_all(slots, self.service.core.swa_slots(slots))
         return KVResponse(k=_to_bytes(k), v=_to_bytes(v))
 
     def write_kv(self, request: WriteKV) -> None:
@@ -61,36 +61,22 @@ class CacheHost:
         v = _from_bytes(request.v, (*shape, layout.v_head_dim), layout.dtype)
         device = self.exported.device
         slots = torch.from_numpy(request.slots.copy())
-        self.exported.pool.write_all(slots, k.to(device), v.to(device), self._swa_slots(slots))
-
-    def _swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
-        allocator = self.service.core.swa_allocator
-        return None if allocator is None else allocator.swa_slots(slots)
+        self.exported.pool.write_all(slots, k.to(device), v.to(device), self.service.core.swa_slots(slots))
 
     def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
-        session = self.service.session(request.session_id, request.epoch)
+        session, core = self.service.session(request.session_id, request.epoch), self.service.core
         try:
-            lease = self.service.core.leases.get(request.lease_id, session.session_id)
+            lease = core.leases.get(request.lease_id, session.session_id)
         except UnknownLeaseError as error:
-            raise to_cache_error(error, self.service.core) from error
-        page_size = self.service.config.page_size
+            raise to_cache_error(error, core) from error
         slots = request.slots
         if slots.ndim != 1 or slots.dtype != np.int64:
             raise InvalidRequest(f"slots must be a 1-D row of int64, not {slots.dtype} of shape {slots.shape}")
-        held = lease.private_starts if private else lease.starts
-        if not np.isin(slots - slots % page_size, held).all():
+        if not (core.holds_privately(lease, slots) if private else core.covers(lease, slots)):
             raise InvalidRequest(
                 f"lease {request.lease_id!r} does not {'hold' if private else 'cover'} all of these slots"
                 f"{' privately: only slots that were not published yet can be written' if private else ''}"
             )
-
-
-def _state_pool(config: CacheConfig, pool: KVPool) -> MambaPool | None:
-    """The slots of the pool's recurrent states, if the kind has any."""
-    if config.kind != "mamba":
-        return None
-    layers = [pool.state(layer) for layer in range(config.pool.num_layers)]
-    return MambaPool(config.pool.num_state_slots, layers=[tensors for tensors in layers if tensors])
 
 
 def local_device(wanted: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""`CacheService`: sessions, verbs, waiting and background eviction around one `KVCache`.
+"""`CacheService`: sessions, verbs, waiting and background eviction around one `LeasedCache`.
 
 Both the Ray actor and `LocalPrefixCache` drive it. All state lives on one event loop, and no operation awaits between
 its first look at the cache and its last change of it: each is atomic.
@@ -17,8 +17,8 @@ from raydix.actors.request_handlers import RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
 from raydix.actors.session_table import Session
 from raydix.actors.waiting_line import WaitingLine
-from raydix.cache_core import KVCache, MambaPool, MambaRadixCache
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core import KVPool
+from raydix.cache_core.leased_cache import PoolSizes
 from raydix.schemas import (
     AdoptRequest,
     Batch,
@@ -55,7 +55,7 @@ class CacheService:
     Args:
         config: everything about it.
         epoch: names this life of it.
-        states: the pool of recurrent states, for kind "mamba"; None makes one without tensors.
+        pool: the tensors, of which the cache copies states and rows; None: there are none.
         medium: where the KV is, for events: "GPU" or "CPU".
         clock: seconds, of any origin; by it sessions expire.
     """
@@ -64,7 +64,7 @@ class CacheService:
         self,
         config: CacheConfig,
         epoch: str,
-        states: MambaPool | None = None,
+        pool: KVPool | None = None,
         medium: str = "CPU",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,14 +73,14 @@ class CacheService:
         self._closed = False
         self._batches = self._requests = 0
         self.line = WaitingLine(config.leases.max_waiters)
-        self.core, gauges = build_core(config, states, self._on_pressure)
+        self.core, gauges = build_core(config, pool, self._on_pressure)
         self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
         self.sessions = self.keeper.sessions
         self.eviction_task = EvictionTask(config.eviction, gauges, self.line.serve)
         self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
-        if self.feed is not None and isinstance(self.core.tree, TreeCache):
-            self.core.tree.tell_events(self.feed)
+        if self.feed is not None:
+            self.core.tell_events(self.feed)
 
     def _on_pressure(self) -> None:
         self.eviction_task.wake()
@@ -198,7 +198,7 @@ class CacheService:
     def _event_snapshot(self) -> KVEventSnapshot | InvalidRequest:
         if self.feed is None:
             return InvalidRequest(_NO_EVENTS)
-        return self.feed.snapshot(self.core.tree.resident_pages() if isinstance(self.core.tree, TreeCache) else ())
+        return self.feed.snapshot(self.core.resident_pages())
 
     def stats(self) -> CacheStats:
         """A snapshot of every count."""
@@ -208,10 +208,10 @@ class CacheService:
             num_slots=core.num_slots,
             free_slots=core.free_slots,
             private_slots=core.private_slots,
-            tree_slots=core.tree.total_size(),
+            tree_slots=core.total_size(),
             quarantined_slots=core.quarantined_slots,
-            evictable_slots=core.tree.evictable_size(),
-            protected_slots=core.tree.protected_size(),
+            evictable_slots=core.evictable_size(),
+            protected_slots=core.protected_size(),
             open_leases=len(core.leases),
             open_sessions=len(self.sessions),
             waiters=len(self.line),
@@ -229,36 +229,21 @@ class CacheService:
             batches=self._batches,
             requests=self._requests,
             eviction_task=self.eviction_task.stats(),
-            swa=_swa_stats(core),
-            state=_state_stats(core),
+            swa=_pool_stats(core.swa_sizes()),
+            state=_pool_stats(core.state_sizes()),
         )
 
 
-def _swa_stats(core: KVCache) -> PoolStats | None:
-    if core.swa_allocator is None:
+def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:
+    if sizes is None:
         return None
-    tree, room = core.tree, core.room
-    withheld = room.num_private_halves(each.starts for each in room.quarantine) * core.page_size
-    free, num_slots = core.swa_allocator.swa_available_size(), core.swa_allocator.num_swa_slots
-    return _pool_stats(num_slots, free, withheld, tree.swa_evictable_size(), tree.swa_protected_size())
-
-
-def _state_stats(core: KVCache) -> PoolStats | None:
-    states, tree = core.room.states, core.tree
-    if states is None or not isinstance(tree, MambaRadixCache):
-        return None
-    evictable, protected = tree.mamba_evictable_size(), tree.mamba_protected_size()
-    return _pool_stats(states.num_slots, states.available_size(), core.room.quarantine.num_states, evictable, protected)
-
-
-def _pool_stats(num_slots: int, free: int, withheld: int, evictable: int, protected: int) -> PoolStats:
-    tree = evictable + protected
+    tree = sizes.evictable + sizes.protected
     return PoolStats(
-        num_slots=num_slots,
-        free_slots=free,
-        private_slots=num_slots - free - tree - withheld,
+        num_slots=sizes.num_slots,
+        free_slots=sizes.free,
+        private_slots=sizes.num_slots - sizes.free - tree - sizes.quarantined,
         tree_slots=tree,
-        quarantined_slots=withheld,
-        evictable_slots=evictable,
-        protected_slots=protected,
+        quarantined_slots=sizes.quarantined,
+        evictable_slots=sizes.evictable,
+        protected_slots=sizes.protected,
     )

@@ -9,9 +9,12 @@ from raydix.cache_core import (
     BasePrefixCache,
     ChunkCache,
     KVCache,
+    KVPool,
+    LeasedCache,
     MambaPool,
     MambaRadixCache,
     RadixCache,
+    RowCache,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
@@ -20,13 +23,43 @@ from raydix.schemas import CacheConfig
 
 
 def build_core(
-    config: CacheConfig, states: MambaPool | None, on_pressure: Callable[[], None]
+    config: CacheConfig, pool: KVPool | None, on_pressure: Callable[[], None]
+) -> tuple[LeasedCache, list[PoolGauge]]:
+    """The core of a cache, and a gauge for each of its pools, for the eviction task.
+
+    Args:
+        config: everything about it.
+        pool: the tensors, of which the core copies states and rows; None: there are none.
+        on_pressure: told that slots run short.
+    """
+    if config.max_seq_len is not None:
+        return _build_rows(config, config.max_seq_len, pool, on_pressure)
+    return _build_tree(config, pool, on_pressure)
+
+
+def _build_rows(
+    config: CacheConfig, max_seq_len: int, pool: KVPool | None, on_pressure: Callable[[], None]
+) -> tuple[RowCache, list[PoolGauge]]:
+    num_slots, kv_cache = config.pool.num_slots, None if pool is None else pool.by_sequence()
+    gauge = PoolGauge(config.eviction, num_slots, lambda: core.free_slots, lambda num: core.evict(num))
+    core = RowCache(
+        num_slots,
+        max_seq_len,
+        config.page_size,
+        kv_cache,
+        gauge.pressure_floor,
+        on_pressure,
+        config.leases.remembered_leases,
+    )
+    return core, [gauge]
+
+
+def _build_tree(
+    config: CacheConfig, kv_pool: KVPool | None, on_pressure: Callable[[], None]
 ) -> tuple[KVCache, list[PoolGauge]]:
-    """The core of a cache, and a gauge for each of its pools, for the eviction task."""
     pool, marks = config.pool, config.eviction
     allocator = _make_allocator(config)
-    if config.kind == "mamba" and states is None:
-        states = MambaPool(pool.num_state_slots)
+    states = _make_states(config, kv_pool)
     tree = _make_tree(config, allocator, states)
     gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num))]
     swa_floor = state_floor = 0
@@ -59,11 +92,20 @@ def _make_allocator(config: CacheConfig) -> TokenToKVPoolAllocator:
     return SWATokenToKVPoolAllocator(num_slots, config.pool.num_swa_slots or num_slots, page_size)
 
 
+def _make_states(config: CacheConfig, kv_pool: KVPool | None) -> MambaPool | None:
+    """The slots of the pool's recurrent states, if the kind has any."""
+    if config.kind != "mamba":
+        return None
+    layers = [] if kv_pool is None else [kv_pool.state(layer) for layer in range(config.pool.num_layers)]
+    return MambaPool(config.pool.num_state_slots, layers=[tensors for tensors in layers if tensors])
+
+
 def _make_tree(config: CacheConfig, allocator: TokenToKVPoolAllocator, states: MambaPool | None) -> BasePrefixCache:
     if config.kind == "chunk":
         return ChunkCache(config.page_size)
     if config.kind == "trie":
         return TriePrefixCache(config.page_size, allocator)
+    window, policy = config.sliding_window_size, config.eviction.policy
     if config.kind == "mamba":
-        return MambaRadixCache(config.page_size, allocator, states)
-    return RadixCache(config.page_size, config.sliding_window_size, allocator)
+        return MambaRadixCache(config.page_size, allocator, states, sliding_window_size=window, eviction_policy=policy)
+    return RadixCache(config.page_size, window, allocator, eviction_policy=policy)

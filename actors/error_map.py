@@ -8,18 +8,18 @@ from raydix.cache_core import (
     CoreError,
     ExpiredLeaseError,
     InvalidKeyError,
+    LeasedCache,
     LeaseRangeError,
     OutOfSlotsError,
     SlotError,
     UnknownLeaseError,
 )
-from raydix.cache_core.kv_cache import KVCache
 from raydix.schemas import CacheError, InvalidRequest, LeaseExpired, PoolExhausted, UnknownLease
 
 logger = logging.getLogger(__name__)
 
 
-def to_cache_error(error: Exception, core: KVCache) -> CacheError:
+def to_cache_error(error: Exception, core: LeasedCache) -> CacheError:
     """What a caller is told of an error that an operation raised. One that nobody foresaw is logged with its trace."""
     match error:
         case CacheError():

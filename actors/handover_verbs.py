@@ -63,7 +63,7 @@ class HandoverVerbs(EventVerbs):
             self._compensate(AbortRequest(lease_id=grant.lease_id))
             raise
         adopted = expect(AdoptResponse, response)
-        lease = Lease(cast("CacheVerbs", self), adopted.lease, adopted.tokens, transport, self._config.page_size)
+        lease = Lease(cast("CacheVerbs", self), adopted.lease, adopted.tokens, transport, self._config.run_len)
         lease.published_len = adopted.published_len
         return lease
 

@@ -44,11 +44,11 @@ class Lease:
     """
 
     def __init__(
-        self, client: CacheVerbs, response: LeaseResponse, tokens: TokenIds, transport: Transport, page_size: int
+        self, client: CacheVerbs, response: LeaseResponse, tokens: TokenIds, transport: Transport, run_len: int
     ) -> None:
         self.client = client
         self.transport = transport  # of the session that holds it
-        self._page_size = page_size
+        self._run_len = run_len  # slots that each of the starts stands for
         self._tokens = tokens  # all ids that the cache has been sent of this request
         self._starts = np.frombuffer(response.page_starts, "<i4").astype(np.int64)
         self._num_slots = response.num_slots
@@ -84,14 +84,14 @@ class Lease:
         if self._swa_slots is None:
             import torch
 
-            held = np.repeat(self._swa_starts > 0, self._page_size)[: self._num_slots]
+            held = np.repeat(self._swa_starts > 0, self._run_len)[: self._num_slots]
             self._swa_slots = self._expand(self._swa_starts.astype(np.int64)) * torch.from_numpy(held)
         return self._swa_slots
 
     def _expand(self, starts: NDArray[np.int64]) -> torch.Tensor:
         import torch
 
-        rows = starts[:, None] + np.arange(self._page_size)
+        rows = starts[:, None] + np.arange(self._run_len)
         return torch.from_numpy(rows.reshape(-1)[: self._num_slots])
 
     def __len__(self) -> int:
@@ -213,7 +213,7 @@ class Lease:
             self._tokens = tokens
         repointed = np.frombuffer(response.repointed, "<i4")
         if len(repointed):
-            first = self.published_len // self._page_size
+            first = self.published_len // self._run_len
             self._starts[first : first + len(repointed)] = repointed
             self._slots = None
         self.published_len += response.num_inserted + response.num_duplicates

@@ -24,6 +24,7 @@ def layout_of(config: CacheConfig) -> PoolLayout:
     return PoolLayout(
         num_slots=pool.num_slots,
         page_size=config.page_size,
+        max_seq_len=config.max_seq_len,
         num_layers=pool.num_layers,
         num_kv_heads=pool.num_kv_heads,
         head_dim=pool.head_dim,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.waiting_line import Attempt, WaitingLine
-from raydix.cache_core import KVCache, OutOfSlotsError, RadixKey
+from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import (
     AbortRequest,
@@ -53,7 +53,7 @@ class RequestHandlers:
         acquire_timeout_s: how long they wait unless they say otherwise.
     """
 
-    def __init__(self, core: KVCache, line: WaitingLine, acquire_timeout_s: float) -> None:
+    def __init__(self, core: LeasedCache, line: WaitingLine, acquire_timeout_s: float) -> None:
         self.core = core
         self.line = line
         self.num_exhausted = 0  # requests refused for want of room
@@ -95,13 +95,15 @@ class RequestHandlers:
 
     def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
         key = _key(request.tokens, request.namespace)
-        return self._granted(self.core.lock(request.lease_id, session_id, key))
+        return self._granted(self.core.lock(request.lease_id, session_id, key, request.priority))
 
     def _acquire(self, session_id: str, request: AcquireRequest) -> Message:
         key = _key(request.tokens, request.namespace)
 
         def attempt() -> Message:
-            lease = self.core.acquire(request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len)
+            lease = self.core.acquire(
+                request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len, request.priority
+            )
             return self._granted(lease)
 
         needed = len(key) + request.new_tokens
@@ -136,15 +138,14 @@ class RequestHandlers:
 
         New leases never overtake those in line. A lease that grows does: those in line wait for it to end.
         """
-        if total > self.core.num_slots:
-            raise self._refusal(total, can_ever_fit=False)
-        if urgent or not len(self.line):
-            try:
+        try:
+            self.core.check_len(total)
+            if urgent or not len(self.line):
                 return attempt()
-            except OutOfSlotsError as error:
-                needed = error.needed
-                if not error.can_ever_fit:  # more window slots or states than there are
-                    raise self._refusal(needed, can_ever_fit=False) from error
+        except OutOfSlotsError as error:
+            needed = error.needed
+            if not error.can_ever_fit:  # more slots, window slots or states than there are
+                raise self._refusal(needed, can_ever_fit=False) from error
         if timeout_s is None:
             timeout_s = self._acquire_timeout_s
         if timeout_s == 0:
@@ -160,7 +161,7 @@ class RequestHandlers:
         return PoolExhausted(
             needed,
             core.free_slots,
-            core.tree.evictable_size(),
+            core.evictable_size(),
             core.held_slots(),
             len(core.leases),
             can_ever_fit,
@@ -199,7 +200,7 @@ class RequestHandlers:
 
     def _window(self, lease: LeaseRecord) -> bytes:
         """The lease's window pages, packed; nothing without a sliding window."""
-        return b"" if self.core.swa_allocator is None else _packed(self.core.swa_starts(lease))
+        return _packed(self.core.swa_starts(lease))
 
     def _withdraw(self, session_id: str, request: WithdrawRequest) -> Ack:
         self.line.withdraw(session_id, request.lease_id)
@@ -218,7 +219,7 @@ class RequestHandlers:
         return AdoptResponse(
             lease=self._granted(lease),
             tokens=TokenIds(lease.key.data, lease.key.width),
-            published_len=lease.num_published_pages * self.core.page_size,
+            published_len=self.core.published_len(lease),
         )
 
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:

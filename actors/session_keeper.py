@@ -10,7 +10,7 @@ from collections.abc import Callable
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.session_table import Session, SessionTable
 from raydix.actors.waiting_line import WaitingLine
-from raydix.cache_core import KVCache
+from raydix.cache_core import LeasedCache
 from raydix.schemas import CacheError, LeaseConfig, LeaseExpired, OpenSession
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class SessionKeeper:
     def __init__(
         self,
         config: LeaseConfig,
-        core: KVCache,
+        core: LeasedCache,
         line: WaitingLine,
         after_end: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,

@@ -80,13 +80,21 @@ class CacheVerbs(HandoverVerbs):
         extra_key: str | None = None,
         lora_id: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> Lease:
-        """Lock what is cached of `tokens`, and allocate nothing; `extend` adds private slots to the prefix's."""
+        """Lock what is cached of `tokens`, and allocate nothing; `extend` adds private slots to the prefix's.
+
+        In kind "slots" it is an `acquire` of that prefix alone: it takes a whole row, even if nothing is cached.
+
+        Raises:
+            PoolExhausted: kinds "slots" and "mamba" alone: there is no row, or no state, for the lease; at once.
+        """
         request = build(
             LockRequest,
             lease_id=self._new_lease_id(),
             tokens=tokens,
             namespace=_namespace(extra_key, lora_id, cache_salt),
+            priority=priority,
         )
         return await self._lease(request)
 
@@ -99,6 +107,7 @@ class CacheVerbs(HandoverVerbs):
         cache_salt: str | None = None,
         new_tokens: int = 0,
         max_prefix_len: int | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> Lease:
         """Lock what is cached of `tokens` and allocate slots for the rest and `new_tokens` more, in one step.
@@ -108,6 +117,7 @@ class CacheVerbs(HandoverVerbs):
         Args:
             tokens: the prompt's ids: a list, `array.array`, 1-D integer numpy array or torch tensor.
             max_prefix_len: match at most so many tokens; `len(tokens) - 1` leaves one to compute for its logits.
+            priority: what the lease uses and publishes stays longer the higher it is, under the policy "priority".
             timeout_s: wait so long for room; None: `LeaseConfig.acquire_timeout_s`, 0: not at all.
 
         Raises:
@@ -121,6 +131,7 @@ class CacheVerbs(HandoverVerbs):
             namespace=_namespace(extra_key, lora_id, cache_salt),
             new_tokens=new_tokens,
             max_prefix_len=max_prefix_len,
+            priority=priority,
             timeout_s=timeout_s,
         )
         return await self._lease(request)
@@ -230,7 +241,7 @@ class CacheVerbs(HandoverVerbs):
         except (asyncio.CancelledError, CacheUnavailable):
             self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
-        return Lease(self, granted, request.tokens, transport, self._config.page_size)
+        return Lease(self, granted, request.tokens, transport, self._config.run_len)
 
     async def _whatever_becomes_of_the_caller(self, request: Message, model: type[M], note: Callable[[M], None]) -> M:
         """The response to a request on a lease, noted even if the caller is cancelled meanwhile."""

@@ -15,6 +15,7 @@ from raydix.cache_core.errors import (
 )
 from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.kv_cache import KVCache
+from raydix.cache_core.leased_cache import LeasedCache
 from raydix.cache_core.lru_list import LRUList
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
@@ -23,6 +24,7 @@ from raydix.cache_core.memory_pool import KVPool, PoolLayout
 from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_trie import RadixTrie
+from raydix.cache_core.row_cache import RowCache
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_cache import PrefixCacheManager, SlotAllocator
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
@@ -41,6 +43,7 @@ __all__ = [
     "KVPool",
     "LRUList",
     "LeaseRangeError",
+    "LeasedCache",
     "LockError",
     "MambaPool",
     "MambaRadixCache",
@@ -52,6 +55,7 @@ __all__ = [
     "RadixCache",
     "RadixKey",
     "RadixTrie",
+    "RowCache",
     "SWATokenToKVPoolAllocator",
     "SlotAllocator",
     "SlotError",

@@ -12,7 +12,17 @@ Validator = Callable[[TreeNode, int], bool]
 
 
 class AuxComponent(ABC):
-    """One kind of data on the nodes of a tree, with locks, sizes and an eviction order of its own."""
+    """One kind of data on the nodes of a tree, with locks, sizes and an eviction order of its own.
+
+    Attributes:
+        evictable: what no lock holds, in the component's own unit.
+        protected: what some lock holds.
+        num_freed: what was given up since the start.
+    """
+
+    evictable = 0
+    protected = 0
+    num_freed = 0
 
     @abstractmethod
     def validator(self) -> Validator:
@@ -33,11 +43,26 @@ class AuxComponent(ABC):
 
     @abstractmethod
     def lock(self, node: TreeNode) -> Any:
-        """Hold what a match that ends at `node` uses; returns what `unlock` needs back."""
+        """Hold what a match that ends at `node` uses; returns what `unlock` needs back. The full KV is locked first."""
 
     @abstractmethod
     def unlock(self, node: TreeNode, receipt: Any) -> None:
-        """Undo one `lock`."""
+        """Undo one `lock`. The full KV is unlocked first."""
+
+    @abstractmethod
+    def pop_victim(self) -> TreeNode | None:
+        """Take out of the queue the node whose data is to go next, of those that no lock holds; None if none is."""
+
+    @abstractmethod
+    def drop(self, node: TreeNode) -> None:
+        """Give up the data of a node that stays in the tree, if it has any that no lock holds."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Hand what was dropped to its pool."""
+
+    def forget(self, node: TreeNode) -> None:  # noqa: B027 -- most have nothing to do
+        """The tree is reset: `node` leaves it, locked or not."""
 
     @abstractmethod
     def clear(self) -> None:

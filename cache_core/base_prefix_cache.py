@@ -109,8 +109,8 @@ class BasePrefixCache(ABC):
         """Make the KV in `value`, one slot per token, findable under `key`."""
 
     @abstractmethod
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
-        """Free at least `num_tokens` slots, or all that nobody has locked."""
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
+        """Free at least `num_tokens` slots, or all that nobody has locked; so for window KV and states."""
 
     @abstractmethod
     def inc_lock_ref(self, node: Any) -> Any:
@@ -121,11 +121,13 @@ class BasePrefixCache(ABC):
         """Undo one `inc_lock_ref`."""
 
     @abstractmethod
-    def match_pages(self, key: RadixKey, limit: int | None = None) -> PageMatch:
-        """`match_prefix` of the first `limit` tokens of `key`, in pages."""
+    def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
+        """`match_prefix` of the first `limit` tokens of `key`, in pages, by a request of that priority."""
 
     @abstractmethod
-    def insert_pages(self, key: RadixKey, starts: Starts, from_node: Any, swa_evicted_seqlen: int = 0) -> PageInsert:
+    def insert_pages(
+        self, key: RadixKey, starts: Starts, from_node: Any, swa_evicted_seqlen: int = 0, priority: int = 0
+    ) -> PageInsert:
         """`insert` of the whole pages of `key`, resumed at `from_node`: `starts` are the pages beyond it."""
 
     @abstractmethod

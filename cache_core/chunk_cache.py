@@ -46,15 +46,17 @@ class ChunkCache(BasePrefixCache):
         """Nothing is taken over: the caller keeps every slot of `value`."""
         return InsertResult()
 
-    def match_pages(self, key: RadixKey, limit: int | None = None) -> PageMatch:
+    def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """A miss."""
         return PageMatch(0, None, _NO_STARTS, 0, None)
 
-    def insert_pages(self, key: RadixKey, starts: Starts, from_node: None, swa_evicted_seqlen: int = 0) -> PageInsert:
+    def insert_pages(
+        self, key: RadixKey, starts: Starts, from_node: None, swa_evicted_seqlen: int = 0, priority: int = 0
+    ) -> PageInsert:
         """Nothing is taken over."""
         return PageInsert(0, 0, None, _NO_STARTS)
 
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
         """Nothing is held, so nothing is freed."""
         return EvictResult()
 

@@ -4,7 +4,7 @@ Rules, checked by `check`:
 
 1. `evictable` is the tokens of nodes without locks, `protected` of those with; both together, all tokens.
 2. A node's `lock_ref` counts its own locks and those of its children.
-3. Every unlocked leaf stands in the eviction queue.
+3. Every unlocked leaf stands in the eviction queue, or, if its namespace was retired, among the retired.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.leaf_queue import LeafQueue
+from raydix.cache_core.eviction_policy import EvictionPolicy
+from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import Slots, expand_slots
 from raydix.cache_core.tree_node import TreeNode
@@ -46,17 +47,24 @@ class Victims:
 class FullComponent:
     """Locks, sizes and eviction order of the full KV."""
 
-    def __init__(self, tree: RadixTree, aux: Sequence[AuxComponent] = ()) -> None:
+    def __init__(self, tree: RadixTree, policy: EvictionPolicy, aux: Sequence[AuxComponent] = ()) -> None:
         self.evictable = 0  # tokens
         self.protected = 0  # tokens
         self._tree = tree
         self._aux = aux  # told of nodes that leave
-        self._queue = LeafQueue()
+        self._falls_with_use = policy.falls_with_use
+        self._queue = EvictionQueue(policy.rank, _may_go)
+        self._retired: list[TreeNode] = []  # unlocked leaves that can no longer be matched: they go before all others
 
     def add(self, leaf: TreeNode) -> None:
         """A new, unlocked leaf."""
         self.evictable += len(leaf)
         self._queue.push(leaf)
+
+    def touch(self, end: TreeNode) -> None:
+        """A match or an insert ends at `end`."""
+        if self._falls_with_use and end.data and _may_go(end):
+            self._queue.push(end)
 
     def lock(self, node: TreeNode) -> None:
         """Lock a node and its ancestors. O(depth in nodes)."""
@@ -80,31 +88,44 @@ class FullComponent:
                 self.protected -= len(node)
             node = node.parent
         if not leaf.lock_ref and not leaf.children:
-            self._queue.push(leaf)
+            self._offer(leaf)
 
     def evict(self, num_tokens: int) -> Victims:
-        """Take out unlocked leaves, least recently used first, until they hold `num_tokens`. O(log n) for each."""
+        """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
         victims = Victims()
-        while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
+        while victims.num_tokens < num_tokens and (leaf := self._pop_retired() or self._queue.pop()) is not None:
             self.take_out(leaf, victims)
         return victims
 
     def evict_retired(self) -> Victims:
         """Take out what is unlocked of retired namespaces."""
         victims = Victims()
-        while (leaf := self._queue.pop_retired()) is not None:
+        while (leaf := self._pop_retired()) is not None:
             self.take_out(leaf, victims)
         return victims
 
     def retire(self, nodes: Iterable[TreeNode]) -> None:
         """Move the unlocked leaves among these nodes, whose namespace is no longer live, to the front."""
-        for node in nodes:
-            if not node.children and not node.lock_ref:
-                self._queue.push(node)
+        self._retired.extend(node for node in nodes if not node.children and not node.lock_ref)
+
+    def _pop_retired(self) -> TreeNode | None:
+        while self._retired:
+            leaf = self._retired.pop()
+            if leaf.slots is not None and not leaf.children and not leaf.lock_ref:
+                return leaf
+        return None
+
+    def _offer(self, leaf: TreeNode) -> None:
+        """Queue an unlocked leaf where it belongs."""
+        if leaf.space.live:
+            self._queue.push(leaf)
+        else:
+            self._retired.append(leaf)
 
     def clear(self) -> None:
         """Forget everything."""
         self._queue.clear()
+        self._retired.clear()
         self.evictable = self.protected = 0
 
     def take_out(self, leaf: TreeNode, victims: Victims) -> None:
@@ -116,16 +137,22 @@ class FullComponent:
         victims.add(leaf, self._tree.remove_leaf(leaf))
         self.evictable -= len(leaf)
         if not parent.children and not parent.lock_ref and parent.data:
-            self._queue.push(parent)
+            self._offer(parent)
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
         evictable = protected = 0
+        retired = {node.id for node in self._retired}
         for node in nodes:
             below = sum(child.lock_ref for child in node.children.values())
             assert node.lock_ref == node.own_locks + below, f"rule 2 at {node}: {node.own_locks=}, {below=}"
-            assert node.queued or node.lock_ref or node.children, f"rule 3 at {node}"
+            queued = node in self._queue if node.space.live else node.id in retired
+            assert queued or node.lock_ref or node.children, f"rule 3 at {node}"
             evictable += 0 if node.lock_ref else len(node)
             protected += len(node) if node.lock_ref else 0
         assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
         assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
+
+
+def _may_go(node: TreeNode) -> bool:
+    return not node.children and not node.lock_ref and node.slots is not None and node.space.live

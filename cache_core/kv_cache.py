@@ -10,36 +10,29 @@ Synchronous, so every operation is atomic for whoever calls it from one thread. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
-from raydix.cache_core.counters import Counters
-from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, OutOfSlotsError, UnknownLeaseError
-from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
+from raydix.cache_core.kv_events import KVEventSink, PageRun
+from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leased_cache import LeasedCache, PoolSizes, Published
 from raydix.cache_core.mamba_pool import MambaPool
-from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
+from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.window_tree_cache import WindowTreeCache
+
+__all__ = ["KVCache", "Published"]
 
 
-@dataclass(slots=True)
-class Published:
-    """What an insert did to a lease."""
-
-    prefix_len: int  # leading tokens that were in the tree before
-    num_inserted: int  # tokens the tree took over
-    num_duplicates: int  # private slots freed because the tree had their tokens
-    retired: bool  # the namespace was retired since the lease was granted: nothing was published
-    repointed: Starts  # the tree's pages that took the place of the duplicates
-
-
-class KVCache:
-    """Prefix reuse with leases over a pool of slots.
+class KVCache(LeasedCache):
+    """Prefix reuse with leases over a pool of slots in pages, which a tree maps prefixes to.
 
     Args:
         tree: the empty cache that maps prefixes to pages; it must free to `allocator`.
@@ -65,18 +58,16 @@ class KVCache:
         state_pressure_floor: int = 0,
         remembered_leases: int = 0,
     ) -> None:
+        super().__init__(remembered_leases)
         self.tree = tree
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
-        self.leases = LeaseTable(remembered_leases)
-        self.counters = Counters()
         self.room = SlotRoom(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
         self._pressure_floor = pressure_floor
         self._swa_pressure_floor = swa_pressure_floor
         self._state_pressure_floor = state_pressure_floor
         self._bigram = bigram
-        self._generation = 0
 
     # ---------------------------------------------------------------- sizes
 
@@ -88,12 +79,7 @@ class KVCache:
     @property
     def private_slots(self) -> int:
         """Slots of leases that no tree holds, in whole pages."""
-        return self.room.private_pages * self.page_size
-
-    @property
-    def quarantined_slots(self) -> int:
-        """Slots withheld because a vanished owner may still be writing them, in whole pages."""
-        return self.room.quarantine.num_pages * self.page_size
+        return self.room.private_pages * self.page_size - self.quarantined_slots
 
     @property
     def swa_allocator(self) -> SWATokenToKVPoolAllocator | None:
@@ -108,9 +94,27 @@ class KVCache:
             or (states is not None and states.available_size() < self._state_pressure_floor)
         )
 
-    def held_slots(self) -> int:
-        """Slots that cannot be evicted because leases hold them."""
-        return self.private_slots + self.tree.protected_size()
+    def evictable_size(self) -> int:
+        """Tokens of the tree that nobody has locked."""
+        return self.tree.evictable_size()
+
+    def protected_size(self) -> int:
+        """Tokens of the tree that leases have locked."""
+        return self.tree.protected_size()
+
+    def swa_sizes(self) -> PoolSizes | None:
+        """The pool of window slots, if there is one."""
+        sizes, allocator = self.room.swa_sizes(), self.swa_allocator
+        if sizes is None or allocator is None:
+            return None
+        withheld = sum(int((allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in self.quarantine)
+        return sizes._replace(quarantined=withheld * self.page_size)
+
+    def state_sizes(self) -> PoolSizes | None:
+        """The pool of recurrent states, if there is one."""
+        sizes = self.room.state_sizes()
+        withheld = sum(lease.state_slot is not None for lease in self.quarantine)
+        return None if sizes is None else sizes._replace(quarantined=withheld)
 
     # ---------------------------------------------------------------- verbs
 
@@ -119,6 +123,10 @@ class KVCache:
         self.counters.probes += 1
         return self.tree.peek_prefix(self._tree_key(key))
 
+    def check_len(self, num_tokens: int) -> None:
+        """Raise OutOfSlotsError if the pool has fewer slots than so many tokens need."""
+        self.room.check_capacity(-(-num_tokens // self.page_size))
+
     def acquire(
         self,
         lease_id: str,
@@ -126,15 +134,17 @@ class KVCache:
         key: RadixKey,
         new_tokens: int = 0,
         max_prefix_len: int | None = None,
+        priority: int = 0,
     ) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate slots for the rest and `new_tokens` more; evict the shortfall.
 
         The same lease id again returns the open lease as it is. With states, the lease gets a state slot of its own,
-        which holds a copy of the state at the end of the prefix, or zeros.
+        which holds a copy of the state at the end of the prefix, or zeros. What the lease uses and publishes is of its
+        `priority` at least.
 
         Raises:
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
-            UnknownLeaseError: the id is another session's, or is remembered as ended.
+            UnknownLeaseError: the id is another session's.
         """
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
@@ -143,13 +153,13 @@ class KVCache:
         num_slots = len(key) + new_tokens
         num_pages = -(-num_slots // self.page_size)
         self.room.check_capacity(num_pages)
-        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, num_pages)
+        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, num_pages, priority)
 
-    def lock(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
+    def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        return self._grant(lease_id, session_id, key, None, None, 0)
+        return self._grant(lease_id, session_id, key, None, None, 0, priority)
 
     def _grant(
         self,
@@ -159,8 +169,9 @@ class KVCache:
         max_prefix_len: int | None,
         num_slots: int | None,
         num_pages: int,
+        priority: int,
     ) -> LeaseRecord:
-        match = self.tree.match_pages(self._tree_key(key), max_prefix_len)
+        match = self.tree.match_pages(self._tree_key(key), max_prefix_len, priority)
         receipt = self.tree.inc_lock_ref(match.last_node)
         try:
             state_slot = self.room.take_state()
@@ -179,6 +190,7 @@ class KVCache:
             len(match.starts),
             match.prefix_len if num_slots is None else num_slots,
             self._generation,
+            priority,
         )
         if state_slot is not None:
             lease.state_slot = state_slot
@@ -219,7 +231,7 @@ class KVCache:
             UnknownLeaseError: no such open lease.
         """
         lease = self.leases.get(lease_id, session_id)
-        key = self._known_key(lease, num_tokens, suffix)
+        key = lease.known_key(num_tokens, suffix)
         tree_key = self._tree_key(key if len(key) == num_tokens else key[:num_tokens])
         self._check_state(lease, tree_key, publish_state)
         published, retired = lease.num_published_pages, lease.generation != self._generation
@@ -237,7 +249,7 @@ class KVCache:
         """Insert the lease's pages [first, stop) and repoint those that the tree does not hold."""
         page = self.page_size
         fresh = lease.starts[first:stop]
-        result = self.tree.insert_pages(tree_key, fresh, lease.node, lease.swa_freed_len)
+        result = self.tree.insert_pages(tree_key, fresh, lease.node, lease.swa_freed_len, lease.priority)
         receipt = self.tree.inc_lock_ref(result.last_node)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         lease.node, lease.receipt = result.last_node, receipt
@@ -264,17 +276,19 @@ class KVCache:
             LeaseRangeError: `up_to` is negative, or beyond what the lease covers.
             UnknownLeaseError: no such open lease.
         """
-        lease = self.leases.get(lease_id, session_id)
-        if not 0 <= up_to <= lease.num_slots:
-            raise LeaseRangeError(f"the lease covers tokens up to {lease.num_slots}, not {up_to}")
-        page = self.page_size
+        super().release_window(lease_id, session_id, up_to)
+        lease, page = self.leases.get(lease_id, session_id), self.page_size
         keep_from = (up_to // page - 1) * page
         published = lease.num_published_pages * page
         first = max(published, lease.swa_freed_len)
         if keep_from > first:
             self.room.free_window(lease.starts[first // page : keep_from // page])
             lease.swa_freed_len = keep_from
-        if keep_from >= published and isinstance(lease.receipt, WindowReceipt) and isinstance(self.tree, RadixCache):
+        if (
+            keep_from >= published
+            and isinstance(lease.receipt, WindowReceipt)
+            and isinstance(self.tree, WindowTreeCache)
+        ):
             self.tree.release_window(lease.node, lease.receipt)
 
     def swa_starts(self, lease: LeaseRecord) -> Starts:
@@ -288,75 +302,33 @@ class KVCache:
         halves[:held_from] = 0
         return halves
 
-    def release(self, lease_id: str, session_id: str) -> bool:
-        """End a lease: its private pages are freed, what it inserted stays. False if no such lease is open.
+    def swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """The window slot of each slot, 0 where it has none; None without a sliding window."""
+        return None if self.swa_allocator is None else self.swa_allocator.swa_slots(slots)
 
-        An id that is not open is remembered as ended: its grant may be on its way still.
-        """
-        lease = self.leases.find(lease_id, session_id)
-        if lease is None:
-            self.leases.ended.add(session_id, lease_id)
-            return False
-        self._end(lease)
-        return True
+    def published_len(self, lease: LeaseRecord) -> int:
+        """Leading tokens of a lease that are in the tree."""
+        return lease.num_published_pages * self.page_size
 
-    def end_session(self, session_id: str) -> int:
-        """End every lease of a session; returns how many."""
-        leases = self.leases.of_session(session_id)
-        for lease in leases:
-            self._end(lease)
-        return len(leases)
+    def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
+        """Whether all of these slots lie in the lease's pages."""
+        return bool(np.isin(slots - slots % self.page_size, lease.starts).all())
 
-    def quarantine_session(self, session_id: str) -> int:
-        """End every lease of a session that has vanished; returns how many.
-
-        Locks go at once. Private slots are withheld until `free_withheld`: whoever held them may still write them.
-        """
-        leases = self.leases.of_session(session_id)
-        for lease in leases:
-            self._end(lease, vanished=True)
-        return len(leases)
-
-    def free_withheld(self, session_id: str) -> int:
-        """Free what is in quarantine of a session: nobody writes it any more. Returns how many slots."""
-        return self.room.free_withheld(session_id)
-
-    def offer(self, lease_id: str, session_id: str) -> LeaseRecord:
-        """Let another session adopt a lease, once."""
-        lease = self.leases.get(lease_id, session_id)
-        lease.offered = True
-        return lease
-
-    def adopt(self, lease_id: str, from_session: str, session_id: str) -> LeaseRecord:
-        """Make an offered lease that of another session; what it holds stays as it is.
-
-        Raises:
-            ExpiredLeaseError: it expired with the session that offered it.
-            UnknownLeaseError: it has ended, was adopted already, or was not offered by that session.
-        """
-        lease = self.leases.get(lease_id, from_session)
-        if not lease.offered:
-            raise UnknownLeaseError(f"lease {lease_id!r} is not offered to anyone: a grant is good once")
-        lease.offered = False
-        if session_id != from_session:
-            self.leases.move(lease, session_id)
-        return lease
+    def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
+        """Whether all of these slots lie in pages of the lease that no tree holds."""
+        return bool(np.isin(slots - slots % self.page_size, lease.private_starts).all())
 
     def evict(self, num_tokens: int) -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(num_tokens)
+        return self.room.evict(num_tokens).full_evicted
 
     def evict_window(self, num_tokens: int) -> int:
         """Free at least `num_tokens` window slots of the tree, or all that no window holds; returns how many."""
-        result = self.tree.evict(0, num_tokens)
-        self.counters.tokens_evicted += result.full_evicted
-        return result.swa_evicted
+        return self.room.evict(0, num_tokens).swa_evicted
 
     def evict_states(self, num_states: int) -> int:
         """Free at least `num_states` states of the tree, or all that nobody holds; returns how many."""
-        result = self.tree.evict(0, num_states)
-        self.counters.tokens_evicted += result.full_evicted
-        return result.mamba_evicted
+        return self.room.evict(0, num_states=num_states).mamba_evicted
 
     def reset(self) -> None:
         """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""
@@ -365,24 +337,6 @@ class KVCache:
         self.tree.reclaim_retired()
 
     # ---------------------------------------------------------------- parts
-
-    def _known_key(self, lease: LeaseRecord, num_tokens: int, suffix: RadixKey) -> RadixKey:
-        """The lease's tokens, `suffix` included, once it is certain that it fits."""
-        start = num_tokens - len(suffix)
-        known = len(lease.key)
-        if num_tokens > lease.num_slots:
-            raise LeaseRangeError(f"cannot publish {num_tokens} tokens: the lease covers {lease.num_slots}, extend it")
-        if not 0 <= start <= known:
-            raise LeaseRangeError(f"the cache knows {known} tokens of this lease; those up to {start} are missing")
-        overlap = min(known, num_tokens) - start
-        if overlap and suffix[:overlap] != lease.key[start : start + overlap]:
-            raise LeaseRangeError("the tokens differ from those that the lease was acquired for")
-        if num_tokens <= known:
-            return lease.key
-        try:
-            return lease.key + suffix[overlap:]
-        except InvalidKeyError as error:
-            raise LeaseRangeError(str(error)) from error
 
     def _check_state(self, lease: LeaseRecord, tree_key: RadixKey, publish_state: bool) -> None:
         if publish_state and lease.state_slot is None:
@@ -395,38 +349,42 @@ class KVCache:
     def _tree_key(self, key: RadixKey) -> RadixKey:
         return key.bigrams() if self._bigram else key
 
-    def _count_grant(self, lease: LeaseRecord) -> None:
-        self.leases.add(lease)
-        self.counters.acquires += 1
-        self.counters.hits += lease.prefix_len > 0
-        self.counters.tokens_requested += len(lease.key)
-        self.counters.tokens_reused += lease.prefix_len
-
-    def _end(self, lease: LeaseRecord, vanished: bool = False) -> None:
-        self.leases.remove(lease, expired=vanished)
-        if vanished:
-            self.room.withhold_private(lease.session_id, lease.private_starts, lease.state_slot)
-        else:
-            self.room.free_private(lease.private_starts, lease.state_slot)
+    def _give_up_shared(self, lease: LeaseRecord) -> None:
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         if lease.generation != self._generation:
             self.tree.reclaim_retired()
-        self.room.tell_pressure()  # what it held can be evicted now
 
-    # ---------------------------------------------------------------- checks
+    def _free_private(self, lease: LeaseRecord) -> None:
+        self.room.free_private(lease.private_starts, lease.state_slot)
+
+    def _private_size(self, lease: LeaseRecord) -> int:
+        return len(lease.private_starts) * self.page_size
+
+    def _tell_pressure(self) -> None:
+        self.room.tell_pressure()
+
+    # ---------------------------------------------------------------- events, checks
+
+    def tell_events(self, sink: KVEventSink) -> None:
+        """Tell of pages that come and go in the tree, from now on; one that shares nothing has nothing to tell."""
+        if isinstance(self.tree, TreeCache):
+            self.tree.tell_events(sink)
+
+    def resident_pages(self) -> Iterable[PageRun]:
+        """The pages that events tell of and that can be matched now, parents before children. O(n)."""
+        return self.tree.resident_pages() if isinstance(self.tree, TreeCache) else ()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module, the tree or the allocator is broken. O(everything)."""
         self.tree.check_invariants()
         self.allocator.check_invariants()
-        private = [lease.private_starts for lease in self.leases]
+        private = [lease.private_starts for lease in (*self.leases, *self.quarantine)]
         tree = self.tree.tree_starts()
-        withheld = [each.starts for each in self.room.quarantine]
-        pages = np.concatenate((self.allocator.free_starts(), *private, *withheld, *tree)) // self.page_size
+        pages = np.concatenate((self.allocator.free_starts(), *private, *tree)) // self.page_size
         assert len(pages) * self.page_size == self.num_slots, f"rule 1: {len(pages)} pages accounted for"
         assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
         assert sum(map(len, private)) == self.room.private_pages, f"rule 1: {self.room.private_pages=}"
-        self.room.check(self.leases)
+        self.room.check([*self.leases, *self.quarantine])
         in_tree = set(np.concatenate(tree).tolist()) if tree else set()
         locks = 0
         for lease in self.leases:

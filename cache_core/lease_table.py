@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydix.cache_core.ended_leases import EndedLeases
-from raydix.cache_core.errors import UnknownLeaseError
+from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, UnknownLeaseError
 from raydix.cache_core.radix_key import RadixKey
 
 Starts = NDArray[np.int64]
@@ -31,6 +31,7 @@ class LeaseRecord:
         "num_slots",
         "offered",
         "prefix_len",
+        "priority",
         "receipt",
         "session_id",
         "starts",
@@ -50,6 +51,7 @@ class LeaseRecord:
         num_published_pages: int,
         num_slots: int,
         generation: int,
+        priority: int = 0,
     ) -> None:
         self.lease_id = lease_id
         self.session_id = session_id
@@ -61,6 +63,7 @@ class LeaseRecord:
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
         self.generation = generation  # the cache's when it was granted
+        self.priority = priority  # of what it uses and publishes; higher stays longer where the policy heeds it
         self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
         self.state_slot: int | None = None  # its own recurrent state
         self.offered = False  # its session has offered it to another
@@ -69,6 +72,28 @@ class LeaseRecord:
     def private_starts(self) -> Starts:
         """The pages that no tree holds."""
         return self.starts[self.num_published_pages :]
+
+    def known_key(self, num_tokens: int, suffix: RadixKey) -> RadixKey:
+        """The tokens of the lease, and those of `suffix`, which ends at `num_tokens`, behind them.
+
+        Raises:
+            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
+        """
+        start = num_tokens - len(suffix)
+        known = len(self.key)
+        if num_tokens > self.num_slots:
+            raise LeaseRangeError(f"cannot publish {num_tokens} tokens: the lease covers {self.num_slots}, extend it")
+        if not 0 <= start <= known:
+            raise LeaseRangeError(f"the cache knows {known} tokens of this lease; those up to {start} are missing")
+        overlap = min(known, num_tokens) - start
+        if overlap and suffix[:overlap] != self.key[start : start + overlap]:
+            raise LeaseRangeError("the tokens differ from those that the lease was acquired for")
+        if num_tokens <= known:
+            return self.key
+        try:
+            return self.key + suffix[overlap:]
+        except InvalidKeyError as error:
+            raise LeaseRangeError(str(error)) from error
 
 
 class LeaseTable:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
+from raydix.cache_core.memory_pool import wait_for_device
 
 
 class MambaPool:
@@ -84,9 +85,8 @@ class MambaPool:
         self._wait()
 
     def _wait(self) -> None:
-        """Until a GPU has done it: other processes read and overwrite slots as soon as they are told of them."""
-        if self.layers and self.layers[0] and (tensor := self.layers[0][0]).is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
+        if self.layers and self.layers[0]:
+            wait_for_device(self.layers[0][0])
 
     def free_slots(self) -> list[int]:
         """The free slots, for checks of conservation. O(n)."""

@@ -1,11 +1,12 @@
 """`MambaRadixCache`: prefixes to KV slots and recurrent states, for models that mix attention with Mamba-like layers.
 
-States have slots, locks and an eviction order of their own; `mamba_component` has the rules, with a picture.
+States have slots, locks and an eviction order of their own; `mamba_component` has the rules, with a picture. Attention
+may be full or in windows, or both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import lcm
 from typing import Any, cast
 
@@ -13,16 +14,17 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
+from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.lru_list import LRUList
 from raydix.cache_core.mamba_component import MambaComponent, StateSlots
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots
-from raydix.cache_core.tree_cache import SlotPool, TreeCache
+from raydix.cache_core.tree_cache import SlotPool
 from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 
-class MambaRadixCache(TreeCache):
+class MambaRadixCache(WindowTreeCache):
     """The prefix cache for hybrid models.
 
     The cache owns the KV slots and the state slots it adopted, until it frees them.
@@ -34,6 +36,8 @@ class MambaRadixCache(TreeCache):
         on_node_evict: called with the id of each evicted node, after it left the tree.
         chunk_size: tokens of the model's own state chunks: `mamba_branching_seqlen` is a multiple of it and of
             `page_size`.
+        sliding_window_size: tokens that sliding-window layers attend to; None: none does. As for `RadixCache`.
+        eviction_policy: which unlocked leaf goes first, as for `RadixCache`. States alone go least recently used first.
     """
 
     def __init__(
@@ -44,26 +48,43 @@ class MambaRadixCache(TreeCache):
         on_node_evict: Callable[[int], None] | None = None,
         *,
         chunk_size: int = 1,
+        sliding_window_size: int | None = None,
+        eviction_policy: str | EvictionPolicy = "lru",
     ) -> None:
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
         self.mamba_pool = mamba_pool
         self._mamba = MambaComponent(mamba_pool)
-        super().__init__(page_size, token_to_kv_pool_allocator, on_node_evict, [self._mamba], MambaTreeNode)
+        super().__init__(
+            page_size,
+            sliding_window_size,
+            token_to_kv_pool_allocator,
+            on_node_evict,
+            [self._mamba],
+            eviction_policy,
+            MambaTreeNode,
+        )
         self._branching_unit = lcm(page_size, chunk_size)
 
     @property
     def mamba_lru(self) -> LRUList:
-        """The nodes with a state, in order of use."""
-        return self._mamba.lru
+        """The nodes with a state, in order of their states' use: a list for looking at, made anew. O(n log n)."""
+        view = LRUList(mamba=True)
+        holders = (node for node in self._state_nodes() if node.mamba_value is not None)
+        for node in sorted(holders, key=lambda node: (node.mamba_access_time, node.id)):
+            view.insert_mru(node)
+        return view
 
     @property
     def full_lru(self) -> LRUList:
-        """The nodes in order of use, as they stand now: a list for looking at, made anew. O(n log n)."""
+        """The nodes in order of use: a list for looking at, made anew. O(n log n)."""
         view = LRUList()
-        for node in sorted(node for top in self._all_tops() for node in self._tree.nodes_below(top)):
-            view.insert_mru(cast(MambaTreeNode, node))
+        for node in sorted(self._state_nodes()):
+            view.insert_mru(node)
         return view
+
+    def _state_nodes(self) -> Iterator[MambaTreeNode]:
+        return (cast(MambaTreeNode, node) for top in self._all_tops() for node in self._tree.nodes_below(top))
 
     def insert(
         self,
@@ -72,7 +93,9 @@ class MambaRadixCache(TreeCache):
         *,
         mamba_value: int | None = None,
         prev_prefix_len: int = 0,
+        swa_evicted_seqlen: int = 0,
         from_node: TreeNode | None = None,
+        priority: int = 0,
         **kwargs: Any,
     ) -> InsertResult:
         """Make the KV in `value`, and the state in slot `mamba_value`, findable under `key`.
@@ -85,21 +108,15 @@ class MambaRadixCache(TreeCache):
             StaleNodeError: `from_node` is no longer in the tree.
         """
         aligned = len(key) - len(key) % self.page_size
-        slots = as_slots(key, value, aligned)
         if mamba_value is not None and mamba_value < 1:
             raise InvalidKeyError(f"state slots begin at 1: {mamba_value} is none")
         if mamba_value is not None and (aligned != len(key) or not aligned):
             raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
-        if not aligned:
-            self._resume_node(key, from_node)
-            return InsertResult(0, self.root)
-
-        def take(start: int, stop: int) -> Slots:
-            return compact_slots(slots[start:stop], self.page_size)
-
-        done = self._insert(key, from_node, take, prev_prefix_len)
-        duplicates = self._duplicates(slots, max(prev_prefix_len, done.resumed_at), done)
-        return InsertResult(done.prefix_len, done.last_node, self.attach_state(done.last_node, mamba_value), duplicates)
+        fresh_from = self._aligned(swa_evicted_seqlen)
+        done = self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
+        if aligned:
+            done.mamba_exist = self.attach_state(done.last_node, mamba_value)
+        return done
 
     def attach_state(self, node: TreeNode, mamba_value: int | None) -> bool:
         """Give a node a state, if one is given and it has none; True if it had one before.
@@ -114,30 +131,28 @@ class MambaRadixCache(TreeCache):
             raise StaleNodeError(f"{node} is no longer in the tree")
         exists = cast(MambaTreeNode, node).mamba_value is not None
         if mamba_value is not None and not exists:
-            self._mamba.attach(node, mamba_value)
+            self._clock += 1
+            self._mamba.attach(node, mamba_value, self._clock)
         return exists
 
     def _branching(self, usable: int, full_end: int) -> int | None:
         branching = full_end - full_end % self._branching_unit
         return branching if branching > usable else None
 
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
-        """Free at least `num_tokens` KV slots, then at least `swa_num_tokens` states in all.
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
+        """Free at least `num_tokens` KV slots, then `swa_num_tokens` tokens' window KV and `num_states` states in all.
 
-        Whole unlocked leaves go first, with their states, least recently used first. What states are then still wanted
-        are taken from the nodes whose state was longest unused; an unlocked leaf goes whole. O(log n) per
-        leaf; a state is looked for beyond the locked ones that are older.
+        Whole unlocked leaves go first, with their states, in the policy's order. What window KV and states are then
+        still wanted are taken from the nodes where they were longest unused; a state goes with the window KV that it is
+        of no use without, and an unlocked leaf goes whole. O(log n) per victim, however many states are locked.
+
+        Args:
+            swa_num_tokens: without a sliding window, counted as states.
         """
-        before = self._mamba.num_freed
-        goal = before + swa_num_tokens
-        victims = self._full.evict(num_tokens)
-        while self._mamba.num_freed < goal and (node := self.mamba_lru.get_lru_unlocked()) is not None:
-            if node.children or node.lock_ref:
-                self._mamba.drop(node)
-            else:
-                self._full.take_out(node, victims)
-        self._give_back(victims)
-        return EvictResult(victims.num_tokens, 0, self._mamba.num_freed - before)
+        if self.supports_swa:
+            return EvictResult(*self._evict(num_tokens, [swa_num_tokens, num_states]))
+        tokens, states = self._evict(num_tokens, [max(swa_num_tokens, num_states)])
+        return EvictResult(tokens, 0, states)
 
     def mamba_evictable_size(self) -> int:
         """States that no lock holds. O(1)."""

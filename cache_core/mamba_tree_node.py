@@ -12,15 +12,17 @@ class MambaTreeNode(TreeNode):
 
     Attributes:
         mamba_value: the state slot with the state after this node's last token; None if there is none.
+        mamba_access_time: when the state came, or a match last ended there, in ticks of the cache's clock.
         prev, next, mamba_prev, mamba_next: links of the `LRUList`s it stands in, towards the more and the less
             recently used.
     """
 
-    __slots__ = ("mamba_next", "mamba_prev", "mamba_value", "next", "prev")
+    __slots__ = ("mamba_access_time", "mamba_next", "mamba_prev", "mamba_value", "next", "prev")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mamba_value: int | None = None
+        self.mamba_access_time = 0
         self.prev: MambaTreeNode | None = None
         self.next: MambaTreeNode | None = None
         self.mamba_prev: MambaTreeNode | None = None

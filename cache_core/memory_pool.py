@@ -18,6 +18,9 @@ class PoolLayout:
     sliding-window layer has `num_swa_slots` in place of `num_slots`. The first `page_size` rows are reserved for
     padding, so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for
     each of `state_shapes`, with row 0 reserved, and no K and V.
+
+    With `max_seq_len`, slots come in runs of so many, for one sequence each, and none is reserved: every layer is full,
+    its K `[num_slots, num_kv_heads, head_dim]`.
     """
 
     num_slots: int
@@ -31,6 +34,7 @@ class PoolLayout:
     num_swa_slots: int = 0
     num_state_slots: int = 0
     state_shapes: tuple[tuple[int, ...], ...] = ()
+    max_seq_len: int | None = None
 
     def kind(self, layer: int) -> str:
         """ "full", "swa" or "state"."""
@@ -46,7 +50,9 @@ class PoolLayout:
         kind = self.kind(layer)
         if kind == "state":
             return [(self.num_state_slots + 1, *shape) for shape in self.state_shapes]
-        rows = (self.num_slots if kind == "full" else self.num_swa_slots) + self.page_size
+        rows = self.num_slots if kind == "full" else self.num_swa_slots
+        if self.max_seq_len is None:
+            rows += self.page_size
         return [(rows, self.num_kv_heads, self.head_dim), (rows, self.num_kv_heads, self.v_head_dim)]
 
     @property
@@ -65,6 +71,22 @@ class PoolLayout:
                 at += self._bytes(shape)
             layers.append(tensors)
         return layers
+
+    def sequence_views(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All K and all V by sequence, `[sequence, position, layer, num_kv_heads, dim]` each, as views of `storage`.
+
+        Only with `max_seq_len`: the layers are all alike then, so one stride leads from each to the next.
+        """
+        assert self.max_seq_len is not None, "this pool's slots come in pages"
+        memory = storage[: self.num_bytes].view(self.dtype)
+        to_next_layer = memory.numel() // max(1, self.num_layers)
+        at, views, length = memory.storage_offset(), [], self.max_seq_len
+        for dim in (self.head_dim, self.v_head_dim):
+            slot = self.num_kv_heads * dim
+            shape = (self.num_slots // length, length, self.num_layers, self.num_kv_heads, dim)
+            views.append(memory.as_strided(shape, (length * slot, slot, to_next_layer, dim, 1), at))
+            at += self._bytes((self.num_slots, slot)) // self.dtype.itemsize
+        return views[0], views[1]
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return -(-prod(shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
@@ -98,6 +120,13 @@ class KVPool:
         self.k = [tensors[0] if kv else none for tensors, kv in zip(layers, has_kv, strict=True)]
         self.v = [tensors[1] if kv else none for tensors, kv in zip(layers, has_kv, strict=True)]
         self._states = [() if kv else tuple(tensors) for tensors, kv in zip(layers, has_kv, strict=True)]
+
+    def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pool as `(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of its memory.
+
+        Only for a layout with `max_seq_len`.
+        """
+        return self.layout.sequence_views(self.storage)
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; none for other layers."""
@@ -144,6 +173,12 @@ class KVPool:
         if swa_slots is None:
             raise ValueError("the pool has sliding-window layers: their slots are needed, too")
         return swa_slots
+
+
+def wait_for_device(tensor: torch.Tensor) -> None:
+    """Until a GPU has done what was asked of it: others read and overwrite slots as soon as they are told of them."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _bits(rows: torch.Tensor) -> torch.Tensor:

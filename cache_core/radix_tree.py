@@ -155,10 +155,13 @@ class RadixTree:
         above.children[node.data[:page]] = node
         return above
 
-    def add_leaf(self, parent: TreeNode, query: Query, start: int, stop: int, slots: Slots, now: int) -> TreeNode:
+    def add_leaf(
+        self, parent: TreeNode, query: Query, start: int, stop: int, slots: Slots, now: int, priority: int
+    ) -> TreeNode:
         """Hang tokens [start, stop) of the query below `parent`, with slots that become the tree's."""
         data = query.data[start * query.unit : stop * query.unit]
         leaf = self._node_type(next(self._next_id), parent, query.top.space, data, slots, stop, now)
+        leaf.priority = priority
         parent.children[data[: self.page_size * query.unit]] = leaf
         if parent is query.top:  # the namespace is there from its first run on
             self.tops[parent.space.extra_key, parent.space.arity] = parent

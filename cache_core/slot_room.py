@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from raydix.cache_core.base_prefix_cache import BasePrefixCache, Starts
+from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, Starts
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leased_cache import PoolSizes
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 
 
 class SlotRoom:
-    """The pools as leases draw on them. Per pool, `free + private + tree + quarantined` is all there is."""
+    """The pools as leases draw on them. Per pool, `free + private + tree` is all there is."""
 
     def __init__(
         self,
@@ -33,7 +33,6 @@ class SlotRoom:
     ) -> None:
         self.private_pages = 0
         self.private_states = 0
-        self.quarantine = Quarantine()
         self._counters = counters
         self.states = states
         self._tree = tree
@@ -42,6 +41,20 @@ class SlotRoom:
         self._page_size = allocator.page_size
         self._is_pressed = is_pressed
         self._on_pressure = on_pressure
+
+    def swa_sizes(self) -> PoolSizes | None:
+        """The window slots, if there are any."""
+        if self._swa is None:
+            return None
+        evictable, protected = self._tree.swa_evictable_size(), self._tree.swa_protected_size()
+        return PoolSizes(self._swa.num_swa_slots, self._swa.swa_available_size(), evictable, protected)
+
+    def state_sizes(self) -> PoolSizes | None:
+        """The recurrent states, if there are any."""
+        if self.states is None or not isinstance(self._tree, MambaRadixCache):
+            return None
+        evictable, protected = self._tree.mamba_evictable_size(), self._tree.mamba_protected_size()
+        return PoolSizes(self.states.num_slots, self.states.available_size(), evictable, protected)
 
     def check_capacity(self, num_pages: int) -> None:
         """Raise OutOfSlotsError if so many pages can never be had."""
@@ -81,7 +94,7 @@ class SlotRoom:
         if not self.states.available_size():
             if not isinstance(self._tree, MambaRadixCache) or not self._tree.mamba_evictable_size():
                 raise OutOfSlotsError(1, 0, 0, self.states.num_slots)
-            self.evict(0, 1)
+            self.evict(0, num_states=1)
         self.private_states += 1
         slot = self.states.alloc_track_slot()
         self.tell_pressure()
@@ -118,36 +131,16 @@ class SlotRoom:
         if state_slot is not None:
             self._free_state(state_slot)
 
-    def withhold_private(self, session_id: str, starts: Starts, state_slot: int | None) -> None:
-        """Put what a lease holds by itself in quarantine: its session has vanished."""
-        self.private_pages -= len(starts)
-        self.private_states -= state_slot is not None
-        self.quarantine.add(session_id, starts, state_slot)
-
-    def free_withheld(self, session_id: str) -> int:
-        """Free what is in quarantine of a session; returns how many slots."""
-        freed = 0
-        for withheld in self.quarantine.take(session_id):
-            self._allocator.free_pages(withheld.starts)
-            freed += len(withheld.starts) * self._page_size
-            if withheld.state_slot is not None and self.states is not None:
-                self.states.free_track_slot(withheld.state_slot)
-        return freed
-
-    def num_private_halves(self, owned: Iterable[Starts]) -> int:
-        """Window halves behind pages that no tree holds, in pages. O(pages)."""
-        return 0 if self._swa is None else sum(int((self._swa.swa_starts(starts) > 0).sum()) for starts in owned)
-
     def free_window(self, starts: Starts) -> None:
         """Take back the window halves of private pages."""
         if self._swa is not None:
             self._swa.free_swa_pages(starts)
 
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> int:
-        """Evict from the tree; returns how many tokens' full KV went."""
-        evicted = self._tree.evict(num_tokens, swa_num_tokens).full_evicted
-        self._counters.tokens_evicted += evicted
-        return evicted
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
+        """Evict from the tree; returns what went of each."""
+        result = self._tree.evict(num_tokens, swa_num_tokens, num_states)
+        self._counters.tokens_evicted += result.full_evicted
+        return result
 
     def tell_pressure(self) -> None:
         """Tell whoever listens if slots run short."""
@@ -169,20 +162,17 @@ class SlotRoom:
         )
 
     def check(self, leases: Iterable[LeaseRecord]) -> None:
-        """Raise AssertionError unless every window half and state is free, private, withheld or cached, once. O(n)."""
-        leases, withheld = list(leases), list(self.quarantine)
-        assert sum(len(each.starts) for each in withheld) == self.quarantine.num_pages, "quarantined pages miscounted"
+        """Raise AssertionError unless every window half and every state is free, private or in the tree, once. O(n)."""
+        leases = list(leases)
         if self._swa is not None:
-            owned = [lease.private_starts for lease in leases] + [each.starts for each in withheld]
+            private = sum(int((self._swa.swa_starts(lease.private_starts) > 0).sum()) for lease in leases)
             tree = self._tree.swa_evictable_size() + self._tree.swa_protected_size()
-            held = self.num_private_halves(owned) * self._page_size + tree
+            held = private * self._page_size + tree
             assert held + self._swa.swa_available_size() == self._swa.num_swa_slots, f"window halves: {held=}"
         if self.states is not None:
             own = [lease.state_slot for lease in leases if lease.state_slot is not None]
             assert len(own) == self.private_states, f"states: {self.private_states=}, but leases hold {len(own)}"
-            aside = [each.state_slot for each in withheld if each.state_slot is not None]
-            assert len(aside) == self.quarantine.num_states, f"states: {len(aside)} are quarantined"
             assert isinstance(self._tree, MambaRadixCache)
-            everyone = [*own, *aside, *self.states.free_slots(), *(node.mamba_value for node in self._tree.mamba_lru)]
+            everyone = [*own, *self.states.free_slots(), *(node.mamba_value for node in self._tree.mamba_lru)]
             assert len(set(everyone)) == len(everyone) == self.states.num_slots, "states: not each once"
             self.states.check_invariants()

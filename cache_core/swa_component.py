@@ -20,14 +20,15 @@ Rules, checked by `check`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterable
 from itertools import count
 
-from raydix.cache_core.aux_component import AuxComponent, Validator
-from raydix.cache_core.tree_node import TreeNode
+import torch
 
-_MIN_COMPACTED = 64  # entries; below that, compacting is not worth it
+from raydix.cache_core.aux_component import AuxComponent, Validator
+from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.slot_rows import Slots, expand_slots, join_rows
+from raydix.cache_core.tree_node import TreeNode
 
 
 class WindowReceipt:
@@ -46,15 +47,18 @@ class WindowReceipt:
 
 
 class SwaComponent(AuxComponent):
-    """Window locks, tombstones, and the eviction order of sliding-window KV."""
+    """Window locks, tombstones, and the eviction order of sliding-window KV. Its unit is a token.
 
-    def __init__(self, window: int, page_size: int) -> None:
+    Args:
+        free_swa: takes back the window halves of these slots, int64; None drops them.
+    """
+
+    def __init__(self, window: int, page_size: int, free_swa: Callable[[torch.Tensor], None] | None = None) -> None:
         self.window = window  # tokens
         self.padded_window = -(-window // page_size) * page_size  # in whole pages
-        self.evictable = 0  # tokens
-        self.protected = 0  # tokens
-        self._heap: list[tuple[int, int, TreeNode]] = []
-        self._compact_at = _MIN_COMPACTED
+        self._free_swa = free_swa
+        self._dropped: list[Slots] = []  # slots whose window halves have not been handed back yet
+        self._queue = EvictionQueue(_rank, _may_go)
         self._next_boundary_id = count(1)
 
     def validator(self) -> Validator:
@@ -76,7 +80,7 @@ class SwaComponent(AuxComponent):
         node.swa_tombstone = not live
         if live:
             self.evictable += len(node)
-            self._push(node)
+            self._queue.push(node)
 
     def heal(self, node: TreeNode) -> None:
         """A tombstone got fresh KV. Under a window lock it is held from now on."""
@@ -86,13 +90,23 @@ class SwaComponent(AuxComponent):
             self.protected += len(node)
         else:
             self.evictable += len(node)
-            self._push(node)
+            self._queue.push(node)
 
-    def make_tombstone(self, node: TreeNode) -> None:
-        """The window KV of a node that no window holds is gone."""
-        assert not node.swa_tombstone and not node.swa_lock_ref, f"cannot make a tombstone of {node}"
+    def drop(self, node: TreeNode) -> None:
+        """Make a tombstone of a live node that no window holds."""
+        if not _may_go(node):
+            return
         node.swa_tombstone = True
         self.evictable -= len(node)
+        self.num_freed += len(node)
+        assert node.slots is not None
+        self._dropped.append(expand_slots(node.slots, len(node)))
+
+    def give_back(self) -> None:
+        """Hand the window halves of new tombstones to the pool, in one call."""
+        if self._dropped and self._free_swa is not None:
+            self._free_swa(torch.from_numpy(join_rows(self._dropped)))
+        self._dropped.clear()
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The last window up to `end` was used now; what lies above was not."""
@@ -109,13 +123,14 @@ class SwaComponent(AuxComponent):
         above.swa_access_time = node.swa_access_time
         above.swa_boundary_id, node.swa_boundary_id = node.swa_boundary_id, None
         if not above.swa_tombstone and not above.swa_lock_ref:
-            self._push(above)
+            self._queue.push(above)
 
     def on_remove(self, leaf: TreeNode) -> None:
         """Its window KV goes with it."""
         assert not leaf.swa_lock_ref, f"{leaf} is held by a window"
         if not leaf.swa_tombstone:
             self.evictable -= len(leaf)
+            self.num_freed += len(leaf)
             leaf.swa_tombstone = True
 
     def lock(self, node: TreeNode) -> WindowReceipt:
@@ -139,7 +154,12 @@ class SwaComponent(AuxComponent):
         return receipt
 
     def unlock(self, node: TreeNode, receipt: WindowReceipt) -> None:
-        """Give the window up; no effect if that was done early."""
+        """Undo one `lock`; its receipt is used up."""
+        receipt.used = True
+        self.release(node, receipt)
+
+    def release(self, node: TreeNode, receipt: WindowReceipt) -> None:
+        """Give the window of a lock up; no effect if that was done early."""
         if receipt.released:
             return
         receipt.released = True
@@ -149,40 +169,20 @@ class SwaComponent(AuxComponent):
             if not node.swa_lock_ref and not node.swa_tombstone:
                 self.evictable += len(node)
                 self.protected -= len(node)
-                self._push(node)
+                self._queue.push(node)
             assert node.parent is not None
             node = node.parent
 
     def pop_victim(self) -> TreeNode | None:
-        """Take the live node that was longest in no window, of those that no lock's window holds; None if none."""
-        while self._heap:
-            stamp, _, node = heappop(self._heap)
-            node.swa_queued = False
-            if node.slots is None or node.swa_tombstone or node.swa_lock_ref:
-                continue
-            if node.swa_access_time == stamp:
-                return node
-            self._push(node)
-        return None
+        """Take the live node that was longest in no window, of those that no lock's window holds; None if none.
 
-    def _push(self, node: TreeNode) -> None:
-        if not node.swa_queued:
-            node.swa_queued = True
-            heappush(self._heap, (node.swa_access_time, node.id, node))
-            if len(self._heap) > self._compact_at:
-                self._compact()
-
-    def _compact(self) -> None:
-        """Drop the entries of nodes that left the tree. O(n), at most once each time the heap has doubled."""
-        self._heap = [entry for entry in self._heap if entry[2].slots is not None]
-        heapify(self._heap)
-        self._compact_at = max(_MIN_COMPACTED, 2 * len(self._heap))
+        Of the nodes of one window the upper goes first: a match that ends in the window needs the lower ones.
+        """
+        return self._queue.pop()
 
     def clear(self) -> None:
         """Forget everything."""
-        for _, _, node in self._heap:
-            node.swa_queued = False
-        self._heap.clear()
+        self._queue.clear()
         self.evictable = self.protected = 0
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
@@ -191,8 +191,16 @@ class SwaComponent(AuxComponent):
         for node in nodes:
             assert 0 <= node.swa_lock_ref <= node.lock_ref, f"rule 2 at {node}: {node.swa_lock_ref=}"
             if not node.swa_tombstone:
-                assert node.swa_queued or node.swa_lock_ref, f"rule 3 at {node}"
+                assert node in self._queue or node.swa_lock_ref, f"rule 3 at {node}"
                 evictable += 0 if node.swa_lock_ref else len(node)
                 protected += len(node) if node.swa_lock_ref else 0
         assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
         assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
+
+
+def _rank(node: TreeNode) -> tuple[int, int]:
+    return node.swa_access_time, node.end
+
+
+def _may_go(node: TreeNode) -> bool:
+    return not node.swa_tombstone and not node.swa_lock_ref and node.slots is not None

@@ -1,9 +1,10 @@
-"""`TreeCache`: what the radix caches share: matches, inserts, locks, eviction and hashes over one tree.
+"""`TreeCache`: what the radix caches share beside matching: inserts, locks, eviction and hashes over one tree.
 
 Rules, checked by `check_invariants` beside those of the tree and of each component:
 
 1. A node was used at least as recently as its children.
 2. A node has hashes only if its parent has, and one for each page.
+3. A node's priority is no lower than its children's.
 """
 
 from __future__ import annotations
@@ -14,23 +15,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.base_prefix_cache import (
-    BasePrefixCache,
-    EvictResult,
-    MatchResult,
-    PageInsert,
-    PageMatch,
-    Starts,
-    no_slots,
-)
+from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
 from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
-from raydix.cache_core.full_component import FullComponent, Victims
+from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
+from raydix.cache_core.full_component import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import Query, RadixTree, Walk, check_on_path, check_same_space
-from raydix.cache_core.slot_rows import Slots, expand_slots, join_rows
+from raydix.cache_core.radix_tree import check_on_path, check_same_space
+from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, expand_slots, join_rows
 from raydix.cache_core.tree_format import format_tree
+from raydix.cache_core.tree_match import TreeMatch
 from raydix.cache_core.tree_node import TreeNode
 
 Take = Callable[[int, int], Slots]
@@ -52,11 +47,8 @@ class Inserted(NamedTuple):
     last_node: TreeNode  # where the key ends
 
 
-class TreeCache(BasePrefixCache):
-    """A radix tree with the full KV on its nodes, and what `aux` components add to them.
-
-    Time is a logical clock: equal operations have equal outcomes.
-    """
+class TreeCache(TreeMatch):
+    """A radix tree with the full KV on its nodes, and what `aux` components add to them."""
 
     def __init__(
         self,
@@ -64,122 +56,43 @@ class TreeCache(BasePrefixCache):
         pool: SlotPool | None,
         on_node_evict: Callable[[int], None] | None,
         aux: Sequence[AuxComponent],
+        eviction_policy: str | EvictionPolicy,
         node_type: type[TreeNode] = TreeNode,
     ) -> None:
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1, not {page_size}")
-        self.page_size = page_size
+        super().__init__(page_size, make_policy(eviction_policy), aux, node_type)
         self.pool = pool
         self.on_node_evict = on_node_evict
         self._free_pages = getattr(pool, "free_pages", None)
-        self._aux = tuple(aux)
-        self._tree = RadixTree(page_size, node_type)
-        self._full = FullComponent(self._tree, self._aux)
-        self._clock = 0
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
         self._events: KVEventTeller | None = None
 
-    @property
-    def root(self) -> TreeNode:
-        """The node above every namespace: where a miss ends. Locking it is a no-op."""
-        return self._tree.root
-
-    # ---------------------------------------------------------------- match
-
-    def match_prefix(self, key: RadixKey) -> MatchResult:
-        """The longest cached prefix of `key` that can be used, floored to whole pages.
-
-        Refreshes recency and counts a hit along the matched path; a match that ends inside a node splits it. Costs a
-        memcmp of the match and a lookup per node.
-        """
-        node, path, full_end = self._match(key, None)
-        indices = torch.from_numpy(self._expand(path)) if path else no_slots()
-        return MatchResult(indices, node, node.end, self._branching(node.end, full_end), full_end)
-
-    def match_pages(self, key: RadixKey, limit: int | None = None) -> PageMatch:
-        """`match_prefix` of the first `limit` tokens, in pages.
-
-        Only for caches whose slots were all inserted in whole pages of consecutive slots.
-        """
-        node, path, full_end = self._match(key, limit)
-        starts = join_rows([each.slots for each in path if each.slots is not None])
-        return PageMatch(node.end, node, starts, full_end, self._branching(node.end, full_end))
-
-    def peek_prefix(self, key: RadixKey) -> MatchResult:
-        """As `match_prefix`, but nothing changes. `last_node` is the deepest node matched wholly."""
-        query = self._tree.find_query(key)
-        if query is None:
-            return MatchResult(no_slots(), self.root)
-        walk = self._tree.walk(query, query.top)
-        full_end, walk = walk.end, self._usable(walk)
-        last_node = walk.path[-1] if walk.path else self.root
-        path = walk.path if walk.part is None else [*walk.path, walk.part]
-        indices = torch.from_numpy(self._expand(path)[: walk.end])
-        return MatchResult(indices, last_node, walk.end, self._branching(walk.end, full_end), full_end)
-
-    def _match(self, key: RadixKey, limit: int | None) -> tuple[TreeNode, list[TreeNode], int]:
-        """Where the usable match ends, the nodes it uses, and how far the full KV alone would reach."""
-        query = self._tree.find_query(key, limit)
-        if query is None:
-            return self.root, [], 0
-        walk = self._tree.walk(query, query.top)
-        full_end, walk = walk.end, self._usable(walk)
-        path = self._touch_path(walk, query.top)
-        for node in path:
-            node.hit_count += 1
-        end = path[-1] if path else self.root
-        for component in self._aux:
-            component.touch(end, self._clock)
-        return end, path, full_end
-
-    def _usable(self, walk: Walk) -> Walk:
-        """A walk cut back to where every component lets a match end."""
-        if not self._aux:
-            return walk
-        judges = [component.validator() for component in self._aux]
-        usable = 0
-        for count, node in enumerate(walk.path, 1):
-            verdicts = [may_end(node, len(node)) for may_end in judges]  # each judge sees every node
-            usable = count if all(verdicts) else usable
-        if walk.part is not None and all(may_end(walk.part, walk.part_len) for may_end in judges):
-            return walk
-        path = walk.path[:usable]
-        return Walk(path, path[-1].end if path else 0, None, 0)
-
-    def _branching(self, usable: int, full_end: int) -> int | None:
-        """Where it would be worth making the prefix usable, beyond what is."""
-        return full_end if full_end > usable else None
-
-    def _touch_path(self, walk: Walk, start: TreeNode) -> list[TreeNode]:
-        """Cut the tree where a walk from `start` ended, stamp what it matched. The rest keeps its recency."""
-        path = walk.path
-        if walk.part is not None:
-            path.append(self._split(walk.part, walk.part_len))
-        self._clock += 1
-        for node in path:
-            node.last_access_time = self._clock
-        node = start
-        while node.data:  # what lies above a resumed node was used as well
-            node.last_access_time = self._clock
-            assert node.parent is not None
-            node = node.parent
-        return path
-
-    def _split(self, node: TreeNode, length: int) -> TreeNode:
-        above = self._tree.split(node, length)
-        for component in self._aux:
-            component.on_split(above, node)
-        return above
-
-    def _expand(self, path: list[TreeNode]) -> Slots:
-        if self.page_size == 1:
-            return join_rows([node.slots for node in path if node.slots is not None])
-        return join_rows([expand_slots(node.slots, len(node)) for node in path if node.slots is not None])
-
     # ---------------------------------------------------------------- insert
 
+    def _insert_slots(
+        self,
+        key: RadixKey,
+        value: torch.Tensor | None,
+        prev_prefix_len: int,
+        fresh_from: int,
+        from_node: TreeNode | None,
+        priority: int,
+    ) -> InsertResult:
+        """`insert` with one slot per token in `value`."""
+        aligned = len(key) - len(key) % self.page_size
+        slots = as_slots(key, value, aligned)
+        if not aligned:
+            self._resume_node(key, from_node)
+            return InsertResult(0, self.root)
+
+        def take(start: int, stop: int) -> Slots:
+            return compact_slots(slots[start:stop], self.page_size)
+
+        done = self._insert(key, from_node, take, prev_prefix_len, fresh_from, priority)
+        duplicates = self._duplicates(slots, max(prev_prefix_len, done.resumed_at), done)
+        return InsertResult(done.prefix_len, done.last_node, False, duplicates)
+
     def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0
+        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0, priority: int = 0
     ) -> PageInsert:
         """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
 
@@ -193,7 +106,7 @@ class TreeCache(BasePrefixCache):
         def take(start: int, stop: int) -> Slots:
             return starts[(start - resumed_at) // page : (stop - resumed_at) // page].copy()
 
-        done = self._insert(key, from_node, take, None, self._aligned(swa_evicted_seqlen))
+        done = self._insert(key, from_node, take, None, self._aligned(swa_evicted_seqlen), priority)
         existing = join_rows([node.slots for node in done.path if node.slots is not None])
         return PageInsert(done.prefix_len, done.last_node.end, done.last_node, existing)
 
@@ -207,6 +120,7 @@ class TreeCache(BasePrefixCache):
         take: Take,
         prev_prefix_len: int | None = None,
         fresh_from: int = 0,
+        priority: int = 0,
     ) -> Inserted:
         """Insert the whole pages of `key`, of which there is at least one.
 
@@ -226,13 +140,14 @@ class TreeCache(BasePrefixCache):
             if not 0 <= prev_prefix_len <= walk.end:
                 raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {walk.end} tokens are in the tree")
         end = walk.end
-        path = self._touch_path(walk, node)
+        path = self._touch_path(walk, node, priority)
         path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
         last_node = path[-1] if path else node
         for start, stop, live in self._cuts(end, query.num_tokens, fresh_from):
-            last_node = self._adopt(last_node, query, start, stop, take(start, stop), live)
-        for component in self._aux:
-            component.touch(last_node, self._clock)
+            leaf = self._tree.add_leaf(last_node, query, start, stop, take(start, stop), self._clock, priority)
+            self._adopt(leaf, live)
+            last_node = leaf
+        self._touch_end(last_node)
         return Inserted(end, resumed_at, path, last_node)
 
     def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
@@ -243,12 +158,11 @@ class TreeCache(BasePrefixCache):
         """The new nodes over [start, stop): from, to, and whether they have all their KV."""
         return [(start, stop, True)] if start < stop else []
 
-    def _adopt(self, parent: TreeNode, query: Query, start: int, stop: int, slots: Slots, live: bool) -> TreeNode:
-        leaf = self._tree.add_leaf(parent, query, start, stop, slots, self._clock)
+    def _adopt(self, leaf: TreeNode, live: bool) -> None:
+        """A new, unlocked leaf came into the tree."""
         self._full.add(leaf)
         if self._events is not None:
             self._events.stored(leaf)
-        return leaf
 
     def _resume_node(self, key: RadixKey, from_node: TreeNode | None) -> TreeNode:
         if from_node is None or from_node is self.root:
@@ -268,7 +182,9 @@ class TreeCache(BasePrefixCache):
     # ---------------------------------------------------------------- locks
 
     def inc_lock_ref(self, node: TreeNode) -> Any:
-        """Keep `node` and its ancestors from eviction. O(depth in nodes). Returns a receipt where there is one.
+        """Keep `node` and its ancestors from eviction. O(depth in nodes).
+
+        With a sliding window, returns a receipt that `dec_lock_ref` takes back once; else None.
 
         Raises:
             StaleNodeError: the node is no longer in the tree.
@@ -276,25 +192,32 @@ class TreeCache(BasePrefixCache):
         if node is not self.root:
             self._check_live(node)
             self._full.lock(node)
-            for component in self._aux:
-                component.lock(node)
+        receipt = None
+        for component in self._aux:
+            receipt = component.lock(node) or receipt
+        return receipt
 
-    def dec_lock_ref(self, node: TreeNode, receipt: Any = None, **kwargs: Any) -> None:
+    def dec_lock_ref(self, node: TreeNode, receipt: Any = None, *, swa_boundary_id: Any = None, **kwargs: Any) -> None:
         """Undo one `inc_lock_ref`; once unlocked, a leaf may be evicted. O(depth in nodes).
 
-        There is no receipt: None is accepted, positionally or as `swa_boundary_id`.
+        Args:
+            receipt: what `inc_lock_ref` returned, also accepted as `swa_boundary_id`.
 
         Raises:
             StaleNodeError: the node is no longer in the tree.
-            LockError: the node is not locked, or a receipt of another cache was given.
+            LockError: the node is not locked, or the receipt is missing, used, another lock's, or none was due.
         """
-        if receipt is not None or any(given is not None for given in kwargs.values()):
-            raise LockError("this cache hands out no receipts, so it takes none back")
+        receipt = swa_boundary_id if receipt is None else receipt
+        self._check_receipt(node, receipt)
         if node is not self.root:
             self._check_locked(node)
             self._full.unlock(node)
-            for component in self._aux:
-                component.unlock(node, None)
+        for component in self._aux:
+            component.unlock(node, receipt)
+
+    def _check_receipt(self, node: TreeNode, receipt: Any) -> None:
+        if receipt is not None:
+            raise LockError("this cache hands out no receipts, so it takes none back")
 
     def _check_locked(self, node: TreeNode) -> None:
         if node.slots is None:
@@ -309,14 +232,28 @@ class TreeCache(BasePrefixCache):
 
     # ---------------------------------------------------------------- eviction
 
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
-        """Free whole unlocked leaves, least recently used first, until at least `num_tokens` slots are free.
+    def _evict(self, num_tokens: int, wanted: Sequence[int]) -> tuple[int, ...]:
+        """Free whole unlocked leaves, in the policy's order, until at least `num_tokens` slots are free; then what
+        each component is to give up, in its own unit, in all. Returns what was freed, tokens first.
 
-        A parent becomes a candidate when its last child has gone. O(log n) per evicted node.
+        A parent becomes a candidate when its last child has gone. Where a component's victim is an unlocked leaf, it
+        goes whole; else it loses what the component has there, and what is of no use without it. O(log n) per victim.
         """
+        before = [component.num_freed for component in self._aux]
         victims = self._full.evict(num_tokens)
+        for place, (component, want) in enumerate(zip(self._aux, wanted, strict=True)):
+            goal = before[place] + want
+            while component.num_freed < goal and (node := component.pop_victim()) is not None:
+                if not node.children and not node.lock_ref:
+                    self._full.take_out(node, victims)
+                    continue
+                for each in self._aux[place:]:
+                    each.drop(node)
+        for component in self._aux:
+            component.give_back()
         self._give_back(victims)
-        return EvictResult(victims.num_tokens)
+        freed = (component.num_freed - start for component, start in zip(self._aux, before, strict=True))
+        return victims.num_tokens, *freed
 
     def reclaim_retired(self) -> int:
         """Free the unlocked nodes of retired namespaces; returns tokens."""
@@ -354,6 +291,8 @@ class TreeCache(BasePrefixCache):
             node.slots = None
         self._full.clear()
         for component in self._aux:
+            for node in victims.nodes:
+                component.forget(node)
             component.clear()
         self._retired.clear()
         if self._events is not None:
@@ -420,6 +359,7 @@ class TreeCache(BasePrefixCache):
             parent = node.parent
             assert parent is not None
             assert not parent.data or node.last_access_time <= parent.last_access_time, f"rule 1 at {node}"
+            assert not parent.data or node.priority <= parent.priority, f"rule 3 at {node}"
             if node.hash_values is not None:
                 assert not parent.data or parent.hash_values, f"rule 2 at {node}"
                 assert len(node.hash_values) * self.page_size == len(node), f"rule 2 at {node}"

@@ -41,13 +41,11 @@ class TreeNode:
         "own_locks",
         "parent",
         "priority",
-        "queued",
         "slots",
         "space",
         "swa_access_time",
         "swa_boundary_id",
         "swa_lock_ref",
-        "swa_queued",
         "swa_tombstone",
     )
 
@@ -72,14 +70,12 @@ class TreeNode:
         self.own_locks = 0  # of those, the ones taken on this very node
         self.last_access_time = last_access_time  # ticks of the cache's own clock
         self.hit_count = 0  # matches that went through this node
-        self.queued = False  # stands in the queue of eviction candidates
         self.creation_time = last_access_time  # ticks
         self.priority = 0  # the highest of the requests that went through this node
         self.swa_tombstone = False  # its sliding-window KV is gone (or never was there)
         self.swa_lock_ref = 0  # locks whose window reaches over this node
         self.swa_boundary_id: int | None = None  # of the last lock whose window begins in this node
         self.swa_access_time = last_access_time  # when a match last had this node in its window
-        self.swa_queued = False  # stands in the queue of sliding-window eviction
         self.hash_values: list[str] | None = None  # chained, one per page; None until asked for
 
     @property

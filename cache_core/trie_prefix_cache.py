@@ -82,7 +82,7 @@ class TriePrefixCache(BasePrefixCache):
         slots = torch.from_numpy(expand_slots(np.array(blocks, np.int64), end)) if blocks else no_slots()
         return MatchResult(slots, self.root, end, None, end)
 
-    def match_pages(self, key: RadixKey, limit: int | None = None) -> PageMatch:
+    def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """`match_prefix` of the first `limit` tokens, in pages."""
         tokens = _tokens(key) if limit is None else _tokens(key)[:limit]
         node, blocks = self._trie.match_prefix(tokens)
@@ -104,7 +104,7 @@ class TriePrefixCache(BasePrefixCache):
         return InsertResult(done.prefix_len, done.last_node, False, duplicates)
 
     def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: TrieHandle, swa_evicted_seqlen: int = 0
+        self, key: RadixKey, starts: Starts, from_node: TrieHandle, swa_evicted_seqlen: int = 0, priority: int = 0
     ) -> PageInsert:
         """`insert` of the whole pages of `key` beyond `from_node`."""
         start, stop = from_node.end, len(key) - len(key) % self.page_size
@@ -119,7 +119,7 @@ class TriePrefixCache(BasePrefixCache):
         held = np.array(self._trie.peek_prefix(tokens, from_node.node)[:there], np.int64)
         return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
 
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
         """Free at least `num_tokens` slots of what no sequence uses: leaves from their tails, least recent first."""
         blocks = self._trie.evict_blocks(-(-num_tokens // self.page_size)) if num_tokens > 0 else []
         self._free(blocks)

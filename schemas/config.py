@@ -51,7 +51,9 @@ class PoolConfig(_Config):
 class EvictionConfig(_Config):
     """When the background task frees slots: woken above the high mark, it stops at the low one."""
 
-    policy: Literal["lru"] = "lru"
+    policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"] = Field(
+        default="lru", description="which unlocked leaf goes first; others than lru for kinds radix and mamba only"
+    )
     high_watermark: float = Field(default=0.9, gt=0, le=1, description="fraction of slots in use; 1.0: task off")
     low_watermark: float = Field(default=0.8, ge=0, lt=1, description="fraction of slots in use")
     slice_ms: float = Field(default=1.0, gt=0, description="longest time the task holds the event loop at once")
@@ -90,12 +92,16 @@ with warnings.catch_warnings():
     class CacheConfig(_Config):
         """Everything that makes one cache. Two caches of one name must have equal configurations."""
 
-        kind: Literal["radix", "mamba", "chunk", "trie"] = Field(
-            default="radix", description="mamba: with recurrent states; chunk: nothing is shared; trie: a RadixTrie"
+        kind: Literal["radix", "mamba", "chunk", "trie", "slots"] = Field(
+            default="radix",
+            description="mamba: with recurrent states; chunk: nothing is shared; trie: a RadixTrie; slots: whole rows",
         )
         page_size: int = Field(default=1, ge=1, le=65_536, description="tokens a page; the unit of sharing")
         sliding_window_size: int | None = Field(
-            default=None, ge=1, description="tokens that sliding-window layers attend to; kind radix only"
+            default=None, ge=1, description="tokens that sliding-window layers attend to; kinds radix and mamba"
+        )
+        max_seq_len: int | None = Field(
+            default=None, ge=1, description="slots of a row, and so tokens of a sequence at most; kind slots only"
         )
         bigram: bool = Field(default=False, description="keys are pairs of neighbouring tokens, as EAGLE drafts need")
         pool: PoolConfig
@@ -118,8 +124,8 @@ with warnings.catch_warnings():
         @model_validator(mode="after")
         def _kind_has_its_pools(self) -> Self:
             kinds = self.pool.layer_kinds or ()
-            if self.sliding_window_size is not None and self.kind != "radix":
-                raise ValueError(f"sliding_window_size is for kind 'radix', not {self.kind!r}")
+            if self.sliding_window_size is not None and self.kind not in ("radix", "mamba"):
+                raise ValueError(f"sliding_window_size is for kinds 'radix' and 'mamba', not {self.kind!r}")
             if self.sliding_window_size is None and (self.pool.num_swa_slots is not None or "swa" in kinds):
                 raise ValueError("a pool with window slots or 'swa' layers needs sliding_window_size")
             if (self.pool.num_swa_slots or 0) % self.page_size:
@@ -129,10 +135,37 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
+        def _rows_are_whole(self) -> Self:
+            if (self.kind == "slots") != (self.max_seq_len is not None):
+                raise ValueError("kind 'slots' needs max_seq_len, and no other kind takes it")
+            if self.max_seq_len is None:
+                return self
+            if self.bigram:
+                raise ValueError("bigram is not for kind 'slots': a row holds one position per token")
+            if self.max_seq_len % self.page_size:
+                raise ValueError(f"max_seq_len ({self.max_seq_len}) must be a multiple of page_size ({self.page_size})")
+            if self.pool.num_slots % self.max_seq_len:
+                raise ValueError(
+                    f"num_slots ({self.pool.num_slots}) must be a multiple of max_seq_len ({self.max_seq_len})"
+                )
+            return self
+
+        @model_validator(mode="after")
+        def _kind_heeds_its_policy(self) -> Self:
+            if self.eviction.policy != "lru" and self.kind not in ("radix", "mamba"):
+                raise ValueError(f"kind {self.kind!r} evicts by 'lru' alone, not by {self.eviction.policy!r}")
+            return self
+
+        @model_validator(mode="after")
         def _kind_tells_events(self) -> Self:
             if self.events and self.kind not in ("radix", "mamba", "chunk"):
                 raise ValueError(f"events are told by the kinds 'radix', 'mamba' and 'chunk', not by {self.kind!r}")
             return self
+
+        @property
+        def run_len(self) -> int:
+            """Slots that are handed out together and lie in a row: a page, or a whole row of kind "slots"."""
+            return self.page_size if self.max_seq_len is None else self.max_seq_len
 
         def digest(self) -> str:
             """A short hash of every field: equal digests, equal configurations."""

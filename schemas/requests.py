@@ -21,6 +21,9 @@ def _not_empty(tokens: TokenIds) -> TokenIds:
 Tokens = Annotated[TokenIds, AfterValidator(_not_empty)]
 LeaseId = Annotated[str, Field(min_length=1, max_length=128)]
 Namespace = Annotated[str | None, Field(description="framed by `frame_namespace`; None: the default namespace")]
+Priority = Annotated[
+    int, Field(ge=-(2**31), lt=2**31, strict=True, description="what is used by higher ones stays longer")
+]
 TimeoutSeconds = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -60,6 +63,7 @@ class LockRequest(Message):
     lease_id: LeaseId
     tokens: Tokens
     namespace: Namespace = None
+    priority: Priority = 0
 
 
 class AcquireRequest(Message):
@@ -70,6 +74,7 @@ class AcquireRequest(Message):
     namespace: Namespace = None
     new_tokens: int = Field(default=0, ge=0, strict=True, description="slots beyond those for `tokens`")
     max_prefix_len: int | None = Field(default=None, ge=0, strict=True, description="match at most so many tokens")
+    priority: Priority = 0
     timeout_s: TimeoutSeconds = Field(default=None, description="wait for room so long; None: as configured")
 
 

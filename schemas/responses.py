@@ -38,7 +38,8 @@ class LeaseResponse(Message):
     prefix_len: int = Field(description="leading tokens whose KV is there; a multiple of page_size")
     num_slots: int = Field(description="slots the lease covers, one per token")
     page_starts: bytes = Field(
-        repr=False, description="int32: the first slot of each page the lease covers, in token order"
+        repr=False,
+        description="int32: first slots of the lease's runs of `CacheConfig.run_len`, in token order",
     )
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
     state_slot: int | None = Field(default=None, description="the lease's own recurrent state")
@@ -63,7 +64,7 @@ class ExtendResponse(Message):
     """More private slots."""
 
     num_slots: int = Field(description="slots the lease now covers")
-    page_starts: bytes = Field(repr=False, description="int32: first slots of the pages beyond those the client knew")
+    page_starts: bytes = Field(repr=False, description="int32: first slots of the runs beyond those the client knew")
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 

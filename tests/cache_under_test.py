@@ -1,19 +1,17 @@
-"""A cache as the service's tests see it: reached in one of three ways, small, and measured in pages."""
+"""A cache as the service's tests see it: of some kind, reached in one of three ways, small, and measured in pages."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, NamedTuple
+from contextlib import AbstractAsyncContextManager
+from typing import Any, NamedTuple
+
+from cache_kinds import NUM_PAGES, Access, KindUnderTest, radix
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.actors.verbs import CacheVerbs
-from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, LeaseConfig, PoolConfig
-
-NUM_PAGES = 8
-MAX_WAITERS = 3
-
-Access = Literal["local", "client", "ray"]
+from raydix.schemas import CacheConfig, CacheStats, InsertResponse, PoolStats
 
 
 class Pages(NamedTuple):
@@ -26,43 +24,53 @@ class Pages(NamedTuple):
     leases: int = 0
 
 
-def small_config(page_size: int = 1, kind: Literal["radix", "chunk"] = "radix") -> CacheConfig:
-    """Eight pages, at most three waiters, no background eviction, every rule checked after every batch."""
-    return CacheConfig(
-        kind=kind,
-        page_size=page_size,
-        pool=PoolConfig(
-            num_slots=NUM_PAGES * page_size,
-            num_layers=2,
-            num_kv_heads=1,
-            head_dim=2,
-            v_head_dim=1,
-            dtype="float32",
-            device="cpu",
-        ),
-        eviction=EvictionConfig(high_watermark=1.0),
-        leases=LeaseConfig(max_waiters=MAX_WAITERS),
-        validate=True,
-    )
+def holding(private: int = 0, evictable: int = 0, protected: int = 0, leases: int = 0) -> Pages:
+    """These pages, and all others free."""
+    return Pages(NUM_PAGES - private - evictable - protected, private, evictable, protected, leases)
+
+
+def small_config(page_size: int = 1) -> CacheConfig:
+    """The configuration of kind "radix"."""
+    return radix(page_size).cache_config()
+
+
+def pools_of(stats: CacheStats) -> list[CacheStats | PoolStats]:
+    """The counts of each pool that there is: KV, window slots, states."""
+    return [pool for pool in (stats, stats.swa, stats.state) if pool is not None]
+
+
+def check_sizes(stats: CacheStats) -> None:
+    """In every pool each slot is counted once: free, private or in the tree."""
+    for pool in pools_of(stats):
+        counted = pool.free_slots + pool.private_slots + pool.tree_slots + pool.quarantined_slots
+        assert counted == pool.num_slots, pool
+        assert pool.tree_slots == pool.evictable_slots + pool.protected_slots, pool
+        assert min(pool.free_slots, pool.private_slots, pool.evictable_slots, pool.protected_slots) >= 0, pool
+        assert pool.quarantined_slots == 0, pool
 
 
 class CacheUnderTest:
     """One cache and the clients that a test makes of it. `client` is the first of them."""
 
-    def __init__(self, cache: Any, client: CacheVerbs, page_size: int) -> None:
+    def __init__(self, cache: Any, client: CacheVerbs, kind: KindUnderTest) -> None:
         self.cache = cache  # what a client is made of: an actor's handle, or a LocalPrefixCache
         self.client = client
-        self.page_size = page_size
+        self.kind = kind
+        self.page_size = kind.page_size
         self._clients: list[CacheVerbs] = [client]
 
     @classmethod
     def reached(
-        cls, access: Access, config: CacheConfig, running_cache: Callable[[CacheConfig], Any] | None
+        cls,
+        access: Access,
+        config: CacheConfig,
+        running_cache: Callable[[CacheConfig], Any] | None,
+        kind: KindUnderTest | None = None,
     ) -> CacheUnderTest:
-        """A cache of that configuration; on Ray, the one that all tests of that configuration share."""
+        """A cache of that configuration, a radix cache by default; on Ray, the one that all tests of it share."""
         cache = LocalPrefixCache(config) if running_cache is None else running_cache(config)
         client = cache if access == "local" else PrefixCacheClient(cache)
-        return cls(cache, client, config.page_size)
+        return cls(cache, client, kind or radix(config.page_size))
 
     def another_client(self) -> PrefixCacheClient:
         """One more session with the same cache."""
@@ -70,26 +78,42 @@ class CacheUnderTest:
         self._clients.append(client)
         return client
 
+    # ---------------------------------------------------------------- in pages
+
     def tokens(self, *pages: int) -> list[int]:
         """Whole pages of token ids; a page is named by the id that fills it."""
         return [token for token in pages for _ in range(self.page_size)]
 
+    def reusable(self, num_pages: int) -> int:
+        """How many pages can be hit of that many pages of tokens, once they are published."""
+        return self.kind.reusable(num_pages * self.page_size)
+
     async def pages(self) -> Pages:
         """The sizes that `stats` reports, in pages."""
         stats = await self.client.stats()
-        free, private, evictable, protected = (
-            slots // self.page_size
-            for slots in (stats.free_slots, stats.private_slots, stats.evictable_slots, stats.protected_slots)
-        )
-        assert (free + private + evictable + protected) * self.page_size == stats.num_slots
-        assert stats.tree_slots == stats.evictable_slots + stats.protected_slots
-        assert stats.quarantined_slots == 0
-        return Pages(free, private, evictable, protected, stats.open_leases)
+        check_sizes(stats)
+        sizes = (stats.free_slots, stats.private_slots, stats.evictable_slots, stats.protected_slots)
+        assert not any(slots % self.page_size for slots in sizes)
+        return Pages(*(slots // self.page_size for slots in sizes), stats.open_leases)
 
-    async def publish(self, *pages: int, **namespace: str | None) -> None:
-        """Have these pages in the tree, held by nobody."""
-        lease = await self.client.acquire(self.tokens(*pages), **namespace)
-        await lease.insert(self.tokens(*pages), release=True)
+    async def is_empty(self) -> bool:
+        """Whether every slot of every pool is free, and nobody holds or waits for one."""
+        stats = await self.client.stats()
+        check_sizes(stats)
+        all_free = all(pool.free_slots == pool.num_slots for pool in pools_of(stats))
+        return all_free and (stats.open_leases, stats.waiters) == (0, 0)
+
+    async def insert(self, lease: Lease, *pages: int, release: bool = False) -> InsertResponse:
+        """Publish these pages so that they can be hit: with the state after the last, where hits need one."""
+        return await lease.insert(self.tokens(*pages), release=release, publish_state=self.kind.publishes_states)
+
+    async def publish(self, *pages: int, client: CacheVerbs | None = None, **namespace: str | None) -> None:
+        """Have these pages in the tree, held by nobody; each can be hit."""
+        lease = await (client or self.client).acquire(self.tokens(*pages), **namespace)
+        if self.kind.publishes_states:
+            for stop in range(lease.prefix_len // self.page_size + 1, len(pages)):
+                await self.insert(lease, *pages[:stop])
+        await self.insert(lease, *pages, release=True)
 
     async def matched(self, *pages: int, **namespace: str | None) -> int:
         """How many of these pages a probe finds."""
@@ -104,6 +128,15 @@ class CacheUnderTest:
         assert slots == [starts[i // self.page_size] + i % self.page_size for i in range(len(slots))]
         assert all(start % self.page_size == 0 for start in starts)
         return [start // self.page_size for start in starts]
+
+    # ---------------------------------------------------------------- waiting
+
+    async def fill(self) -> list[Lease]:
+        """Leases of a page each, until nothing is free; they hold nothing that could be evicted."""
+        leases: list[Lease] = []
+        while (await self.client.stats()).free_slots:
+            leases.append(await self.client.acquire(self.tokens(1000 + len(leases)), timeout_s=0))
+        return leases
 
     async def until(self, reached: Callable[[CacheStats], bool]) -> CacheStats:
         """Wait until the statistics say so. Looks again after each answer; there is no event to wait for."""
@@ -137,5 +170,10 @@ class CacheUnderTest:
                 await auditor.check_invariants()
                 stats = await auditor.stats()
                 await auditor.reset()
-                assert (await auditor.stats()).free_slots == stats.num_slots
-        assert (stats.open_leases, stats.private_slots, stats.protected_slots, stats.waiters) == (0, 0, 0, 0)
+                emptied = await auditor.stats()
+                assert all(pool.free_slots == pool.num_slots for pool in pools_of(emptied)), emptied
+        assert (stats.open_leases, stats.waiters) == (0, 0)
+        assert not any(pool.private_slots or pool.protected_slots for pool in pools_of(stats)), stats
+
+
+Reached = Callable[[KindUnderTest], AbstractAsyncContextManager[CacheUnderTest]]

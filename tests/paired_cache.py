@@ -132,11 +132,15 @@ class PairedCache:
         self.cache: TreeCache = RadixCache(self.page_size, None, self.pool, self.told.append)
         self.model = ReferenceRadixCache(self.page_size)
 
+    def _request(self) -> dict[str, int]:
+        """What else a request brings along: known to the model, and told to the cache by these arguments."""
+        return {}
+
     # ---------------------------------------------------------------- lookups
 
     def match(self, tokens: Tokens, namespace: str | None) -> Held:
         """A match; returns the node where it ends."""
-        found = self.cache.match_prefix(make_key(tokens, namespace))
+        found = self.cache.match_prefix(make_key(tokens, namespace), **self._request())
         expected = self.model.match(tokens, namespace)
         self._check_found(found, expected)
         return Held(found.last_node, expected.handle)
@@ -172,7 +176,8 @@ class PairedCache:
         value = torch.tensor(slots, dtype=torch.int64)
         node = None if held is None else held.node
         handle = ROOT if held is None else held.handle
-        result = self.cache.insert(RadixKey(ids, namespace), value, prev_prefix_len=prev_prefix_len, from_node=node)
+        key, request = RadixKey(ids, namespace), self._request()
+        result = self.cache.insert(key, value, prev_prefix_len=prev_prefix_len, from_node=node, **request)
         spoil(ids)
         spoil(value)
         duplicates = result.duplicate_indices

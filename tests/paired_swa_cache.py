@@ -234,14 +234,8 @@ class PairedSwaCache(PairedCache):
         """As for full attention, and of window halves."""
         num_tokens = max(num_tokens, self.model.reclaimable_size())
         sizes = self.cache.evictable_size(), self.cache.swa_evictable_size()
-        ids = {
-            int(node.slots[0]): node.id
-            for top in self.cache._all_tops()
-            for node in self.cache._tree.nodes_below(top)
-            if node.slots is not None
-        }
         result = self.cache.evict(num_tokens, swa_num_tokens)
-        victims = self.reference.evict_both(num_tokens, swa_num_tokens, ids)
+        victims = self.reference.evict_both(num_tokens, swa_num_tokens)
         assert result.full_evicted >= min(num_tokens, sizes[0]), f"{result} of {sizes}"
         assert result.swa_evicted >= min(swa_num_tokens, sizes[1]), f"{result} of {sizes}"
         agree("result", result, EvictResult(self._count(victims), self.reference.swa_freed, 0))

@@ -201,17 +201,21 @@ class ReferenceRadixCache:
     def evict(self, num_tokens: int) -> list[Node]:
         """Remove an unlocked leaf, and again, until `num_tokens` are free or none is left.
 
-        Retired ones go first, in any order, then the least recently used.
+        Retired ones go first, in any order, then those of the lowest rank.
         """
         victims: list[Node] = []
         while sum(len(victim.slots) for victim in victims) < num_tokens:
             leaves = self._unlocked_leaves()
             if not leaves:
                 break
-            order = [(leaf.generation == self.generation, self.pages[leaf].tick) for leaf in leaves]
+            order = [(leaf.generation == self.generation, self._rank(leaf)) for leaf in leaves]
             assert len(set(order)) == len(order), "two leaves were used by one operation"
             victims.append(self._remove_node(leaves[order.index(min(order))]))
         return victims
+
+    def _rank(self, leaf: Place) -> tuple[int, ...]:
+        """The least recently used goes first."""
+        return (self.pages[leaf].tick,)
 
     def retire_all(self) -> None:
         """Make all there is unmatchable."""

@@ -216,11 +216,8 @@ class ReferenceSwaCache(ReferenceRadixCache):
 
     # ---------------------------------------------------------------- eviction
 
-    def evict_both(self, num_tokens: int, swa_num_tokens: int, node_ids: dict[int, int]) -> list[Node]:
-        """Full leaves first, then window halves; returns the nodes that went whole.
-
-        `node_ids` tells, by a node's first slot, which of the nodes in one window is older: those go in this order.
-        """
+    def evict_both(self, num_tokens: int, swa_num_tokens: int) -> list[Node]:
+        """Full leaves first, then window halves, of one window the upper node first; returns what went whole."""
         before = self.swa_evictable_size()
         self.tombstoned = []
         victims = self.evict(num_tokens)
@@ -228,7 +225,7 @@ class ReferenceSwaCache(ReferenceRadixCache):
             ends = [place for place, page in self.pages.items() if page.ends_node and self._may_lose_window(place)]
             if not ends:
                 break
-            end = min(ends, key=lambda place: (self.page(place).swa_tick, node_ids[self._node_at(place).slots[0]]))
+            end = min(ends, key=lambda place: (self.page(place).swa_tick, len(place.prefix)))
             if end in self._unlocked_leaves():
                 victims.append(self._remove_node(end))
                 continue

@@ -313,7 +313,7 @@ def a_tombstone_is_told_as_removed(patch: Patch) -> None:
 
     told_by: list[KVEventTeller] = []
     around(patch, KVEventTeller, "__init__", lambda original, *args: told_by.insert(0, args[0]) or original(*args))
-    around(patch, SwaComponent, "make_tombstone", tombstone)
+    around(patch, SwaComponent, "drop", tombstone)
 
 
 @fault

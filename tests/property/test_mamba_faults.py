@@ -7,7 +7,8 @@ import pytest
 from random_mamba_traffic import run_random_mamba_traffic
 from random_traffic import TrafficFailed
 
-from raydix.cache_core import EvictResult, LRUList, MambaRadixCache, RadixKey
+from raydix.cache_core import EvictResult, MambaRadixCache, RadixKey, mamba_component
+from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.mamba_component import MambaComponent
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.tree_cache import TreeCache
@@ -79,10 +80,9 @@ def a_match_does_not_use_its_state(patch: Patch) -> None:
 @fault
 def a_match_uses_the_states_above_as_well(patch: Patch) -> None:
     def touch(mamba: MambaComponent, end: Any, now: int) -> None:
-        root = end
-        while root.parent is not None:
-            root = root.parent
-        mamba.lru.touch_node_and_parents_mru(end, root)
+        while end.parent is not None:
+            end.mamba_access_time = now
+            end = end.parent
 
     patch.setattr(MambaComponent, "touch", touch)
 
@@ -104,16 +104,15 @@ def a_peek_uses_the_state(patch: Patch) -> None:
 def a_split_moves_the_state_to_the_prefix(patch: Patch) -> None:
     def on_split(mamba: MambaComponent, above: Any, node: Any) -> None:
         if node.mamba_value is not None:
-            mamba.lru.remove(node)
-            mamba.lru.insert_mru(above)
             above.mamba_value, node.mamba_value = node.mamba_value, None
+            mamba._queue.push(above)
 
     patch.setattr(MambaComponent, "on_split", on_split)
 
 
 @fault
 def a_split_renews_the_state(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "on_split", lambda mamba, above, node: mamba.touch(node, 0))
+    patch.setattr(MambaComponent, "on_split", lambda mamba, above, node: mamba.touch(node, 2**60))
 
 
 @fault
@@ -178,9 +177,9 @@ def every_lock_of_a_node_counts_its_state_again(patch: Patch) -> None:
 
 @fault
 def a_state_attached_under_a_lock_is_evictable(patch: Patch) -> None:
-    def attach(original: Any, mamba: MambaComponent, node: Any, slot: int) -> None:
+    def attach(original: Any, mamba: MambaComponent, node: Any, slot: int, now: int) -> None:
         locks, node.own_locks = node.own_locks, 0
-        original(mamba, node, slot)
+        original(mamba, node, slot, now)
         node.own_locks = locks
 
     around(patch, MambaComponent, "attach", attach)
@@ -193,7 +192,7 @@ def a_lock_holds_the_states_above(patch: Patch) -> None:
 
 @fault
 def locked_states_are_evicted(patch: Patch) -> None:
-    patch.setattr(LRUList, "get_lru_unlocked", lambda lru: next(iter(lru), None))
+    patch.setattr(mamba_component, "_may_go", lambda node: node.mamba_value is not None)
 
 
 # ---------------------------------------------------------------- eviction
@@ -201,10 +200,22 @@ def locked_states_are_evicted(patch: Patch) -> None:
 
 @fault
 def the_state_used_last_goes_first(patch: Patch) -> None:
-    def get_lru_unlocked(lru: LRUList) -> Any:
-        return next((node for node in reversed(list(lru)) if not node.mamba_lock_ref), None)
+    patch.setattr(mamba_component, "_rank", lambda node: -node.mamba_access_time)
 
-    patch.setattr(LRUList, "get_lru_unlocked", get_lru_unlocked)
+
+@fault
+def a_match_does_not_renew_its_state(patch: Patch) -> None:
+    patch.setattr(MambaComponent, "touch", lambda mamba, end, now: None)
+
+
+@fault
+def an_unlocked_state_never_becomes_a_candidate_again(patch: Patch) -> None:
+    def unlock(original: Any, mamba: MambaComponent, node: Any, receipt: Any) -> None:
+        queue, mamba._queue = mamba._queue, EvictionQueue(lambda node: 0, lambda node: True)
+        original(mamba, node, receipt)
+        mamba._queue = queue
+
+    around(patch, MambaComponent, "unlock", unlock)
 
 
 @fault
@@ -237,7 +248,7 @@ def an_unlocked_leaf_stays_without_its_state(patch: Patch) -> None:
     def evict(cache: MambaRadixCache, num_tokens: int, num_states: int = 0) -> EvictResult:
         before = cache._mamba.num_freed
         victims = cache._full.evict(num_tokens)
-        while cache._mamba.num_freed < before + num_states and (node := cache.mamba_lru.get_lru_unlocked()) is not None:
+        while cache._mamba.num_freed < before + num_states and (node := cache._mamba.pop_victim()) is not None:
             cache._mamba.drop(node)
         cache._give_back(victims)
         return EvictResult(victims.num_tokens, 0, cache._mamba.num_freed - before)
@@ -262,12 +273,7 @@ def state_eviction_goes_on_when_the_target_is_met(patch: Patch) -> None:
 
 @fault
 def a_reset_keeps_the_states(patch: Patch) -> None:
-    def clear(mamba: MambaComponent) -> None:
-        for node in list(mamba.lru):
-            mamba.lru.remove(node)
-        mamba.evictable = mamba.protected = 0
-
-    patch.setattr(MambaComponent, "clear", clear)
+    patch.setattr(MambaComponent, "forget", lambda mamba, node: None)
 
 
 @fault

@@ -1,7 +1,7 @@
 """Proof that random traffic finds faults: each rule of `RadixCache` is broken once, and the comparison must see it."""
 
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heappop
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,10 @@ import pytest
 import torch
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, leaf_queue, page_hashes, radix_cache, tree_cache
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, full_component, page_hashes, tree_cache, tree_match
+from raydix.cache_core.eviction_policy import LRU
+from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
-from raydix.cache_core.leaf_queue import LeafQueue
 from raydix.cache_core.radix_tree import RadixTree
 
 Patch = pytest.MonkeyPatch
@@ -93,37 +94,38 @@ def an_insert_from_a_node_forgets_what_lies_above_it(patch: Patch) -> None:
 
 @fault
 def the_most_recently_used_goes_first(patch: Patch) -> None:
-    patch.setattr(leaf_queue, "_stamp", lambda node: -node.last_access_time)
+    patch.setattr(LRU, "rank", lambda lru, node: -node.last_access_time)
 
 
 @fault
 def the_oldest_goes_first_used_or_not(patch: Patch) -> None:
-    patch.setattr(leaf_queue, "_stamp", lambda node: node.id)
+    patch.setattr(LRU, "rank", lambda lru, node: node.id)
 
 
 @fault
 def eviction_takes_locked_leaves(patch: Patch) -> None:
-    def pop(queue: LeafQueue) -> Any:
+    patch.setattr(full_component, "_may_go", lambda node: not node.children and node.slots is not None)
+
+
+@fault
+def a_rank_is_taken_as_it_was_when_queued(patch: Patch) -> None:
+    def pop(queue: EvictionQueue) -> Any:
         while queue._heap:
-            stamp, _, node = heappop(queue._heap)
-            node.queued = False
-            if node.slots is None or node.children:
-                continue
-            if leaf_queue._stamp(node) == stamp:
+            _, node_id, node = heappop(queue._heap)
+            queue._ranks.pop(node_id, None)
+            if queue._may_go(node):
                 return node
-            queue.push(node)
         return None
 
-    patch.setattr(LeafQueue, "pop", pop)
+    patch.setattr(EvictionQueue, "pop", pop)
 
 
 @fault
 def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
     def take_out(original: Any, full: FullComponent, leaf: Any, victims: Any) -> None:
-        parent = leaf.parent
-        was_queued, parent.queued = parent.queued, True  # as if it stood in the queue
+        offer, full._offer = full._offer, lambda parent: None  # type: ignore[method-assign]
         original(full, leaf, victims)
-        parent.queued = was_queued or bool(parent.data)
+        full._offer = offer  # type: ignore[method-assign]
 
     around(patch, FullComponent, "take_out", take_out)
 
@@ -131,8 +133,9 @@ def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
 @fault
 def an_unlocked_leaf_never_becomes_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, full: FullComponent, node: Any) -> None:
-        node.queued = True  # as if it stood in the queue
+        offer, full._offer = full._offer, lambda parent: None  # type: ignore[method-assign]
         original(full, node)
+        full._offer = offer  # type: ignore[method-assign]
 
     around(patch, FullComponent, "unlock", unlock)
 
@@ -161,12 +164,16 @@ def eviction_tells_nobody(patch: Patch) -> None:
 
 @fault
 def what_is_retired_keeps_its_place_in_the_queue(patch: Patch) -> None:
-    def push(queue: LeafQueue, leaf: Any) -> None:
-        if not leaf.queued:
-            leaf.queued = True
-            heappush(queue._heap, (leaf_queue._stamp(leaf), leaf.id, leaf))
+    patch.setattr(FullComponent, "retire", lambda full, nodes: None)
 
-    patch.setattr(LeafQueue, "push", push)
+
+@fault
+def what_is_unlocked_after_its_retirement_is_forgotten(patch: Patch) -> None:
+    def offer(original: Any, full: FullComponent, leaf: Any) -> None:
+        if leaf.space.live:
+            original(full, leaf)
+
+    around(patch, FullComponent, "_offer", offer)
 
 
 # ---------------------------------------------------------------- pages, keys and namespaces
@@ -190,7 +197,7 @@ def an_insert_keeps_the_tail_that_is_no_page(patch: Patch) -> None:
         return query
 
     around(patch, RadixTree, "make_query", make_query)
-    patch.setattr(radix_cache, "compact_slots", lambda slots, page_size: slots.copy())  # which takes whole pages only
+    patch.setattr(tree_cache, "compact_slots", lambda slots, page_size: slots.copy())  # which takes whole pages only
 
 
 def rename_all(patch: Patch, rename: Callable[[RadixKey], RadixKey]) -> None:
@@ -271,12 +278,12 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 
 @fault
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
-    patch.setattr(radix_cache, "compact_slots", lambda slots, page_size: slots)
+    patch.setattr(tree_cache, "compact_slots", lambda slots, page_size: slots)
 
 
 @fault
 def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
-    around(patch, tree_cache, "join_rows", lambda original, rows: rows[0] if len(rows) == 1 else original(rows))
+    around(patch, tree_match, "join_rows", lambda original, rows: rows[0] if len(rows) == 1 else original(rows))
 
 
 @fault

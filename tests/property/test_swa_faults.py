@@ -7,7 +7,8 @@ import pytest
 from random_swa_traffic import run_random_swa_traffic
 from random_traffic import TrafficFailed
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, swa_component
+from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import TreeCache
@@ -174,12 +175,12 @@ def an_unlock_goes_up_to_the_root(patch: Patch) -> None:
             if node.swa_lock_ref == 1 and not node.swa_tombstone:
                 swa.evictable += len(node)
                 swa.protected -= len(node)
-                swa._push(node)
+                swa._queue.push(node)
             node.swa_lock_ref = max(0, node.swa_lock_ref - 1)
             node = node.parent
         receipt.released = True
 
-    patch.setattr(SwaComponent, "unlock", unlock)
+    patch.setattr(SwaComponent, "release", unlock)
 
 
 @fault
@@ -195,9 +196,9 @@ def an_unlock_leaves_the_window_protected(patch: Patch) -> None:
 @fault
 def what_was_unlocked_is_never_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, swa: SwaComponent, *args: Any) -> None:
-        push, swa._push = swa._push, lambda node: None  # type: ignore[method-assign]
+        queue, swa._queue = swa._queue, EvictionQueue(lambda node: 0, lambda node: True)
         original(swa, *args)
-        swa._push = push  # type: ignore[method-assign]
+        swa._queue = queue
 
     around(patch, SwaComponent, "unlock", unlock)
 
@@ -302,12 +303,12 @@ def a_leaf_is_as_long_as_its_key(patch: Patch) -> None:
 
 @fault
 def a_leaf_is_cut_within_a_page(patch: Patch) -> None:
-    def init(original: Any, swa: SwaComponent, window: int, page_size: int) -> None:
-        original(swa, window, page_size)
+    def init(original: Any, swa: SwaComponent, window: int, *args: Any) -> None:
+        original(swa, window, *args)
         swa.padded_window = window
 
     around(patch, SwaComponent, "__init__", init)
-    patch.setattr("raydix.cache_core.radix_cache.compact_slots", lambda slots, page_size: slots.copy())
+    patch.setattr("raydix.cache_core.tree_cache.compact_slots", lambda slots, page_size: slots.copy())
 
 
 @fault
@@ -395,73 +396,57 @@ def held_windows_become_tombstones(patch: Patch) -> None:
     def pop_victim(original: Any, swa: SwaComponent) -> Any:
         victim = original(swa)
         while victim is not None and victim.parent.data and victim.parent.swa_lock_ref:
-            victim = victim.parent  # held, so it has no entry of its own
+            victim = victim.parent  # held, so it has no entry that counts
         return victim
 
-    def make_tombstone(swa: SwaComponent, node: Any) -> None:
+    def drop(swa: SwaComponent, node: Any) -> None:
         swa.evictable -= 0 if node.swa_tombstone or node.swa_lock_ref else len(node)
         swa.protected -= len(node) if node.swa_lock_ref and not node.swa_tombstone else 0
+        swa.num_freed += len(node)
+        swa._dropped.append(node.value.numpy())
         node.swa_tombstone = True
 
     around(patch, SwaComponent, "pop_victim", pop_victim)
-    patch.setattr(SwaComponent, "make_tombstone", make_tombstone)
+    patch.setattr(SwaComponent, "drop", drop)
 
 
 @fault
 def the_window_used_last_goes_first(patch: Patch) -> None:
-    def pop_victim(swa: SwaComponent) -> Any:
-        live = [
-            node
-            for _, _, node in swa._heap
-            if node.slots is not None and not node.swa_tombstone and not node.swa_lock_ref
-        ]
-        victim = max(live, key=lambda node: (node.swa_access_time, node.id), default=None)
-        if victim is not None:
-            swa._heap = [entry for entry in swa._heap if entry[2] is not victim]
-            victim.swa_queued = False
-        return victim
+    patch.setattr(swa_component, "_rank", lambda node: (-node.swa_access_time, node.end))
 
-    patch.setattr(SwaComponent, "pop_victim", pop_victim)
+
+@fault
+def of_one_window_the_lower_node_goes_first(patch: Patch) -> None:
+    patch.setattr(swa_component, "_rank", lambda node: (node.swa_access_time, -node.end))
 
 
 @fault
 def an_unlocked_leaf_stays_as_a_tombstone(patch: Patch) -> None:
     def evict(cache: RadixCache, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
-        swa, pool = cache._swa, cache.pool
+        swa = cache._swa
         assert swa is not None
-        before = swa.evictable
+        before = swa.num_freed
         victims = cache._full.evict(num_tokens)
-        while before - swa.evictable < swa_num_tokens and (node := swa.pop_victim()) is not None:
-            swa.make_tombstone(node)
-            pool.free_swa(node.value)  # type: ignore[union-attr]
-        swa_evicted = before - swa.evictable
+        while swa.num_freed - before < swa_num_tokens and (node := swa.pop_victim()) is not None:
+            swa.drop(node)
+        swa.give_back()
         cache._give_back(victims)
-        return EvictResult(victims.num_tokens, swa_evicted)
+        return EvictResult(victims.num_tokens, swa.num_freed - before)
 
     patch.setattr(RadixCache, "evict", evict)
 
 
 @fault
 def tombstones_keep_their_halves(patch: Patch) -> None:
-    def evict(original: Any, cache: RadixCache, *args: int) -> EvictResult:
-        pool: Any = cache.pool
-        free_swa = pool.free_swa
-        pool.free_swa = lambda indices: None
-        try:
-            result: EvictResult = original(cache, *args)
-        finally:
-            pool.free_swa = free_swa
-        return result
-
-    around(patch, RadixCache, "evict", evict)
+    patch.setattr(SwaComponent, "give_back", lambda swa: swa._dropped.clear())
 
 
 @fault
 def what_goes_whole_is_not_counted(patch: Patch) -> None:
     def on_remove(original: Any, swa: SwaComponent, leaf: Any) -> None:
-        evictable = swa.evictable
+        num_freed = swa.num_freed
         original(swa, leaf)
-        swa.evictable = evictable
+        swa.num_freed = num_freed
 
     around(patch, SwaComponent, "on_remove", on_remove)
 
@@ -484,7 +469,7 @@ def window_eviction_goes_on_when_the_target_is_met(patch: Patch) -> None:
 
 @fault
 def a_reset_remembers_window_sizes(patch: Patch) -> None:
-    patch.setattr(SwaComponent, "clear", lambda swa: swa._heap.clear())
+    patch.setattr(SwaComponent, "clear", lambda swa: swa._queue.clear())
 
 
 # ---------------------------------------------------------------- the proof

@@ -4,17 +4,26 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from cache_under_test import Access, CacheUnderTest, small_config
-
-from raydix.schemas import CacheConfig
+from cache_kinds import Access, KindUnderTest, radix, reached_kinds
+from cache_under_test import CacheUnderTest, Reached
 
 
 @asynccontextmanager
-async def reached(request: pytest.FixtureRequest, access: Access, config: CacheConfig) -> AsyncIterator[CacheUnderTest]:
+async def under_test(
+    request: pytest.FixtureRequest, kind: KindUnderTest, access: Access
+) -> AsyncIterator[CacheUnderTest]:
     running_cache = request.getfixturevalue("running_cache") if access == "ray" else None  # others need no Ray
-    under_test = CacheUnderTest.reached(access, config, running_cache)
-    yield under_test
-    await under_test.close()
+    cache = CacheUnderTest.reached(access, kind.cache_config(), running_cache, kind)
+    yield cache
+    await cache.close()
+
+
+@pytest.fixture(params=reached_kinds())
+async def cache(request: pytest.FixtureRequest) -> AsyncIterator[CacheUnderTest]:
+    """An empty cache of eight pages, of each kind and reached in each way; `cache_kinds.only` selects kinds."""
+    kind, access = request.param
+    async with under_test(request, kind, access) as cache:
+        yield cache
 
 
 @pytest.fixture(params=["local", "client", pytest.param("ray", marks=pytest.mark.ray)])
@@ -23,29 +32,14 @@ def access(request: pytest.FixtureRequest) -> Access:
     return request.param
 
 
-@pytest.fixture(params=[1, 16], ids=["page1", "page16"])
-async def cache(request: pytest.FixtureRequest, access: Access) -> AsyncIterator[CacheUnderTest]:
-    """An empty radix cache of eight pages."""
-    async with reached(request, access, small_config(request.param)) as under_test:
-        yield under_test
+@pytest.fixture
+def reached(request: pytest.FixtureRequest, access: Access) -> Reached:
+    """Makes an empty cache of a kind, which must be left with nothing held."""
+    return lambda kind: under_test(request, kind, access)
 
 
 @pytest.fixture
-async def cache1(request: pytest.FixtureRequest, access: Access) -> AsyncIterator[CacheUnderTest]:
-    """The same with pages of one token, for what pages make no difference to."""
-    async with reached(request, access, small_config(1)) as under_test:
-        yield under_test
-
-
-@pytest.fixture
-async def cache16(request: pytest.FixtureRequest, access: Access) -> AsyncIterator[CacheUnderTest]:
-    """The same with pages of 16 tokens, for what happens within a page."""
-    async with reached(request, access, small_config(16)) as under_test:
-        yield under_test
-
-
-@pytest.fixture
-async def chunk_cache(request: pytest.FixtureRequest, access: Access) -> AsyncIterator[CacheUnderTest]:
-    """The same with pages of 16 tokens, of the kind that shares nothing."""
-    async with reached(request, access, small_config(16, "chunk")) as under_test:
-        yield under_test
+async def cache1(reached: Reached) -> AsyncIterator[CacheUnderTest]:
+    """Of kind "radix", with pages of one token, for what neither kinds nor pages make a difference to."""
+    async with reached(radix(1)) as cache:
+        yield cache

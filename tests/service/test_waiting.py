@@ -9,7 +9,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from cache_under_test import MAX_WAITERS, CacheUnderTest, Pages, small_config
+from cache_kinds import MAX_WAITERS
+from cache_under_test import CacheUnderTest, Pages, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.schemas import (

@@ -57,6 +57,27 @@ def test_defaults_are_those_of_the_design() -> None:
         (CacheConfig, {"pool": POOL, "page_size": 5}, r"num_slots \(64\) must be a multiple of page_size \(5\)"),
         (CacheConfig, {"pool": POOL, "page_size": 128}, "multiple of page_size"),
         (CacheConfig, {"pool": POOL, "kind": "tree"}, "kind"),
+        (CacheConfig, {"pool": POOL, "kind": "slots"}, "max_seq_len"),
+        (CacheConfig, {"pool": POOL, "max_seq_len": 8}, "no other kind takes it"),
+        (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 0}, "max_seq_len"),
+        (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 9}, r"num_slots \(64\) must be a multiple of max"),
+        (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 128}, "multiple of max_seq_len"),
+        (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 8, "page_size": 16}, "multiple of page_size"),
+        (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 8, "bigram": True}, "bigram"),
+        (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 8, "events": True}, "events"),
+        (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 8, "sliding_window_size": 4}, "sliding_window"),
+        (
+            CacheConfig,
+            {"pool": {"num_slots": 64, "num_state_slots": 2}, "kind": "slots", "max_seq_len": 8},
+            "num_state_slots",
+        ),
+        (CacheConfig, {"pool": POOL, "kind": "trie", "eviction": {"policy": "lfu"}}, "'trie' evicts by 'lru' alone"),
+        (
+            CacheConfig,
+            {"pool": POOL, "kind": "slots", "max_seq_len": 8, "eviction": {"policy": "lfu"}},
+            "by 'lru' alone",
+        ),
+        (CacheConfig, {"pool": POOL, "kind": "chunk", "eviction": {"policy": "mru"}}, "'chunk' evicts by 'lru' alone"),
         (CacheConfig, {"pool": POOL, "pagesize": 4}, "pagesize"),
         (CacheConfig, {"pool": {"num_slots": 0}}, "num_slots"),
     ],
@@ -66,6 +87,11 @@ def test_a_wrong_configuration_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValidationError, match=reason):
         model(**fields)
+
+
+def test_what_is_handed_out_together_is_a_page_or_a_row() -> None:
+    assert CONFIG.run_len == CONFIG.page_size
+    assert CacheConfig(pool=PoolConfig(num_slots=64), kind="slots", max_seq_len=16, page_size=4).run_len == 16
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
@@ -111,6 +137,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "kind": "chunk",
         "page_size": 8,
         "sliding_window_size": 16,
+        "max_seq_len": 32,
         "bigram": True,
         "events": True,
         "validate": True,
@@ -129,7 +156,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "dtype": "float32",
         "device": "cpu",
     },
-    "eviction": {"policy": None, "high_watermark": 0.95, "low_watermark": 0.7, "slice_ms": 2.0},
+    "eviction": {"policy": "slru", "high_watermark": 0.95, "low_watermark": 0.7, "slice_ms": 2.0},
     "leases": {
         "acquire_timeout_s": 1.0,
         "max_waiters": 7,
@@ -152,7 +179,7 @@ def changed(part: str, field: str) -> CacheConfig:
 def fields_that_can_differ() -> list[tuple[str, str]]:
     parts = {"": CacheConfig, "pool": PoolConfig, "eviction": EvictionConfig, "leases": LeaseConfig}
     every = [(part, field) for part, model in parts.items() for field in model.model_fields]
-    return [(part, field) for part, field in every if field not in parts and (part, field) != ("eviction", "policy")]
+    return [(part, field) for part, field in every if field not in parts]
 
 
 def test_every_field_changes_the_digest() -> None:

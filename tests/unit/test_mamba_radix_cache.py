@@ -19,7 +19,7 @@ from raydix.cache_core import (
     MambaTreeNode,
     RadixKey,
     StaleNodeError,
-    leaf_queue,
+    eviction_queue,
 )
 
 
@@ -466,8 +466,8 @@ def test_chunks_have_at_least_one_token() -> None:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by one entry for each operation on a heap and each node that a list is asked for."""
     done: list[str] = []
-    monkeypatch.setattr(leaf_queue, "heappop", lambda heap: (done.append("pop"), heappop(heap))[1])
-    monkeypatch.setattr(leaf_queue, "heappush", lambda heap, item: (done.append("push"), heappush(heap, item))[1])
+    monkeypatch.setattr(eviction_queue, "heappop", lambda heap: (done.append("pop"), heappop(heap))[1])
+    monkeypatch.setattr(eviction_queue, "heappush", lambda heap, item: (done.append("push"), heappush(heap, item))[1])
     walk = LRUList.__iter__
 
     def counted(lru: LRUList) -> Iterator[MambaTreeNode]:
@@ -494,7 +494,7 @@ def test_the_steps_for_a_victim_do_not_grow_with_the_tree(
 
     steps.clear()
     cache.evict(0, 1)
-    assert steps == ["look"]
+    assert steps == ["pop"]
     steps.clear()
     cache.evict(1)
 
@@ -531,15 +531,6 @@ def test_a_chain_of_ten_thousand_nodes_works(pool: Freed) -> None:
     cache.check_invariants()
 
 
-# ---------------------------------------------------------------- faults that are open
-
-
-def open_fault(why: str) -> pytest.MarkDecorator:
-    """A claim that does not hold yet."""
-    return pytest.mark.xfail(strict=True, reason=why)
-
-
-@open_fault("each victim is looked for beyond all locked states that are older")
 def test_locked_states_do_not_slow_eviction_down(steps: list[str]) -> None:
     cache = MambaRadixCache()
     for node in fill(cache, 0, 500):
@@ -548,8 +539,11 @@ def test_locked_states_do_not_slow_eviction_down(steps: list[str]) -> None:
 
     steps.clear()
     cache.evict(0, 10)
+    first = len(steps)
+    cache.evict(0, 10)
 
-    assert len(steps) < 1000
+    assert first <= 500 + 10  # the locked ones leave the queue, once for all
+    assert len(steps) - first <= 10
 
 
 def test_a_state_is_not_attached_to_a_node_that_has_gone(cache: MambaRadixCache) -> None:

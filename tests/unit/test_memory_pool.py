@@ -165,3 +165,50 @@ def test_a_storage_may_be_larger_than_needed() -> None:
     pool = KVPool(TINY, storage=torch.zeros(TINY.num_bytes + 4096, dtype=torch.uint8))
 
     assert pool.k[1].shape == (6, 3, 4)
+
+
+# ---------------------------------------------------------------- rows of whole sequences
+
+SEQUENCES = replace(TINY, num_slots=6, max_seq_len=3)
+
+
+def test_a_pool_of_sequences_reserves_no_slots() -> None:
+    pool = KVPool(SEQUENCES)
+
+    assert [tuple(k.shape) for k in pool.k] == [(6, 3, 4)] * 2
+    assert [tuple(v.shape) for v in pool.v] == [(6, 3, 5)] * 2
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_a_pool_of_sequences_is_one_view_of_all_k_and_one_of_all_v(dtype: torch.dtype) -> None:
+    memory = torch.zeros(64 + KVPool(replace(SEQUENCES, dtype=dtype)).storage.numel() + 64, dtype=torch.uint8)
+    pool = KVPool(replace(SEQUENCES, dtype=dtype), storage=memory[64:])  # as part of something larger
+    k, v = counting(dtype, 2, 6, 3, 4), counting(dtype, 2, 6, 3, 5, start=2)
+
+    pool.write_all(torch.arange(6), k, v)
+    k_cache, v_cache = pool.by_sequence()
+
+    assert (tuple(k_cache.shape), tuple(v_cache.shape)) == ((2, 3, 2, 3, 4), (2, 3, 2, 3, 5))
+    for slot in range(6):
+        for layer in range(2):
+            assert bits(k_cache[slot // 3, slot % 3, layer]) == bits(k[layer, slot])
+            assert bits(v_cache[slot // 3, slot % 3, layer]) == bits(v[layer, slot])
+    k_cache[1, 2, 1] = k_cache[0, 0, 0]
+    assert bits(pool.k[1][5]) == bits(k[0, 0])
+
+
+@pytest.mark.parametrize("layout", [replace(SEQUENCES, num_layers=0), replace(SEQUENCES, num_layers=0, num_kv_heads=0)])
+def test_a_pool_of_sequences_without_layers_has_empty_views(layout: PoolLayout) -> None:
+    k_cache, v_cache = KVPool(layout).by_sequence()
+
+    assert (tuple(k_cache.shape[:3]), tuple(v_cache.shape[:3])) == ((2, 3, 0), (2, 3, 0))
+
+
+def test_values_of_a_pool_of_sequences_may_be_absent() -> None:
+    _, v_cache = KVPool(replace(SEQUENCES, v_head_dim=0)).by_sequence()
+
+    assert tuple(v_cache.shape) == (2, 3, 2, 3, 0)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

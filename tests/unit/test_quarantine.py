@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from raydix.actors.core_factory import build_core
-from raydix.cache_core import ExpiredLeaseError, KVCache, OutOfSlotsError, RadixKey, UnknownLeaseError
+from raydix.cache_core import ExpiredLeaseError, KVCache, OutOfSlotsError, RadixKey, RowCache, UnknownLeaseError
 from raydix.cache_core.ended_leases import EndedLeases
 from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
 
@@ -29,7 +29,9 @@ def make() -> Iterator[Callable[..., KVCache]]:
             eviction=EvictionConfig(high_watermark=1.0),
             **fields,  # type: ignore[arg-type]
         )
-        caches.append(build_core(config, None, lambda: None)[0])
+        core = build_core(config, None, lambda: None)[0]
+        assert isinstance(core, KVCache)
+        caches.append(core)
         return caches[-1]
 
     yield make_cache
@@ -45,7 +47,7 @@ def cache(make: Callable[..., KVCache]) -> KVCache:
 def count(cache: KVCache) -> tuple[int, int, int, int]:
     """Free, private, tree and quarantined slots, after checking that all else holds too."""
     cache.check_invariants()
-    counts = cache.free_slots, cache.private_slots, cache.tree.total_size(), cache.quarantined_slots
+    counts = cache.free_slots, cache.private_slots, cache.total_size(), cache.quarantined_slots
     assert sum(counts) == cache.num_slots
     return counts
 
@@ -84,7 +86,7 @@ def test_what_was_freed_once_is_not_freed_again(cache: KVCache) -> None:
     assert [cache.free_withheld("s"), cache.free_withheld("s"), cache.free_withheld("never")] == [2, 0, 0]
 
     assert count(cache) == (6, 0, 0, 2)
-    assert "t" in cache.room.quarantine
+    assert "t" in cache.quarantine
 
 
 def test_window_halves_are_withheld_with_their_pages(make: Callable[..., KVCache]) -> None:
@@ -99,7 +101,8 @@ def test_window_halves_are_withheld_with_their_pages(make: Callable[..., KVCache
     assert count(cache) == (2, 0, 0, 6)
     assert held == 2
     assert cache.swa_allocator.swa_available_size() == cache.num_slots - held
-    assert cache.room.num_private_halves(each.starts for each in cache.room.quarantine) * 2 == held
+    sizes = cache.swa_sizes()
+    assert sizes is not None and sizes.quarantined == held
     cache.free_withheld("s")
     assert count(cache) == (8, 0, 0, 0)
     assert cache.swa_allocator.swa_available_size() == cache.num_slots
@@ -109,17 +112,15 @@ def test_a_leases_own_state_is_withheld(make: Callable[..., KVCache]) -> None:
     cache = make(kind="mamba", num_state_slots=2)
     cache.acquire("l", "s", key(1, 2))
     cache.lock("m", "s", key(1, 2))
-    states = cache.room.states
-    assert states is not None
 
     cache.quarantine_session("s")
 
     assert count(cache) == (6, 0, 0, 2)
-    assert (states.available_size(), cache.room.quarantine.num_states, cache.room.private_states) == (0, 2, 0)
+    assert cache.state_sizes() == (2, 0, 0, 0, 2)
     with pytest.raises(OutOfSlotsError):
         cache.lock("n", "t", key(1))
     cache.free_withheld("s")
-    assert (states.available_size(), cache.room.quarantine.num_states) == (2, 0)
+    assert cache.state_sizes() == (2, 2, 0, 0, 0)
     assert count(cache) == (8, 0, 0, 0)
 
 
@@ -236,3 +237,48 @@ def test_a_lease_nobody_adopted_ends_with_its_granters_session(cache: KVCache) -
     assert count(cache) == (6, 0, 0, 2)
     with pytest.raises(ExpiredLeaseError):
         cache.adopt("l", "s", "t")
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.fixture
+def rows() -> Iterator[RowCache]:
+    """Two rows of four slots."""
+    cache = RowCache(8, 4, page_size=2, remembered_leases=4)
+    yield cache
+    cache.check_invariants()
+
+
+def row_count(cache: RowCache) -> tuple[int, int, int, int]:
+    cache.check_invariants()
+    return cache.free_slots, cache.private_slots, cache.total_size(), cache.quarantined_slots
+
+
+def test_the_row_of_a_vanished_session_is_withheld_though_what_it_published_can_be_copied(rows: RowCache) -> None:
+    rows.acquire("l", "s", key(1, 2, 3))
+    rows.insert("l", "s", 2, NO_IDS)
+
+    rows.quarantine_session("s")
+    assert row_count(rows) == (4, 0, 0, 4)
+    copy = rows.acquire("m", "t", key(1, 2, 9))
+
+    assert (copy.prefix_len, copy.starts.tolist()) == (2, [4])
+    with pytest.raises(OutOfSlotsError):
+        rows.acquire("n", "t", key(1, 2))
+    assert rows.free_withheld("s") == 4
+    assert row_count(rows) == (0, 4, 4, 0)
+
+
+def test_ended_leases_of_rows_are_remembered_and_offered_ones_adopted(rows: RowCache) -> None:
+    lease = rows.acquire("l", "s", key(1, 2))
+    rows.offer("l", "s")
+    assert rows.adopt("l", "s", "t") is lease
+    rows.insert("l", "t", 2, NO_IDS)
+    assert rows.published_len(lease) == 2
+    rows.release("l", "t")
+
+    for session in ("s", "t"):
+        with pytest.raises(UnknownLeaseError, match="has ended"):
+            rows.acquire("l", session, key(1, 2))
+    assert row_count(rows) == (4, 0, 4, 0)

@@ -20,8 +20,8 @@ from raydix.cache_core import (
     StaleNodeError,
     TokenToKVPoolAllocator,
     TreeNode,
+    eviction_queue,
     hash_token_ids,
-    leaf_queue,
 )
 from raydix.cache_core.hashing import namespace_seed
 
@@ -991,8 +991,8 @@ def test_a_pool_that_takes_pages_gets_whole_pages_back() -> None:
 def heap_operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by one entry for each operation on the queue's heap."""
     done: list[str] = []
-    monkeypatch.setattr(leaf_queue, "heappop", lambda heap: (done.append("pop"), heappop(heap))[1])
-    monkeypatch.setattr(leaf_queue, "heappush", lambda heap, item: (done.append("push"), heappush(heap, item))[1])
+    monkeypatch.setattr(eviction_queue, "heappop", lambda heap: (done.append("pop"), heappop(heap))[1])
+    monkeypatch.setattr(eviction_queue, "heappush", lambda heap, item: (done.append("push"), heappush(heap, item))[1])
     return done
 
 
@@ -1161,7 +1161,8 @@ def test_the_queue_does_not_grow_with_what_was_reclaimed(cache: RadixCache) -> N
         cache.retire_all()
         cache.reclaim_retired()
 
-    assert len(cache._full._queue) <= 64
+    assert len(cache._full._queue._heap) <= 64
+    assert not cache._full._retired
 
 
 # ---------------------------------------------------------------- a lookup without effects

@@ -17,8 +17,7 @@ from raydix.cache_core import (
     StaleNodeError,
     SWATokenToKVPoolAllocator,
     TreeNode,
-    leaf_queue,
-    swa_component,
+    eviction_queue,
 )
 
 
@@ -520,9 +519,8 @@ def test_retired_windows_can_be_evicted_and_reclaimed(cache: RadixCache, pool: B
 def heap_operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by one entry for each operation on a heap."""
     done: list[str] = []
-    for module in (leaf_queue, swa_component):
-        monkeypatch.setattr(module, "heappop", lambda heap: (done.append("pop"), heappop(heap))[1])
-        monkeypatch.setattr(module, "heappush", lambda heap, item: (done.append("push"), heappush(heap, item))[1])
+    monkeypatch.setattr(eviction_queue, "heappop", lambda heap: (done.append("pop"), heappop(heap))[1])
+    monkeypatch.setattr(eviction_queue, "heappush", lambda heap, item: (done.append("push"), heappush(heap, item))[1])
     return done
 
 
@@ -539,8 +537,8 @@ def test_the_heap_operations_of_a_victim_do_not_grow_with_the_tree(
     cache.evict(0, 1)  # an inner node
     assert heap_operations == ["pop"]
     heap_operations.clear()
-    cache.evict(0, 4)  # a leaf, whole
-    assert heap_operations == ["pop"]
+    cache.evict(0, 4)  # a leaf, whole; the node above it may be queued as the next
+    assert len(heap_operations) <= 2
     heap_operations.clear()
     cache.evict(4)
     assert len(heap_operations) <= 6
@@ -653,7 +651,7 @@ def test_the_window_queue_never_outgrows_the_tree() -> None:
         cache.insert(key(token))
         cache.evict(1)
 
-    assert len(cache._swa._heap) <= 128  # type: ignore[union-attr]
+    assert len(cache._swa._queue._heap) <= 128  # type: ignore[union-attr]
 
 
 def test_a_refused_insert_leaves_no_trace(cache: RadixCache) -> None:

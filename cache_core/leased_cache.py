@@ -1,0 +1,314 @@
+"""`LeasedCache`: a cache whose slots requests hold by leases; what a service drives, whatever keeps the prefixes.
+
+Synchronous, so every operation is atomic for whoever calls it from one thread. After each,
+`free_slots + private_slots + total_size() + quarantined_slots == num_slots`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
+from raydix.cache_core.counters import Counters
+from raydix.cache_core.errors import LeaseRangeError, UnknownLeaseError
+from raydix.cache_core.kv_events import KVEventSink, PageRun
+from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.quarantine import Quarantine
+
+NO_STARTS: Starts = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class Published:
+    """What an insert did to a lease."""
+
+    prefix_len: int  # leading tokens that were in the tree before
+    num_inserted: int  # tokens the tree took over
+    num_duplicates: int  # private slots freed because the tree had their tokens
+    retired: bool  # the namespace was retired since the lease was granted: nothing was published
+    repointed: Starts  # the tree's pages that took the place of the duplicates
+
+
+class PoolSizes(NamedTuple):
+    """One pool of a cache, in slots of its own; what is left is private to leases."""
+
+    num_slots: int
+    free: int
+    evictable: int
+    protected: int
+    quarantined: int = 0
+
+
+class LeasedCache(ABC):
+    """Prefix reuse with leases over a pool of slots.
+
+    Attributes:
+        num_slots: of the pool.
+        page_size: tokens; what is published and found is whole pages.
+        leases: the open ones.
+        quarantine: those of vanished sessions, whose private slots are withheld.
+        counters: what has happened since the start.
+    """
+
+    num_slots: int
+    page_size: int
+
+    def __init__(self, remembered_leases: int = 0) -> None:
+        self.leases = LeaseTable(remembered_leases)
+        self.quarantine = Quarantine()
+        self.counters = Counters()
+        self._generation = 0  # rises at each reset: leases of an earlier one publish no more
+
+    # ---------------------------------------------------------------- sizes
+
+    @property
+    @abstractmethod
+    def free_slots(self) -> int:
+        """Slots that can be handed out as they are."""
+
+    @property
+    @abstractmethod
+    def private_slots(self) -> int:
+        """Slots of leases that nobody shares."""
+
+    @abstractmethod
+    def evictable_size(self) -> int:
+        """Slots of what is cached that no lease holds."""
+
+    @abstractmethod
+    def protected_size(self) -> int:
+        """Slots of what is cached that leases hold, shared."""
+
+    @property
+    def quarantined_slots(self) -> int:
+        """Slots withheld because a vanished owner may still be writing them. O(leases in quarantine)."""
+        return sum(map(self._private_size, self.quarantine))
+
+    def total_size(self) -> int:
+        """Slots of what is cached."""
+        return self.evictable_size() + self.protected_size()
+
+    def held_slots(self) -> int:
+        """Slots that cannot be evicted because leases hold them."""
+        return self.private_slots + self.protected_size()
+
+    def swa_sizes(self) -> PoolSizes | None:
+        """The pool of window slots, if there is one."""
+        return None
+
+    def state_sizes(self) -> PoolSizes | None:
+        """The pool of recurrent states, if there is one."""
+        return None
+
+    # ---------------------------------------------------------------- verbs
+
+    @abstractmethod
+    def match(self, key: RadixKey) -> MatchResult:
+        """A probe: what `acquire` would find, without any effect."""
+
+    @abstractmethod
+    def check_len(self, num_tokens: int) -> None:
+        """Raise unless an empty cache has room for a lease over so many tokens.
+
+        Raises:
+            OutOfSlotsError: the pool is too small; `can_ever_fit` is False.
+            LeaseRangeError: no lease of this cache may be so long.
+        """
+
+    @abstractmethod
+    def acquire(
+        self,
+        lease_id: str,
+        session_id: str,
+        key: RadixKey,
+        new_tokens: int = 0,
+        max_prefix_len: int | None = None,
+        priority: int = 0,
+    ) -> LeaseRecord:
+        """Hold the cached prefix of `key` and slots for the rest and `new_tokens` more; evict the shortfall.
+
+        The same lease id again returns the open lease as it is. What the lease uses and publishes is of its `priority`
+        at least, where the cache heeds priorities.
+
+        Raises:
+            OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
+            LeaseRangeError: more tokens than a lease may cover.
+            UnknownLeaseError: the id is another session's.
+        """
+
+    @abstractmethod
+    def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
+        """Hold the cached prefix of `key` alone; `extend` adds to it."""
+
+    @abstractmethod
+    def extend(self, lease_id: str, session_id: str, num_tokens: int) -> Starts:
+        """Cover `num_tokens` more; returns what was added to the lease's `starts`.
+
+        Raises:
+            OutOfSlotsError: there is no room; nothing was taken.
+            LeaseRangeError: more tokens than a lease may cover.
+            UnknownLeaseError: no such open lease.
+        """
+
+    @abstractmethod
+    def insert(
+        self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
+    ) -> Published:
+        """Publish the whole pages of the lease's first `num_tokens` tokens; the lease goes on holding all of it.
+
+        `suffix` brings the ids that the cache has not seen: it ends at `num_tokens`.
+
+        Raises:
+            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
+            UnknownLeaseError: no such open lease.
+        """
+
+    def release_window(self, lease_id: str, session_id: str, up_to: int) -> None:
+        """Free the window KV of a lease before token `up_to`. No effect without a sliding window.
+
+        Raises:
+            LeaseRangeError: `up_to` is negative, or beyond what the lease covers.
+            UnknownLeaseError: no such open lease.
+        """
+        lease = self.leases.get(lease_id, session_id)
+        if not 0 <= up_to <= lease.num_slots:
+            raise LeaseRangeError(f"the lease covers tokens up to {lease.num_slots}, not {up_to}")
+
+    def release(self, lease_id: str, session_id: str) -> bool:
+        """End a lease: its private slots are freed, what it inserted stays. False if no such lease is open.
+
+        An id that is not open is remembered as ended: its grant may be on its way still.
+        """
+        lease = self.leases.find(lease_id, session_id)
+        if lease is None:
+            self.leases.ended.add(session_id, lease_id)
+            return False
+        self._end(lease)
+        return True
+
+    def end_session(self, session_id: str) -> int:
+        """End every lease of a session; returns how many."""
+        leases = self.leases.of_session(session_id)
+        for lease in leases:
+            self._end(lease)
+        return len(leases)
+
+    def quarantine_session(self, session_id: str) -> int:
+        """End every lease of a session that has vanished; returns how many.
+
+        Locks go at once. Private slots are withheld until `free_withheld`: whoever held them may still write them.
+        """
+        leases = self.leases.of_session(session_id)
+        for lease in leases:
+            self._end(lease, vanished=True)
+        return len(leases)
+
+    def free_withheld(self, session_id: str) -> int:
+        """Free what is in quarantine of a session: nobody writes it any more. Returns how many slots."""
+        leases = self.quarantine.take(session_id)
+        num_slots = sum(map(self._private_size, leases))
+        for lease in leases:
+            self._free_private(lease)
+        return num_slots
+
+    def offer(self, lease_id: str, session_id: str) -> LeaseRecord:
+        """Let another session adopt a lease, once."""
+        lease = self.leases.get(lease_id, session_id)
+        lease.offered = True
+        return lease
+
+    def adopt(self, lease_id: str, from_session: str, session_id: str) -> LeaseRecord:
+        """Make an offered lease that of another session; what it holds stays as it is.
+
+        Raises:
+            ExpiredLeaseError: it expired with the session that offered it.
+            UnknownLeaseError: it has ended, was adopted already, or was not offered by that session.
+        """
+        lease = self.leases.get(lease_id, from_session)
+        if not lease.offered:
+            raise UnknownLeaseError(f"lease {lease_id!r} is not offered to anyone: a grant is good once")
+        lease.offered = False
+        if session_id != from_session:
+            self.leases.move(lease, session_id)
+        return lease
+
+    def _end(self, lease: LeaseRecord, vanished: bool = False) -> None:
+        self.leases.remove(lease, expired=vanished)
+        self._give_up_shared(lease)
+        if vanished:
+            self.quarantine.add(lease)
+        else:
+            self._free_private(lease)
+        self._tell_pressure()  # what it held can be evicted now
+
+    @abstractmethod
+    def _give_up_shared(self, lease: LeaseRecord) -> None:
+        """Unlock what an ended lease held together with others."""
+
+    @abstractmethod
+    def _free_private(self, lease: LeaseRecord) -> None:
+        """Free what an ended lease held by itself."""
+
+    @abstractmethod
+    def _private_size(self, lease: LeaseRecord) -> int:
+        """Slots that a lease holds by itself."""
+
+    @abstractmethod
+    def _tell_pressure(self) -> None:
+        """Tell whoever listens if slots run short."""
+
+    @abstractmethod
+    def evict(self, num_tokens: int) -> int:
+        """Free at least `num_tokens` slots of what is cached, or all that nobody holds; returns how many."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""
+
+    @abstractmethod
+    def published_len(self, lease: LeaseRecord) -> int:
+        """Leading tokens of a lease that others may read; whole pages."""
+
+    # ---------------------------------------------------------------- what a lease holds
+
+    @abstractmethod
+    def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
+        """Whether all of these slots are the lease's to read."""
+
+    @abstractmethod
+    def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
+        """Whether all of these slots are the lease's to write: nothing that others may read."""
+
+    def swa_starts(self, lease: LeaseRecord) -> Starts:
+        """The first window slot of each page of a lease, 0 where the lease does not hold its window KV."""
+        return NO_STARTS
+
+    def swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """The window slot of each slot, 0 where it has none; None without a sliding window."""
+        return None
+
+    # ---------------------------------------------------------------- events, checks, parts
+
+    def tell_events(self, sink: KVEventSink) -> None:  # noqa: B027 -- most kinds have nothing to do
+        """Tell of pages that come and go, from now on. No effect for caches that keep no tree of pages."""
+
+    def resident_pages(self) -> Iterable[PageRun]:
+        """The pages that events tell of and that can be matched now, parents before children. O(n)."""
+        return ()
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of the cache or of what it is made of is broken. O(everything)."""
+
+    def _count_grant(self, lease: LeaseRecord) -> None:
+        self.leases.add(lease)
+        self.counters.acquires += 1
+        self.counters.hits += lease.prefix_len > 0
+        self.counters.tokens_requested += len(lease.key)
+        self.counters.tokens_reused += lease.prefix_len

@@ -1,0 +1,136 @@
+"""`RowRoom`: taking rows for leases, with the prefix they want in them, and giving them back.
+
+A row is `row_len` consecutive slots for one sequence; what `PrefixCacheManager` calls a slot is a row here. A row is
+taken, or cached (free, and a prefix can be found in it), or empty. Rules, checked by `check`:
+
+1. Each row is taken by one lease, or free in the allocator.
+2. Of a taken row exactly what its lease has published can be found.
+3. `cached_rows` counts the free rows of which something is recorded; every record can be found.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raydix.cache_core.base_prefix_cache import RadixKey
+from raydix.cache_core.bitmask_slots import SlotAllocator
+from raydix.cache_core.counters import Counters
+from raydix.cache_core.errors import OutOfSlotsError
+from raydix.cache_core.memory_pool import wait_for_device
+from raydix.cache_core.slot_cache import FoundRow, PrefixCacheManager
+
+
+class RowRoom:
+    """The rows as leases draw on them.
+
+    Args:
+        num_rows: how many there are.
+        row_len: slots of each.
+        kv_cache: `(k_cache, v_cache)`, each `[row, position, layer, ...]`, in which prefixes are copied; None: there
+            are no tensors, and nothing to copy.
+        counters: told of evictions.
+    """
+
+    def __init__(
+        self, num_rows: int, row_len: int, kv_cache: tuple[torch.Tensor, torch.Tensor] | None, counters: Counters
+    ) -> None:
+        self.num_rows = num_rows
+        self.cached_rows = 0
+        self._row_len = row_len
+        self._allocator = SlotAllocator(num_rows)
+        self._records = PrefixCacheManager(num_rows * row_len, self._allocator)  # nodes for every slot: never short
+        no_layers = torch.empty(num_rows, row_len, 0)
+        self._kv_cache = kv_cache or (no_layers, no_layers)
+        self._num_layers = self._kv_cache[0].shape[2]
+        self._counters = counters
+
+    @property
+    def taken_rows(self) -> int:
+        """Rows of leases."""
+        return self.num_rows - self._allocator.free_count
+
+    @property
+    def empty_rows(self) -> int:
+        """Rows that nobody has taken and in which nothing can be found."""
+        return self._allocator.free_count - self.cached_rows
+
+    def peek(self, key: RadixKey) -> FoundRow:
+        """The longest prefix of `key` that some row holds, taken or not, and that row; nothing changes."""
+        return self._records.peek(key)
+
+    def take(self, prefix: RadixKey) -> int:
+        """Take a row whose first positions hold `prefix`, which was just found; it can be found there, and no more.
+
+        A row that nobody has taken is reused in place, the one that holds least beyond the prefix. Where all that hold
+        it are taken, it is copied into an empty row, or into one that is evicted for it: one copy per tensor.
+
+        Raises:
+            OutOfSlotsError: every row is taken; nothing changed.
+        """
+        holders = self._records.peek_slots(prefix)[1]
+        released = [row for row in holders if self._allocator.is_free(row)]
+        if released:
+            row = self._reuse(min(released, key=self._records.recorded_len), len(prefix))
+        else:
+            row = self._take_empty()
+            if holders:
+                self._records.copy_kv(prefix, row, self._kv_cache, self._num_layers)
+                wait_for_device(self._kv_cache[0])
+        self.publish(row, prefix)  # in a reused row it is known, but used now
+        return row
+
+    def _reuse(self, row: int, prefix_len: int) -> int:
+        self._allocator.occupy(row)
+        self._records.invalidate(row, prefix_len)
+        self.cached_rows -= 1
+        return row
+
+    def _take_empty(self) -> int:
+        row = self._records.lowest_empty_slot()
+        if row < 0 and self.evict(self._row_len):
+            row = self._records.lowest_empty_slot()
+        if row < 0:
+            raise OutOfSlotsError(self._row_len, 0, 0, self.num_rows * self._row_len)
+        self._allocator.alloc_at(row)
+        return row
+
+    def publish(self, row: int, key: RadixKey) -> None:
+        """Make the tokens of `key`, whose KV is in the first positions of a taken row, findable there."""
+        self._records.insert(key, row, self._allocator.version(row))
+
+    def give_back(self, row: int) -> None:
+        """Nobody has taken the row any more; what was published in it can still be found."""
+        self._allocator.free(row)
+        self.cached_rows += self._records.slot_is_findable(row)
+
+    def evict(self, num_slots: int) -> int:
+        """Empty cached rows, least recently used first, of at least `num_slots` slots or all; returns of how many.
+
+        O(log rows) for each, and what its record takes to drop.
+        """
+        evicted = 0
+        while evicted < num_slots and self._records.evict_lru_slot() is not None:
+            self.cached_rows -= 1
+            evicted += self._row_len
+        self._counters.tokens_evicted += evicted
+        return evicted
+
+    def forget_all(self) -> None:
+        """Nothing can be found any more: cached rows are empty, taken ones stay taken."""
+        self._records.reset()
+        self.cached_rows = 0
+
+    def check(self, published: dict[int, RadixKey]) -> None:
+        """Raise AssertionError if a rule is broken, given what each lease published, by row. O(everything)."""
+        records, rows = self._records, range(self.num_rows)
+        records.check_invariants()
+        self._allocator.check_invariants()
+        free = [row for row in rows if self._allocator.is_free(row)]
+        assert sorted([*published, *free]) == list(rows), f"rule 1: {published.keys()} are leased, {free=}"
+        for row, key in published.items():
+            known = records.recorded_key(row)
+            assert known == key if key else known is None, f"rule 2: row {row} should hold {key}, not {known}"
+        recorded = [row for row in rows if records.recorded_len(row)]
+        assert all(map(records.slot_is_findable, recorded)), f"rule 3: stale records among rows {recorded}"
+        cached = set(recorded).intersection(free)
+        assert len(cached) == self.cached_rows, f"rule 3: {self.cached_rows=}, but {cached} are"

@@ -1,0 +1,132 @@
+"""`WindowTreeCache`: a `TreeCache` that may keep sliding-window KV beside the full one.
+
+Layers that attend to the last `sliding_window_size` tokens only have KV of their own, for which a node is live or a
+tombstone: `swa_component` has the rules, with pictures. Without a window it is a `TreeCache` and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydix.cache_core.aux_component import AuxComponent
+from raydix.cache_core.errors import LockError, StaleNodeError
+from raydix.cache_core.eviction_policy import EvictionPolicy
+from raydix.cache_core.slot_rows import Slots, expand_slots
+from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
+from raydix.cache_core.tree_cache import SlotPool, Take, TreeCache
+from raydix.cache_core.tree_node import TreeNode
+
+
+class WindowTreeCache(TreeCache):
+    """What `RadixCache` and `MambaRadixCache` share."""
+
+    def __init__(
+        self,
+        page_size: int,
+        sliding_window_size: int | None,
+        token_to_kv_pool_allocator: SlotPool | None,
+        on_node_evict: Callable[[int], None] | None,
+        aux: Sequence[AuxComponent],
+        eviction_policy: str | EvictionPolicy,
+        node_type: type[TreeNode] = TreeNode,
+    ) -> None:
+        if sliding_window_size is not None and sliding_window_size < 1:
+            raise ValueError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
+        pool: Any = token_to_kv_pool_allocator
+        if sliding_window_size is not None and pool is not None and not hasattr(pool, "free_swa"):
+            raise ValueError("a cache with a sliding window needs a pool with free_swa(indices)")
+        self.sliding_window_size = sliding_window_size
+        self._swa: SwaComponent | None = None
+        if sliding_window_size is not None and page_size >= 1:
+            self._swa = SwaComponent(sliding_window_size, page_size, getattr(pool, "free_swa", None))
+        parts = aux if self._swa is None else [self._swa, *aux]
+        super().__init__(page_size, pool, on_node_evict, parts, eviction_policy, node_type)
+        self._transfer_swa = getattr(pool, "transfer_swa", None)
+
+    @property
+    def supports_swa(self) -> bool:
+        """Whether a sliding window is kept."""
+        return self._swa is not None
+
+    # ---------------------------------------------------------------- insert
+
+    def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
+        if self._swa is None:
+            return path
+        healed: list[TreeNode] = []
+        for node in path:
+            start = max(node.end - len(node), fresh_from)
+            if node.swa_tombstone and start < node.end:
+                if start > node.end - len(node):
+                    healed.append(self._split(node, start - (node.end - len(node))))
+                self._heal(node, take(start, node.end))
+            healed.append(node)
+        return healed
+
+    def _heal(self, node: TreeNode, fresh: Slots) -> None:
+        """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own."""
+        assert self._swa is not None and node.slots is not None
+        old, size = node.slots, len(node)
+        if np.isin(expand_slots(fresh, size), expand_slots(old, size)).any():
+            return  # the tree's own slots bring nothing fresh
+        if not node.lock_ref:
+            node.slots = fresh
+            self._give_back_slots(old, len(node))
+        elif self._transfer_swa is not None:
+            size = len(node)
+            self._transfer_swa(torch.from_numpy(expand_slots(fresh, size)), torch.from_numpy(expand_slots(old, size)))
+        elif self.pool is not None:
+            return
+        self._swa.heal(node)
+
+    def _cuts(self, start: int, stop: int, fresh_from: int) -> list[tuple[int, int, bool]]:
+        """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no
+        more."""
+        if self._swa is None or start >= stop:
+            return super()._cuts(start, stop, fresh_from)
+        edge = min(max(start, fresh_from), stop)
+        tail = max(edge, stop - self._swa.padded_window)
+        spans = [(start, edge, False), (edge, tail, True), (tail, stop, True)]
+        return [span for span in spans if span[0] < span[1]]
+
+    def _adopt(self, leaf: TreeNode, live: bool) -> None:
+        super()._adopt(leaf, live)
+        if self._swa is not None:
+            self._swa.add(leaf, live)
+
+    # ---------------------------------------------------------------- locks
+
+    def _check_receipt(self, node: TreeNode, receipt: Any) -> None:
+        if self._swa is None:
+            super()._check_receipt(node, receipt)
+        elif not isinstance(receipt, WindowReceipt) or receipt.used or receipt.node is not node:
+            raise LockError("an unlock needs the receipt of this very lock, once")
+
+    def release_window(self, node: TreeNode, receipt: WindowReceipt) -> None:
+        """Give up the window of a lock early, as decoding has left it behind; the full KV stays locked. Idempotent.
+
+        Raises:
+            StaleNodeError: the node is no longer in the tree.
+            LockError: the receipt is used, or another lock's.
+        """
+        if self._swa is None or node is self.root:
+            return
+        if node.slots is None:
+            raise StaleNodeError(f"{node} is no longer in the tree")
+        if receipt.used or receipt.node is not node:
+            raise LockError("a window is given up with the receipt of its own lock, before that is given back")
+        self._swa.release(node, receipt)
+
+    # ---------------------------------------------------------------- sizes
+
+    def swa_evictable_size(self) -> int:
+        """Tokens with live window KV that no window lock holds. O(1)."""
+        return 0 if self._swa is None else self._swa.evictable
+
+    def swa_protected_size(self) -> int:
+        """Tokens with live window KV that a window lock holds. O(1)."""
+        return 0 if self._swa is None else self._swa.protected

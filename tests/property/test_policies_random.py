@@ -1,0 +1,144 @@
+"""Random traffic under each eviction policy: `RadixCache` evicts what its model evicts; and a fault in each is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from paired_cache import PairedCache
+from random_traffic import NUM_PAGES, RandomTraffic, TrafficFailed, run_traffic
+from reference_policies import POLICIES, PairedPolicyCache
+
+from raydix.cache_core import RadixCache
+from raydix.cache_core.eviction_policy import LFU, LRU, MRU, SLRU, Priority
+from raydix.cache_core.eviction_policy import POLICIES as CLASSES
+from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.radix_tree import RadixTree
+
+Patch = pytest.MonkeyPatch
+PAGE_SIZES = (1, 4, 16)
+
+
+class PolicyTraffic(RandomTraffic):
+    """The traffic of `RadixCache`, under a policy."""
+
+    def __init__(self, policy: str, seed: int, page_size: int) -> None:
+        self.policy = policy
+        super().__init__(seed, page_size)
+
+    def _make_pair(self) -> PairedCache:
+        paged = self.seed % 2 == 1
+        return PairedPolicyCache(self.page_size, NUM_PAGES, self.rng, self.policy, paged_pool=paged)
+
+    def __repr__(self) -> str:
+        return f"policy={self.policy}, {super().__repr__()}"
+
+
+def run(policy: str, num_operations: int, seeds: int = 1, page_sizes: tuple[int, ...] = PAGE_SIZES) -> None:
+    for seed in range(seeds):
+        for page_size in page_sizes:
+            run_traffic(PolicyTraffic(policy, seed, page_size), num_operations)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_operations_agree_with_the_reference_model(policy: str) -> None:
+    run(policy, num_operations=600)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", POLICIES)
+def test_100000_random_operations_agree_with_the_reference_model(policy: str) -> None:
+    run(policy, num_operations=11_200, seeds=3)
+
+
+def test_every_policy_is_modelled() -> None:
+    assert set(POLICIES) == set(CLASSES)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def by(rank: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda policy, node: rank(node)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Patch], None]]] = {
+    f"{name} ranks as lru does": (
+        name,
+        lambda patch, name=name: patch.setattr(CLASSES[name], "rank", by(lambda node: node.last_access_time)),
+    )
+    for name in POLICIES
+    if name != "lru"
+}
+FAULTS |= {
+    "lru ranks as fifo does": ("lru", lambda patch: patch.setattr(LRU, "rank", by(lambda node: node.creation_time))),
+    "of what was hit as often the newest goes first": (
+        "lfu",
+        lambda patch: patch.setattr(LFU, "rank", by(lambda node: (node.hit_count, -node.last_access_time))),
+    ),
+    "one hit protects": (
+        "slru",
+        lambda patch: patch.setattr(SLRU, "rank", by(lambda node: (node.hit_count >= 1, node.last_access_time))),
+    ),
+    "the protected segment is not kept in order": (
+        "slru",
+        lambda patch: patch.setattr(
+            SLRU, "rank", by(lambda node: (node.hit_count >= 2, node.last_access_time if node.hit_count < 2 else 0))
+        ),
+    ),
+    "the highest priority goes first": (
+        "priority",
+        lambda patch: patch.setattr(Priority, "rank", by(lambda node: (-node.priority, node.last_access_time))),
+    ),
+    "a rank that falls is not noticed": ("mru", lambda patch: patch.setattr(MRU, "falls_with_use", False)),
+}
+
+
+def _split_without(name: str, value: int) -> Callable[[Patch], None]:
+    def plant(patch: Patch) -> None:
+        original = RadixTree.split
+
+        def split(tree: RadixTree, node: Any, length: int) -> Any:
+            above = original(tree, node, length)
+            setattr(above, name, value)
+            return above
+
+        patch.setattr(RadixTree, "split", split)
+
+    return plant
+
+
+def _inserts_have_no_priority(patch: Patch) -> None:
+    original = RadixCache.insert
+    patch.setattr(RadixCache, "insert", lambda *args, priority=0, **kwargs: original(*args, **kwargs))
+
+
+def _matches_have_no_priority(patch: Patch) -> None:
+    original = RadixCache.match_prefix
+    patch.setattr(RadixCache, "match_prefix", lambda cache, key, priority=0: original(cache, key))
+
+
+def _uses_do_not_reach_the_queue(patch: Patch) -> None:
+    patch.setattr(FullComponent, "touch", lambda full, end: None)
+
+
+FAULTS |= {
+    "a split forgets the age of the prefix": ("fifo", _split_without("creation_time", 10**9)),
+    "a split forgets the hits of the prefix": ("lfu", _split_without("hit_count", 0)),
+    "a split forgets the priority of the prefix": ("priority", _split_without("priority", -(2**31))),
+    "what is inserted has no priority": ("priority", _inserts_have_no_priority),
+    "what is matched gains no priority": ("priority", _matches_have_no_priority),
+    "uses do not reach the queue": ("mru", _uses_do_not_reach_the_queue),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name: str, monkeypatch: Patch) -> None:
+    policy, plant = FAULTS[name]
+    plant(monkeypatch)
+
+    with pytest.raises(TrafficFailed) as failure:
+        run(policy, num_operations=600, seeds=2, page_sizes=(4, 1))
+
+    assert isinstance(failure.value.__cause__, AssertionError), "a comparison or an invariant has to find it"

@@ -1,0 +1,51 @@
+"""What one call of `evict` looks at, counted by a policy that counts how often it is asked: no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from raydix.cache_core import RadixCache, RadixKey, TreeNode
+from raydix.cache_core.eviction_policy import LRU
+
+NUM_LEAVES = 2_000
+NUM_VICTIMS = 16
+MOST_ASKED = 8 * NUM_VICTIMS  # for each victim: it, its parent, and a few beside them
+
+
+class CountingLRU(LRU):
+    """Least recently used first, as by default."""
+
+    asked = 0
+
+    def rank(self, node: TreeNode) -> int:
+        self.asked += 1
+        return super().rank(node)
+
+
+def grown() -> tuple[RadixCache, CountingLRU]:
+    policy = CountingLRU()
+    cache = RadixCache(eviction_policy=policy)
+    for leaf in range(NUM_LEAVES):
+        cache.insert(RadixKey([leaf]))
+    policy.asked = 0
+    return cache, policy
+
+
+def test_a_call_looks_at_a_few_leaves_for_each_victim() -> None:
+    cache, policy = grown()
+
+    assert cache.evict(NUM_VICTIMS).full_evicted == NUM_VICTIMS
+
+    assert policy.asked <= MOST_ASKED
+
+
+@pytest.mark.xfail(strict=True, reason="the first call puts every leaf that was used back into the heap, one by one")
+def test_a_call_looks_at_a_few_leaves_even_where_all_were_used_since_the_last() -> None:
+    cache, policy = grown()
+    for leaf in range(NUM_LEAVES):
+        cache.match_prefix(RadixKey([leaf]))
+    policy.asked = 0
+
+    assert cache.evict(NUM_VICTIMS).full_evicted == NUM_VICTIMS
+
+    assert policy.asked <= MOST_ASKED

@@ -1,0 +1,176 @@
+"""Eviction policies, claim by claim: what goes first under each, and that it costs a logarithm."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import pytest
+
+from raydix.cache_core import MambaRadixCache, RadixCache, RadixKey, TreeNode, eviction_queue
+from raydix.cache_core.eviction_policy import POLICIES, SLRU, EvictionPolicy, make_policy
+
+
+def insert(cache: RadixCache, token: int, priority: int = 0) -> None:
+    cache.insert(RadixKey([token]), priority=priority)
+
+
+def use(cache: RadixCache, token: int, priority: int = 0) -> None:
+    assert cache.match_prefix(RadixKey([token]), priority).prefix_len == 1
+
+
+def order(cache: RadixCache) -> list[int]:
+    """The tokens in the order in which they go."""
+    tokens = set(range(1, 10))
+    left = {token for token in tokens if cache.peek_prefix(RadixKey([token])).prefix_len}
+    gone: list[int] = []
+    while left:
+        cache.evict(1)
+        now = {token for token in left if cache.peek_prefix(RadixKey([token])).prefix_len}
+        gone += sorted(left - now)
+        left = now
+    return gone
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("lru", [3, 4, 2, 1]),
+        ("mru", [1, 2, 4, 3]),
+        ("lfu", [3, 4, 1, 2]),
+        ("fifo", [1, 2, 3, 4]),
+        ("filo", [4, 3, 2, 1]),
+        ("slru", [3, 4, 1, 2]),
+        ("priority", [4, 2, 1, 3]),
+    ],
+)
+def test_each_policy_has_its_order(policy: str, expected: list[int]) -> None:
+    cache = RadixCache(eviction_policy=policy)
+    for token, priority in ((1, 0), (2, 0), (3, 7), (4, -1)):
+        insert(cache, token, priority)
+    use(cache, 2)
+    use(cache, 2)
+    use(cache, 1)
+
+    assert order(cache) == expected
+
+
+def test_segmented_lru_lets_a_scan_pass() -> None:
+    cache = RadixCache(eviction_policy="slru")
+    insert(cache, 1)
+    use(cache, 1)
+    use(cache, 1)
+    for token in range(2, 7):
+        insert(cache, token)
+
+    assert order(cache) == [2, 3, 4, 5, 6, 1]
+
+
+def test_segmented_lru_takes_its_threshold() -> None:
+    cache = RadixCache(eviction_policy=SLRU(hits=1))
+    insert(cache, 1)
+    use(cache, 1)
+    insert(cache, 2)
+
+    assert order(cache) == [2, 1]
+    with pytest.raises(ValueError, match="hits"):
+        SLRU(hits=0)
+
+
+def test_a_priority_is_the_highest_of_the_requests() -> None:
+    cache = RadixCache(eviction_policy="priority")
+    insert(cache, 1, 5)
+    insert(cache, 2)
+    use(cache, 2, 9)
+    use(cache, 1, -3)
+
+    assert order(cache) == [1, 2]
+
+
+def test_a_prefix_is_as_important_as_what_goes_on_from_it() -> None:
+    cache = RadixCache(eviction_policy="priority")
+    cache.insert(RadixKey([1, 2, 3]), priority=1)
+    cache.insert(RadixKey([1, 2, 4]), priority=8)
+
+    first = cache.evict(1)
+    assert (first.full_evicted, cache.peek_prefix(RadixKey([1, 2, 3])).prefix_len) == (1, 2)
+    assert cache.peek_prefix(RadixKey([1, 2, 4])).last_node.parent.priority == 8
+
+
+def test_of_equal_ranks_the_node_made_first_goes_first() -> None:
+    class Whatever(EvictionPolicy):
+        """All the same."""
+
+        name = "whatever"
+
+        def rank(self, node: TreeNode) -> int:
+            """The same for all."""
+            return 0
+
+    cache = RadixCache(eviction_policy=Whatever())
+    for token in (4, 2, 9, 1):
+        insert(cache, token)
+    use(cache, 4)
+
+    assert order(cache) == [4, 2, 9, 1]
+
+
+def test_retired_leaves_go_before_all_others_under_every_policy() -> None:
+    for name in POLICIES:
+        cache = RadixCache(eviction_policy=name)
+        insert(cache, 1, 100)
+        cache.retire_all()
+        insert(cache, 2, -100)
+
+        cache.evict(1)
+
+        assert cache.peek_prefix(RadixKey([2])).prefix_len == 1, name
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_cache_with_states_takes_policies_too(name: str) -> None:
+    cache = MambaRadixCache(eviction_policy=name)
+    for token in (1, 2):
+        cache.insert(RadixKey([token]), mamba_value=token)
+    assert cache.match_prefix(RadixKey([1])).prefix_len == 1
+
+    cache.evict(1)
+
+    survivor = 1 if cache.peek_prefix(RadixKey([1])).prefix_len else 2
+    assert survivor == (2 if name in ("fifo", "mru") else 1)
+    cache.check_invariants()
+
+
+def test_a_policy_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="random"):
+        RadixCache(eviction_policy="random")
+    assert make_policy("lru").name == "lru"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_heap_operations_of_a_victim_do_not_grow_with_the_tree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(eviction_queue, "heappop", lambda heap: (done.append("pop"), heappop(heap))[1])
+    monkeypatch.setattr(eviction_queue, "heappush", lambda heap, item: (done.append("push"), heappush(heap, item))[1])
+    counts = []
+    for num_nodes in (1_000, 50_000):
+        cache = RadixCache(eviction_policy=name)
+        for token in range(num_nodes):
+            cache.insert(RadixKey([token]))
+        monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
+        done.clear()
+        cache.evict(100)
+        counts.append(len(done))
+        monkeypatch.delattr(cache._tree, "nodes_below")
+
+    assert counts == [100, 100]
+
+
+def test_the_queue_of_a_policy_that_falls_does_not_outgrow_the_tree() -> None:
+    cache = RadixCache(eviction_policy="mru")
+    for token in range(100):
+        insert(cache, token + 1)
+    for turn in range(10_000):
+        use(cache, turn % 100 + 1)
+
+    assert len(cache._full._queue._heap) <= 201
+    cache.check_invariants()
