@@ -15,19 +15,20 @@ async def test_an_adopted_lease_goes_on_where_it_was(cache: CacheUnderTest) -> N
     worker = cache.another_client()
     await cache.publish(1)
     lease = await cache.client.acquire(cache.tokens(1, 2, 3), new_tokens=cache.page_size)
-    await lease.insert(cache.tokens(1, 2))
+    await cache.insert(lease, 1, 2)
 
     grant = pickle.loads(pickle.dumps(await lease.grant()))
     adopted = await worker.adopt(grant)
 
     assert isinstance(grant, LeaseGrant)
-    assert (adopted.prefix_len, adopted.published_len) == (cache.page_size, 2 * cache.page_size)
-    assert adopted.slots.tolist() == lease.slots.tolist()
+    assert (adopted.prefix_len, adopted.published_len) == (lease.prefix_len, lease.published_len)
+    assert (grant.prefix_len, grant.published_len) == (lease.prefix_len, lease.published_len)
+    assert (adopted.slots.tolist(), adopted.state_slot) == (lease.slots.tolist(), lease.state_slot)
     assert len(adopted) == grant.num_slots == 4 * cache.page_size
-    done = await adopted.insert(cache.tokens(1, 2, 3, 4))  # it knows what the cache has seen
-    assert done.num_inserted == 2 * cache.page_size
+    await cache.insert(adopted, 1, 2, 3, 4)  # it knows what the cache has seen
     await adopted.release()
-    assert await cache.pages() == Pages(free=4, evictable=4)
+    assert await cache.matched(1, 2, 3, 4) == cache.reusable(4)
+    assert (await cache.pages()).private == 0
 
 
 async def test_what_was_granted_is_no_longer_its_granters(cache1: CacheUnderTest) -> None:
