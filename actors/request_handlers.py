@@ -111,6 +111,7 @@ class RequestHandlers:
 
     def _extend(self, session_id: str, request: ExtendRequest) -> Message:
         lease = self.core.leases.get(request.lease_id, session_id)
+        self.line.withdraw(session_id, request.lease_id)  # an earlier growth whose caller is gone
         missing = request.num_slots - lease.num_slots
 
         def attempt() -> Message:
