@@ -32,7 +32,7 @@ class KindUnderTest:
     config: dict[str, Any] = field(default_factory=dict)  # of `CacheConfig`, beyond what all have
     pool: dict[str, Any] = field(default_factory=dict)  # of `PoolConfig`, likewise
     shares: bool = True  # what is published can be hit
-    shares_slots: bool = True  # a hit is on the publisher's own slots
+    shares_slots: bool = True  # all who hit a page read it in the same slots
     counts_pages: bool = True  # sizes count the pages that are used, not more
     lost_tokens: int = 0  # at the end of a prompt, that make no unit of the tree
     largest_leaf: int | None = None  # pages of one `publish` that an eviction takes at a time; None: all of it
@@ -99,11 +99,16 @@ def window(page_size: int, window_size: int, bigram: bool = False, num_swa_pages
     )
 
 
-def mamba(page_size: int, num_states: int = 3 * NUM_PAGES) -> KindUnderTest:
+def mamba(page_size: int, bigram: bool = False, num_states: int = 3 * NUM_PAGES) -> KindUnderTest:
     """`publish` leaves a state after each page, so each is a node of its own."""
-    states = {"num_state_slots": num_states, "state_shapes": ((3,), (2, 2))}
     return KindUnderTest(
-        f"mamba{page_size}", page_size, {"kind": "mamba"}, states, largest_leaf=1, layer_kinds=("full", "state")
+        f"{'bigram-' if bigram else ''}mamba{page_size}",
+        page_size,
+        {"kind": "mamba", "bigram": bigram},
+        {"num_state_slots": num_states, "state_shapes": ((3,), (2, 2))},
+        lost_tokens=int(bigram),
+        largest_leaf=1,
+        layer_kinds=("full", "state"),
     )
 
 
@@ -122,6 +127,19 @@ def chunk(page_size: int) -> KindUnderTest:
     return KindUnderTest(f"chunk{page_size}", page_size, {"kind": "chunk"}, shares=False)
 
 
+def slots(page_size: int) -> KindUnderTest:
+    """A lease owns a row of slots, as long as the pool of the others; there are eight rows."""
+    row = NUM_PAGES * page_size
+    return KindUnderTest(
+        f"slots{page_size}",
+        page_size,
+        {"kind": "slots", "max_seq_len": row},
+        {"num_slots": NUM_PAGES * row},
+        shares_slots=False,
+        counts_pages=False,
+    )
+
+
 KINDS = (
     radix(1),
     radix(16),
@@ -131,8 +149,9 @@ KINDS = (
     bigram(4),
     trie(4),
     chunk(16),
+    slots(4),
 )
-PAGES_OF_ONE = (window(1, 3), mamba(1), bigram(1), trie(1))  # nothing that Ray would add to: in process alone
+PAGES_OF_ONE = (window(1, 3), mamba(1), bigram(1), trie(1), slots(1))  # nothing that Ray would add to: in process alone
 TIGHT_WINDOW = window(4, 6, num_swa_pages=4)  # fewer window slots than slots
 TIGHT_STATES = mamba(4, num_states=4)  # fewer states than leases
 
@@ -173,7 +192,7 @@ def shares(kind: KindUnderTest) -> bool:
 
 
 def shares_slots(kind: KindUnderTest) -> bool:
-    """Where a sequence has a row of slots to itself, a hit may be a copy."""
+    """Where a lease has a row of slots to itself, a hit is a copy, or takes over a row that nobody owns."""
     return kind.shares_slots
 
 

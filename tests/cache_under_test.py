@@ -109,11 +109,18 @@ class CacheUnderTest:
 
     async def publish(self, *pages: int, client: CacheVerbs | None = None, **namespace: str | None) -> None:
         """Have these pages in the tree, held by nobody; each can be hit."""
+        await self.hold(*pages, client=client, release=True, **namespace)
+
+    async def hold(
+        self, *pages: int, client: CacheVerbs | None = None, release: bool = False, **namespace: str | None
+    ) -> Lease:
+        """A lease of these pages, published so that each can be hit."""
         lease = await (client or self.client).acquire(self.tokens(*pages), **namespace)
         if self.kind.publishes_states:
             for stop in range(lease.prefix_len // self.page_size + 1, len(pages)):
                 await self.insert(lease, *pages[:stop])
-        await self.insert(lease, *pages, release=True)
+        await self.insert(lease, *pages, release=release)
+        return lease
 
     async def matched(self, *pages: int, **namespace: str | None) -> int:
         """How many of these pages a probe finds."""
@@ -167,10 +174,8 @@ class CacheUnderTest:
             assert stats.open_sessions == 0
         else:
             async with PrefixCacheClient(self.cache) as auditor:
-                await auditor.check_invariants()
-                stats = await auditor.stats()
-                await auditor.reset()
-                emptied = await auditor.stats()
+                at_once = auditor.check_invariants(), auditor.stats(), auditor.reset(), auditor.stats()
+                _, stats, _, emptied = await asyncio.gather(*at_once)  # one batch, executed in order
                 assert all(pool.free_slots == pool.num_slots for pool in pools_of(emptied)), emptied
         assert (stats.open_leases, stats.waiters) == (0, 0)
         assert not any(pool.private_slots or pool.protected_slots for pool in pools_of(stats)), stats

@@ -33,9 +33,9 @@ async def test_a_probe_finds_what_was_published_and_no_more(cache: CacheUnderTes
 
 
 async def test_branches_of_one_prefix_are_all_found(cache: CacheUnderTest) -> None:
-    await cache.publish(1, 2, 3)
-    await cache.publish(1, 2, 4)
-    await cache.publish(1, 5)
+    leases = [await cache.hold(1, 2, 3), await cache.hold(1, 2, 4), await cache.hold(1, 5)]
+    for lease in leases:
+        await lease.release()
 
     assert [await cache.matched(1, 2, 3, 9), await cache.matched(1, 2, 4, 9)] == [cache.reusable(3)] * 2
     assert await cache.matched(1, 5, 9) == cache.reusable(2)
@@ -123,7 +123,7 @@ async def test_what_one_client_publishes_another_hits(cache: CacheUnderTest) -> 
     assert await cache.matched(1, 2) == cache.reusable(2)
 
 
-@pytest.mark.parametrize("limit", [(0, 1), (1, 0), (2, -1), (2, 0), (2, 1), (3, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("limit", [(0, 1), (2, -1), (2, 0), (3, 0), (9, 0)], ids=str)
 async def test_a_hit_is_no_longer_than_the_caller_allows(cache: CacheUnderTest, limit: tuple[int, int]) -> None:
     await cache.publish(1, 2, 3)
     max_prefix_len = limit[0] * cache.page_size + limit[1]

@@ -47,7 +47,7 @@ async def test_what_was_computed_is_read_after_its_client_has_gone(cache: CacheU
     await check_kv(cache, await cache.client.attach_pool(), hit, tokens[: hit.prefix_len])
 
 
-@only(shares)
+@only(shares, shares_slots)
 async def test_a_lease_whose_pages_were_there_already_reads_what_others_read(cache: CacheUnderTest) -> None:
     first, second = cache.client, cache.another_client()
     tokens, hit = cache.tokens(1, 2), cache.reusable(2) * cache.page_size
@@ -60,7 +60,7 @@ async def test_a_lease_whose_pages_were_there_already_reads_what_others_read(cac
     await check_kv(cache, await second.attach_pool(), leases[1], tokens[:hit], "first")
 
 
-@only(shares_slots, shares)
+@only(shares, shares_slots)
 async def test_what_is_published_cannot_be_written(cache: CacheUnderTest) -> None:
     tokens = cache.tokens(1, 2)
     pool = await cache.client.attach_pool(mapped=False)

@@ -180,6 +180,19 @@ async def test_those_in_line_are_served_first_in_first_out_whosever_clients_they
         assert not any(task.done() for task in tasks[served + 1 :])
 
 
+@only(counts_pages)
+async def test_nobody_overtakes_whom_there_is_room_for(cache: CacheUnderTest) -> None:
+    first, second, *_ = await cache.fill()
+    (large,) = await cache.in_line(cache.client.acquire(cache.tokens(1, 2)))
+    await first.release()
+
+    with pytest.raises(PoolExhausted):
+        await cache.another_client().acquire(cache.tokens(3), timeout_s=0)  # there is a page for it
+
+    await second.release()
+    assert len(await large) == 2 * cache.page_size
+
+
 @only(shares)
 async def test_who_waited_hits_what_was_published_meanwhile(cache: CacheUnderTest) -> None:
     publisher = await cache.client.acquire(cache.tokens(1, 2))
@@ -212,6 +225,7 @@ async def test_who_waits_in_vain_is_refused_at_the_deadline(cache: CacheUnderTes
 
         error = caught.value
         assert (error.free, error.evictable, error.can_ever_fit) == (0, 0, True)
+        assert error.needed > 0
         assert (error.held_slots, error.open_leases) == ((await cache.client.stats()).num_slots, len(held))
     assert (await cache.client.stats()).waiters == 0
 
