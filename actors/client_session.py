@@ -8,9 +8,10 @@ import os
 import socket
 import uuid
 import weakref
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.process_life import own_life_path
@@ -38,6 +39,7 @@ _BEATS_PER_TTL = 3
 _MAX_BEAT_S = 3.0  # a graceful exit of this process waits for calls on their way
 _RETRY_BEAT_S = 0.25  # while the cache does not answer
 
+T = TypeVar("T")
 Undo = AbortRequest | WithdrawRequest | ReleaseRequest
 
 
@@ -195,7 +197,7 @@ class ClientSession:
         self._timer.stop()
         self._owed.clear()
         if isinstance(transport.lost, StaleEpoch):
-            for pool in list(self._pools):
+            for pool in [pool for pool in self._pools if pool.epoch == transport.epoch]:
                 pool.drop(transport.lost)
 
     # ---------------------------------------------------------------- requests
@@ -206,18 +208,22 @@ class ClientSession:
 
     async def _call_anew(self, request: Message) -> tuple[Message, Transport]:
         """The response to a request that names no lease of before, and the session that brought it."""
+        return await self._ask_anew(lambda transport: transport.submit(request))
+
+    async def _ask_anew(self, ask: Callable[[Transport], Awaitable[T]]) -> tuple[T, Transport]:
+        """What a session answers, and that session: another one if the present one turns out to be lost."""
         if not self._ready or self._closed or self._loop is not asyncio.get_running_loop():
             await self.open()
         transport = self._transport
         try:
-            return await transport.submit(request), transport
+            return await ask(transport), transport
         except (StaleEpoch, LeaseExpired):
             self._note_loss(transport)
             if transport.lost is None:  # the request's own error
                 raise
         await self.open()
         transport = self._transport
-        return await transport.submit(request), transport
+        return await ask(transport), transport
 
     async def _call_of_lease(self, request: Message) -> Message:
         """The response to a request that names a lease of this session, which is open."""

@@ -227,8 +227,7 @@ class CacheVerbs(HandoverVerbs):
         """
         from raydix.actors.attached_pool import AttachedPool
 
-        await self.open()
-        pool = await AttachedPool.attach(self, self._transport, mapped)
+        pool, _ = await self._ask_anew(lambda transport: AttachedPool.attach(self, transport, mapped))
         self._pools.add(pool)
         return pool
 

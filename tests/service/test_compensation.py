@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from cache_under_test import CacheUnderTest, Pages, small_config
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, ray_transport
-from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, LeaseConfig, PoolConfig
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, ray_transport
+from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, LeaseConfig, LeaseExpired, PoolConfig
 
 QUICK = small_config().model_copy(update={"leases": LeaseConfig(session_ttl_s=0.3, quarantine_grace_s=300)})
 
@@ -205,3 +205,72 @@ async def test_a_client_dropped_without_a_close_expires() -> None:
             while (stats := await cache.stats()).open_sessions > 1:  # noqa: ASYNC110 -- the cache sees to it in time
                 await asyncio.sleep(0.01)
         assert (stats.quarantined_slots, stats.tree_slots, stats.free_slots) == (2, 1, 5)
+
+
+# ---------------------------------------------------------------- back after an expiry
+
+
+async def silenced(cache: LocalPrefixCache) -> tuple[PrefixCacheClient, Lease]:
+    """A client that went silent for so long that its lease expired."""
+    client = PrefixCacheClient(cache)
+    lease = await client.acquire([1, 2])
+    await silent(cache, client)
+    assert (await cache.stats()).quarantined_slots == 2
+    return client, lease
+
+
+async def silent(cache: LocalPrefixCache, client: PrefixCacheClient) -> None:
+    """Let a client say nothing until its leases have expired."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client._timer, "set", lambda delay_s: None)
+        client._timer.stop()
+        async with asyncio.timeout(20):
+            while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- the cache sees to it in time
+                await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_comes_back_by_any_verb_gets_another_session() -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client, lease = await silenced(cache)
+
+        again = await client.acquire([3])
+
+        stats = await cache.stats()
+        assert (stats.quarantined_slots, stats.private_slots, stats.open_sessions) == (0, 1, 2)
+        for use in (lease.insert([1]), lease.extend(1), lease.grant(), lease.release_window(0)):
+            with pytest.raises(LeaseExpired):
+                await use
+        await lease.release()
+        assert (await again.insert([3])).num_inserted == 1
+        await client.close()
+
+
+async def test_a_client_that_comes_back_only_to_close_is_rid_of_everything() -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client, lease = await silenced(cache)
+        with pytest.raises(LeaseExpired):
+            await lease.insert([1])
+
+        await client.close()
+
+        assert (await cache.stats()).free_slots == 8
+        await lease.release()
+
+
+async def test_a_pool_stays_attached_when_a_session_expires() -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client, lease = await silenced(cache)
+        pool = await client.attach_pool()
+        again = await client.acquire([1, 2])
+        await silent(cache, client)
+
+        with pytest.raises(LeaseExpired):
+            await pool.read_kv(again, again.slots)
+        third = await client.acquire([4])
+
+        k, _ = await pool.read_kv(third, third.slots)
+        assert k.shape == (2, 1, 1, 2)
+        assert not pool.lost and pool.mapped
+        with pytest.raises(LeaseExpired):
+            await pool.read_kv(lease, lease.slots)
+        await client.close()

@@ -182,13 +182,15 @@ async def test_a_grant_of_before_the_restart_is_stale(cache: Any) -> None:
 async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: None) -> None:
     cache = start_cache(LONG, max_restarts=0)
     async with PrefixCacheClient(cache) as client:
-        await client.match([1])
+        pool = await client.attach_pool(mapped=True)
         ray.kill(cache, no_restart=False)
 
         async with asyncio.timeout(60):
             with pytest.raises(CacheUnavailable, match="dead"):
                 while True:
                     await client.match([1])
+        await when(lambda: pool.lost)  # its memory is nobody's
+        assert not mapped(pool.epoch)
     with pytest.raises(CacheUnavailable):
         await PrefixCacheClient(cache).match([1])
 
