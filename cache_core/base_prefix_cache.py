@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -135,8 +136,12 @@ class BasePrefixCache(ABC):
         """Make everything unmatchable at once; what is locked stays until it is unlocked."""
 
     @abstractmethod
-    def reclaim_retired(self) -> int:
-        """Free what was retired and nobody has locked; returns tokens."""
+    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """`retire_all` of the namespaces whose `extra_key` is meant; returns how many there were."""
+
+    @abstractmethod
+    def reclaim_retired(self, max_tokens: int | None = None) -> int:
+        """Free what was retired and nobody has locked, about `max_tokens` of it; returns tokens."""
 
     @abstractmethod
     def check_invariants(self) -> None:

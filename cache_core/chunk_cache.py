@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,11 @@ class ChunkCache(BasePrefixCache):
     def retire_all(self) -> None:
         """A no-op."""
 
-    def reclaim_retired(self) -> int:
+    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """No namespace holds anything."""
+        return 0
+
+    def reclaim_retired(self, max_tokens: int | None = None) -> int:
         """Nothing is held, so nothing is freed."""
         return 0
 

@@ -18,15 +18,13 @@ class EvictionPolicy(ABC):
 
     Attributes:
         name: as configured.
-        falls_with_use: a use may lower a node's rank, not only raise it.
     """
 
     name: str
-    falls_with_use = False
 
     @abstractmethod
     def rank(self, node: TreeNode) -> Rank:
-        """Where a node stands, now. It may change by a use (`_touch_path`) only."""
+        """Where a node stands, now. It may change by a match or an insert that ends there, and by nothing else."""
 
 
 class LRU(EvictionPolicy):
@@ -43,7 +41,6 @@ class MRU(EvictionPolicy):
     """The most recently used goes first: for scans in a loop over more than fits."""
 
     name = "mru"
-    falls_with_use = True
 
     def rank(self, node: TreeNode) -> int:
         """Its last use, backwards."""

@@ -2,75 +2,102 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
 from typing import Any
 
+from raydix.cache_core.sorted_runs import SortedRuns
 from raydix.cache_core.tree_node import TreeNode
 
 Rank = Any  # of one type within a queue, and ordered: the lowest goes first
-_MIN_COMPACTED = 64  # entries; below that, compacting is not worth it
+Key = tuple[Rank, int]  # rank and node id: of equal ranks the older node goes first
 
 
 class EvictionQueue:
-    """A lazy heap of nodes: an entry is checked when it is popped, not when its node changes.
+    """Exactly the nodes that may go now, in order; nothing in it is ever out of date.
 
-    Whoever makes a node a candidate, or lowers the rank of one, pushes it. Nothing need be done when a node is no
-    candidate any more, or its rank rises: it is passed over, or put back with its new rank, when its entry comes up. So
-    order is exact, and of equal ranks the older node goes first. Of a node's entries the last counts; a queue never
-    outgrows twice its nodes. O(log n) per push and pop, whatever else is locked.
+    What comes in the order of its rank, as new nodes and nodes just used do under LRU, stands in a row, where pushing,
+    moving to the end and taking out are O(1). What comes late, as a parent whose last child has gone, is sorted in
+    beside it, O(log n) and a short move. No operation does the work of another: there is no single slow one.
 
     Args:
-        rank: what orders the nodes.
-        may_go: whether a node is a candidate now.
+        rank: what orders the nodes. Whoever changes it tells by `touch`.
     """
 
-    def __init__(self, rank: Callable[[TreeNode], Rank], may_go: Callable[[TreeNode], bool]) -> None:
+    def __init__(self, rank: Callable[[TreeNode], Rank]) -> None:
         self._rank = rank
-        self._may_go = may_go
-        self._heap: list[tuple[Rank, int, TreeNode]] = []
-        self._ranks: dict[int, Rank] = {}  # of each node's last entry, by node id
-        self._compact_at = _MIN_COMPACTED
+        self._row: OrderedDict[TreeNode, Key] = OrderedDict()  # ascending
+        self._row_end: Key | None = None  # no key of the row is higher
+        self._late = SortedRuns()  # of (rank, id, node)
+        self._late_keys: dict[TreeNode, Key] = {}
 
     def push(self, node: TreeNode) -> None:
-        """Queue a candidate; one that stands in the queue moves only to the front."""
-        rank = self._rank(node)
-        queued = self._ranks.get(node.id)
-        if queued is None or rank < queued:
-            self._ranks[node.id] = rank
-            heappush(self._heap, (rank, node.id, node))
-            if len(self._heap) > self._compact_at:
-                self._compact()
+        """A node became a candidate."""
+        assert node not in self, f"{node} stands in the queue"
+        self._place(node, (self._rank(node), node.id))
+
+    def _place(self, node: TreeNode, key: Key) -> None:
+        if not self._row or key >= self._row_end:  # type: ignore[operator]
+            self._row[node] = self._row_end = key
+        else:
+            self._late_keys[node] = key
+            self._late.add((*key, node))
+
+    def discard(self, node: TreeNode) -> None:
+        """A node is no candidate (now), if it was one."""
+        if self._row.pop(node, None) is None and (key := self._late_keys.pop(node, None)) is not None:
+            self._late.remove((*key, node))
+
+    def touch(self, node: TreeNode) -> None:
+        """The rank of a node may have changed, if it is a candidate."""
+        known = self._row.get(node) or self._late_keys.get(node)
+        if known is None:
+            return
+        key = (self._rank(node), node.id)
+        if key == known:
+            return
+        if node in self._row and key >= self._row_end:  # type: ignore[operator]
+            self._row[node] = self._row_end = key
+            self._row.move_to_end(node)
+        else:
+            self.discard(node)
+            self._place(node, key)
 
     def pop(self) -> TreeNode | None:
         """Take out the candidate of the lowest rank; None if there is none."""
-        heap, ranks = self._heap, self._ranks
-        while heap:
-            rank, node_id, node = heappop(heap)
-            if ranks.get(node_id) != rank:
-                continue  # a later entry counts
-            del ranks[node_id]
-            if not self._may_go(node):
-                continue  # it is pushed again when it is a candidate
-            now = self._rank(node)
-            if now == rank:
+        late = self._late.first()
+        if self._row:
+            node, key = next(iter(self._row.items()))
+            if late is None or key < late[:2]:
+                del self._row[node]
                 return node
-            ranks[node_id] = now
-            heappush(heap, (now, node_id, node))
-        return None
-
-    def _compact(self) -> None:
-        """Drop what would be passed over. O(n), at most once each time the heap has doubled."""
-        counting = [entry for entry in self._heap if self._ranks.get(entry[1]) == entry[0]]
-        self._heap = [entry for entry in counting if self._may_go(entry[2])]
-        self._ranks = {node_id: rank for rank, node_id, _ in self._heap}
-        heapify(self._heap)
-        self._compact_at = max(_MIN_COMPACTED, 2 * len(self._heap))
+        if late is None:
+            return None
+        self._late.pop_first()
+        late_node: TreeNode = late[2]
+        del self._late_keys[late_node]
+        return late_node
 
     def clear(self) -> None:
         """Forget every candidate."""
-        self._heap.clear()
-        self._ranks.clear()
+        self._row.clear()
+        self._late.clear()
+        self._late_keys.clear()
 
     def __contains__(self, node: TreeNode) -> bool:
-        return node.id in self._ranks
+        return node in self._row or node in self._late_keys
+
+    def __len__(self) -> int:
+        return len(self._row) + len(self._late_keys)
+
+    def check(self, candidates: set[TreeNode]) -> None:
+        """Raise AssertionError unless these are exactly the candidates, in their order. O(n log n)."""
+        assert len(self) == len(candidates) and all(node in self for node in candidates), (
+            f"queued wrongly or not at all: {candidates ^ {*self._row, *self._late_keys}}"
+        )
+        keys = list(self._row.values())
+        assert keys == sorted(keys), "the row is out of order"
+        assert [entry[:2] for entry in self._late] == sorted(self._late_keys.values()), "the late ones are out of order"
+        for node in candidates:
+            key = (self._rank(node), node.id)
+            assert key == (self._row.get(node) or self._late_keys.get(node)), f"{node} has another rank now: {key}"

@@ -4,7 +4,7 @@ Rules, checked by `check`:
 
 1. `evictable` is the tokens of nodes without locks, `protected` of those with; both together, all tokens.
 2. A node's `lock_ref` counts its own locks and those of its children.
-3. Every unlocked leaf stands in the eviction queue, or, if its namespace was retired, among the retired.
+3. The unlocked leaves, and no others, stand in the eviction queue; of retired namespaces they are still to be found.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.retired_nodes import RetiredNodes
 from raydix.cache_core.slot_rows import Slots, expand_slots
 from raydix.cache_core.tree_node import TreeNode
 
@@ -52,23 +53,24 @@ class FullComponent:
         self.protected = 0  # tokens
         self._tree = tree
         self._aux = aux  # told of nodes that leave
-        self._falls_with_use = policy.falls_with_use
-        self._queue = EvictionQueue(policy.rank, _may_go)
-        self._retired: list[TreeNode] = []  # unlocked leaves that can no longer be matched: they go before all others
+        self._queue = EvictionQueue(policy.rank)
+        self.retired = RetiredNodes()  # they go before all others
 
     def add(self, leaf: TreeNode) -> None:
         """A new, unlocked leaf."""
+        assert leaf.parent is not None
         self.evictable += len(leaf)
+        self._queue.discard(leaf.parent)
         self._queue.push(leaf)
 
     def touch(self, end: TreeNode) -> None:
-        """A match or an insert ends at `end`."""
-        if self._falls_with_use and end.data and _may_go(end):
-            self._queue.push(end)
+        """A match or an insert ends at `end`: of what it went through, only that can be a leaf."""
+        self._queue.touch(end)
 
     def lock(self, node: TreeNode) -> None:
         """Lock a node and its ancestors. O(depth in nodes)."""
         node.own_locks += 1
+        self._queue.discard(node)
         while node.parent is not None:
             if not node.lock_ref:
                 self.evictable -= len(node)
@@ -93,44 +95,36 @@ class FullComponent:
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
         victims = Victims()
-        while victims.num_tokens < num_tokens and (leaf := self._pop_retired() or self._queue.pop()) is not None:
+        while victims.num_tokens < num_tokens and (leaf := self.retired.pop() or self._queue.pop()) is not None:
             self.take_out(leaf, victims)
         return victims
 
-    def evict_retired(self) -> Victims:
-        """Take out what is unlocked of retired namespaces."""
+    def evict_retired(self, max_tokens: int | None) -> Victims:
+        """Take out what is unlocked of retired namespaces; given a limit, until it is reached."""
         victims = Victims()
-        while (leaf := self._pop_retired()) is not None:
+        while max_tokens is None or victims.num_tokens < max_tokens:
+            if (leaf := self.retired.pop()) is None:
+                break
             self.take_out(leaf, victims)
         return victims
-
-    def retire(self, nodes: Iterable[TreeNode]) -> None:
-        """Move the unlocked leaves among these nodes, whose namespace is no longer live, to the front."""
-        self._retired.extend(node for node in nodes if not node.children and not node.lock_ref)
-
-    def _pop_retired(self) -> TreeNode | None:
-        while self._retired:
-            leaf = self._retired.pop()
-            if leaf.slots is not None and not leaf.children and not leaf.lock_ref:
-                return leaf
-        return None
 
     def _offer(self, leaf: TreeNode) -> None:
         """Queue an unlocked leaf where it belongs."""
         if leaf.space.live:
             self._queue.push(leaf)
         else:
-            self._retired.append(leaf)
+            self.retired.offer(leaf)
 
     def clear(self) -> None:
         """Forget everything."""
         self._queue.clear()
-        self._retired.clear()
+        self.retired.clear()
         self.evictable = self.protected = 0
 
     def take_out(self, leaf: TreeNode, victims: Victims) -> None:
         """Take an unlocked leaf out of the tree, with all it holds; its parent may be the next candidate."""
         parent = leaf.parent
+        self._queue.discard(leaf)
         for component in self._aux:
             component.on_remove(leaf)
         assert parent is not None
@@ -142,17 +136,15 @@ class FullComponent:
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
         evictable = protected = 0
-        retired = {node.id for node in self._retired}
+        nodes = list(nodes)
+        leaves = {node for node in nodes if not node.lock_ref and not node.children}
+        retired = set(self.retired.known())
+        assert all(leaf in retired for leaf in leaves if not leaf.space.live), "rule 3: a retired leaf is lost"
+        self._queue.check({leaf for leaf in leaves if leaf.space.live or leaf in self._queue})
         for node in nodes:
             below = sum(child.lock_ref for child in node.children.values())
             assert node.lock_ref == node.own_locks + below, f"rule 2 at {node}: {node.own_locks=}, {below=}"
-            queued = node in self._queue if node.space.live else node.id in retired
-            assert queued or node.lock_ref or node.children, f"rule 3 at {node}"
             evictable += 0 if node.lock_ref else len(node)
             protected += len(node) if node.lock_ref else 0
         assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
         assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
-
-
-def _may_go(node: TreeNode) -> bool:
-    return not node.children and not node.lock_ref and node.slots is not None and node.space.live

@@ -7,7 +7,7 @@ lies deeper, and a split leaves the state on the child:
 
 Rules, checked by `check`:
 
-1. Every state that no lock holds stands in the queue.
+1. The nodes with a state that no lock holds, and no others, stand in the queue.
 2. `evictable` counts the states of nodes without locks of their own, `protected` the others.
 3. No two nodes share a state slot.
 """
@@ -34,7 +34,7 @@ class MambaComponent(AuxComponent):
     """State locks, counts and eviction order. Its unit is a state."""
 
     def __init__(self, pool: StateSlots | None) -> None:
-        self._queue = EvictionQueue(_rank, _may_go)
+        self._queue = EvictionQueue(_rank)
         self._pool = pool
 
     def validator(self) -> Validator:
@@ -59,9 +59,9 @@ class MambaComponent(AuxComponent):
     def drop(self, node: TreeNode) -> None:
         """Take the state of a node away, if it has one that no lock holds, and give its slot back."""
         holder = cast(MambaTreeNode, node)
-        if not _may_go(node):
+        if holder.mamba_value is None or holder.own_locks:
             return
-        assert holder.mamba_value is not None
+        self._queue.discard(holder)
         self.evictable -= 1
         self.num_freed += 1
         if self._pool is not None:
@@ -74,6 +74,7 @@ class MambaComponent(AuxComponent):
     def touch(self, end: TreeNode, now: int) -> None:
         """The state at the end was used; those above were not."""
         cast(MambaTreeNode, end).mamba_access_time = now
+        self._queue.touch(end)
 
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
         """The state stays where it is: it belongs to the node's last token."""
@@ -88,6 +89,7 @@ class MambaComponent(AuxComponent):
         if cast(MambaTreeNode, node).mamba_value is not None and node.own_locks == 1:
             self.evictable -= 1
             self.protected += 1
+            self._queue.discard(node)
 
     def unlock(self, node: TreeNode, receipt: None) -> None:
         """Undo one `lock`."""
@@ -111,8 +113,7 @@ class MambaComponent(AuxComponent):
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
         holders = [cast(MambaTreeNode, node) for node in nodes if cast(MambaTreeNode, node).mamba_value is not None]
-        for node in holders:
-            assert node.mamba_lock_ref or node in self._queue, f"rule 1 at {node}"
+        self._queue.check({node for node in holders if not node.mamba_lock_ref})
         locked = sum(node.mamba_lock_ref > 0 for node in holders)
         assert (self.evictable, self.protected) == (len(holders) - locked, locked), "rule 2"
         assert len({node.mamba_value for node in holders}) == len(holders), "rule 3"
@@ -120,8 +121,3 @@ class MambaComponent(AuxComponent):
 
 def _rank(node: TreeNode) -> int:
     return cast(MambaTreeNode, node).mamba_access_time
-
-
-def _may_go(node: TreeNode) -> bool:
-    holder = cast(MambaTreeNode, node)
-    return holder.mamba_value is not None and not holder.own_locks

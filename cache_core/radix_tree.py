@@ -177,13 +177,10 @@ class RadixTree:
             self._remove_top(parent)
         return slots
 
-    def detach_all(self) -> list[TreeNode]:
-        """Make every namespace unmatchable; returns their tops, whose nodes live on until they are removed."""
-        tops = list(self.tops.values())
-        for top in tops:
-            top.space.live = False
-        self.tops.clear()
-        return tops
+    def detach(self, top: TreeNode) -> None:
+        """Make a namespace unmatchable. O(1): its nodes live on until they are removed."""
+        top.space.live = False
+        del self.tops[top.space.extra_key, top.space.arity]
 
     def _remove_top(self, top: TreeNode) -> None:
         top.slots = None

@@ -15,7 +15,7 @@ Rules, checked by `check`:
 
 1. `evictable` is the tokens of live nodes that no window holds, `protected` of those that one does.
 2. `swa_lock_ref` of a node is at most its `lock_ref`.
-3. Every live node that no window holds stands in the queue.
+3. The live nodes that no window holds, and no others, stand in the queue.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SwaComponent(AuxComponent):
         self.padded_window = -(-window // page_size) * page_size  # in whole pages
         self._free_swa = free_swa
         self._dropped: list[Slots] = []  # slots whose window halves have not been handed back yet
-        self._queue = EvictionQueue(_rank, _may_go)
+        self._queue = EvictionQueue(_rank)
         self._next_boundary_id = count(1)
 
     def validator(self) -> Validator:
@@ -94,8 +94,9 @@ class SwaComponent(AuxComponent):
 
     def drop(self, node: TreeNode) -> None:
         """Make a tombstone of a live node that no window holds."""
-        if not _may_go(node):
+        if node.swa_tombstone or node.swa_lock_ref:
             return
+        self._queue.discard(node)
         node.swa_tombstone = True
         self.evictable -= len(node)
         self.num_freed += len(node)
@@ -110,12 +111,15 @@ class SwaComponent(AuxComponent):
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The last window up to `end` was used now; what lies above was not."""
-        covered, node = 0, end
+        covered, node, used = 0, end, list[TreeNode]()
         while node.data and covered < self.window:
             node.swa_access_time = now
             covered += len(node)
+            used.append(node)
             assert node.parent is not None
             node = node.parent
+        for node in reversed(used):
+            self._queue.touch(node)
 
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
         """Both halves are what the node was; the boundary marks the older edge, so it moves up."""
@@ -129,6 +133,7 @@ class SwaComponent(AuxComponent):
         """Its window KV goes with it."""
         assert not leaf.swa_lock_ref, f"{leaf} is held by a window"
         if not leaf.swa_tombstone:
+            self._queue.discard(leaf)
             self.evictable -= len(leaf)
             self.num_freed += len(leaf)
             leaf.swa_tombstone = True
@@ -142,6 +147,7 @@ class SwaComponent(AuxComponent):
             if not node.swa_lock_ref and not node.swa_tombstone:
                 self.evictable -= len(node)
                 self.protected += len(node)
+                self._queue.discard(node)
             node.swa_lock_ref += 1
             boundary = node
             assert node.parent is not None
@@ -188,10 +194,11 @@ class SwaComponent(AuxComponent):
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
         evictable = protected = 0
+        nodes = list(nodes)
+        self._queue.check({node for node in nodes if not node.swa_tombstone and not node.swa_lock_ref})
         for node in nodes:
             assert 0 <= node.swa_lock_ref <= node.lock_ref, f"rule 2 at {node}: {node.swa_lock_ref=}"
             if not node.swa_tombstone:
-                assert node in self._queue or node.swa_lock_ref, f"rule 3 at {node}"
                 evictable += 0 if node.swa_lock_ref else len(node)
                 protected += len(node) if node.swa_lock_ref else 0
         assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
@@ -200,7 +207,3 @@ class SwaComponent(AuxComponent):
 
 def _rank(node: TreeNode) -> tuple[int, int]:
     return node.swa_access_time, node.end
-
-
-def _may_go(node: TreeNode) -> bool:
-    return not node.swa_tombstone and not node.swa_lock_ref and node.slots is not None

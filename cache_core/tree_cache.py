@@ -255,11 +255,12 @@ class TreeCache(TreeMatch):
         freed = (component.num_freed - start for component, start in zip(self._aux, before, strict=True))
         return victims.num_tokens, *freed
 
-    def reclaim_retired(self) -> int:
-        """Free the unlocked nodes of retired namespaces; returns tokens."""
-        victims = self._full.evict_retired()
+    def reclaim_retired(self, max_tokens: int | None = None) -> int:
+        """Free the unlocked nodes of retired namespaces, `max_tokens` or a node more of them; returns tokens."""
+        victims = self._full.evict_retired(max_tokens)
         self._give_back(victims)
-        self._retired = [top for top in self._retired if top.slots is not None]
+        if not self._full.retired:
+            self._retired = [top for top in self._retired if top.slots is not None]
         return victims.num_tokens
 
     def _give_back_slots(self, row: Slots, num_tokens: int) -> None:
@@ -286,7 +287,8 @@ class TreeCache(TreeMatch):
         for top in self._all_tops():
             for node in self._tree.nodes_below(top):
                 victims.add(node, node.slots)
-        self._tree.detach_all()
+        for top in list(self._tree.tops.values()):
+            self._tree.detach(top)
         for node in victims.nodes:
             node.slots = None
         self._full.clear()
@@ -301,12 +303,27 @@ class TreeCache(TreeMatch):
 
     def retire_all(self) -> None:
         """Make everything unmatchable at once. What is unlocked can be reclaimed, the rest once it is unlocked."""
-        tops = self._tree.detach_all()
-        self._retired.extend(tops)
-        for top in tops:
-            self._full.retire(self._tree.nodes_below(top))
+        for top in list(self._tree.tops.values()):
+            self._retire(top)
         if self._events is not None:
             self._events.cleared()
+
+    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """`retire_all` of the namespaces whose `extra_key` is meant; returns how many there were.
+
+        O(namespaces), whatever they hold; a cache that tells events has to tell of each page, children first.
+        """
+        tops = [top for (extra_key, _), top in self._tree.tops.items() if is_meant(extra_key)]
+        for top in tops:
+            if self._events is not None:
+                self._events.removed(reversed(list(self._tree.nodes_below(top))))
+            self._retire(top)
+        return len(tops)
+
+    def _retire(self, top: TreeNode) -> None:
+        self._tree.detach(top)
+        self._retired.append(top)
+        self._full.retired.add(top)
 
     # ---------------------------------------------------------------- sizes, hashes, people
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.tree_node import TreeNode
 
 _SHOWN = 8  # tokens and slots shown of a node
 
 
 def format_tree(tops: Iterable[TreeNode], now: int) -> Iterator[str]:
-    """One line per node, indented by depth: tokens, length, slots, locks, hits, and age in ticks of the clock."""
+    """One line per node, indented by depth.
+
+    Tokens, length, slots, locks (the windows among them), hits, age in ticks of the clock, what it has of its own, id.
+    """
     for top in tops:
         yield f"namespace {top.space.extra_key!r}" + (f", tuples of {top.space.arity}" if top.space.arity else "")
         stack = [(child, 1) for child in reversed(top.children.values())]
@@ -24,8 +28,19 @@ def _line(node: TreeNode, now: int) -> str:
     tokens = node.key.token_ids if node.key is not None else []
     slots = node.value.tolist() if node.value is not None else []
     locks = f" locked x{node.lock_ref}" if node.lock_ref else ""
+    window = f" window x{node.swa_lock_ref}" if node.swa_lock_ref else ""
     age = now - node.last_access_time
-    return f"{_head(tokens)} len={len(node)} slots={_head(slots)}{locks} hits={node.hit_count} age={age} #{node.id}"
+    head = f"{_head(tokens)} len={len(node)} slots={_head(slots)}{locks}{window} hits={node.hit_count} age={age}"
+    return f"{head}{''.join(_marks(node))} #{node.id}"
+
+
+def _marks(node: TreeNode) -> Iterator[str]:
+    if node.priority:
+        yield f" priority={node.priority}"
+    if node.swa_tombstone:
+        yield " tombstone"
+    if isinstance(node, MambaTreeNode) and node.mamba_value is not None:
+        yield f" state={node.mamba_value}"
 
 
 def _head(items: list[int] | list[tuple[int, ...]]) -> str:

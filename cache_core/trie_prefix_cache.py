@@ -1,12 +1,13 @@
 """`TriePrefixCache`: a `RadixTrie` behind the contract of the prefix caches, so that leases can be sequences in it.
 
 A block is a page, named by its first slot. A lock marks the path as in use by a sequence of its own. Namespaces share
-one trie: their tokens are told apart by carrying the namespace along.
+one trie, and one order of eviction: their tokens are told apart by carrying the namespace along, and how often it was
+retired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from itertools import count
 from typing import Any, Protocol
 
@@ -61,6 +62,7 @@ class TriePrefixCache(BasePrefixCache):
         self._displaced: list[int] = []
         self._trie = self._new_trie()
         self._retired: list[RadixTrie] = []
+        self._times_retired: dict[str | None, int] = {}  # of the namespaces in the trie that ever were
         self._sequences = count(1)
         self._open: dict[int, TrieHandle] = {}
 
@@ -77,14 +79,16 @@ class TriePrefixCache(BasePrefixCache):
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, without any effect."""
-        blocks = self._trie.peek_prefix(_tokens(key))
+        blocks = self._trie.peek_prefix(self._tokens(key)) if len(key) else []
         end = len(blocks) * self.page_size
         slots = torch.from_numpy(expand_slots(np.array(blocks, np.int64), end)) if blocks else no_slots()
         return MatchResult(slots, self.root, end, None, end)
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """`match_prefix` of the first `limit` tokens, in pages."""
-        tokens = _tokens(key) if limit is None else _tokens(key)[:limit]
+        tokens = self._tokens(key) if limit is None else self._tokens(key)[:limit]
+        if not tokens:
+            return PageMatch(0, self.root, np.empty(0, np.int64), 0, None)
         node, blocks = self._trie.match_prefix(tokens)
         end = len(blocks) * self.page_size
         return PageMatch(end, TrieHandle(self._trie, node, end), np.array(blocks, np.int64), end, None)
@@ -110,7 +114,7 @@ class TriePrefixCache(BasePrefixCache):
         start, stop = from_node.end, len(key) - len(key) % self.page_size
         if start == stop:
             return PageInsert(stop, stop, from_node, starts[:0])
-        tokens = _tokens(key)[start:stop]
+        tokens = self._tokens(key)[start:stop]
         there = len(self._trie.peek_prefix(tokens, from_node.node))
         node = self._trie.insert(tokens, starts.tolist(), from_node.node)
         incoming = set(starts.tolist())
@@ -150,17 +154,34 @@ class TriePrefixCache(BasePrefixCache):
     def reset(self) -> None:
         """Forget everything and give back every page. Nodes from before are stale."""
         self._free([block for trie in (self._trie, *self._retired) for node in trie.nodes() for block in node.blocks])
-        self._trie, self._retired = self._new_trie(), []
+        self._trie, self._retired, self._times_retired = self._new_trie(), [], {}
         self._open.clear()
 
     def retire_all(self) -> None:
         """Make everything unmatchable at once; what a sequence uses stays until it lets go."""
         self._retired.append(self._trie)
-        self._trie = self._new_trie()
+        self._trie, self._times_retired = self._new_trie(), {}
 
-    def reclaim_retired(self) -> int:
-        """Free what was retired and no sequence uses; returns tokens."""
-        blocks = [block for trie in self._retired for block in trie.evict_blocks(trie.num_evictable_blocks)]
+    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """`retire_all` of the namespaces whose `extra_key` is meant; returns how many there were.
+
+        O(first runs in the trie). What they hold is not used any more, so it ages and is evicted in its turn.
+        """
+        present = {_space_of(child.tokens[0]) for child in self._trie.root.children.values()}
+        spaces = {extra_key for extra_key, _ in present}
+        meant = {extra_key for extra_key, times in present if times == self._times_retired.get(extra_key, 0)}
+        meant = {extra_key for extra_key in meant if is_meant(extra_key)}
+        kept = {extra_key: times for extra_key, times in self._times_retired.items() if extra_key in spaces}
+        self._times_retired = kept | {extra_key: kept.get(extra_key, 0) + 1 for extra_key in meant}
+        return len(meant)
+
+    def reclaim_retired(self, max_tokens: int | None = None) -> int:
+        """Free what `retire_all` left behind and no sequence uses, `max_tokens` of it; returns tokens."""
+        blocks: list[int] = []
+        left = max_tokens // self.page_size + 1 if max_tokens is not None else None
+        for trie in self._retired:
+            wanted = trie.num_evictable_blocks if left is None else min(left - len(blocks), trie.num_evictable_blocks)
+            blocks += trie.evict_blocks(wanted)
         self._retired = [trie for trie in self._retired if trie.num_blocks]
         self._free(blocks)
         return len(blocks) * self.page_size
@@ -191,6 +212,13 @@ class TriePrefixCache(BasePrefixCache):
         for trie in (self._trie, *self._retired):
             trie.check_invariants()
 
+    def _tokens(self, key: RadixKey) -> list[Hashable]:
+        """The tokens of a key as the trie wants them."""
+        extra_key, times = key.extra_key, self._times_retired.get(key.extra_key, 0)
+        if times:
+            return [(extra_key, times, token) for token in key.token_ids]
+        return list(key.token_ids) if extra_key is None else [(extra_key, token) for token in key.token_ids]
+
     def _new_trie(self) -> RadixTrie:
         return RadixTrie(self.page_size, on_displaced=lambda block: self._displaced.append(block))
 
@@ -199,8 +227,8 @@ class TriePrefixCache(BasePrefixCache):
             self.pool.free_pages(np.array(blocks, np.int64))
 
 
-def _tokens(key: RadixKey) -> list[Hashable]:
-    """The tokens of a key as the trie wants them; outside the default namespace each carries its namespace."""
-    if key.extra_key is None:
-        return list(key.token_ids)
-    return [(key.extra_key, token) for token in key.token_ids]
+def _space_of(token: Hashable) -> tuple[str | None, int]:
+    """The namespace that a token in the trie carries, and how often that had been retired before."""
+    if not isinstance(token, tuple) or isinstance(token[0], int):
+        return None, 0
+    return (token[0], 0) if len(token) == 2 else (token[0], token[1])

@@ -103,7 +103,10 @@ with warnings.catch_warnings():
         max_seq_len: int | None = Field(
             default=None, ge=1, description="slots of a row, and so tokens of a sequence at most; kind slots only"
         )
-        bigram: bool = Field(default=False, description="keys are pairs of neighbouring tokens, as EAGLE drafts need")
+        bigram: bool = Field(
+            default=False,
+            description="keys are pairs of neighbouring tokens, as EAGLE drafts need; not for kinds mamba and slots",
+        )
         pool: PoolConfig
         eviction: EvictionConfig = EvictionConfig()
         leases: LeaseConfig = LeaseConfig()
@@ -148,6 +151,12 @@ with warnings.catch_warnings():
                 raise ValueError(
                     f"num_slots ({self.pool.num_slots}) must be a multiple of max_seq_len ({self.max_seq_len})"
                 )
+            return self
+
+        @model_validator(mode="after")
+        def _kind_takes_pairs(self) -> Self:
+            if self.bigram and self.kind == "mamba":
+                raise ValueError("kind 'mamba' takes no bigram keys: a hit would end a token before its state")
             return self
 
         @model_validator(mode="after")

@@ -99,14 +99,13 @@ def window(page_size: int, window_size: int, bigram: bool = False, num_swa_pages
     )
 
 
-def mamba(page_size: int, bigram: bool = False, num_states: int = 3 * NUM_PAGES) -> KindUnderTest:
+def mamba(page_size: int, num_states: int = 3 * NUM_PAGES) -> KindUnderTest:
     """`publish` leaves a state after each page, so each is a node of its own."""
     return KindUnderTest(
-        f"{'bigram-' if bigram else ''}mamba{page_size}",
+        f"mamba{page_size}",
         page_size,
-        {"kind": "mamba", "bigram": bigram},
+        {"kind": "mamba"},
         {"num_state_slots": num_states, "state_shapes": ((3,), (2, 2))},
-        lost_tokens=int(bigram),
         largest_leaf=1,
         layer_kinds=("full", "state"),
     )

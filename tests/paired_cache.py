@@ -250,6 +250,13 @@ class PairedCache:
         self.model.retire_all()
         self.check()
 
+    def retire(self, namespaces: tuple[str | None, ...]) -> None:
+        """Nothing in these namespaces can be matched any more; nothing is freed. An arity is one of its own."""
+        there = {key for key in self.cache._tree.tops if key[0] in namespaces}
+        agree("namespaces retired", self.cache.retire(lambda extra_key: extra_key in namespaces), len(there))
+        agree("namespaces, arities aside", len({extra_key for extra_key, _ in there}), self.model.retire(namespaces))
+        self.check()
+
     def reclaim_retired(self) -> list[Node]:
         """What is retired and unlocked goes, nothing else does."""
         num_tokens = self.model.reclaimable_size()
@@ -319,7 +326,8 @@ class PairedCache:
                 assert node.key is not None and node.value is not None
                 prefix = prefixes.get(node.parent, ()) + tuple(node.key)
                 prefixes[node] = prefix
-                place = Place(node.key.extra_key, prefix, self.model.generation if top.space.live else RETIRED)
+                generation = self.model.generation(node.key.extra_key) if top.space.live else RETIRED
+                place = Place(node.key.extra_key, prefix, generation)
                 num_pages = len(node) // self.page_size
                 slots = tuple(node.value.tolist())
                 nodes.append(Node(place, num_pages, slots, node.lock_ref, node.hit_count, self._extra(node)))
@@ -330,8 +338,9 @@ class PairedCache:
         return ()
 
     def _tell(self, node: Node) -> Node:
-        live = node.place.generation == self.model.generation
-        return node if live else node._replace(place=node.place._replace(generation=RETIRED))
+        return (
+            node if self.model.is_current(node.place) else node._replace(place=node.place._replace(generation=RETIRED))
+        )
 
     def place_of(self, node: TreeNode) -> Place:
         """Where a node of the cache ends."""
@@ -343,7 +352,7 @@ class PairedCache:
         while above is not None and above.key is not None:
             prefix = tuple(above.key) + prefix
             above = above.parent
-        return Place(namespace, prefix, self.model.generation)
+        return Place(namespace, prefix, self.model.generation(namespace))
 
 
 def agree(what: str, actual: object, expected: object) -> None:

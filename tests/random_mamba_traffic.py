@@ -37,6 +37,7 @@ class RandomMambaTraffic(RandomTraffic):
         ("lock_stale_node", 1),
         ("unlock_unlocked_node", 2),
         ("retire_all", 0.3),
+        ("retire", 0.6),
         ("reclaim_retired", 1),
         ("reset", 0.6),
     )

@@ -34,6 +34,7 @@ class RandomSwaTraffic(RandomTraffic):
         ("insert_too_few_slots", 1),
         ("lock_stale_node", 1),
         ("retire_all", 0.3),
+        ("retire", 0.6),
         ("reclaim_retired", 1),
         ("reset", 0.2),
     )

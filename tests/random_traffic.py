@@ -58,6 +58,7 @@ class RandomTraffic:
         ("lock_stale_node", 1),
         ("unlock_unlocked_node", 2),
         ("retire_all", 0.3),
+        ("retire", 0.6),
         ("reclaim_retired", 1),
         ("reset", 0.2),
     )
@@ -174,6 +175,9 @@ class RandomTraffic:
 
     def retire_all(self) -> None:
         self.pair.retire_all()
+
+    def retire(self) -> None:
+        self.pair.retire(tuple(self.rng.sample(NAMESPACES, self.rng.randint(1, 2))))
 
     def reclaim_retired(self) -> None:
         self.pair.reclaim_retired()

@@ -14,7 +14,7 @@ Tokens = tuple[Token, ...]
 
 
 class Place(NamedTuple):
-    """Where a page stands: its namespace, all tokens from the beginning to its end, and how often all was retired."""
+    """Where a page stands: its namespace, all tokens from the beginning to its end, and how often that was retired."""
 
     namespace: str | None
     prefix: Tokens
@@ -79,14 +79,15 @@ class ReferenceRadixCache:
 
     The tree is implied: a page's children are the pages whose prefix is one page longer, and a node is a run of pages
     up to a mark. Marks arise where a match or an insert ends, and where an insert leaves the known path.
-    Recency is a clock that ticks at each match and insert and stamps every page of the path. Retiring everything opens
-    a new generation: what is of an older one is never found again, and goes first.
+    Recency is a clock that ticks at each match and insert and stamps every page of the path. Retiring a namespace opens
+    a new generation of it: what is of an older one is never found again, and goes first.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.pages: dict[Place, Page] = {}
-        self.generation = 0
+        self._generations: Counter[str | None] = Counter()
+        self._resets = 0  # generations of all at once
         self._own_locks: Counter[Handle] = Counter()
         self._clock = 0
 
@@ -148,7 +149,7 @@ class ReferenceRadixCache:
 
     def _places(self, tokens: Tokens, namespace: str | None) -> list[Place]:
         ends = range(self.page_size, len(tokens) + 1, self.page_size)
-        return [Place(namespace, tokens[:end], self.generation) for end in ends]
+        return [Place(namespace, tokens[:end], self.generation(namespace)) for end in ends]
 
     def _slots_of(self, path: Iterable[Place]) -> list[int]:
         return [slot for place in path for slot in self.pages[place].slots]
@@ -166,7 +167,7 @@ class ReferenceRadixCache:
 
     def is_stale(self, handle: Handle) -> bool:
         """Whether the node of this handle can no longer be matched: it is gone or retired."""
-        return self.is_gone(handle) or (handle != ROOT and handle.place.generation != self.generation)
+        return self.is_gone(handle) or (handle != ROOT and not self.is_current(handle.place))
 
     def num_locks(self, handle: Handle) -> int:
         """Locks on this very node, not on those below it."""
@@ -208,7 +209,7 @@ class ReferenceRadixCache:
             leaves = self._unlocked_leaves()
             if not leaves:
                 break
-            order = [(leaf.generation == self.generation, self._rank(leaf)) for leaf in leaves]
+            order = [(self.is_current(leaf), self._rank(leaf)) for leaf in leaves]
             assert len(set(order)) == len(order), "two leaves were used by one operation"
             victims.append(self._remove_node(leaves[order.index(min(order))]))
         return victims
@@ -219,11 +220,25 @@ class ReferenceRadixCache:
 
     def retire_all(self) -> None:
         """Make all there is unmatchable."""
-        self.generation += 1
+        self._resets += 1
+
+    def retire(self, namespaces: Iterable[str | None]) -> int:
+        """Make what is in these namespaces unmatchable; returns in how many of them there was anything."""
+        there = {place.namespace for place in self.pages if self.is_current(place)}.intersection(namespaces)
+        self._generations.update(there)
+        return len(there)
+
+    def generation(self, namespace: str | None) -> int:
+        """The one of a namespace that can be matched now."""
+        return self._generations[namespace] + self._resets
+
+    def is_current(self, place: Place) -> bool:
+        """Whether a place is of a generation that can be matched."""
+        return place.generation == self.generation(place.namespace)
 
     def reclaimable_size(self) -> int:
         """Tokens that are retired and without a lock."""
-        retired = [page for place, page in self.pages.items() if place.generation != self.generation]
+        retired = [page for place, page in self.pages.items() if not self.is_current(place)]
         return sum(len(page.slots) for page in retired if not page.locks)
 
     def reset(self) -> list[int]:

@@ -105,6 +105,7 @@ def a_split_moves_the_state_to_the_prefix(patch: Patch) -> None:
     def on_split(mamba: MambaComponent, above: Any, node: Any) -> None:
         if node.mamba_value is not None:
             above.mamba_value, node.mamba_value = node.mamba_value, None
+            mamba._queue.discard(node)
             mamba._queue.push(above)
 
     patch.setattr(MambaComponent, "on_split", on_split)
@@ -192,7 +193,13 @@ def a_lock_holds_the_states_above(patch: Patch) -> None:
 
 @fault
 def locked_states_are_evicted(patch: Patch) -> None:
-    patch.setattr(mamba_component, "_may_go", lambda node: node.mamba_value is not None)
+    def lock(original: Any, mamba: MambaComponent, node: Any) -> None:
+        queued = node in mamba._queue
+        original(mamba, node)
+        if queued:
+            mamba._queue.push(node)
+
+    around(patch, MambaComponent, "lock", lock)
 
 
 # ---------------------------------------------------------------- eviction
@@ -211,7 +218,7 @@ def a_match_does_not_renew_its_state(patch: Patch) -> None:
 @fault
 def an_unlocked_state_never_becomes_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, mamba: MambaComponent, node: Any, receipt: Any) -> None:
-        queue, mamba._queue = mamba._queue, EvictionQueue(lambda node: 0, lambda node: True)
+        queue, mamba._queue = mamba._queue, EvictionQueue(lambda node: 0)
         original(mamba, node, receipt)
         mamba._queue = queue
 

@@ -24,9 +24,10 @@ from namespace_claims import (
 )
 from reference_keys import framed
 
-from raydix.cache_core import RadixKey, page_hashes, trie_prefix_cache
+from raydix.cache_core import RadixKey, page_hashes
 from raydix.cache_core.hashing import hash_page, namespace_seed
 from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import frame_namespace, namespace
 from raydix.schemas.namespace import unframe_namespace
 
@@ -160,7 +161,7 @@ def a_tree_ignores_the_namespace_at_the_top(patch: Patch) -> None:
 
 @breaks(TRIES)
 def a_trie_ignores_the_namespace(patch: Patch) -> None:
-    patch.setattr(trie_prefix_cache, "_tokens", lambda key: list(key.token_ids))
+    patch.setattr(TriePrefixCache, "_tokens", lambda cache, key: list(key.token_ids))
 
 
 @pytest.mark.parametrize("plant", FRAMES, ids=lambda plant: plant.__name__)

@@ -1,7 +1,6 @@
 """Proof that random traffic finds faults: each rule of `RadixCache` is broken once, and the comparison must see it."""
 
 from collections.abc import Callable
-from heapq import heappop
 from typing import Any
 
 import numpy as np
@@ -9,11 +8,12 @@ import pytest
 import torch
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, full_component, page_hashes, tree_cache, tree_match
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, tree_cache, tree_match
 from raydix.cache_core.eviction_policy import LRU
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.retired_nodes import RetiredNodes
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
@@ -104,20 +104,37 @@ def the_oldest_goes_first_used_or_not(patch: Patch) -> None:
 
 @fault
 def eviction_takes_locked_leaves(patch: Patch) -> None:
-    patch.setattr(full_component, "_may_go", lambda node: not node.children and node.slots is not None)
+    def lock(original: Any, full: FullComponent, node: Any) -> None:
+        queued = node in full._queue
+        original(full, node)
+        if queued:
+            full._queue.push(node)
+
+    around(patch, FullComponent, "lock", lock)
 
 
 @fault
-def a_rank_is_taken_as_it_was_when_queued(patch: Patch) -> None:
-    def pop(queue: EvictionQueue) -> Any:
-        while queue._heap:
-            _, node_id, node = heappop(queue._heap)
-            queue._ranks.pop(node_id, None)
-            if queue._may_go(node):
-                return node
-        return None
+def a_use_does_not_move_a_leaf(patch: Patch) -> None:
+    patch.setattr(EvictionQueue, "touch", lambda queue, node: None)
 
-    patch.setattr(EvictionQueue, "pop", pop)
+
+@fault
+def a_leaf_that_got_a_child_stays_a_candidate(patch: Patch) -> None:
+    def add(original: Any, full: FullComponent, leaf: Any) -> None:
+        queued = leaf.parent in full._queue
+        original(full, leaf)
+        if queued:
+            full._queue.push(leaf.parent)
+
+    around(patch, FullComponent, "add", add)
+
+
+@fault
+def what_comes_late_goes_last(patch: Patch) -> None:
+    def place(queue: EvictionQueue, node: Any, key: Any) -> None:
+        queue._row[node] = queue._row_end = key
+
+    patch.setattr(EvictionQueue, "_place", place)
 
 
 @fault
@@ -164,7 +181,29 @@ def eviction_tells_nobody(patch: Patch) -> None:
 
 @fault
 def what_is_retired_keeps_its_place_in_the_queue(patch: Patch) -> None:
-    patch.setattr(FullComponent, "retire", lambda full, nodes: None)
+    patch.setattr(RetiredNodes, "add", lambda retired, top: None)
+
+
+@fault
+def a_retirement_takes_all_namespaces(patch: Patch) -> None:
+    around(patch, RadixCache, "retire", lambda original, cache, is_meant: original(cache, lambda extra_key: True))
+
+
+@fault
+def a_retirement_spares_the_default_namespace(patch: Patch) -> None:
+    def retire(original: Any, cache: RadixCache, is_meant: Any) -> Any:
+        return original(cache, lambda extra_key: extra_key is not None and is_meant(extra_key))
+
+    around(patch, RadixCache, "retire", retire)
+
+
+@fault
+def a_retired_namespace_can_still_be_matched(patch: Patch) -> None:
+    def detach(original: Any, tree: RadixTree, top: Any) -> None:
+        original(tree, top)
+        tree.tops[top.space.extra_key, top.space.arity] = top
+
+    around(patch, RadixTree, "detach", detach)
 
 
 @fault

@@ -16,7 +16,7 @@ from raydix.cache_core.tree_cache import TreeCache
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
 
-RUNS = [(0, 1, 3), (1, 4, 10), (2, 1, 1), (4, 4, 4)]  # seed, page size, window
+RUNS = [(0, 1, 3), (1, 4, 10), (2, 1, 1), (4, 4, 4), (3, 1, 3), (7, 4, 4)]  # seed, page size, window
 FAULTS: list[Fault] = []
 
 
@@ -196,7 +196,7 @@ def an_unlock_leaves_the_window_protected(patch: Patch) -> None:
 @fault
 def what_was_unlocked_is_never_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, swa: SwaComponent, *args: Any) -> None:
-        queue, swa._queue = swa._queue, EvictionQueue(lambda node: 0, lambda node: True)
+        queue, swa._queue = swa._queue, EvictionQueue(lambda node: 0)
         original(swa, *args)
         swa._queue = queue
 
@@ -255,12 +255,12 @@ def an_unlock_needs_no_receipt(patch: Patch) -> None:
 
 @fault
 def a_window_can_be_released_again(patch: Patch) -> None:
-    def unlock(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
+    def release(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
         if node.swa_lock_ref:
             receipt.released = False
         original(swa, node, receipt)
 
-    around(patch, SwaComponent, "unlock", unlock)
+    around(patch, SwaComponent, "release", release)
 
 
 @fault

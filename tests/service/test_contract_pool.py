@@ -60,7 +60,7 @@ async def test_a_lease_whose_pages_were_there_already_reads_what_others_read(cac
     await check_kv(cache, await second.attach_pool(), leases[1], tokens[:hit], "first")
 
 
-@only(shares, shares_slots)
+@only(shares)
 async def test_what_is_published_cannot_be_written(cache: CacheUnderTest) -> None:
     tokens = cache.tokens(1, 2)
     pool = await cache.client.attach_pool(mapped=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from cache_kinds import TIGHT_WINDOW, has_window, only
-from cache_under_test import CacheUnderTest, Reached, check_sizes
+from cache_under_test import CacheUnderTest, Reached, check_sizes, holding
 from stamped_kv import check_kv, compute
 
 from raydix.schemas import PoolExhausted
@@ -132,7 +132,7 @@ async def test_who_lacks_window_slots_waits_for_them(reached: Reached) -> None:
     async with reached(TIGHT_WINDOW) as cache:
         held = await cache.client.acquire(cache.tokens(1, 2, 3))
         (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(4, 5)))
-        assert await cache.pages() == (5, 3, 0, 0, 1)
+        assert await cache.pages() == holding(private=3, leases=1)
 
         await held.release_window(3 * cache.page_size)
 

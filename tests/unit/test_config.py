@@ -71,6 +71,11 @@ def test_defaults_are_those_of_the_design() -> None:
             {"pool": {"num_slots": 64, "num_state_slots": 2}, "kind": "slots", "max_seq_len": 8},
             "num_state_slots",
         ),
+        (
+            CacheConfig,
+            {"pool": {"num_slots": 64, "num_state_slots": 2}, "kind": "mamba", "bigram": True},
+            "no bigram keys",
+        ),
         (CacheConfig, {"pool": POOL, "kind": "trie", "eviction": {"policy": "lfu"}}, "'trie' evicts by 'lru' alone"),
         (
             CacheConfig,

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from heapq import heappop, heappush
 from os import devnull
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from queue_operations import queue_operations
 
 from raydix.cache_core import (
     BasePrefixCache,
@@ -20,7 +20,6 @@ from raydix.cache_core import (
     StaleNodeError,
     TokenToKVPoolAllocator,
     TreeNode,
-    eviction_queue,
     hash_token_ids,
 )
 from raydix.cache_core.hashing import namespace_seed
@@ -988,57 +987,46 @@ def test_a_pool_that_takes_pages_gets_whole_pages_back() -> None:
     cache.check_invariants()
 
 
-def heap_operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that grows by one entry for each operation on the queue's heap."""
-    done: list[str] = []
-    monkeypatch.setattr(eviction_queue, "heappop", lambda heap: (done.append("pop"), heappop(heap))[1])
-    monkeypatch.setattr(eviction_queue, "heappush", lambda heap, item: (done.append("push"), heappush(heap, item))[1])
-    return done
-
-
 @pytest.mark.parametrize("num_leaves", [10, 100, 10_000])
-def test_the_heap_operations_of_a_victim_do_not_grow_with_the_tree(
+def test_the_steps_for_a_victim_do_not_grow_with_the_tree(
     cache: RadixCache, monkeypatch: pytest.MonkeyPatch, num_leaves: int
 ) -> None:
     for token in range(num_leaves):
         cache.insert(key(token))
-    done = heap_operations(monkeypatch)
+    done = queue_operations(monkeypatch)
     monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
 
     for _ in range(5):
         cache.evict(1)
 
-    assert done == ["pop"] * 5
+    assert done == ["pop", "discard"] * 5
     monkeypatch.undo()
 
 
-def test_a_touch_costs_one_heap_operation_each_at_the_next_eviction(
-    cache: RadixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses_cost_the_next_eviction_nothing(cache: RadixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     for token in range(100):
         cache.insert(key(token))
-    done = heap_operations(monkeypatch)
     for token in range(7):
         cache.match_prefix(key(token))
         cache.match_prefix(key(token))
-    assert done == []
+    done = queue_operations(monkeypatch)
 
     cache.evict(1)
 
-    assert done == ["pop", "push"] * 7 + ["pop"]
+    assert done == ["pop", "discard"]
     assert found(cache, 7) == []
 
 
-def test_the_queue_never_outgrows_the_tree(cache: RadixCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = heap_operations(monkeypatch)
+def test_the_queue_holds_the_unlocked_leaves_alone(cache: RadixCache) -> None:
     for token in range(10):
         cache.insert(key(token))
     for _ in range(100):
         node = lock(cache, 3)
+        assert len(cache._full._queue) == 9
         cache.dec_lock_ref(node)
         cache.insert(key(3))
 
-    assert done == ["push"] * 10
+    assert len(cache._full._queue) == 10
 
 
 # ---------------------------------------------------------------- reset and retire
@@ -1161,8 +1149,9 @@ def test_the_queue_does_not_grow_with_what_was_reclaimed(cache: RadixCache) -> N
         cache.retire_all()
         cache.reclaim_retired()
 
-    assert len(cache._full._queue._heap) <= 64
-    assert not cache._full._retired
+    assert not len(cache._full._queue)
+    assert not cache._full.retired
+    assert not cache._retired
 
 
 # ---------------------------------------------------------------- a lookup without effects
@@ -1519,3 +1508,49 @@ def test_a_chain_of_ten_thousand_nodes_works(cache: RadixCache, pool: FreedSlots
     cache.check_invariants()
     cache.reset()
     assert len(pool.take()) == 5001
+
+
+# ---------------------------------------------------------------- retiring some namespaces
+
+
+def test_retiring_some_namespaces_costs_no_walk(cache: RadixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for token in range(1000):
+        cache.insert(RadixKey([token], "a"), row(2 * token))
+        cache.insert(RadixKey([token]), row(2 * token + 1))
+    monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("a retirement walked the tree"))
+
+    assert cache.retire(lambda extra_key: extra_key == "a") == 1
+
+    assert cache.peek_prefix(RadixKey([7], "a")).prefix_len == 0
+    assert cache.peek_prefix(RadixKey([7])).prefix_len == 1
+    monkeypatch.undo()
+    cache.check_invariants()
+
+
+def test_reclaiming_stops_at_its_limit_and_goes_on_from_there(cache: RadixCache, pool: FreedSlots) -> None:
+    for token in range(100):
+        cache.insert(RadixKey([token], "a"), row(token))
+    cache.retire(lambda extra_key: extra_key == "a")
+
+    assert cache.reclaim_retired(30) == 30
+    cache.check_invariants()
+    assert cache.reclaim_retired(30) == 30
+    assert cache.reclaim_retired() == 40
+    assert sorted(pool.slots) == list(range(100))
+    assert cache.reclaim_retired() == 0
+
+
+def test_a_retired_namespace_can_be_filled_anew_at_once(cache: RadixCache, pool: FreedSlots) -> None:
+    cache.insert(RadixKey([1, 2], "a"), row(10, 11))
+    held = cache.match_prefix(RadixKey([1, 2], "a")).last_node
+    cache.inc_lock_ref(held)
+    cache.retire(lambda extra_key: extra_key == "a")
+
+    cache.insert(RadixKey([1, 2], "a"), row(20, 21))
+
+    assert cache.match_prefix(RadixKey([1, 2], "a")).indices.tolist() == [20, 21]
+    assert cache.reclaim_retired() == 0
+    cache.dec_lock_ref(held)
+    assert cache.reclaim_retired() == 2
+    assert sorted(pool.slots) == [10, 11]
+    cache.check_invariants()

@@ -1,0 +1,31 @@
+"""Counts what eviction queues are asked to do, in place of a clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.sorted_runs import SortedRuns
+
+COUNTED = ((EvictionQueue, ("push", "discard", "touch", "pop")), (SortedRuns, ("add", "remove", "pop_first")))
+
+
+def queue_operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows by its name for each operation on any queue from now on, and on what is sorted in it."""
+    done: list[str] = []
+
+    def counted(owner: type, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def count(*args: Any) -> Any:
+            done.append(name)
+            return original(*args)
+
+        return count
+
+    for owner, names in COUNTED:
+        for name in names:
+            monkeypatch.setattr(owner, name, counted(owner, name))
+    return done
