@@ -223,6 +223,7 @@ async def test_slots_are_withheld_while_a_dead_owners_process_lingers(scene: Sce
 
     assert scene.service.keeper.owner_unavailable("s", is_dead=True)
     assert scene.counts == (6, 0, 2)
+    assert scene.service.keeper._next_tick - scene.clock.now < 0.1  # it will not be long
     life.ended = True
     async with asyncio.timeout(10):
         while scene.counts != (8, 0, 0):  # noqa: ASYNC110 -- the cache looks again by itself, soon
