@@ -90,9 +90,10 @@ class LocalTransport:
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         response: Message | CacheError
         try:
-            self._check_open()
             (response,) = self._host.service.execute(self.session_id, self.epoch, (request,)).responses
-        except CacheError as error:
+        except CacheError as error:  # of the session, not of the request
+            if isinstance(error, (StaleEpoch, LeaseExpired)):
+                self.lost = error
             response = error
         if isinstance(response, CacheError):
             future.set_exception(response)
