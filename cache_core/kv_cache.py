@@ -174,8 +174,9 @@ class KVCache(LeasedCache):
         match = self.tree.match_pages(self._tree_key(key), max_prefix_len, priority)
         receipt = self.tree.inc_lock_ref(match.last_node)
         try:
+            self.room.check_pages(num_pages - len(match.starts))  # before a state is evicted in vain
             state_slot = self.room.take_state()
-            private = self.room.take_pages(num_pages - len(match.starts), state_slot)
+            private = self.room.take_pages(num_pages - len(match.starts))
         except OutOfSlotsError:
             self.tree.dec_lock_ref(match.last_node, receipt)
             raise

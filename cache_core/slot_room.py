@@ -61,21 +61,26 @@ class SlotRoom:
         if num_pages * self._page_size > self._allocator.num_slots:
             self._refuse(num_pages)
 
-    def take_pages(self, num_pages: int, state_slot: int | None = None) -> Starts:
+    def check_pages(self, num_pages: int) -> None:
+        """Raise OutOfSlotsError if so many private pages cannot be had now, not even by evicting. Nothing changes."""
+        needed = max(0, num_pages) * self._page_size
+        if self._swa is not None and needed > self._swa.swa_available_size() + self._tree.swa_evictable_size():
+            self._refuse(num_pages, window=True)
+        if needed > self._allocator.available_size() + self._tree.evictable_size():
+            self._refuse(num_pages)
+
+    def take_pages(self, num_pages: int) -> Starts:
         """Allocate private pages, after evicting what is missing.
 
         Raises:
-            OutOfSlotsError: there is no room; nothing changed, but `state_slot`, if given, was given back.
+            OutOfSlotsError: there is no room; nothing changed.
         """
         if num_pages <= 0:
             return np.empty(0, np.int64)
+        self.check_pages(num_pages)
         needed = num_pages * self._page_size
         shortfall = needed - self._allocator.available_size()
         swa_shortfall = 0 if self._swa is None else needed - self._swa.swa_available_size()
-        if shortfall > self._tree.evictable_size() or swa_shortfall > max(0, self._tree.swa_evictable_size()):
-            if state_slot is not None:
-                self._free_state(state_slot)
-            self._refuse(num_pages, swa_shortfall > self._tree.swa_evictable_size())
         if shortfall > 0 or swa_shortfall > 0:
             self.evict(max(0, shortfall), max(0, swa_shortfall))
         starts = self._allocator.alloc_pages(num_pages)

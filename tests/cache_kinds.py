@@ -7,7 +7,7 @@ function whose docstring says why the others do not give it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pytest
@@ -17,7 +17,7 @@ from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
 
 NUM_PAGES = 8
 MAX_WAITERS = 3
-NUM_LAYERS = 2
+NUM_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def window(page_size: int, window_size: int, bigram: bool = False, num_swa_pages
         {"num_swa_slots": num_swa_pages * page_size},
         lost_tokens=int(bigram),
         largest_leaf=-(-window_size // page_size),
-        layer_kinds=("full", "swa"),
+        layer_kinds=("full", "swa", "full"),
     )
 
 
@@ -107,7 +107,19 @@ def mamba(page_size: int, num_states: int = 3 * NUM_PAGES) -> KindUnderTest:
         {"kind": "mamba"},
         {"num_state_slots": num_states, "state_shapes": ((3,), (2, 2))},
         largest_leaf=1,
-        layer_kinds=("full", "state"),
+        layer_kinds=("full", "state", "full"),
+    )
+
+
+def hybrid(page_size: int, window_size: int, num_swa_pages: int = NUM_PAGES) -> KindUnderTest:
+    """Windows and states at once; leaves are as small as with states."""
+    states = mamba(page_size)
+    return replace(
+        states,
+        name=f"hybrid{page_size}",
+        config={**states.config, "sliding_window_size": window_size},
+        pool={**states.pool, "num_swa_slots": num_swa_pages * page_size},
+        layer_kinds=("full", "swa", "state"),
     )
 
 
@@ -145,6 +157,7 @@ KINDS = (
     window(4, 6),
     window(4, 6, bigram=True),
     mamba(4),
+    hybrid(4, 6),
     bigram(4),
     trie(4),
     chunk(16),
@@ -152,6 +165,7 @@ KINDS = (
 )
 PAGES_OF_ONE = (window(1, 3), mamba(1), bigram(1), trie(1), slots(1))  # nothing that Ray would add to: in process alone
 TIGHT_WINDOW = window(4, 6, num_swa_pages=4)  # fewer window slots than slots
+TIGHT_HYBRID = hybrid(4, 6, num_swa_pages=4)
 TIGHT_STATES = mamba(4, num_states=4)  # fewer states than leases
 
 Access = Literal["local", "client", "ray"]  # in process, through a client in process, through a client on Ray
@@ -221,8 +235,13 @@ def has_no_states(kind: KindUnderTest) -> bool:
 
 
 def has_window(kind: KindUnderTest) -> bool:
-    """Only models with sliding-window layers have window slots."""
-    return kind.has_window
+    """Only models with sliding-window layers have window slots; `test_hybrid` has those that have states as well."""
+    return kind.has_window and not kind.publishes_states
+
+
+def has_window_and_states(kind: KindUnderTest) -> bool:
+    """What one means for the other, only models with both can tell."""
+    return kind.has_window and kind.publishes_states
 
 
 def has_no_window(kind: KindUnderTest) -> bool:

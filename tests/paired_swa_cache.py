@@ -8,10 +8,19 @@ from typing import NamedTuple
 
 import torch
 from paired_cache import Held, LedgerPool, PagedLedgerPool, PairedCache, agree, as_argument, make_key, refusal, spoil
-from reference_models import ROOT, Found, Node, Place, Tokens
+from reference_models import ROOT, Found, Inserted, Node, Place, Tokens
 from reference_swa import ReferenceSwaCache, Window
 
-from raydix.cache_core import EvictResult, LockError, MatchResult, RadixCache, RadixKey, StaleNodeError, TreeNode
+from raydix.cache_core import (
+    EvictResult,
+    InsertResult,
+    LockError,
+    MatchResult,
+    RadixCache,
+    RadixKey,
+    StaleNodeError,
+    TreeNode,
+)
 
 
 class SwaLedgerPool(LedgerPool):
@@ -161,13 +170,7 @@ class PairedSwaCache(PairedCache):
         spoil(ids)
         spoil(value)
         expected = self.reference.insert(tokens, namespace, slots, prev_prefix_len, handle, swa_evicted_seqlen)
-        agree("prefix_len", result.prefix_len, expected.prefix_len)
-        agree("duplicate_indices", result.duplicate_indices.tolist(), expected.duplicates)
-        agree("slots freed by an insert", self.pool.take_freed(), sorted(self.reference.replaced))
-        agree("halves moved by an insert", self.ledger.take_moved(), self.reference.moved)
-        agree("halves freed alone by an insert", self.ledger.take_freed_alone(), [])
-        agree("last_node", self.place_of(result.last_node), expected.handle.place)
-        self.pool.adopt(expected.adopted)
+        self._check_inserted(result, expected)
         self.check()
         known = max(prev_prefix_len, len(handle.place.prefix), gone)
         whole = len(tokens) - len(tokens) % self.page_size
@@ -177,6 +180,15 @@ class PairedSwaCache(PairedCache):
             )
         self.pool.take_back([slot for slot in slots if slot in self.pool.lent])
         return Held(result.last_node, expected.handle)
+
+    def _check_inserted(self, result: InsertResult, expected: Inserted) -> None:
+        agree("prefix_len", result.prefix_len, expected.prefix_len)
+        agree("duplicate_indices", result.duplicate_indices.tolist(), expected.duplicates)
+        agree("slots freed by an insert", self.pool.take_freed(), sorted(self.reference.replaced))
+        agree("halves moved by an insert", self.ledger.take_moved(), self.reference.moved)
+        agree("halves freed alone by an insert", self.ledger.take_freed_alone(), [])
+        agree("last_node", self.place_of(result.last_node), expected.handle.place)
+        self.pool.adopt(expected.adopted)
 
     # ---------------------------------------------------------------- locks
 

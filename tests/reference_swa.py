@@ -228,12 +228,15 @@ class ReferenceSwaCache(ReferenceRadixCache):
             end = min(ends, key=lambda place: (self.page(place).swa_tick, len(place.prefix)))
             if end in self._unlocked_leaves():
                 victims.append(self._remove_node(end))
-                continue
-            for place in self._pages_of_node(end):
-                self.page(place).live = False
-                self.tombstoned += self.pages[place].slots
+            else:
+                self._lose_window(end)
         self.swa_freed = before - self.swa_evictable_size()
         return victims
+
+    def _lose_window(self, end: Place) -> None:
+        for place in self._pages_of_node(end):
+            self.page(place).live = False
+            self.tombstoned += self.pages[place].slots
 
     def _may_lose_window(self, place: Place) -> bool:
         return self.is_live(place) and not self.page(place).swa_locks

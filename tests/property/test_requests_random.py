@@ -21,6 +21,7 @@ from raydix.cache_core import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from raydix.cache_core.swa_component import SwaComponent
 
 NUM_PAGES = 40
 NUM_STATES = 12
@@ -239,9 +240,9 @@ class MambaServer(Server):
             self.allocator.free_pages(request.pages)
             if self.mamba.attach_state(result.last_node, kept):
                 self.states.free_track_slot(kept)
-            self.cache.inc_lock_ref(result.last_node)
-            self.cache.dec_lock_ref(request.node)
-            request.node, request.pages = result.last_node, request.pages[:0]
+            receipt = self.cache.inc_lock_ref(result.last_node)
+            self.cache.dec_lock_ref(request.node, request.receipt)
+            request.node, request.receipt, request.pages = result.last_node, receipt, request.pages[:0]
 
     def finish(self, request: Request) -> None:
         assert request.state is not None
@@ -250,7 +251,7 @@ class MambaServer(Server):
         if self.mamba.attach_state(result.last_node, request.state):
             self.states.free_track_slot(request.state)
         self.allocator.free_pages(request.pages)
-        self.cache.dec_lock_ref(request.node)
+        self.cache.dec_lock_ref(request.node, request.receipt)
 
     def check(self) -> None:
         super().check()
@@ -261,6 +262,38 @@ class MambaServer(Server):
     def drain(self) -> None:
         super().drain()
         assert self.states.available_size() == NUM_STATES
+
+
+class HybridServer(MambaServer, SwaServer):
+    """With both."""
+
+    def __init__(self, seed: int, page_size: int, window: int) -> None:
+        SwaServer.__init__(self, seed, page_size, window)
+        self.states = MambaPool(NUM_STATES, [[(1,)]], dtype=torch.int64)
+        self.mamba = MambaRadixCache(page_size, self.allocator, self.states, sliding_window_size=window)
+        self.cache = self.swa_cache = self.mamba
+        self.rows = self.states.layers[0][0]
+
+    def step(self) -> None:
+        if self.rng.random() < 0.1:
+            self.mamba.evict(0, 0, self.rng.randint(1, 2))
+        super().step()
+
+    def make_room(self, num_tokens: int) -> bool:
+        if not self.states.available_size():
+            self.mamba.evict(0, 0, 1)
+        return SwaServer.make_room(self, num_tokens) and self.states.available_size() > 0
+
+    def read(self, request: Request, starts: Any) -> None:
+        SwaServer.read(self, request, starts)
+        MambaServer.read(self, request, starts)
+
+    def write(self, request: Request, slots: Any, at: int) -> None:
+        SwaServer.write(self, request, slots, at)
+        MambaServer.write(self, request, slots, at)
+
+    def go_on(self, request: Request) -> None:
+        (SwaServer if self.rng.random() < 0.5 else MambaServer).go_on(self, request)
 
 
 @pytest.mark.parametrize(("page_size", "window"), [(1, 3), (4, 3), (4, 10), (16, 16)])
@@ -281,6 +314,15 @@ def test_requests_with_states_read_their_own_and_lose_none(page_size: int) -> No
     server.drain()
 
 
+@pytest.mark.parametrize(("page_size", "window"), [(1, 3), (4, 10), (16, 16)])
+def test_requests_with_a_window_and_states_read_their_own_and_lose_nothing(page_size: int, window: int) -> None:
+    server = HybridServer(1, page_size, window)
+    for _ in range(NUM_STEPS):
+        server.step()
+
+    server.drain()
+
+
 def keep_mapping(allocator: SWATokenToKVPoolAllocator, starts: Any) -> None:
     """`free_swa_pages` that forgets to clear what it freed."""
     allocator.swa.free_pages(allocator.swa_starts(starts))
@@ -289,6 +331,15 @@ def keep_mapping(allocator: SWATokenToKVPoolAllocator, starts: Any) -> None:
 def test_a_mapping_that_outlives_its_window_half_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SWATokenToKVPoolAllocator, "free_swa_pages", keep_mapping)
     server = SwaServer(1, 4, 10)
+
+    with pytest.raises(AssertionError):
+        for _ in range(NUM_STEPS):
+            server.step()
+
+
+def test_a_state_that_is_used_without_its_window_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwaComponent, "validator", lambda swa: lambda node, length: True)
+    server = HybridServer(1, 4, 10)
 
     with pytest.raises(AssertionError):
         for _ in range(NUM_STEPS):
