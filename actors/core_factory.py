@@ -42,7 +42,15 @@ def _build_rows(
 ) -> tuple[RowCache, list[PoolGauge]]:
     num_slots, kv_cache = config.pool.num_slots, None if pool is None else pool.by_sequence()
     gauge = PoolGauge(config.eviction, num_slots, lambda: core.free_slots, lambda num: core.evict(num, "watermark"))
-    core = RowCache(num_slots, max_seq_len, config.page_size, kv_cache, gauge.pressure_floor, on_pressure)
+    core = RowCache(
+        num_slots,
+        max_seq_len,
+        config.page_size,
+        kv_cache,
+        gauge.pressure_floor,
+        on_pressure,
+        config.leases.remembered_leases,
+    )
     return core, [gauge]
 
 
@@ -72,6 +80,7 @@ def _build_tree(
         bigram=config.bigram,
         swa_pressure_floor=swa_floor,
         state_pressure_floor=state_floor,
+        remembered_leases=config.leases.remembered_leases,
     )
     return core, gauges
 

@@ -6,6 +6,7 @@ import logging
 
 from raydix.cache_core import (
     CoreError,
+    ExpiredLeaseError,
     InvalidKeyError,
     LeasedCache,
     LeaseRangeError,
@@ -13,7 +14,7 @@ from raydix.cache_core import (
     SlotError,
     UnknownLeaseError,
 )
-from raydix.schemas import CacheError, InvalidRequest, PoolExhausted, UnknownLease
+from raydix.schemas import CacheError, InvalidRequest, LeaseExpired, PoolExhausted, UnknownLease
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ def to_cache_error(error: Exception, core: LeasedCache) -> CacheError:
             return error
         case OutOfSlotsError():
             return exhausted(core, error.needed, error.pool, error.can_ever_fit)
+        case ExpiredLeaseError():
+            return LeaseExpired(str(error))
         case UnknownLeaseError():
             return UnknownLease(str(error))
         case LeaseRangeError() | InvalidKeyError() | SlotError():

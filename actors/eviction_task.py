@@ -85,6 +85,11 @@ class EvictionTask:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    def abandon(self) -> None:
+        """End the task soon, on its loop: nobody is left to wait for it. From any thread."""
+        if self._task is not None and not (loop := self._task.get_loop()).is_closed():
+            loop.call_soon_threadsafe(self._task.cancel)
+
     async def run_round(self) -> int:
         """Evict down to the low watermark, or until nothing is evictable; returns tokens evicted."""
         total, done = 0, False

@@ -16,6 +16,8 @@ from raydix.schemas import (
     AbortRequest,
     Ack,
     AcquireRequest,
+    AdoptRequest,
+    AdoptResponse,
     CacheError,
     CheckInvariantsRequest,
     EvictRequest,
@@ -24,6 +26,7 @@ from raydix.schemas import (
     ExplainResponse,
     ExtendRequest,
     ExtendResponse,
+    GrantRequest,
     InsertRequest,
     InsertResponse,
     InvalidRequest,
@@ -70,6 +73,8 @@ class RequestHandlers:
             WithdrawRequest: self._withdraw,
             ReleaseRequest: self._release,
             AbortRequest: self._release,
+            GrantRequest: self._grant,
+            AdoptRequest: self._adopt,
             EvictRequest: self._evict,
             ResetRequest: self._reset,
             RetireRequest: self._retire,
@@ -113,6 +118,7 @@ class RequestHandlers:
 
     def _extend(self, session_id: str, request: ExtendRequest) -> Message:
         lease = self.core.leases.get(request.lease_id, session_id)
+        self.line.withdraw(session_id, request.lease_id)  # an earlier growth whose caller is gone
         missing = request.num_slots - lease.num_slots
 
         def attempt() -> Message:
@@ -205,6 +211,17 @@ class RequestHandlers:
         self.line.withdraw(session_id, request.lease_id)
         self.core.release(request.lease_id, session_id)
         return Ack()
+
+    def _grant(self, session_id: str, request: GrantRequest) -> LeaseResponse:
+        return self._granted(self.core.offer(request.lease_id, session_id))
+
+    def _adopt(self, session_id: str, request: AdoptRequest) -> AdoptResponse:
+        lease = self.core.adopt(request.lease_id, request.granter, session_id)
+        return AdoptResponse(
+            lease=self._granted(lease),
+            tokens=TokenIds(lease.key.data, lease.key.width),
+            published_len=self.core.published_len(lease),
+        )
 
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
         return EvictResponse(num_evicted=self.core.evict(request.num_tokens))

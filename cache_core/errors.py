@@ -27,6 +27,10 @@ class UnknownLeaseError(CoreError):
     """No open lease of that session has this id."""
 
 
+class ExpiredLeaseError(UnknownLeaseError):
+    """The lease ended because its owner was silent for too long."""
+
+
 class LeaseRangeError(CoreError, ValueError):
     """Tokens beyond what the lease covers, or other than those it was acquired for."""
 

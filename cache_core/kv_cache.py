@@ -2,7 +2,8 @@
 
 Synchronous, so every operation is atomic for whoever calls it from one thread. Rules, checked by `check_invariants`:
 
-1. Each page is free, private to one lease, or in the tree, once: `free + private + tree == num_slots`.
+1. Each page is free, private to one lease, in quarantine, or in the tree, once:
+   `free + private + quarantined + tree == num_slots`.
 2. A lease's published pages are the tree's, locked; its node ends them.
 3. The locks on the tree's nodes are those of the open leases, no more and no fewer.
 """
@@ -44,6 +45,7 @@ class KVCache(LeasedCache):
         on_pressure: told that slots run short.
         states: the state slots of a hybrid model, to which `tree` frees; each lease holds one of its own.
         bigram: the tree's keys are pairs of neighbouring tokens (as EAGLE drafts need them): n tokens make n - 1 units.
+        remembered_leases: how many ended ids are remembered, so that none of them is granted again.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class KVCache(LeasedCache):
         bigram: bool = False,
         swa_pressure_floor: int = 0,
         state_pressure_floor: int = 0,
+        remembered_leases: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(remembered_leases)
         self.tree = tree
         self.allocator = allocator
         self.page_size = allocator.page_size
@@ -81,7 +84,7 @@ class KVCache(LeasedCache):
     @property
     def private_slots(self) -> int:
         """Slots of leases that no tree holds, in whole pages."""
-        return self.room.private_pages * self.page_size
+        return self.room.private_pages * self.page_size - self.quarantined_slots
 
     @property
     def swa_allocator(self) -> SWATokenToKVPoolAllocator | None:
@@ -106,11 +109,17 @@ class KVCache(LeasedCache):
 
     def swa_sizes(self) -> PoolSizes | None:
         """The pool of window slots, if there is one."""
-        return self.room.swa_sizes()
+        sizes, allocator = self.room.swa_sizes(), self.swa_allocator
+        if sizes is None or allocator is None:
+            return None
+        withheld = sum(int((allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in self.quarantine)
+        return sizes._replace(quarantined=withheld * self.page_size)
 
     def state_sizes(self) -> PoolSizes | None:
         """The pool of recurrent states, if there is one."""
-        return self.room.state_sizes()
+        sizes = self.room.state_sizes()
+        withheld = sum(lease.state_slot is not None for lease in self.quarantine)
+        return None if sizes is None else sizes._replace(quarantined=withheld)
 
     # ---------------------------------------------------------------- verbs
 
@@ -142,7 +151,7 @@ class KVCache(LeasedCache):
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
             UnknownLeaseError: the id is another session's.
         """
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         if new_tokens < 0:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
@@ -153,7 +162,7 @@ class KVCache(LeasedCache):
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         return self._grant(lease_id, session_id, key, None, None, 0, priority)
 
@@ -302,6 +311,10 @@ class KVCache(LeasedCache):
         """The window slot of each slot, 0 where it has none; None without a sliding window."""
         return None if self.swa_allocator is None else self.swa_allocator.swa_slots(slots)
 
+    def published_len(self, lease: LeaseRecord) -> int:
+        """Leading tokens of a lease that are in the tree."""
+        return lease.num_published_pages * self.page_size
+
     def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
         """Whether all of these slots lie in the lease's pages."""
         return bool(np.isin(slots - slots % self.page_size, lease.starts).all())
@@ -359,13 +372,19 @@ class KVCache(LeasedCache):
     def _tree_key(self, key: RadixKey) -> RadixKey:
         return key.bigrams() if self._bigram else key
 
-    def _end(self, lease: LeaseRecord) -> None:
-        self.leases.remove(lease)
-        self.room.free_private(lease.private_starts, lease.state_slot)
+    def _give_up_shared(self, lease: LeaseRecord) -> None:
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         if lease.retired:
             self._reclaim_some()
-        self.room.tell_pressure()  # what it held can be evicted now
+
+    def _free_private(self, lease: LeaseRecord) -> None:
+        self.room.free_private(lease.private_starts, lease.state_slot)
+
+    def _private_size(self, lease: LeaseRecord) -> int:
+        return len(lease.private_starts) * self.page_size
+
+    def _tell_pressure(self) -> None:
+        self.room.tell_pressure()
 
     # ---------------------------------------------------------------- events, checks
 
@@ -382,13 +401,13 @@ class KVCache(LeasedCache):
         """Raise AssertionError if a rule of this module, the tree or the allocator is broken. O(everything)."""
         self.tree.check_invariants()
         self.allocator.check_invariants()
-        private = [lease.private_starts for lease in self.leases]
+        private = [lease.private_starts for lease in (*self.leases, *self.quarantine)]
         tree = self.tree.tree_starts()
         pages = np.concatenate((self.allocator.free_starts(), *private, *tree)) // self.page_size
         assert len(pages) * self.page_size == self.num_slots, f"rule 1: {len(pages)} pages accounted for"
         assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
         assert sum(map(len, private)) == self.room.private_pages, f"rule 1: {self.room.private_pages=}"
-        self.room.check(self.leases)
+        self.room.check([*self.leases, *self.quarantine])
         in_tree = set(np.concatenate(tree).tolist()) if tree else set()
         locks = 0
         for lease in self.leases:

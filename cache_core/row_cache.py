@@ -64,6 +64,7 @@ class RowCache(LeasedCache):
             are no tensors, and nothing to copy.
         pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
         on_pressure: told that slots run short.
+        remembered_leases: how many ended ids are remembered, so that none of them is granted again.
 
     Raises:
         ValueError: a size is not a positive multiple of the next smaller one.
@@ -77,10 +78,11 @@ class RowCache(LeasedCache):
         kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None,
         pressure_floor: int = 0,
         on_pressure: Callable[[], None] | None = None,
+        remembered_leases: int = 0,
     ) -> None:
         if not 0 < page_size <= max_seq_len <= num_slots or num_slots % max_seq_len or max_seq_len % page_size:
             raise ValueError(f"{num_slots=} must be whole rows of {max_seq_len=}, those whole pages of {page_size=}")
-        super().__init__()
+        super().__init__(remembered_leases)
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
         self.page_size = page_size
@@ -98,7 +100,7 @@ class RowCache(LeasedCache):
     @property
     def private_slots(self) -> int:
         """Slots of leased rows, published or not."""
-        return self.room.taken_rows * self.max_seq_len
+        return self.room.taken_rows * self.max_seq_len - self.quarantined_slots
 
     def evictable_size(self) -> int:
         """Slots of released rows in which a prefix can be found."""
@@ -141,7 +143,7 @@ class RowCache(LeasedCache):
             LeaseRangeError: more tokens than a row has slots, or a negative `new_tokens`.
             UnknownLeaseError: the id is another session's.
         """
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         if new_tokens < 0:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
@@ -156,7 +158,7 @@ class RowCache(LeasedCache):
             OutOfSlotsError: every row is leased; nothing changed.
             UnknownLeaseError: the id is another session's.
         """
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         return self._grant(lease_id, session_id, key, None, None, priority)
 
@@ -227,10 +229,14 @@ class RowCache(LeasedCache):
         self.counters.tokens_inserted += stop - before
         return Published(prefix_len, stop - before, 0, False, NO_STARTS)
 
-    def _end(self, lease: LeaseRecord) -> None:
-        self.leases.remove(lease)
+    def _give_up_shared(self, lease: LeaseRecord) -> None:
+        """No two leases share a row."""
+
+    def _free_private(self, lease: LeaseRecord) -> None:
         self.room.give_back(_as_row_lease(lease).row)
-        self._tell_pressure()  # it can be evicted now
+
+    def _private_size(self, lease: LeaseRecord) -> int:
+        return self.max_seq_len
 
     def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Empty cached rows, whole ones, least recently used first, of at least `num_tokens` slots; returns of how
@@ -249,6 +255,10 @@ class RowCache(LeasedCache):
         return Explanation.of_lengths(len(key), prefix_len, prefix_len, self.page_size)
 
     # ---------------------------------------------------------------- what a lease holds
+
+    def published_len(self, lease: LeaseRecord) -> int:
+        """Leading tokens of a lease that others may copy."""
+        return _as_row_lease(lease).published_len
 
     def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
         """Whether all of these slots are those of the lease's tokens."""
@@ -279,7 +289,7 @@ class RowCache(LeasedCache):
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module or of the rows is broken. O(everything)."""
         published: dict[int, RadixKey] = {}
-        for lease in map(_as_row_lease, self.leases):
+        for lease in map(_as_row_lease, (*self.leases, *self.quarantine)):
             where = f"at lease {lease.lease_id}"
             assert lease.row not in published, f"two leases hold row {lease.row}"
             assert lease.starts.tolist() == [lease.row * self.max_seq_len], f"{lease.starts=} {where}"
@@ -288,7 +298,8 @@ class RowCache(LeasedCache):
             assert lease.published_len <= lease.num_slots, f"rule 1: {lease.published_len=} {where}"
             assert lease.num_slots <= self.max_seq_len, f"rule 2: {lease.num_slots=} {where}"
         self.room.check(published)
-        assert self.free_slots + self.private_slots + self.total_size() == self.num_slots, "a slot has no owner"
+        counted = self.free_slots + self.private_slots + self.total_size() + self.quarantined_slots
+        assert counted == self.num_slots, f"a slot has no owner: {counted=}"
 
 
 def _as_row_lease(lease: LeaseRecord) -> RowLease:

@@ -24,17 +24,20 @@ from raydix.schemas.events import (
     NextEvents,
 )
 from raydix.schemas.explain import ExplainRequest, ExplainResponse
+from raydix.schemas.lease_grant import LeaseGrant
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
+    AdoptRequest,
     Batch,
     CheckInvariantsRequest,
     CloseSession,
     EvictRequest,
     ExtendRequest,
+    GrantRequest,
     InsertRequest,
     LockRequest,
     MatchRequest,
@@ -44,6 +47,7 @@ from raydix.schemas.requests import (
     ReleaseWindowRequest,
     ResetRequest,
     RetireRequest,
+    SessionRef,
     StatsRequest,
     WaitRequest,
     WithdrawRequest,
@@ -51,6 +55,7 @@ from raydix.schemas.requests import (
 )
 from raydix.schemas.responses import (
     Ack,
+    AdoptResponse,
     BatchResponse,
     EvictResponse,
     ExtendResponse,
@@ -70,6 +75,8 @@ __all__ = [
     "AbortRequest",
     "Ack",
     "AcquireRequest",
+    "AdoptRequest",
+    "AdoptResponse",
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
@@ -93,6 +100,7 @@ __all__ = [
     "ExplainResponse",
     "ExtendRequest",
     "ExtendResponse",
+    "GrantRequest",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -102,6 +110,7 @@ __all__ = [
     "KVResponse",
     "LeaseConfig",
     "LeaseExpired",
+    "LeaseGrant",
     "LeaseResponse",
     "LockRequest",
     "MatchRequest",
@@ -119,6 +128,7 @@ __all__ = [
     "ResetRequest",
     "RetireRequest",
     "RetireResponse",
+    "SessionRef",
     "SessionResponse",
     "StaleEpoch",
     "StatsRequest",
