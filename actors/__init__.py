@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from raydix.actors.deploy import connect, shutdown_cache, start_cache, start_cache_async
     from raydix.actors.lease import Lease
     from raydix.actors.local_cache import LocalPrefixCache
+    from raydix.actors.watched_actor import WatchedActor
 
 __all__ = [
     "AttachedPool",
@@ -20,6 +21,7 @@ __all__ = [
     "LocalPrefixCache",
     "PrefixCacheActor",
     "PrefixCacheClient",
+    "WatchedActor",
     "connect",
     "shutdown_cache",
     "start_cache",
@@ -32,6 +34,7 @@ _HOMES = {
     "LocalPrefixCache": "local_cache",
     "PrefixCacheActor": "cache_actor",
     "PrefixCacheClient": "client",
+    "WatchedActor": "watched_actor",
     "connect": "deploy",
     "shutdown_cache": "deploy",
     "start_cache": "deploy",

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.pool_export import layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.pool_export import is_pool_of, layout_of, open_cuda_pool, open_shared_pool
 from raydix.cache_core import KVPool
-from raydix.schemas import CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
+from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, UnknownLease, WriteKV
 
 if TYPE_CHECKING:
     from raydix.actors.lease import Lease
     from raydix.actors.transport import Transport
+    from raydix.actors.verbs import CacheVerbs
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +30,17 @@ class AttachedPool:
     `write_kv` and `read_kv` work everywhere, and are checked against the lease.
     """
 
-    def __init__(
-        self, handle: PoolHandle, pool: KVPool | None, transport: Transport, session_id: str, epoch: str
-    ) -> None:
+    def __init__(self, client: CacheVerbs, handle: PoolHandle, pool: KVPool | None) -> None:
+        self._client = client
         self._pool = pool
-        self._transport = transport
-        self._session_id = session_id
-        self._epoch = epoch
+        self._path = handle.path
+        self._lost: CacheError | None = None
+        self.epoch = handle.epoch  # the life of the cache that it belongs to
         self.layout = layout_of(handle.config)
 
     @classmethod
-    async def attach(cls, transport: Transport, mapped: bool | None, session_id: str, epoch: str) -> AttachedPool:
-        """Attach to the pool at the other end of a transport; see `CacheVerbs.attach_pool`."""
+    async def attach(cls, client: CacheVerbs, transport: Transport, mapped: bool | None) -> AttachedPool:
+        """Attach to the pool at the other end of a client's transport; see `CacheVerbs.attach_pool`."""
         handle = await transport.pool_handle()
         pool: KVPool | None = None
         if mapped is not False:
@@ -51,12 +51,26 @@ class AttachedPool:
                 if mapped:
                     raise CacheUnavailable(f"the pool cannot be mapped from here: {error}") from error
                 logger.warning("the pool cannot be mapped from here (%s): KV is copied through the cache", error)
-        return cls(handle, pool, transport, session_id, epoch)
+        return cls(client, handle, pool)
 
     @property
     def mapped(self) -> bool:
         """Whether the cache's own memory is reached directly."""
         return self._pool is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the cache has restarted or died: its memory is gone, and `attach_pool` gives the new one."""
+        return self._lost is not None
+
+    def drop(self, error: CacheError) -> None:
+        """Let go of the memory of a life of the cache that is over; what is used of it from now on raises."""
+        self._lost, self._pool = error, None
+
+    def drop_if_orphaned(self) -> None:
+        """Let go of mapped memory whose cache's process has ended: a cache that restarts may need the room."""
+        if self._pool is not None and self._path is not None and not is_pool_of(self._path, self.epoch):
+            self.drop(CacheUnavailable("the cache's process has ended, and the pool with it: attach_pool again"))
 
     @property
     def k(self) -> list[torch.Tensor]:
@@ -99,7 +113,9 @@ class AttachedPool:
         Raises:
             InvalidRequest: the lease does not hold all the slots privately, or a shape does not fit.
             UnknownLease: the lease has ended.
+            StaleEpoch: the cache has restarted since the pool was attached.
         """
+        transport = self._transport_of(lease)
         layout = self.layout
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
         for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
@@ -107,14 +123,14 @@ class AttachedPool:
                 raise InvalidRequest(f"{name} must be of shape {(*shape, dim)}, not {tuple(tensor.shape)}")
         for start, stop in self._chunks(len(slots)):
             request = WriteKV(
-                session_id=self._session_id,
-                epoch=self._epoch,
+                session_id=transport.session_id,
+                epoch=self.epoch,
                 lease_id=lease.lease_id,
                 slots=_slot_array(slots[start:stop]),
                 k=_raw_bytes(k[:, start:stop].to(layout.dtype)),
                 v=_raw_bytes(v[:, start:stop].to(layout.dtype)),
             )
-            await self._transport.write_kv(request)
+            await transport.write_kv(request)
 
     async def read_kv(self, lease: Lease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the K and V of slots that a lease covers, all layers, `[num_layers, n, num_kv_heads, dim]` each.
@@ -122,24 +138,37 @@ class AttachedPool:
         Raises:
             InvalidRequest: the lease does not cover all the slots.
             UnknownLease: the lease has ended.
+            StaleEpoch: the cache has restarted since the pool was attached.
         """
+        transport = self._transport_of(lease)
         layout = self.layout
         k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
         v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
         for start, stop in self._chunks(len(slots)):
             request = ReadKV(
-                session_id=self._session_id,
-                epoch=self._epoch,
+                session_id=transport.session_id,
+                epoch=self.epoch,
                 lease_id=lease.lease_id,
                 slots=_slot_array(slots[start:stop]),
             )
-            response = await self._transport.read_kv(request)
+            response = await transport.read_kv(request)
             for target, data in ((k, response.k), (v, response.v)):
                 part = target[:, start:stop]
                 part.copy_(torch.from_numpy(data.copy()).view(layout.dtype).view(part.shape))
         return k, v
 
+    def _transport_of(self, lease: Lease) -> Transport:
+        """The session of a lease, which this pool serves as well."""
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args)
+        if lease.client is not self._client:
+            raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+        lease.check_open()
+        return lease.transport
+
     def _mapped_pool(self) -> KVPool:
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args)
         if self._pool is None:
             raise InvalidRequest("this pool is not mapped: use `await write_kv(...)` and `await read_kv(...)`")
         return self._pool

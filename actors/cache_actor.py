@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
 from raydix.actors.cache_host import CacheHost, local_device
+from raydix.actors.death_watch import DeathWatch
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -24,14 +27,20 @@ from raydix.schemas import (
     OpenSession,
     PoolHandle,
     ReadKV,
+    SessionRef,
     SessionResponse,
     WaitRequest,
     WriteKV,
 )
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
+_MEMORY_TIMEOUT_S = 20.0  # for the memory of this actor's last life to be given back
+_MEMORY_POLL_S = 0.25
 
 
 class PrefixCacheActor:
@@ -50,7 +59,9 @@ class PrefixCacheActor:
         wanted = config.pool.device
         if wanted == "auto" and not ray.get_gpu_ids():
             wanted = "cpu"  # cards may be visible that were not given to this actor
-        self._host = CacheHost(config, local_device(wanted), node_id, share=True)
+        self._host = _make_host(config, local_device(wanted), node_id)
+        self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
+        self._host.service.keeper.on_end = self._watch.unwatch
         self._draining = False
         logger.info("cache ready: epoch %s, %s", self._host.service.epoch, config)
 
@@ -58,15 +69,22 @@ class PrefixCacheActor:
         """Which configuration this cache runs with; also says that it is ready."""
         return self._host.service.config.digest()
 
-    async def open_session(self, request: OpenSession) -> SessionResponse:
-        """Open a client's session."""
+    async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
+        """Open a client's session, which ends with the actor that owns it, if one does."""
         if self._draining:
             raise CacheUnavailable("the cache is shutting down")
-        return self._host.service.open_session(request)
+        response = self._host.service.open_session(request)
+        if owner is not None:
+            self._watch.watch(owner, request.session_id)
+        return response
 
     async def close_session(self, request: CloseSession) -> None:
         """Close a client's session and end its leases."""
         self._host.service.close_session(request)
+
+    async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
+        """A sign of life; takes `stay_s`, so that the client notices at once if its session ends, or this actor."""
+        await self._host.service.heartbeat(request, stay_s)
 
     async def execute(self, *parts: Batch) -> BatchResponse:
         """Execute a batch of requests in order, once those before it have been; it may come in several parts."""
@@ -108,3 +126,22 @@ class PrefixCacheActor:
         cut_short = len(self._host.service.core.leases)
         await self._host.service.close()
         return cut_short
+
+
+def _make_host(config: CacheConfig, device: torch.device, node_id: str) -> CacheHost:
+    """The host. After a restart the pool of the life before may still be mapped by clients that do not know yet."""
+    deadline = time.monotonic() + _MEMORY_TIMEOUT_S
+    while True:
+        try:
+            return CacheHost(config, device, node_id, share=True)
+        except (CacheUnavailable, torch.cuda.OutOfMemoryError) as error:
+            if time.monotonic() > deadline or not _has_restarted():
+                raise
+            logger.warning("waiting for memory: %s", error)
+            time.sleep(_MEMORY_POLL_S)
+
+
+def _has_restarted() -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's property warns of how it is made itself
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)

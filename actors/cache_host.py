@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from raydix.actors.cache_service import CacheService
+from raydix.actors.error_map import to_cache_error
 from raydix.actors.pool_export import ExportedPool
 from raydix.cache_core import UnknownLeaseError
 from raydix.schemas import (
@@ -17,7 +18,6 @@ from raydix.schemas import (
     InvalidRequest,
     KVResponse,
     ReadKV,
-    UnknownLease,
     WriteKV,
 )
 
@@ -68,7 +68,7 @@ class CacheHost:
         try:
             lease = core.leases.get(request.lease_id, session.session_id)
         except UnknownLeaseError as error:
-            raise UnknownLease(str(error)) from error
+            raise to_cache_error(error, core) from error
         slots = request.slots
         if slots.ndim != 1 or slots.dtype != np.int64:
             raise InvalidRequest(f"slots must be a 1-D row of int64, not {slots.dtype} of shape {slots.shape}")

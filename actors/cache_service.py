@@ -7,17 +7,20 @@ its first look at the cache and its last change of it: each is atomic.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
 
 from raydix.actors.core_factory import build_core
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.request_handlers import RequestHandlers
+from raydix.actors.session_keeper import SessionKeeper
+from raydix.actors.session_table import Session
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import KVPool
 from raydix.cache_core.leased_cache import PoolSizes
 from raydix.schemas import (
+    AdoptRequest,
     Batch,
     BatchResponse,
     CacheConfig,
@@ -34,6 +37,7 @@ from raydix.schemas import (
     NextEvents,
     OpenSession,
     PoolStats,
+    SessionRef,
     SessionResponse,
     StaleEpoch,
     StatsRequest,
@@ -41,17 +45,8 @@ from raydix.schemas import (
 )
 
 _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
+_SHUT_DOWN = "the cache has been shut down"
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
-
-
-@dataclass(slots=True)
-class Session:
-    """One client: the owner of leases."""
-
-    session_id: str
-    owner: str  # for people
-    executed_seq: int = 0  # the last of its numbered batches that was executed
-    turns: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by the batch that is waited for
 
 
 class CacheService:
@@ -62,17 +57,26 @@ class CacheService:
         epoch: names this life of it.
         pool: the tensors, of which the cache copies states and rows; None: there are none.
         medium: where the KV is, for events: "GPU" or "CPU".
+        clock: seconds, of any origin; by it sessions expire.
     """
 
-    def __init__(self, config: CacheConfig, epoch: str, pool: KVPool | None = None, medium: str = "CPU") -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        epoch: str,
+        pool: KVPool | None = None,
+        medium: str = "CPU",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.epoch = epoch
-        self.sessions: dict[str, Session] = {}
         self._closed = False
         self._batches = self._requests = 0
         self.line = WaitingLine(config.leases.max_waiters)
         self.core, gauges = build_core(config, pool, self._on_pressure)
-        self.eviction_task = EvictionTask(config.eviction, gauges, self.line.serve)
+        self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
+        self.sessions = self.keeper.sessions
+        self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self.line.serve)
         self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
@@ -86,21 +90,31 @@ class CacheService:
     def open_session(self, request: OpenSession) -> SessionResponse:
         """Begin a session (again, if it is open) and start the background task on the running loop."""
         if self._closed:
-            raise CacheUnavailable("the cache has been shut down")
+            raise CacheUnavailable(_SHUT_DOWN)
         if request.config_digest not in (None, self.config.digest()):
             raise ConfigMismatch(f"the cache runs with another configuration: {self.config!r}")
+        self.keeper.open(request)
         self.eviction_task.start()
-        self.sessions.setdefault(request.session_id, Session(request.session_id, request.owner))
         return SessionResponse(epoch=self.epoch, config=self.config)
 
     def close_session(self, request: CloseSession) -> None:
         """End a session with all its leases; no effect if it is not open."""
-        if self.sessions.pop(request.session_id, None) is not None:
-            self.line.withdraw(request.session_id)
-            self.core.end_session(request.session_id)
-            if self.feed is not None:
-                self.feed.wake()  # its reader may be waiting
-            self.line.serve()
+        self.keeper.close(request.session_id)
+
+    async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
+        """A client lives. Takes `stay_s`.
+
+        Raises:
+            CacheError: its session is over, or ends meanwhile.
+        """
+        if await self.keeper.ends_within(self.session(request.session_id, request.epoch), stay_s):
+            self.session(request.session_id, request.epoch)
+
+    def _after_session(self) -> None:
+        """A session has ended: its reader of events may be waiting, and others may find room."""
+        if self.feed is not None:
+            self.feed.wake()
+        self.line.serve()
 
     def session(self, session_id: str, epoch: str) -> Session:
         """The open session that a message names.
@@ -108,22 +122,19 @@ class CacheService:
         Raises:
             CacheUnavailable: the cache has been shut down.
             StaleEpoch: the message belongs to an earlier life of the cache.
+            LeaseExpired: the session was silent for too long.
             InvalidRequest: no such session is open.
         """
         if self._closed:
-            raise CacheUnavailable("the cache has been shut down")
+            raise CacheUnavailable(_SHUT_DOWN)
         if epoch != self.epoch:
             raise StaleEpoch(epoch, self.epoch)
-        session = self.sessions.get(session_id)
-        if session is None:
-            raise InvalidRequest(f"session {session_id!r} is not open: open a client first")
-        return session
+        return self.sessions.heard_of(session_id)
 
     async def close(self) -> None:
         """Refuse new sessions, end the open ones, stop the background task."""
         self._closed = True
-        for session_id in list(self.sessions):
-            self.close_session(CloseSession(session_id=session_id))
+        self.keeper.close_all(CacheUnavailable(_SHUT_DOWN))
         if self.feed is not None:
             self.feed.close()
         await self.eviction_task.stop()
@@ -164,6 +175,8 @@ class CacheService:
                 return self.stats()
             case EventSnapshotRequest():
                 return self._event_snapshot()
+            case AdoptRequest() if request.granted_epoch != self.epoch:
+                return StaleEpoch(request.granted_epoch, self.epoch)
         return self._handlers.handle(session_id, request)
 
     async def wait(self, request: WaitRequest) -> Message:
@@ -196,12 +209,14 @@ class CacheService:
             free_slots=core.free_slots,
             private_slots=core.private_slots,
             tree_slots=core.total_size(),
-            quarantined_slots=0,
+            quarantined_slots=core.quarantined_slots,
             evictable_slots=core.evictable_size(),
             protected_slots=core.protected_size(),
             open_leases=len(core.leases),
             open_sessions=len(self.sessions),
             waiters=len(self.line),
+            expired_sessions=self.keeper.num_expired,
+            dead_sessions=self.keeper.num_dead,
             acquires=counters.acquires,
             hits=counters.hits,
             tokens_requested=counters.tokens_requested,
@@ -226,9 +241,9 @@ def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:
     return PoolStats(
         num_slots=sizes.num_slots,
         free_slots=sizes.free,
-        private_slots=sizes.num_slots - sizes.free - tree,
+        private_slots=sizes.num_slots - sizes.free - tree - sizes.quarantined,
         tree_slots=tree,
-        quarantined_slots=0,
+        quarantined_slots=sizes.quarantined,
         evictable_slots=sizes.evictable,
         protected_slots=sizes.protected,
     )

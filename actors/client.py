@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raydix.actors.verbs import CacheVerbs
+from raydix.actors.watched_actor import check_watchable, watched_self
 from raydix.schemas import InvalidRequest
 
 if TYPE_CHECKING:
@@ -20,12 +21,24 @@ class PrefixCacheClient(CacheVerbs):
     Args:
         cache: the handle of a cache actor, the name of one (in the namespace of `start_cache`), or a
             `LocalPrefixCache`.
-        owner: who this is, for people: shown in statistics and errors. None: host and process.
+        owner: who this is, for people: shown in logs. None: host and process. Or the handle of an actor with the mixin
+            `WatchedActor`: when it dies, what this client holds is freed at once. Inside such an actor that is the
+            actor itself, unless another is named. The cache keeps a named one's handle until this client closes.
+
+    Raises:
+        InvalidRequest: the owner is an actor that cannot be watched.
     """
 
-    def __init__(self, cache: Any, *, owner: str | None = None) -> None:
-        super().__init__(owner)
+    def __init__(self, cache: Any, *, owner: Any = None) -> None:
+        named = owner if owner is not None and not isinstance(owner, str) else None
+        if named is not None:
+            check_watchable(named)
+        super().__init__(None if named is not None else owner)
         self._cache = cache
+        self._named_owner = named
+
+    def _own_life_path(self) -> str | None:
+        return super()._own_life_path() if self._named_owner is None else None  # another's death is what counts
 
     def _make_transport(self) -> Transport:
         if isinstance(self._cache, CacheVerbs):
@@ -34,9 +47,9 @@ class PrefixCacheClient(CacheVerbs):
         from raydix.actors.ray_transport import RayTransport
 
         if isinstance(self._cache, str):
-            return RayTransport(connect(self._cache))
+            return RayTransport(connect(self._cache), self._named_owner or watched_self())
         if not hasattr(self._cache, "_actor_id"):
             raise InvalidRequest(
                 f"a cache is an actor handle, a name or a LocalPrefixCache, not {type(self._cache).__name__}"
             )
-        return RayTransport(self._cache)
+        return RayTransport(self._cache, self._named_owner or watched_self())

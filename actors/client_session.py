@@ -1,4 +1,4 @@
-"""`ClientSession`: one session with a cache, on one event loop."""
+"""`ClientSession`: a client's session with a cache, on one event loop; a new one after each that is lost."""
 
 from __future__ import annotations
 
@@ -7,44 +7,72 @@ import logging
 import os
 import socket
 import uuid
+import weakref
+from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
+from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.process_life import own_life_path
 from raydix.schemas import (
     AbortRequest,
     CacheConfig,
-    CacheError,
     CacheUnavailable,
     InvalidRequest,
+    LeaseExpired,
     Message,
     OpenSession,
+    ReleaseRequest,
     StaleEpoch,
     WaitingResponse,
     WithdrawRequest,
 )
 
 if TYPE_CHECKING:
+    from raydix.actors.attached_pool import AttachedPool
     from raydix.actors.transport import Transport
 
 logger = logging.getLogger(__name__)
 
+_BEATS_PER_TTL = 3
+_MAX_BEAT_S = 3.0  # a graceful exit of this process waits for calls on their way
+_RETRY_BEAT_S = 0.25  # while the cache does not answer
+
+T = TypeVar("T")
+Undo = AbortRequest | WithdrawRequest | ReleaseRequest
+
 
 class ClientSession:
-    """One session with a cache. The first verb, `open()` or `async with` opens it on the running loop."""
+    """A session with a cache. The first verb, `open()` or `async with` opens it on the running loop.
+
+    It beats from then on. Where it is lost, because the cache restarted or heard nothing for too long, its leases have
+    ended, and the next verb opens another.
+    """
 
     def __init__(self, owner: str | None = None) -> None:
         self._owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         self._session_id = uuid.uuid4().hex[:16]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._ready = self._closed = False
         self._transport: Transport
-        self._epoch = ""
+        self._lost: Transport | None = None  # of the session before, until the cache knows that this client is back
         self._config: CacheConfig
+        self._timer = LoopTimer(self._beat)
+        self._beating: asyncio.Task[None] | None = None
+        self._pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
         self._compensations: set[asyncio.Future[Message]] = set()
+        self._owed: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
 
     def _make_transport(self) -> Transport:
         raise TypeError(f"{type(self).__name__} does not say how to reach its cache")
+
+    def _own_life_path(self) -> str | None:
+        return own_life_path()
+
+    # ---------------------------------------------------------------- life
 
     async def open(self) -> Self:
         """Open the session; no effect if it is open.
@@ -62,32 +90,55 @@ class ClientSession:
             if self._opening is None:
                 self._loop = loop
                 self._opening = loop.create_task(self._open())
+            opening = self._opening
             try:
-                await asyncio.shield(self._opening)
-            except CacheError:
-                self._opening = None  # the next verb tries again
+                await asyncio.shield(opening)
+            except Exception:
+                if self._opening is opening:
+                    self._opening = None  # the next verb tries again
                 raise
         return self
 
     async def _open(self) -> None:
-        self._transport = self._make_transport()
-        response = await self._transport.open(OpenSession(session_id=self._session_id, owner=self._owner))
-        self._epoch, self._config = response.epoch, response.config
-        self._ready = True
+        transport = self._make_transport()
+        if self._lost is not None:
+            self._session_id = uuid.uuid4().hex[:16]  # so that nothing that is late reaches the new session
+        request = OpenSession(
+            session_id=self._session_id,
+            owner=self._owner,
+            replaces=None if self._lost is None else self._lost.session_id,
+            life_path=self._own_life_path(),
+        )
+        response = await transport.open(request)
+        self._transport, self._config = transport, response.config
+        self._ready, self._lost = True, None
+        self._timer.set(0.0)
 
     async def close(self) -> None:
-        """Close the session: every lease it still holds ends. Idempotent."""
-        if self._closed:
-            return
-        if self._opening is None:
+        """Close the session: every lease it still holds ends. Idempotent, and no error where there is no cache left.
+
+        It is closed even if the caller is cancelled.
+        """
+        if self._closing is None:
+            if self._loop not in (None, asyncio.get_running_loop()):
+                await self.open()  # which says why not
             self._closed = True
+            if self._opening is None and self._lost is None:
+                return
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)  # to its end, if it is under way
+        self._timer.stop()
+        transport = self._transport if self._ready else self._lost
+        if transport is None:
             return
-        await self.open()  # on its own loop, and to its end if it is under way
-        self._closed = True
         try:
-            await self._transport.close(self._session_id)
+            await transport.close()
         except (CacheUnavailable, StaleEpoch):
-            logger.info("the cache was gone when session %s closed", self._session_id)
+            logger.info("the cache was gone when session %s closed", transport.session_id)
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -104,25 +155,121 @@ class ClientSession:
             raise InvalidRequest("the session is not open yet: await open() first")
         return self._config
 
+    @property
+    def _epoch(self) -> str:
+        return self._transport.epoch if self._ready else ""
+
+    # ---------------------------------------------------------------- signs of life
+
+    @property
+    def _beat_s(self) -> float:
+        return min(_MAX_BEAT_S, self._config.leases.session_ttl_s / _BEATS_PER_TTL)
+
+    def _beat(self) -> None:
+        """Say that this client lives. The cache keeps the message for a while, and then it is time for the next."""
+        if self._closed or not self._ready:
+            return
+        loop = asyncio.get_running_loop()
+        next_at = loop.time() + self._beat_s
+        self._beating = loop.create_task(self._transport.beat(self._beat_s))  # it does not keep this object alive
+        self._beating.add_done_callback(partial(_note_beat, weakref.ref(self), self._transport, next_at))
+
+    def _note_beat(self, transport: Transport, next_at: float, error: BaseException | None) -> None:
+        if transport is not self._transport or self._closed:
+            return
+        if error is None:
+            self._pay_debts()
+            self._timer.set(max(0.0, next_at - asyncio.get_running_loop().time()))
+            return
+        logger.debug("session %s: %s", transport.session_id, error)
+        self._note_loss(transport)
+        for pool in list(self._pools):
+            pool.drop_if_orphaned()
+        if transport.lost is None:
+            self._timer.set(min(_RETRY_BEAT_S, self._beat_s))
+
+    def _note_loss(self, transport: Transport) -> None:
+        """The session is over: the next verb opens another, and pools of another life of the cache are gone."""
+        if transport.lost is None or transport is not self._transport or not self._ready:
+            return
+        logger.warning("session %s is lost: %s", transport.session_id, transport.lost)
+        self._ready, self._opening, self._lost = False, None, transport
+        self._timer.stop()
+        self._owed.clear()
+        if isinstance(transport.lost, StaleEpoch):
+            for pool in [pool for pool in self._pools if pool.epoch == transport.epoch]:
+                pool.drop(transport.lost)
+
+    # ---------------------------------------------------------------- requests
+
     async def _call(self, request: Message) -> Message:
+        """The response to a request that names no lease: if the session is lost, another brings it."""
+        return (await self._call_anew(request))[0]
+
+    async def _call_anew(self, request: Message) -> tuple[Message, Transport]:
+        """The response to a request that names no lease of before, and the session that brought it."""
+        return await self._ask_anew(lambda transport: transport.submit(request))
+
+    async def _ask_anew(self, ask: Callable[[Transport], Awaitable[T]]) -> tuple[T, Transport]:
+        """What a session answers, and that session: another one if the present one turns out to be lost."""
         if not self._ready or self._closed or self._loop is not asyncio.get_running_loop():
             await self.open()
-        return await self._transport.submit(request)
+        transport = self._transport
+        try:
+            return await ask(transport), transport
+        except (StaleEpoch, LeaseExpired):
+            self._note_loss(transport)
+            if transport.lost is None:  # the request's own error
+                raise
+        await self.open()
+        transport = self._transport
+        return await ask(transport), transport
 
-    async def _call_admission(self, request: Message) -> Message:
-        """A request that may have to stand in line for room."""
-        response = await self._call(request)
-        return await self._transport.wait(response.ticket) if isinstance(response, WaitingResponse) else response
+    async def _call_of_lease(self, request: Message) -> Message:
+        """The response to a request that names a lease of this session, which is open."""
+        transport = self._transport
+        try:
+            return await self._admitted(await transport.submit(request), transport)
+        except (StaleEpoch, LeaseExpired):
+            self._note_loss(transport)
+            raise
 
-    def _compensate(self, request: AbortRequest | WithdrawRequest) -> None:
+    async def _admitted(self, response: Message, transport: Transport) -> Message:
+        """A response, or what becomes of the request if it has to stand in line for room."""
+        return await transport.wait(response.ticket) if isinstance(response, WaitingResponse) else response
+
+    def _compensate(self, request: Undo) -> None:
         """Undo what may have been granted to a caller who is gone."""
-        if not self._ready:
-            return
-        future = self._transport.submit(request)
-        self._compensations.add(future)
-        future.add_done_callback(self._note_compensated)
+        if self._ready:
+            future = self._transport.submit(request)
+            self._compensations.add(future)
+            future.add_done_callback(partial(self._note_compensated, request))
 
-    def _note_compensated(self, future: asyncio.Future[Message]) -> None:
+    def _note_compensated(self, request: Undo, future: asyncio.Future[Message]) -> None:
         self._compensations.discard(future)
         if not future.cancelled() and (error := future.exception()) is not None:
             logger.info("what was granted to a caller who is gone could not be undone: %s", error)
+            if isinstance(error, CacheUnavailable):
+                self._owe(request)
+
+    def _owe(self, request: Undo) -> None:
+        """The cache may not have been told that a lease has ended: tell it when it answers again.
+
+        A withdrawal is not owed: it would come between the lease and its next growth.
+        """
+        if isinstance(request, WithdrawRequest):
+            return
+        if self._ready and not self._closed:
+            self._owed[request.lease_id] = request
+
+    def _pay_debts(self) -> None:
+        while self._owed and self._ready and not self._closed:
+            self._compensate(self._owed.popitem()[1])
+
+
+def _note_beat(
+    client: weakref.ref[ClientSession], transport: Transport, next_at: float, beat: asyncio.Task[None]
+) -> None:
+    error = None if beat.cancelled() else beat.exception()
+    if (session := client()) is not None and not beat.cancelled():
+        session._note_beat(transport, next_at, error)

@@ -41,8 +41,16 @@ def _build_rows(
     config: CacheConfig, max_seq_len: int, pool: KVPool | None, on_pressure: Callable[[], None]
 ) -> tuple[RowCache, list[PoolGauge]]:
     num_slots, kv_cache = config.pool.num_slots, None if pool is None else pool.by_sequence()
-    gauge = PoolGauge(config.eviction, num_slots, lambda: core.free_slots, lambda num: core.evict(num))
-    core = RowCache(num_slots, max_seq_len, config.page_size, kv_cache, gauge.pressure_floor, on_pressure)
+    gauge = PoolGauge(config.eviction, num_slots, lambda: core.free_slots, lambda num: core.evict(num, "watermark"))
+    core = RowCache(
+        num_slots,
+        max_seq_len,
+        config.page_size,
+        kv_cache,
+        gauge.pressure_floor,
+        on_pressure,
+        config.leases.remembered_leases,
+    )
     return core, [gauge]
 
 
@@ -53,7 +61,7 @@ def _build_tree(
     allocator = _make_allocator(config)
     states = _make_states(config, kv_pool)
     tree = _make_tree(config, allocator, states)
-    gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num))]
+    gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num, "watermark"))]
     swa_floor = state_floor = 0
     if isinstance(allocator, SWATokenToKVPoolAllocator):
         window = PoolGauge(marks, allocator.num_swa_slots, allocator.swa_available_size, lambda n: core.evict_window(n))
@@ -72,6 +80,7 @@ def _build_tree(
         bigram=config.bigram,
         swa_pressure_floor=swa_floor,
         state_pressure_floor=state_floor,
+        remembered_leases=config.leases.remembered_leases,
     )
     return core, gauges
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "raydix"
 _SHARED_GPU = 0.1  # of a card: the rest is the workers'
-_MAX_CONCURRENCY = 4096  # parked waiters each hold a place
+_MAX_CONCURRENCY = 16_384  # open sessions and waiting requests each hold a place
 
 
 class StartOptions(TypedDict, total=False):
@@ -31,6 +31,7 @@ class StartOptions(TypedDict, total=False):
     num_gpus: float | None
     lifetime: Literal["detached", "non_detached"] | None
     scheduling_strategy: Any
+    max_restarts: int
     timeout_s: float
 
 
@@ -42,6 +43,7 @@ def start_cache(
     num_gpus: float | None = None,
     lifetime: Literal["detached", "non_detached"] | None = None,
     scheduling_strategy: Any = None,
+    max_restarts: int = -1,
     timeout_s: float = 60,
 ) -> ActorHandle[Any]:
     """Start a cache actor and wait until it is ready.
@@ -52,6 +54,9 @@ def start_cache(
         name: others find it by `connect(name)`; a cache of that name that runs already is used if its configuration
             is the same.
         num_gpus: share of a GPU to reserve. None: 0.1 where the cluster has GPUs and the pool may lie on one, else 0.
+        max_restarts: how often it may start anew after a crash, -1: always. It is empty then, and its clients, which
+            are told `StaleEpoch` of what they held, go on with it. 0 for a detached cache in a placement group: Ray
+            leaves such an actor restarting for ever when the group is removed.
         timeout_s: how long starting may take.
 
     Raises:
@@ -62,7 +67,13 @@ def start_cache(
         ray.init()
     if num_gpus is None:
         num_gpus = _SHARED_GPU if config.pool.device != "cpu" and _cluster_has_gpus() else 0
-    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": _MAX_CONCURRENCY}
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "num_gpus": num_gpus,
+        "max_concurrency": _MAX_CONCURRENCY,
+        "max_restarts": max_restarts,
+        "max_task_retries": 0,  # what was sent to one life of the cache must not reach the next
+    }
     if name is not None:
         options |= {"name": name, "namespace": namespace, "get_if_exists": True}
     if lifetime is not None:

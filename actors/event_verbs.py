@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from raydix.actors.client_session import ClientSession
-from raydix.schemas import CacheError, EventSnapshotRequest, InvalidRequest, KVEventBatch, KVEventSnapshot
+from raydix.schemas import CacheError, EventSnapshotRequest, InvalidRequest, KVEventBatch, KVEventSnapshot, LeaseExpired
 
 _TIMEOUT_S = 10.0  # a reader asks anew after it, so that nobody waits at a cache for ever
 
@@ -35,6 +35,7 @@ class EventVerbs(ClientSession):
 
         Raises:
             InvalidRequest: `after_seq` is no number of an event, or the cache tells no events.
+            StaleEpoch: the cache has restarted; its events begin anew.
         """
         seq = 0 if after_seq is None else after_seq
         if not isinstance(seq, int) or seq < 0:
@@ -43,10 +44,14 @@ class EventVerbs(ClientSession):
         while not self._closed:
             try:
                 batch = await self._transport.next_events(seq, _TIMEOUT_S)
-            except CacheError:
+            except CacheError as error:
                 if self._closed:
                     return
-                raise
+                self._note_loss(self._transport)
+                if not isinstance(error, LeaseExpired):
+                    raise
+                await self.open()  # the same events, for another session
+                continue
             seq = batch.seq
             if batch.events or batch.gap:
                 yield batch

@@ -42,12 +42,20 @@ class EvictionTask:
     Args:
         config: watermarks and the longest slice.
         gauges: the pools to keep below the marks.
+        reclaim: frees about so many slots of what was retired; returns how many, 0 if none is left.
         after_slice: called after each slice, while slots may have become free.
     """
 
-    def __init__(self, config: EvictionConfig, gauges: Sequence[PoolGauge], after_slice: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: EvictionConfig,
+        gauges: Sequence[PoolGauge],
+        reclaim: Callable[[int], int],
+        after_slice: Callable[[], None],
+    ) -> None:
         self.enabled = config.high_watermark < 1.0
-        self._gauges = gauges
+        self._gauges = gauges if self.enabled else ()
+        self._reclaim = reclaim
         self._slice_s = config.slice_ms / 1000
         self._after_slice = after_slice
         self._wake = asyncio.Event()
@@ -58,18 +66,29 @@ class EvictionTask:
 
     def start(self) -> None:
         """Begin, on the running loop; no effect if it runs already or is switched off."""
-        if self.enabled and (self._task is None or self._task.done()):
+        if self.enabled:
+            self._start()
+
+    def _start(self) -> None:
+        if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="raydix-eviction")
 
     def wake(self) -> None:
-        """Tell that slots run short."""
+        """Tell that slots run short, or that there is something retired; for that it runs even if switched off."""
         self._wake.set()
+        if not self.enabled:
+            self._start()
 
     async def stop(self) -> None:
         """End the task and wait until it has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def abandon(self) -> None:
+        """End the task soon, on its loop: nobody is left to wait for it. From any thread."""
+        if self._task is not None and not (loop := self._task.get_loop()).is_closed():
+            loop.call_soon_threadsafe(self._task.cancel)
 
     async def run_round(self) -> int:
         """Evict down to the low watermark, or until nothing is evictable; returns tokens evicted."""
@@ -86,7 +105,7 @@ class EvictionTask:
     def _run_slice(self) -> tuple[int, bool]:
         """Evict for as long as a slice lasts; returns how many tokens, and whether the round is over."""
         started = time.monotonic()
-        total, done = 0, True
+        total, done = self._reclaim_retired(started)
         for gauge in self._gauges:
             evicted, relieved = self._relieve(gauge, started)
             total += evicted
@@ -95,6 +114,15 @@ class EvictionTask:
         self._tokens_evicted += total
         self._longest_slice_s = max(self._longest_slice_s, time.monotonic() - started)
         return total, done
+
+    def _reclaim_retired(self, started: float) -> tuple[int, bool]:
+        """Free what was retired for as long as the slice lasts; returns how much, and whether nothing is left."""
+        total = 0
+        while freed := self._reclaim(_TOKENS_PER_STEP):
+            total += freed
+            if time.monotonic() - started > self._slice_s:
+                return total, False
+        return total, True
 
     def _relieve(self, gauge: PoolGauge, started: float) -> tuple[int, bool]:
         """Evict from one pool for as long as the slice lasts; returns how much, and whether nothing is left to do."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,8 @@ from raydix.schemas import (
     ExtendResponse,
     InsertResponse,
     InvalidRequest,
+    LeaseGrant,
     LeaseResponse,
-    Message,
     TokenIds,
     UnknownLease,
 )
@@ -24,6 +23,7 @@ from raydix.schemas import (
 if TYPE_CHECKING:
     import torch
 
+    from raydix.actors.transport import Transport
     from raydix.actors.verbs import CacheVerbs
 
 
@@ -43,8 +43,11 @@ class Lease:
             where there is none); None for kinds without states.
     """
 
-    def __init__(self, client: CacheVerbs, response: LeaseResponse, tokens: TokenIds, epoch: str, run_len: int) -> None:
+    def __init__(
+        self, client: CacheVerbs, response: LeaseResponse, tokens: TokenIds, transport: Transport, run_len: int
+    ) -> None:
         self.client = client
+        self.transport = transport  # of the session that holds it
         self._run_len = run_len  # slots that each of the starts stands for
         self._tokens = tokens  # all ids that the cache has been sent of this request
         self._starts = np.frombuffer(response.page_starts, "<i4").astype(np.int64)
@@ -56,7 +59,7 @@ class Lease:
         self._ended = False
         self._extending = False
         self.lease_id = response.lease_id
-        self.epoch = epoch
+        self.epoch = transport.epoch
         self.prefix_len = response.prefix_len
         self.published_len = response.prefix_len
 
@@ -128,6 +131,16 @@ class Lease:
         """
         return await self.client.extend(self, num_tokens, timeout_s=timeout_s)
 
+    async def grant(self) -> LeaseGrant:
+        """Hand the lease over: whoever adopts the grant owns it from then on, in whatever process. This object ends.
+
+        A grant is good once. Until it is adopted the lease ends with this client's session.
+
+        Raises:
+            UnknownLease: the lease has ended.
+        """
+        return await self.client.grant(self)
+
     async def release(self) -> None:
         """End the lease: private slots are freed, what was inserted stays. No effect on one that has ended."""
         await self.client.release(self)
@@ -145,7 +158,10 @@ class Lease:
         await (self.release() if kind is None else self.abort())
 
     def __reduce__(self) -> Any:
-        raise InvalidRequest("a lease belongs to the client that took it: it cannot be pickled or sent elsewhere")
+        raise InvalidRequest(
+            "a lease belongs to the client that took it: it cannot be pickled or sent elsewhere; `await lease.grant()` "
+            "gives what another client can adopt"
+        )
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else f"prefix_len={self.prefix_len}, published_len={self.published_len}"
@@ -154,13 +170,27 @@ class Lease:
     # ---------------------------------------------------------------- for the client alone
 
     def check_open(self) -> None:
-        """Raise UnknownLease if this handle has ended the lease."""
+        """Raise UnknownLease if this handle has ended the lease, or what its session has ended with."""
         if self._ended:
             raise UnknownLease(f"lease {self.lease_id!r} has ended")
+        if (lost := self.transport.lost) is not None:
+            raise type(lost)(*lost.args)
+
+    @contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """End this handle, but not the lease; if that fails, the handle is as before."""
+        if self._extending:
+            raise InvalidRequest(f"lease {self.lease_id!r} is being extended: await that first")
+        self._ended = True
+        try:
+            yield
+        except BaseException:
+            self._ended = False
+            raise
 
     def end(self) -> bool:
-        """Mark the lease as ended; False if it was already."""
-        was_open, self._ended = not self._ended, True
+        """Mark the lease as ended; False if it was already, or ended with its session."""
+        was_open, self._ended = not self._ended and self.transport.lost is None, True
         return was_open
 
     def unseen(self, tokens: TokenIds) -> TokenIds:
@@ -175,11 +205,6 @@ class Lease:
         if not (tokens.starts_with(known) or known.starts_with(tokens)):
             raise InvalidRequest("the tokens to insert must begin with those that the lease was acquired for")
         return tokens.slice(min(len(known), len(tokens)), len(tokens))
-
-    def note_late_insert(self, done: asyncio.Future[Message], tokens: TokenIds, release: bool) -> None:
-        """An insert came back after its caller was cancelled: it has taken effect all the same."""
-        if not done.cancelled() and done.exception() is None and isinstance(done.result(), InsertResponse):
-            self.note_inserted(cast(InsertResponse, done.result()), tokens, release)
 
     def note_inserted(self, response: InsertResponse, tokens: TokenIds, release: bool) -> None:
         """Pages went to the tree, and some may now be the tree's own instead of ours."""

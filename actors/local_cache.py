@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from raydix.actors.verbs import CacheVerbs
@@ -26,6 +27,7 @@ class LocalPrefixCache(CacheVerbs):
         from raydix.actors.cache_host import CacheHost, local_device
 
         self._host = CacheHost(config, local_device(config.pool.device), node_id="local", share=False)
+        weakref.finalize(self, self._host.service.eviction_task.abandon).atexit = False
 
     def _make_transport(self) -> Transport:
         from raydix.actors.transport import LocalTransport

@@ -114,6 +114,14 @@ def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
         os.close(fd)
 
 
+def is_pool_of(path: str, epoch: str) -> bool:
+    """Whether the pool of that epoch still lies at a handle's path: not when its process has ended."""
+    try:
+        return f"raydix-{epoch}" in os.readlink(path)
+    except OSError:
+        return False
+
+
 def available_memory() -> int:
     """Bytes that this process could still take: what the machine has, within its control group's limit."""
     available = _fields("/proc/meminfo")["MemAvailable"] * 1024

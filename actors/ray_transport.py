@@ -12,8 +12,8 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError
@@ -29,8 +29,10 @@ from raydix.schemas import (
     CacheUnavailable,
     CloseSession,
     InsertRequest,
+    InvalidRequest,
     KVEventBatch,
     KVResponse,
+    LeaseExpired,
     LockRequest,
     MatchRequest,
     Message,
@@ -39,8 +41,11 @@ from raydix.schemas import (
     PoolHandle,
     ReadKV,
     ReleaseRequest,
+    SessionRef,
     SessionResponse,
+    StaleEpoch,
     WaitRequest,
+    WithdrawRequest,
     WriteKV,
 )
 
@@ -51,32 +56,61 @@ MAX_BATCH_REQUESTS = 512
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_PART_BYTES = 90_000  # of one argument: Ray sends those of 100 KB and more through the object store
 MAX_QUEUED_REQUESTS = 16_384
+_ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, WithdrawRequest)  # what ends or gives up
 _REQUEST_BYTES = 160  # of a pickled request beside its tokens
 _RETRY_AFTER_S = 0.05
+_ANSWER_S = 5.0  # a heartbeat is given up after so long
 
 _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
 Entry = tuple[Message, "asyncio.Future[Message]"]
+T = TypeVar("T")
 
 
 class RayTransport:
-    """The requests of one session to one actor."""
+    """The requests of one session to one actor.
 
-    def __init__(self, actor: ray.actor.ActorHandle[Any]) -> None:
+    Args:
+        actor: the cache.
+        owner: the handle of the actor whose death ends the session; None: nobody's.
+    """
+
+    def __init__(self, actor: ray.actor.ActorHandle[Any], owner: ray.actor.ActorHandle[Any] | None = None) -> None:
         self._actor = actor
-        self._session_id = ""
-        self._epoch = ""
+        self._owner = owner
+        self.session_id = ""
+        self.epoch = ""
+        self.lost: StaleEpoch | LeaseExpired | None = None
         self._queue: deque[Entry] = deque()
         self._pump_scheduled = False
         self._last_seq = 0
         self._in_flight: dict[int, asyncio.Task[None]] = {}  # by seq
 
     async def open(self, request: OpenSession) -> SessionResponse:
-        response: SessionResponse = await call(self._actor.open_session, request)
-        self._session_id, self._epoch = request.session_id, response.epoch
+        response: SessionResponse = await call(self._actor.open_session, request, self._owner)
+        self.session_id, self.epoch = request.session_id, response.epoch
         return response
 
+    async def beat(self, stay_s: float) -> None:
+        request = SessionRef(session_id=self.session_id, epoch=self.epoch)
+        try:
+            async with asyncio.timeout(stay_s + _ANSWER_S):
+                await self._noting_loss(call(self._actor.heartbeat, request, stay_s))
+        except InvalidRequest as error:  # the cache has even forgotten that the session expired
+            self.lost = LeaseExpired(str(error))
+            raise
+        except TimeoutError:
+            raise CacheUnavailable(f"the cache has not answered a heartbeat for {_ANSWER_S:g} s") from None
+
+    async def _noting_loss(self, answer: Coroutine[Any, Any, T]) -> T:
+        """The answer to a call that names the session; if that is over, note so."""
+        try:
+            return await answer
+        except (StaleEpoch, LeaseExpired) as error:
+            self.lost = error
+            raise
+
     def submit(self, request: Message) -> asyncio.Future[Message]:
-        if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, (ReleaseRequest, AbortRequest)):
+        if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, _ALWAYS_QUEUED):
             raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", _RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
@@ -106,18 +140,23 @@ class RayTransport:
 
     async def _send(self, entries: list[Entry], seq: int, after: int) -> None:
         batches = [
-            Batch(session_id=self._session_id, epoch=self._epoch, requests=requests, seq=seq, after=after)
+            Batch(session_id=self.session_id, epoch=self.epoch, requests=requests, seq=seq, after=after)
             for requests in _parts(entries)
         ]
-        outcomes: Sequence[Any]
+        outcomes: Sequence[Any] = [CacheUnavailable("the request was given up on its way")] * len(entries)
         try:
-            response: BatchResponse = await call(self._actor.execute, *batches)
+            response: BatchResponse = await self._noting_loss(call(self._actor.execute, *batches))
+            num_answers = len(response.responses)
+            assert num_answers == len(entries), f"{num_answers} answers to {len(entries)} requests"
             outcomes = response.responses
         except CacheError as error:
             outcomes = [error] * len(entries)
+        except Exception as error:  # a fault of this package: it must not leave anybody waiting
+            logger.exception("a batch of requests could not be sent")
+            outcomes = [CacheError(f"internal error of the client: {type(error).__name__}: {error}")] * len(entries)
         finally:
             del self._in_flight[seq]
-        _settle(entries, outcomes)
+            _settle(entries, outcomes)
         self._schedule_pump()
 
     def _next_entries(self, limit: int) -> list[Entry]:
@@ -130,13 +169,13 @@ class RayTransport:
         return entries
 
     async def wait(self, ticket: int) -> Message:
-        request = WaitRequest(session_id=self._session_id, epoch=self._epoch, ticket=ticket)
-        response: Message = await call(self._actor.wait, request)
+        request = WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket)
+        response: Message = await self._noting_loss(call(self._actor.wait, request))
         return response
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
-        request = NextEvents(session_id=self._session_id, epoch=self._epoch, after_seq=after_seq, timeout_s=timeout_s)
-        batch: KVEventBatch = await call(self._actor.next_events, request)
+        request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
+        batch: KVEventBatch = await self._noting_loss(call(self._actor.next_events, request))
         return batch
 
     async def pool_handle(self) -> PoolHandle:
@@ -147,17 +186,17 @@ class RayTransport:
         return None
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
-        response: KVResponse = await call(self._actor.read_kv, request)
+        response: KVResponse = await self._noting_loss(call(self._actor.read_kv, request))
         return response
 
     async def write_kv(self, request: WriteKV) -> None:
-        await call(self._actor.write_kv, request)
+        await self._noting_loss(call(self._actor.write_kv, request))
 
-    async def close(self, session_id: str) -> None:
+    async def close(self) -> None:
         while self._queue or self._in_flight:
             await asyncio.sleep(0)  # what is queued is sent at the end of this tick
             await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
-        await call(self._actor.close_session, CloseSession(session_id=session_id))
+        await call(self._actor.close_session, CloseSession(session_id=self.session_id))
 
 
 def _parts(entries: list[Entry]) -> list[tuple[Message, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.actors.error_map import to_cache_error
+from raydix.actors.error_map import exhausted, to_cache_error
 from raydix.actors.waiting_line import Attempt, WaitingLine
 from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
@@ -16,12 +16,17 @@ from raydix.schemas import (
     AbortRequest,
     Ack,
     AcquireRequest,
+    AdoptRequest,
+    AdoptResponse,
     CacheError,
     CheckInvariantsRequest,
     EvictRequest,
     EvictResponse,
+    ExplainRequest,
+    ExplainResponse,
     ExtendRequest,
     ExtendResponse,
+    GrantRequest,
     InsertRequest,
     InsertResponse,
     InvalidRequest,
@@ -34,10 +39,13 @@ from raydix.schemas import (
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
+    RetireRequest,
+    RetireResponse,
     TokenIds,
     WaitingResponse,
     WindowResponse,
     WithdrawRequest,
+    unframe_namespace,
 )
 
 
@@ -65,8 +73,12 @@ class RequestHandlers:
             WithdrawRequest: self._withdraw,
             ReleaseRequest: self._release,
             AbortRequest: self._release,
+            GrantRequest: self._grant,
+            AdoptRequest: self._adopt,
             EvictRequest: self._evict,
             ResetRequest: self._reset,
+            RetireRequest: self._retire,
+            ExplainRequest: self._explain,
             CheckInvariantsRequest: self._check_invariants,
         }
 
@@ -106,6 +118,7 @@ class RequestHandlers:
 
     def _extend(self, session_id: str, request: ExtendRequest) -> Message:
         lease = self.core.leases.get(request.lease_id, session_id)
+        self.line.withdraw(session_id, request.lease_id)  # an earlier growth whose caller is gone
         missing = request.num_slots - lease.num_slots
 
         def attempt() -> Message:
@@ -133,34 +146,27 @@ class RequestHandlers:
 
         New leases never overtake those in line. A lease that grows does: those in line wait for it to end.
         """
+        pool = "slots"
         try:
             self.core.check_len(total)
             if urgent or not len(self.line):
                 return attempt()
         except OutOfSlotsError as error:
-            needed = error.needed
-            if not error.can_ever_fit:  # more slots, window slots or states than there are
-                raise self._refusal(needed, can_ever_fit=False) from error
+            needed, pool = error.needed, error.pool
+            if not error.can_ever_fit:
+                raise self._refusal(needed, pool, can_ever_fit=False) from error
         if timeout_s is None:
             timeout_s = self._acquire_timeout_s
         if timeout_s == 0:
-            raise self._refusal(needed)
+            raise self._refusal(needed, pool)
         ticket, position = self.line.join(
-            session_id, lease_id, attempt, timeout_s, lambda: self._refusal(needed), urgent
+            session_id, lease_id, attempt, timeout_s, lambda: self._refusal(needed, pool), urgent
         )
         return WaitingResponse(ticket=ticket, position=position)
 
-    def _refusal(self, needed: int, can_ever_fit: bool = True) -> PoolExhausted:
+    def _refusal(self, needed: int, pool: str, can_ever_fit: bool = True) -> PoolExhausted:
         self.num_exhausted += 1
-        core = self.core
-        return PoolExhausted(
-            needed,
-            core.free_slots,
-            core.evictable_size(),
-            core.held_slots(),
-            len(core.leases),
-            can_ever_fit,
-        )
+        return exhausted(self.core, needed, pool, can_ever_fit)
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         lease = self.core.leases.get(request.lease_id, session_id)
@@ -206,12 +212,51 @@ class RequestHandlers:
         self.core.release(request.lease_id, session_id)
         return Ack()
 
+    def _grant(self, session_id: str, request: GrantRequest) -> LeaseResponse:
+        return self._granted(self.core.offer(request.lease_id, session_id))
+
+    def _adopt(self, session_id: str, request: AdoptRequest) -> AdoptResponse:
+        lease = self.core.adopt(request.lease_id, request.granter, session_id)
+        return AdoptResponse(
+            lease=self._granted(lease),
+            tokens=TokenIds(lease.key.data, lease.key.width),
+            published_len=self.core.published_len(lease),
+        )
+
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
         return EvictResponse(num_evicted=self.core.evict(request.num_tokens))
 
     def _reset(self, session_id: str, request: ResetRequest) -> Ack:
         self.core.reset()
         return Ack()
+
+    def _retire(self, session_id: str, request: RetireRequest) -> RetireResponse:
+        wanted = (request.extra_key, request.lora_id, request.cache_salt)
+
+        def is_meant(namespace: str | None) -> bool:
+            fields = (None, None, None) if namespace is None else unframe_namespace(namespace)
+            return all(want in (None, field) for want, field in zip(wanted, fields, strict=True))
+
+        return RetireResponse(num_namespaces=self.core.retire(is_meant))
+
+    def _explain(self, session_id: str, request: ExplainRequest) -> ExplainResponse:
+        found = self.core.explain(_key(request.tokens, request.namespace))
+        other = found.elsewhere
+        fields: tuple[str | None, str | None, str | None] = (None, None, None)
+        if other is not None and other.extra_key is not None:
+            fields = unframe_namespace(other.extra_key)
+        return ExplainResponse(
+            num_tokens=found.num_tokens,
+            prefix_len=found.prefix_len,
+            full_prefix_len=found.full_prefix_len,
+            reason=found.reason,
+            cause=found.cause,
+            seconds_ago=found.seconds_ago,
+            other_prefix_len=0 if other is None else other.prefix_len,
+            other_extra_key=fields[0],
+            other_lora_id=fields[1],
+            other_cache_salt=fields[2],
+        )
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         self.core.check_invariants()

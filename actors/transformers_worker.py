@@ -33,6 +33,7 @@ from raydix.actors.transformers_config import ModelSource, PoolShape, cache_conf
 from raydix.actors.transformers_generation import Generation, GreedyDecoding
 from raydix.actors.transformers_model import CausalModel
 from raydix.actors.transformers_request import LeasedRequest
+from raydix.actors.watched_actor import WatchedActor
 from raydix.schemas import ConfigMismatch, InvalidRequest
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "TransformersWorker", "cache_config_for", "pool_config_for"]
 
 
-class TransformersWorker:
+class TransformersWorker(WatchedActor):
     """A causal LM, its own session with a cache, and one thread for the forward passes.
 
     Making one loads the model; the first request, or `open`, reaches the cache. A model with recurrent states needs a
@@ -83,6 +84,7 @@ class TransformersWorker:
         self._model = CausalModel(model, seed=seed, dtype=dtype, device=device, num_threads=num_threads)
         self._mapped = mapped
         self._attaching: asyncio.Task[AttachedPool] | None = None
+        self._pool: AttachedPool | None = None
 
     # ---------------------------------------------------------------- life
 
@@ -168,6 +170,8 @@ class TransformersWorker:
             max_prefix_len=decoding.num_prompt - 1,  # the last token's logits are needed
         )
         async with lease:
+            if pool.lost:  # the cache has restarted
+                pool = await self._attached(self._client)
             await LeasedRequest(self._model, pool, lease, decoding, branching_len).run()
         return decoding.result()
 
@@ -180,11 +184,13 @@ class TransformersWorker:
 
     async def _attached(self, client: PrefixCacheClient) -> AttachedPool:
         """The pool, once the model is known to fit it. Concurrent first requests share the work."""
-        if self._attaching is None:
+        if self._attaching is None or (self._pool is not None and self._pool.lost):
+            self._pool = None
             self._attaching = asyncio.create_task(self._attach(client))
         attaching = self._attaching
         try:
-            return await asyncio.shield(attaching)
+            self._pool = await asyncio.shield(attaching)
+            return self._pool
         except Exception:
             if self._attaching is attaching:
                 self._attaching = None  # the next request tries again

@@ -12,22 +12,37 @@ from raydix.schemas import (
     CloseSession,
     KVEventBatch,
     KVResponse,
+    LeaseExpired,
     Message,
     NextEvents,
     OpenSession,
     PoolHandle,
     ReadKV,
     SessionResponse,
+    StaleEpoch,
     WaitRequest,
     WriteKV,
 )
 
 
 class Transport(Protocol):
-    """Carries the requests of one session. Every failure is a `CacheError`."""
+    """Carries the requests of one session. Every failure is a `CacheError`.
+
+    Attributes:
+        session_id: the session's, once it is open.
+        epoch: the life of the cache in which it was opened.
+        lost: why the session is over, once the cache has said so; None: as far as known it is open.
+    """
+
+    session_id: str
+    epoch: str
+    lost: StaleEpoch | LeaseExpired | None
 
     async def open(self, request: OpenSession) -> SessionResponse:
         """Open the session."""
+
+    async def beat(self, stay_s: float) -> None:
+        """Say that the client lives. Takes up to `stay_s`, and ends at once if the session does, or the cache."""
 
     def submit(self, request: Message) -> asyncio.Future[Message]:
         """Send a request after those submitted before it; the future brings the response or a `CacheError`."""
@@ -50,7 +65,7 @@ class Transport(Protocol):
     async def write_kv(self, request: WriteKV) -> None:
         """Copy KV into the pool."""
 
-    async def close(self, session_id: str) -> None:
+    async def close(self) -> None:
         """Close the session, after the requests submitted before."""
 
 
@@ -59,17 +74,27 @@ class LocalTransport:
 
     def __init__(self, host: CacheHost) -> None:
         self._host = host
-        self._session_id = ""
-        self._epoch = ""
+        self.session_id = ""
+        self.epoch = ""
+        self.lost: StaleEpoch | LeaseExpired | None = None
 
     async def open(self, request: OpenSession) -> SessionResponse:
         response = self._host.service.open_session(request)
-        self._session_id, self._epoch = request.session_id, response.epoch
+        self.session_id, self.epoch = request.session_id, response.epoch
         return response
+
+    async def beat(self, stay_s: float) -> None:
+        self._check_open()
 
     def submit(self, request: Message) -> asyncio.Future[Message]:
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        (response,) = self._host.service.execute(self._session_id, self._epoch, (request,)).responses
+        response: Message | CacheError
+        try:
+            (response,) = self._host.service.execute(self.session_id, self.epoch, (request,)).responses
+        except CacheError as error:  # of the session, not of the request
+            if isinstance(error, (StaleEpoch, LeaseExpired)):
+                self.lost = error
+            response = error
         if isinstance(response, CacheError):
             future.set_exception(response)
         else:
@@ -77,14 +102,14 @@ class LocalTransport:
         return future
 
     async def wait(self, ticket: int) -> Message:
-        return await self._host.service.wait(WaitRequest(session_id=self._session_id, epoch=self._epoch, ticket=ticket))
+        return await self._host.service.wait(WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket))
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
-        request = NextEvents(session_id=self._session_id, epoch=self._epoch, after_seq=after_seq, timeout_s=timeout_s)
+        request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
         return await self._host.service.next_events(request)
 
     async def pool_handle(self) -> PoolHandle:
-        self._host.service.session(self._session_id, self._epoch)  # which may have been shut down
+        self._check_open()
         return self._host.exported.handle
 
     def local_pool(self) -> KVPool | None:
@@ -96,5 +121,13 @@ class LocalTransport:
     async def write_kv(self, request: WriteKV) -> None:
         self._host.write_kv(request)
 
-    async def close(self, session_id: str) -> None:
-        self._host.service.close_session(CloseSession(session_id=session_id))
+    async def close(self) -> None:
+        self._host.service.close_session(CloseSession(session_id=self.session_id))
+
+    def _check_open(self) -> None:
+        """Raise whatever keeps the session from being used; if it is over, note so."""
+        try:
+            self._host.service.session(self.session_id, self.epoch)
+        except (StaleEpoch, LeaseExpired) as error:
+            self.lost = error
+            raise

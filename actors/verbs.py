@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
-
-from raydix.actors.event_verbs import EventVerbs
+from raydix.actors.handover_verbs import HandoverVerbs
 from raydix.actors.lease import Lease
+from raydix.actors.typed_messages import build, expect
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,
-    CacheError,
     CacheStats,
     CacheUnavailable,
     CheckInvariantsRequest,
     EvictRequest,
     EvictResponse,
+    ExplainRequest,
+    ExplainResponse,
     ExtendRequest,
     ExtendResponse,
     InsertRequest,
     InsertResponse,
     InvalidRequest,
+    LeaseExpired,
     LeaseResponse,
     LockRequest,
     MatchRequest,
@@ -33,6 +36,8 @@ from raydix.schemas import (
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
+    RetireRequest,
+    RetireResponse,
     StaleEpoch,
     StatsRequest,
     TokenIds,
@@ -52,7 +57,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 
-class CacheVerbs(EventVerbs):
+class CacheVerbs(HandoverVerbs):
     """The verbs of one session."""
 
     def __init__(self, owner: str | None = None) -> None:
@@ -69,8 +74,8 @@ class CacheVerbs(EventVerbs):
     ) -> MatchResponse:
         """How much of `tokens` is cached. A probe: nothing is held, and no recency changes."""
         namespace = _namespace(extra_key, lora_id, cache_salt)
-        response = await self._call(_build(MatchRequest, tokens=tokens, namespace=namespace))
-        return _expect(MatchResponse, response)
+        response = await self._call(build(MatchRequest, tokens=tokens, namespace=namespace))
+        return expect(MatchResponse, response)
 
     async def lock(
         self,
@@ -88,7 +93,7 @@ class CacheVerbs(EventVerbs):
         Raises:
             PoolExhausted: kinds "slots" and "mamba" alone: there is no row, or no state, for the lease; at once.
         """
-        request = _build(
+        request = build(
             LockRequest,
             lease_id=self._new_lease_id(),
             tokens=tokens,
@@ -123,7 +128,7 @@ class CacheVerbs(EventVerbs):
             PoolExhausted: no room came free in time, or (`can_ever_fit=False`, at once) there never can be.
             InvalidRequest: an argument is wrong; the message says which and why.
         """
-        request = _build(
+        request = build(
             AcquireRequest,
             lease_id=self._new_lease_id(),
             tokens=tokens,
@@ -141,7 +146,7 @@ class CacheVerbs(EventVerbs):
         """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
         packed = _pack(tokens)
-        request = _build(
+        request = build(
             InsertRequest,
             lease_id=lease.lease_id,
             num_tokens=len(packed),
@@ -149,14 +154,9 @@ class CacheVerbs(EventVerbs):
             release=release,
             publish_state=publish_state,
         )
-        future = self._transport.submit(request)
-        try:
-            response = _expect(InsertResponse, await asyncio.shield(future))
-        except asyncio.CancelledError:
-            future.add_done_callback(lambda done: lease.note_late_insert(done, packed, release))
-            raise
-        lease.note_inserted(response, packed, release)
-        return response
+        return await self._whatever_becomes_of_the_caller(
+            request, InsertResponse, lambda response: lease.note_inserted(response, packed, release)
+        )
 
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """`Lease.extend`."""
@@ -164,7 +164,7 @@ class CacheVerbs(EventVerbs):
         if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
             raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
         with lease.extending() as (covered, known_pages):
-            request = _build(
+            request = build(
                 ExtendRequest,
                 lease_id=lease.lease_id,
                 num_slots=covered + num_tokens,
@@ -172,18 +172,20 @@ class CacheVerbs(EventVerbs):
                 timeout_s=timeout_s,
             )
             try:
-                response = _expect(ExtendResponse, await self._call_admission(request))
-            except asyncio.CancelledError:
+                response = expect(ExtendResponse, await self._call_of_lease(request))
+            except (asyncio.CancelledError, CacheUnavailable):
                 self._compensate(WithdrawRequest(lease_id=lease.lease_id))
                 raise
             lease.note_extended(response, known_pages, request.num_slots)
         return lease.slots[covered : covered + num_tokens]
 
     async def release_window(self, lease: Lease, up_to: int) -> None:
-        """`Lease.release_window`."""
+        """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
-        request = _build(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
-        lease.note_window(_expect(WindowResponse, await self._call(request)).swa_page_starts)
+        request = build(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
+        await self._whatever_becomes_of_the_caller(
+            request, WindowResponse, lambda response: lease.note_window(response.swa_page_starts)
+        )
 
     async def release(self, lease: Lease) -> None:
         """`Lease.release`."""
@@ -199,15 +201,50 @@ class CacheVerbs(EventVerbs):
 
     async def evict(self, num_tokens: int) -> EvictResponse:
         """Free at least `num_tokens` slots of what is cached, or all that nobody holds."""
-        return _expect(EvictResponse, await self._call(_build(EvictRequest, num_tokens=num_tokens)))
+        return expect(EvictResponse, await self._call(build(EvictRequest, num_tokens=num_tokens)))
 
     async def reset(self) -> None:
         """Make everything unmatchable and free it; running leases keep their slots, but publish no more."""
         await self._call(ResetRequest())
 
+    async def retire(
+        self, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
+    ) -> RetireResponse:
+        """Make every namespace that matches all fields given unmatchable at once, and reclaim what it holds.
+
+        For an adapter that was deleted, or weights that were replaced. Running leases keep their slots to the end, but
+        their `insert` publishes nothing (`retired=True`); new ones of the same namespace begin anew. What nobody holds
+        is freed in the background.
+
+        Raises:
+            InvalidRequest: no field is given: `reset()` retires everything.
+        """
+        if extra_key is None and lora_id is None and cache_salt is None:
+            raise InvalidRequest("name at least one of extra_key, lora_id and cache_salt; reset() retires everything")
+        _namespace(extra_key, lora_id, cache_salt)
+        request = build(RetireRequest, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
+        return expect(RetireResponse, await self._call(request))
+
+    async def explain(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> ExplainResponse:
+        """Where a match of `tokens` ends, and why it goes no further: a probe. Printed, it is a sentence.
+
+        Never stored, evicted (when, and for what), retired, in another namespace, a window or a state that is missing,
+        or less than a page. The cache remembers its latest 16,384 evictions for it.
+        """
+        namespace = _namespace(extra_key, lora_id, cache_salt)
+        response = await self._call(build(ExplainRequest, tokens=tokens, namespace=namespace))
+        return expect(ExplainResponse, response)
+
     async def stats(self) -> CacheStats:
         """A snapshot of the cache's counts."""
-        return _expect(CacheStats, await self._call(StatsRequest()))
+        return expect(CacheStats, await self._call(StatsRequest()))
 
     async def check_invariants(self) -> None:
         """Have the cache verify every rule it keeps. O(everything); for tests and doubts.
@@ -229,18 +266,35 @@ class CacheVerbs(EventVerbs):
         """
         from raydix.actors.attached_pool import AttachedPool
 
-        await self.open()
-        return await AttachedPool.attach(self._transport, mapped, self._session_id, self._epoch)
+        pool, _ = await self._ask_anew(lambda transport: AttachedPool.attach(self, transport, mapped))
+        self._pools.add(pool)
+        return pool
 
     # ---------------------------------------------------------------- parts
 
     async def _lease(self, request: AcquireRequest | LockRequest) -> Lease:
         try:
-            response = _expect(LeaseResponse, await self._call_admission(request))
+            response, transport = await self._call_anew(request)
+            granted = expect(LeaseResponse, await self._admitted(response, transport))
         except (asyncio.CancelledError, CacheUnavailable):
             self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
-        return Lease(self, response, request.tokens, self._epoch, self._config.run_len)
+        return Lease(self, granted, request.tokens, transport, self._config.run_len)
+
+    async def _whatever_becomes_of_the_caller(self, request: Message, model: type[M], note: Callable[[M], None]) -> M:
+        """The response to a request on a lease, noted even if the caller is cancelled meanwhile."""
+        transport = self._transport
+        future = transport.submit(request)
+        try:
+            response = expect(model, await asyncio.shield(future))
+        except asyncio.CancelledError:
+            future.add_done_callback(partial(_note_late, model, note))
+            raise
+        except (StaleEpoch, LeaseExpired):
+            self._note_loss(transport)
+            raise
+        note(response)
+        return response
 
     async def _end(self, lease: Lease, request: ReleaseRequest | AbortRequest) -> None:
         if lease.client is not self:
@@ -253,28 +307,15 @@ class CacheVerbs(EventVerbs):
             return
         try:
             await asyncio.shield(self._transport.submit(request))
-        except (StaleEpoch, CacheUnavailable) as error:
-            logger.info("lease %s ended with its cache: %s", lease.lease_id, error)
-
-    async def _check_mine(self, lease: Lease) -> None:
-        if lease.client is not self:
-            raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
-        if self._closed or self._loop is not asyncio.get_running_loop():
-            await self.open()
-        lease.check_open()
+        except CacheUnavailable as error:
+            logger.info("lease %s ended with its cache, or will when that answers: %s", lease.lease_id, error)
+            self._owe(request)
+        except (StaleEpoch, LeaseExpired) as error:
+            logger.info("lease %s ended with its session: %s", lease.lease_id, error)
+            self._note_loss(self._transport)
 
     def _new_lease_id(self) -> str:
         return f"{self._session_id}-{next(self._lease_numbers)}"
-
-
-def _build(model: type[M], **fields: Any) -> M:
-    """A request, validated here and nowhere else."""
-    try:
-        return model(**fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidRequest(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _pack(tokens: Any) -> TokenIds:
@@ -294,7 +335,7 @@ def _namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | Non
         raise InvalidRequest(str(error)) from None
 
 
-def _expect(model: type[M], response: Message) -> M:
-    if not isinstance(response, model):
-        raise CacheError(f"the cache answered {type(response).__name__} where {model.__name__} was due")
-    return response
+def _note_late(model: type[M], note: Callable[[M], None], done: asyncio.Future[Message]) -> None:
+    """A response came after its caller was cancelled: the request has taken effect all the same."""
+    if not done.cancelled() and done.exception() is None and isinstance(response := done.result(), model):
+        note(response)

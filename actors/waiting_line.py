@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from raydix.cache_core import OutOfSlotsError
-from raydix.schemas import CacheBusy, Message, UnknownLease
+from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease
 
 _RETRY_AFTER_S = 0.1
 
@@ -99,14 +99,18 @@ class WaitingLine:
             if waiter.outcome.done():
                 self._by_ticket.pop(ticket, None)
 
-    def withdraw(self, session_id: str, lease_id: str | None = None) -> None:
-        """Take a session's requests, or those of one of its leases, out of line and drop their outcomes."""
+    def withdraw(self, session_id: str, lease_id: str | None = None, error: CacheError | None = None) -> None:
+        """Take a session's requests, or those of one of its leases, out of line and drop their outcomes.
+
+        Whoever waits for one is told `error`; None: that it was given up.
+        """
         if not self._by_ticket:
             return
         for waiter in list(self._by_ticket.values()):
             if waiter.session_id == session_id and lease_id in (None, waiter.lease_id):
                 if not waiter.outcome.done():
-                    self._settle(waiter, UnknownLease(f"lease {waiter.lease_id!r} was given up while it waited"))
+                    given_up = UnknownLease(f"lease {waiter.lease_id!r} was given up while it waited")
+                    self._settle(waiter, error or given_up)
                 self._by_ticket.pop(waiter.ticket, None)
 
     def _expire(self, waiter: Waiter, refusal: Callable[[], Exception]) -> None:

@@ -4,6 +4,7 @@ from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, In
 from raydix.cache_core.chunk_cache import ChunkCache
 from raydix.cache_core.errors import (
     CoreError,
+    ExpiredLeaseError,
     InvalidKeyError,
     LeaseRangeError,
     LockError,
@@ -35,6 +36,7 @@ __all__ = [
     "ChunkCache",
     "CoreError",
     "EvictResult",
+    "ExpiredLeaseError",
     "InsertResult",
     "InvalidKeyError",
     "KVCache",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from raydix.cache_core.explanation import Reason
 from raydix.cache_core.tree_node import TreeNode
 
 Validator = Callable[[TreeNode, int], bool]
@@ -18,7 +19,10 @@ class AuxComponent(ABC):
         evictable: what no lock holds, in the component's own unit.
         protected: what some lock holds.
         num_freed: what was given up since the start.
+        reason: what a match lacks that ends for want of it.
     """
+
+    reason: Reason
 
     evictable = 0
     protected = 0

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raydix.cache_core.eviction_history import EvictionHistory
+from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.radix_key import RadixKey
 
@@ -107,6 +109,14 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, without any effect: no split, no recency, no hit count."""
+
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and why it goes no further. Changes nothing."""
+        found = self.peek_prefix(key)
+        return Explanation.of_lengths(len(key), found.prefix_len, found.full_prefix_len, self.page_size)
+
+    def keep_history(self, history: EvictionHistory) -> None:  # noqa: B027 -- most kinds of cache have no use for it
+        """Note in `history` what is evicted and retired from now on, for `explain`."""
 
     @abstractmethod
     def insert(self, key: RadixKey, value: torch.Tensor | None = None, **kwargs: Any) -> InsertResult:

@@ -19,6 +19,7 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
     no_slots,
 )
+from raydix.cache_core.explanation import Explanation
 
 _NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -42,6 +43,10 @@ class ChunkCache(BasePrefixCache):
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """A miss."""
         return MatchResult(no_slots())
+
+    def explain(self, key: RadixKey) -> Explanation:
+        """Nothing is shared."""
+        return Explanation(len(key), 0, 0, "not_shared")
 
     def insert(self, key: RadixKey, value: torch.Tensor | None = None, **kwargs: Any) -> InsertResult:
         """Nothing is taken over: the caller keeps every slot of `value`."""

@@ -27,6 +27,10 @@ class UnknownLeaseError(CoreError):
     """No open lease of that session has this id."""
 
 
+class ExpiredLeaseError(UnknownLeaseError):
+    """The lease ended because its owner was silent for too long."""
+
+
 class LeaseRangeError(CoreError, ValueError):
     """Tokens beyond what the lease covers, or other than those it was acquired for."""
 
@@ -34,15 +38,16 @@ class LeaseRangeError(CoreError, ValueError):
 class OutOfSlotsError(CoreError):
     """The pool cannot serve a request, even after evicting all it may evict. Nothing was taken.
 
-    Counts are in slots; `capacity` is the whole pool.
+    Counts are in what `pool` holds: "slots", "window slots" or "states". `capacity` is the whole pool.
     """
 
-    def __init__(self, needed: int, free: int, evictable: int, capacity: int) -> None:
-        super().__init__(needed, free, evictable, capacity)
+    def __init__(self, needed: int, free: int, evictable: int, capacity: int, pool: str = "slots") -> None:
+        super().__init__(needed, free, evictable, capacity, pool)
         self.needed = needed
         self.free = free
         self.evictable = evictable
         self.capacity = capacity
+        self.pool = pool
 
     @property
     def can_ever_fit(self) -> bool:

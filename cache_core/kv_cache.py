@@ -2,7 +2,8 @@
 
 Synchronous, so every operation is atomic for whoever calls it from one thread. Rules, checked by `check_invariants`:
 
-1. Each page is free, private to one lease, or in the tree, once: `free + private + tree == num_slots`.
+1. Each page is free, private to one lease, in quarantine, or in the tree, once:
+   `free + private + quarantined + tree == num_slots`.
 2. A lease's published pages are the tree's, locked; its node ends them.
 3. The locks on the tree's nodes are those of the open leases, no more and no fewer.
 """
@@ -16,6 +17,7 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
 from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
+from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import LeasedCache, PoolSizes, Published
@@ -29,6 +31,8 @@ from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 __all__ = ["KVCache", "Published"]
 
+_RECLAIMED_AT_ONCE = 4096  # tokens of a retired namespace freed within the call that retired it
+
 
 class KVCache(LeasedCache):
     """Prefix reuse with leases over a pool of slots in pages, which a tree maps prefixes to.
@@ -41,6 +45,7 @@ class KVCache(LeasedCache):
         on_pressure: told that slots run short.
         states: the state slots of a hybrid model, to which `tree` frees; each lease holds one of its own.
         bigram: the tree's keys are pairs of neighbouring tokens (as EAGLE drafts need them): n tokens make n - 1 units.
+        remembered_leases: how many ended ids are remembered, so that none of them is granted again.
     """
 
     def __init__(
@@ -54,13 +59,16 @@ class KVCache(LeasedCache):
         bigram: bool = False,
         swa_pressure_floor: int = 0,
         state_pressure_floor: int = 0,
+        remembered_leases: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(remembered_leases)
         self.tree = tree
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
         self.room = SlotRoom(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
+        tree.keep_history(self.room.history)
+        self._on_pressure = on_pressure
         self._pressure_floor = pressure_floor
         self._swa_pressure_floor = swa_pressure_floor
         self._state_pressure_floor = state_pressure_floor
@@ -76,7 +84,7 @@ class KVCache(LeasedCache):
     @property
     def private_slots(self) -> int:
         """Slots of leases that no tree holds, in whole pages."""
-        return self.room.private_pages * self.page_size
+        return self.room.private_pages * self.page_size - self.quarantined_slots
 
     @property
     def swa_allocator(self) -> SWATokenToKVPoolAllocator | None:
@@ -101,11 +109,17 @@ class KVCache(LeasedCache):
 
     def swa_sizes(self) -> PoolSizes | None:
         """The pool of window slots, if there is one."""
-        return self.room.swa_sizes()
+        sizes, allocator = self.room.swa_sizes(), self.swa_allocator
+        if sizes is None or allocator is None:
+            return None
+        withheld = sum(int((allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in self.quarantine)
+        return sizes._replace(quarantined=withheld * self.page_size)
 
     def state_sizes(self) -> PoolSizes | None:
         """The pool of recurrent states, if there is one."""
-        return self.room.state_sizes()
+        sizes = self.room.state_sizes()
+        withheld = sum(lease.state_slot is not None for lease in self.quarantine)
+        return None if sizes is None else sizes._replace(quarantined=withheld)
 
     # ---------------------------------------------------------------- verbs
 
@@ -137,7 +151,7 @@ class KVCache(LeasedCache):
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
             UnknownLeaseError: the id is another session's.
         """
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         if new_tokens < 0:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
@@ -148,7 +162,7 @@ class KVCache(LeasedCache):
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         return self._grant(lease_id, session_id, key, None, None, 0, priority)
 
@@ -181,7 +195,6 @@ class KVCache(LeasedCache):
             np.concatenate((match.starts, private)),
             len(match.starts),
             match.prefix_len if num_slots is None else num_slots,
-            self._generation,
             priority,
         )
         if state_slot is not None:
@@ -226,7 +239,7 @@ class KVCache(LeasedCache):
         key = lease.known_key(num_tokens, suffix)
         tree_key = self._tree_key(key if len(key) == num_tokens else key[:num_tokens])
         self._check_state(lease, tree_key, publish_state)
-        published, retired = lease.num_published_pages, lease.generation != self._generation
+        published, retired = lease.num_published_pages, lease.retired
         new_pages = len(tree_key) // self.page_size - published
         state_slot = self.room.take_state() if publish_state and not retired else None
         lease.key = key if len(key) > len(lease.key) else lease.key
@@ -298,6 +311,10 @@ class KVCache(LeasedCache):
         """The window slot of each slot, 0 where it has none; None without a sliding window."""
         return None if self.swa_allocator is None else self.swa_allocator.swa_slots(slots)
 
+    def published_len(self, lease: LeaseRecord) -> int:
+        """Leading tokens of a lease that are in the tree."""
+        return lease.num_published_pages * self.page_size
+
     def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
         """Whether all of these slots lie in the lease's pages."""
         return bool(np.isin(slots - slots % self.page_size, lease.starts).all())
@@ -306,23 +323,41 @@ class KVCache(LeasedCache):
         """Whether all of these slots lie in pages of the lease that no tree holds."""
         return bool(np.isin(slots - slots % self.page_size, lease.private_starts).all())
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(num_tokens).full_evicted
+        return self.room.evict(num_tokens, cause=cause).full_evicted
 
     def evict_window(self, num_tokens: int) -> int:
         """Free at least `num_tokens` window slots of the tree, or all that no window holds; returns how many."""
-        return self.room.evict(0, num_tokens).swa_evicted
+        return self.room.evict(0, num_tokens, cause="watermark").swa_evicted
 
     def evict_states(self, num_states: int) -> int:
         """Free at least `num_states` states of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(0, num_states=num_states).mamba_evicted
+        return self.room.evict(0, num_states=num_states, cause="watermark").mamba_evicted
 
-    def reset(self) -> None:
-        """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""
-        self._generation += 1
+    def _retire_all(self) -> None:
         self.tree.retire_all()
-        self.tree.reclaim_retired()
+        self._reclaim_some()
+
+    def _retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        retired = self.tree.retire(is_meant)
+        self._reclaim_some()
+        return retired
+
+    def reclaim(self, max_tokens: int) -> int:
+        """Free about so many slots of what was retired and nobody holds; returns how many, 0 if none is left."""
+        return self.tree.reclaim_retired(max_tokens)
+
+    def _reclaim_some(self) -> None:
+        """Free what is quick to free, and have the rest done later."""
+        if self.tree.reclaim_retired(_RECLAIMED_AT_ONCE) >= _RECLAIMED_AT_ONCE and self._on_pressure is not None:
+            self._on_pressure()
+
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and why it goes no further. Changes nothing. O(namespaces) at most."""
+        found = self.tree.explain(self._tree_key(key))
+        found.num_tokens = len(key)
+        return found
 
     # ---------------------------------------------------------------- parts
 
@@ -337,13 +372,19 @@ class KVCache(LeasedCache):
     def _tree_key(self, key: RadixKey) -> RadixKey:
         return key.bigrams() if self._bigram else key
 
-    def _end(self, lease: LeaseRecord) -> None:
-        self.leases.remove(lease)
-        self.room.free_private(lease.private_starts, lease.state_slot)
+    def _give_up_shared(self, lease: LeaseRecord) -> None:
         self.tree.dec_lock_ref(lease.node, lease.receipt)
-        if lease.generation != self._generation:
-            self.tree.reclaim_retired()
-        self.room.tell_pressure()  # what it held can be evicted now
+        if lease.retired:
+            self._reclaim_some()
+
+    def _free_private(self, lease: LeaseRecord) -> None:
+        self.room.free_private(lease.private_starts, lease.state_slot)
+
+    def _private_size(self, lease: LeaseRecord) -> int:
+        return len(lease.private_starts) * self.page_size
+
+    def _tell_pressure(self) -> None:
+        self.room.tell_pressure()
 
     # ---------------------------------------------------------------- events, checks
 
@@ -360,13 +401,13 @@ class KVCache(LeasedCache):
         """Raise AssertionError if a rule of this module, the tree or the allocator is broken. O(everything)."""
         self.tree.check_invariants()
         self.allocator.check_invariants()
-        private = [lease.private_starts for lease in self.leases]
+        private = [lease.private_starts for lease in (*self.leases, *self.quarantine)]
         tree = self.tree.tree_starts()
         pages = np.concatenate((self.allocator.free_starts(), *private, *tree)) // self.page_size
         assert len(pages) * self.page_size == self.num_slots, f"rule 1: {len(pages)} pages accounted for"
         assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
         assert sum(map(len, private)) == self.room.private_pages, f"rule 1: {self.room.private_pages=}"
-        self.room.check(self.leases)
+        self.room.check([*self.leases, *self.quarantine])
         in_tree = set(np.concatenate(tree).tolist()) if tree else set()
         locks = 0
         for lease in self.leases:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raydix.cache_core.ended_leases import EndedLeases
 from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, UnknownLeaseError
 from raydix.cache_core.radix_key import RadixKey
 
@@ -22,15 +23,16 @@ class LeaseRecord:
     """
 
     __slots__ = (
-        "generation",
         "key",
         "lease_id",
         "node",
         "num_published_pages",
         "num_slots",
+        "offered",
         "prefix_len",
         "priority",
         "receipt",
+        "retired",
         "session_id",
         "starts",
         "state_slot",
@@ -48,7 +50,6 @@ class LeaseRecord:
         starts: Starts,
         num_published_pages: int,
         num_slots: int,
-        generation: int,
         priority: int = 0,
     ) -> None:
         self.lease_id = lease_id
@@ -60,10 +61,11 @@ class LeaseRecord:
         self.starts = starts  # first slots of the pages, in token order
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
-        self.generation = generation  # the cache's when it was granted
         self.priority = priority  # of what it uses and publishes; higher stays longer where the policy heeds it
+        self.retired = False  # its namespace was retired since it was granted: it publishes no more
         self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
         self.state_slot: int | None = None  # its own recurrent state
+        self.offered = False  # its session has offered it to another
 
     @property
     def private_starts(self) -> Starts:
@@ -94,9 +96,10 @@ class LeaseRecord:
 
 
 class LeaseTable:
-    """The open leases. A session sees its own only."""
+    """The open leases, and the ids of the last `remembered` that ended. A session sees its own only."""
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: int = 0) -> None:
+        self.ended = EndedLeases(remembered)
         self._leases: dict[str, LeaseRecord] = {}
         self._by_session: dict[str, dict[str, None]] = {}
 
@@ -110,9 +113,10 @@ class LeaseTable:
         """The open lease of that id.
 
         Raises:
+            ExpiredLeaseError: it has expired.
             UnknownLeaseError: there is none, or it belongs to another session.
         """
-        lease = self.find(lease_id, session_id)
+        lease = self.find_unended(lease_id, session_id)
         if lease is None:
             raise UnknownLeaseError(f"lease {lease_id!r} has ended, was never granted, or is another session's")
         return lease
@@ -128,9 +132,32 @@ class LeaseTable:
             raise UnknownLeaseError(f"lease {lease_id!r} belongs to another session")
         return lease
 
-    def remove(self, lease: LeaseRecord) -> None:
+    def find_unended(self, lease_id: str, session_id: str) -> LeaseRecord | None:
+        """As `find`, but None only for an id that is new.
+
+        Raises:
+            ExpiredLeaseError: it has expired.
+            UnknownLeaseError: it has ended, or another session holds it.
+        """
+        lease = self.find(lease_id, session_id)
+        if lease is None:
+            self.ended.check(session_id, lease_id)
+        return lease
+
+    def remove(self, lease: LeaseRecord, expired: bool = False) -> None:
         """Close a lease."""
         del self._leases[lease.lease_id]
+        self._leave_session(lease)
+        self.ended.add(lease.session_id, lease.lease_id, expired)
+
+    def move(self, lease: LeaseRecord, session_id: str) -> None:
+        """Give a lease to another session; for its old one it has ended."""
+        self._leave_session(lease)
+        self.ended.add(lease.session_id, lease.lease_id)
+        lease.session_id = session_id
+        self._by_session.setdefault(session_id, {})[lease.lease_id] = None
+
+    def _leave_session(self, lease: LeaseRecord) -> None:
         mine = self._by_session[lease.session_id]
         del mine[lease.lease_id]
         if not mine:

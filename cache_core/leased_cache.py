@@ -1,13 +1,13 @@
 """`LeasedCache`: a cache whose slots requests hold by leases; what a service drives, whatever keeps the prefixes.
 
 Synchronous, so every operation is atomic for whoever calls it from one thread. After each,
-`free_slots + private_slots + total_size() == num_slots`.
+`free_slots + private_slots + total_size() + quarantined_slots == num_slots`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +16,11 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
 from raydix.cache_core.counters import Counters
-from raydix.cache_core.errors import LeaseRangeError
+from raydix.cache_core.errors import LeaseRangeError, UnknownLeaseError
+from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.quarantine import Quarantine
 
 NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -41,6 +43,7 @@ class PoolSizes(NamedTuple):
     free: int
     evictable: int
     protected: int
+    quarantined: int = 0
 
 
 class LeasedCache(ABC):
@@ -50,16 +53,17 @@ class LeasedCache(ABC):
         num_slots: of the pool.
         page_size: tokens; what is published and found is whole pages.
         leases: the open ones.
+        quarantine: those of vanished sessions, whose private slots are withheld.
         counters: what has happened since the start.
     """
 
     num_slots: int
     page_size: int
 
-    def __init__(self) -> None:
-        self.leases = LeaseTable()
+    def __init__(self, remembered_leases: int = 0) -> None:
+        self.leases = LeaseTable(remembered_leases)
+        self.quarantine = Quarantine()
         self.counters = Counters()
-        self._generation = 0  # rises at each reset: leases of an earlier one publish no more
 
     # ---------------------------------------------------------------- sizes
 
@@ -81,6 +85,11 @@ class LeasedCache(ABC):
     def protected_size(self) -> int:
         """Slots of what is cached that leases hold, shared."""
 
+    @property
+    def quarantined_slots(self) -> int:
+        """Slots withheld because a vanished owner may still be writing them. O(leases in quarantine)."""
+        return sum(map(self._private_size, self.quarantine))
+
     def total_size(self) -> int:
         """Slots of what is cached."""
         return self.evictable_size() + self.protected_size()
@@ -88,6 +97,11 @@ class LeasedCache(ABC):
     def held_slots(self) -> int:
         """Slots that cannot be evicted because leases hold them."""
         return self.private_slots + self.protected_size()
+
+    def sizes_of(self, pool: str) -> PoolSizes:
+        """The pool that an `OutOfSlotsError` names."""
+        sizes = {"window slots": self.swa_sizes, "states": self.state_sizes}.get(pool, lambda: None)()
+        return sizes or PoolSizes(self.num_slots, self.free_slots, self.evictable_size(), self.protected_size())
 
     def swa_sizes(self) -> PoolSizes | None:
         """The pool of window slots, if there is one."""
@@ -172,9 +186,13 @@ class LeasedCache(ABC):
             raise LeaseRangeError(f"the lease covers tokens up to {lease.num_slots}, not {up_to}")
 
     def release(self, lease_id: str, session_id: str) -> bool:
-        """End a lease: its private slots are freed, what it inserted stays. False if no such lease is open."""
+        """End a lease: its private slots are freed, what it inserted stays. False if no such lease is open.
+
+        An id that is not open is remembered as ended: its grant may be on its way still.
+        """
         lease = self.leases.find(lease_id, session_id)
         if lease is None:
+            self.leases.ended.add(session_id, lease_id)
             return False
         self._end(lease)
         return True
@@ -186,17 +204,111 @@ class LeasedCache(ABC):
             self._end(lease)
         return len(leases)
 
-    @abstractmethod
-    def _end(self, lease: LeaseRecord) -> None:
-        """End an open lease."""
+    def quarantine_session(self, session_id: str) -> int:
+        """End every lease of a session that has vanished; returns how many.
+
+        Locks go at once. Private slots are withheld until `free_withheld`: whoever held them may still write them.
+        """
+        leases = self.leases.of_session(session_id)
+        for lease in leases:
+            self._end(lease, vanished=True)
+        return len(leases)
+
+    def free_withheld(self, session_id: str) -> int:
+        """Free what is in quarantine of a session: nobody writes it any more. Returns how many slots."""
+        leases = self.quarantine.take(session_id)
+        num_slots = sum(map(self._private_size, leases))
+        for lease in leases:
+            self._free_private(lease)
+        return num_slots
+
+    def offer(self, lease_id: str, session_id: str) -> LeaseRecord:
+        """Let another session adopt a lease, once."""
+        lease = self.leases.get(lease_id, session_id)
+        lease.offered = True
+        return lease
+
+    def adopt(self, lease_id: str, from_session: str, session_id: str) -> LeaseRecord:
+        """Make an offered lease that of another session; what it holds stays as it is.
+
+        Raises:
+            ExpiredLeaseError: it expired with the session that offered it.
+            UnknownLeaseError: it has ended, was adopted already, or was not offered by that session.
+        """
+        lease = self.leases.get(lease_id, from_session)
+        if not lease.offered:
+            raise UnknownLeaseError(f"lease {lease_id!r} is not offered to anyone: a grant is good once")
+        lease.offered = False
+        if session_id != from_session:
+            self.leases.move(lease, session_id)
+        return lease
+
+    def _end(self, lease: LeaseRecord, vanished: bool = False) -> None:
+        self.leases.remove(lease, expired=vanished)
+        self._give_up_shared(lease)
+        if vanished:
+            self.quarantine.add(lease)
+        else:
+            self._free_private(lease)
+        self._tell_pressure()  # what it held can be evicted now
 
     @abstractmethod
-    def evict(self, num_tokens: int) -> int:
-        """Free at least `num_tokens` slots of what is cached, or all that nobody holds; returns how many."""
+    def _give_up_shared(self, lease: LeaseRecord) -> None:
+        """Unlock what an ended lease held together with others."""
 
     @abstractmethod
+    def _free_private(self, lease: LeaseRecord) -> None:
+        """Free what an ended lease held by itself."""
+
+    @abstractmethod
+    def _private_size(self, lease: LeaseRecord) -> int:
+        """Slots that a lease holds by itself."""
+
+    @abstractmethod
+    def _tell_pressure(self) -> None:
+        """Tell whoever listens if slots run short."""
+
+    @abstractmethod
+    def evict(self, num_tokens: int, cause: str = "request") -> int:
+        """Free at least `num_tokens` slots of what is cached, or all that nobody holds; returns how many.
+
+        `cause` is what `explain` tells of it later.
+        """
+
     def reset(self) -> None:
-        """Make everything unmatchable and free what nobody holds; leases keep their slots, but publish no more."""
+        """Make everything unmatchable at once; leases keep their slots, but publish no more."""
+        for lease in self.leases:
+            lease.retired = True
+        self._retire_all()
+
+    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """`reset` for the namespaces whose `extra_key` is meant; returns how many there were.
+
+        O(namespaces and leases). What nobody holds is freed here and now as far as that is quick, then by `reclaim`.
+        """
+        for lease in self.leases:
+            lease.retired = lease.retired or is_meant(lease.key.extra_key)
+        return self._retire(is_meant)
+
+    @abstractmethod
+    def _retire_all(self) -> None:
+        """Make everything unmatchable."""
+
+    @abstractmethod
+    def _retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """Make some namespaces unmatchable; returns how many."""
+
+    def reclaim(self, max_tokens: int) -> int:
+        """Free about so many slots of what was retired and nobody holds; returns how many, 0 if none is left."""
+        return 0
+
+    @abstractmethod
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and why it goes no further. Changes nothing."""
+
+    @abstractmethod
+    def published_len(self, lease: LeaseRecord) -> int:
+        """Leading tokens of a lease that others may read; whole pages."""
 
     # ---------------------------------------------------------------- what a lease holds
 

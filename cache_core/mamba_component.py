@@ -19,6 +19,7 @@ from typing import Protocol, cast
 
 from raydix.cache_core.aux_component import AuxComponent, Validator
 from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.explanation import Reason
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.tree_node import TreeNode
 
@@ -32,6 +33,8 @@ class StateSlots(Protocol):
 
 class MambaComponent(AuxComponent):
     """State locks, counts and eviction order. Its unit is a state."""
+
+    reason: Reason = "no_state"
 
     def __init__(self, pool: StateSlots | None) -> None:
         self._queue = EvictionQueue(_rank)

@@ -54,7 +54,7 @@ class MambaPool:
             OutOfSlotsError: none is free.
         """
         if not self._free:
-            raise OutOfSlotsError(1, 0, 0, self.num_slots)
+            raise OutOfSlotsError(1, 0, 0, self.num_slots, "states")
         slot = self._free.pop()
         self._used[slot] = 1
         return slot

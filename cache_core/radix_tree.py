@@ -66,14 +66,14 @@ class RadixTree:
         return node.slots is not None and node.space.tree is self
 
     def walk(self, key: RadixKey, num_tokens: int, node: TreeNode) -> tuple[list[TreeNode], int]:
-        """Follow the first `num_tokens` of `key`, whole pages, from `node`, which it matches up to `node.end`.
+        """Follow whole pages of the first `num_tokens` of `key` from `node`, which it matches up to `node.end`.
 
         Returns the nodes it goes through, and up to which token. The last of them may be matched in part, by whole
         pages of it: then it ends beyond that token. Costs a memcmp and a lookup per node.
         """
         data, unit = key.data, key.unit
         page = self.page_size * unit
-        pos, stop = node.end * unit, num_tokens * unit
+        pos, stop = node.end * unit, (num_tokens - num_tokens % self.page_size) * unit
         children = node.children
         path: list[TreeNode] = []
         while pos < stop:

@@ -25,6 +25,7 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
 from raydix.cache_core.errors import LeaseRangeError
+from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import NO_STARTS, LeasedCache, Published
 from raydix.cache_core.row_room import RowRoom
@@ -44,11 +45,10 @@ class RowLease(LeaseRecord):
         first_slot: int,
         prefix_len: int,
         num_slots: int,
-        generation: int,
         priority: int,
     ) -> None:
         starts = np.array([first_slot], np.int64)
-        super().__init__(lease_id, session_id, key, None, None, prefix_len, starts, 0, num_slots, generation, priority)
+        super().__init__(lease_id, session_id, key, None, None, prefix_len, starts, 0, num_slots, priority)
         self.row = row
         self.published_len = prefix_len  # leading tokens that others may copy; whole pages
 
@@ -64,6 +64,7 @@ class RowCache(LeasedCache):
             are no tensors, and nothing to copy.
         pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
         on_pressure: told that slots run short.
+        remembered_leases: how many ended ids are remembered, so that none of them is granted again.
 
     Raises:
         ValueError: a size is not a positive multiple of the next smaller one.
@@ -77,10 +78,11 @@ class RowCache(LeasedCache):
         kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None,
         pressure_floor: int = 0,
         on_pressure: Callable[[], None] | None = None,
+        remembered_leases: int = 0,
     ) -> None:
         if not 0 < page_size <= max_seq_len <= num_slots or num_slots % max_seq_len or max_seq_len % page_size:
             raise ValueError(f"{num_slots=} must be whole rows of {max_seq_len=}, those whole pages of {page_size=}")
-        super().__init__()
+        super().__init__(remembered_leases)
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
         self.page_size = page_size
@@ -98,7 +100,7 @@ class RowCache(LeasedCache):
     @property
     def private_slots(self) -> int:
         """Slots of leased rows, published or not."""
-        return self.room.taken_rows * self.max_seq_len
+        return self.room.taken_rows * self.max_seq_len - self.quarantined_slots
 
     def evictable_size(self) -> int:
         """Slots of released rows in which a prefix can be found."""
@@ -141,7 +143,7 @@ class RowCache(LeasedCache):
             LeaseRangeError: more tokens than a row has slots, or a negative `new_tokens`.
             UnknownLeaseError: the id is another session's.
         """
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         if new_tokens < 0:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
@@ -156,7 +158,7 @@ class RowCache(LeasedCache):
             OutOfSlotsError: every row is leased; nothing changed.
             UnknownLeaseError: the id is another session's.
         """
-        if (open_lease := self.leases.find(lease_id, session_id)) is not None:
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         return self._grant(lease_id, session_id, key, None, None, priority)
 
@@ -179,7 +181,6 @@ class RowCache(LeasedCache):
             row * self.max_seq_len,
             prefix_len,
             prefix_len if num_slots is None else num_slots,
-            self._generation,
             priority,
         )
         self._count_grant(lease)
@@ -220,31 +221,44 @@ class RowCache(LeasedCache):
             raise LeaseRangeError("this cache keeps no states, so none can be published")
         lease.key = key
         before, stop = lease.published_len, self._whole_pages(num_tokens)
-        retired = lease.generation != self._generation
-        if retired or stop <= before:
-            return Published(before, 0, 0, retired, NO_STARTS)
+        if lease.retired or stop <= before:
+            return Published(before, 0, 0, lease.retired, NO_STARTS)
         prefix_len, _ = self._longest_prefix(key[:stop])
         self.room.publish(lease.row, key[:stop])
         lease.published_len = stop
         self.counters.tokens_inserted += stop - before
         return Published(prefix_len, stop - before, 0, False, NO_STARTS)
 
-    def _end(self, lease: LeaseRecord) -> None:
-        self.leases.remove(lease)
-        self.room.give_back(_as_row_lease(lease).row)
-        self._tell_pressure()  # it can be evicted now
+    def _give_up_shared(self, lease: LeaseRecord) -> None:
+        """No two leases share a row."""
 
-    def evict(self, num_tokens: int) -> int:
+    def _free_private(self, lease: LeaseRecord) -> None:
+        self.room.give_back(_as_row_lease(lease).row)
+
+    def _private_size(self, lease: LeaseRecord) -> int:
+        return self.max_seq_len
+
+    def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Empty cached rows, whole ones, least recently used first, of at least `num_tokens` slots; returns of how
         many: fewer if no more rows are cached."""
         return self.room.evict(num_tokens)
 
-    def reset(self) -> None:
-        """Make everything unmatchable: cached rows are free, leased ones stay so, but publish no more."""
-        self._generation += 1
+    def _retire_all(self) -> None:
         self.room.forget_all()
 
+    def _retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        return self.room.forget(is_meant)
+
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and as far as it can be told why. Changes nothing."""
+        prefix_len, _ = self._longest_prefix(key)
+        return Explanation.of_lengths(len(key), prefix_len, prefix_len, self.page_size)
+
     # ---------------------------------------------------------------- what a lease holds
+
+    def published_len(self, lease: LeaseRecord) -> int:
+        """Leading tokens of a lease that others may copy."""
+        return _as_row_lease(lease).published_len
 
     def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
         """Whether all of these slots are those of the lease's tokens."""
@@ -275,17 +289,17 @@ class RowCache(LeasedCache):
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module or of the rows is broken. O(everything)."""
         published: dict[int, RadixKey] = {}
-        for lease in map(_as_row_lease, self.leases):
+        for lease in map(_as_row_lease, (*self.leases, *self.quarantine)):
             where = f"at lease {lease.lease_id}"
             assert lease.row not in published, f"two leases hold row {lease.row}"
             assert lease.starts.tolist() == [lease.row * self.max_seq_len], f"{lease.starts=} {where}"
-            current = lease.generation == self._generation
-            published[lease.row] = lease.key[: lease.published_len if current else 0]
+            published[lease.row] = lease.key[: 0 if lease.retired else lease.published_len]
             assert lease.published_len % self.page_size == 0, f"rule 1: {lease.published_len=} {where}"
             assert lease.published_len <= lease.num_slots, f"rule 1: {lease.published_len=} {where}"
             assert lease.num_slots <= self.max_seq_len, f"rule 2: {lease.num_slots=} {where}"
         self.room.check(published)
-        assert self.free_slots + self.private_slots + self.total_size() == self.num_slots, "a slot has no owner"
+        counted = self.free_slots + self.private_slots + self.total_size() + self.quarantined_slots
+        assert counted == self.num_slots, f"a slot has no owner: {counted=}"
 
 
 def _as_row_lease(lease: LeaseRecord) -> RowLease:

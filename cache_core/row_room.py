@@ -10,6 +10,8 @@ taken, or cached (free, and a prefix can be found in it), or empty. Rules, check
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from raydix.cache_core.base_prefix_cache import RadixKey
@@ -114,6 +116,12 @@ class RowRoom:
             evicted += self._row_len
         self._counters.tokens_evicted += evicted
         return evicted
+
+    def forget(self, is_meant: Callable[[str | None], bool]) -> int:
+        """Nothing of these namespaces can be found any more; returns of how many anything could."""
+        num_namespaces, rows = self._records.forget_namespaces(is_meant)
+        self.cached_rows -= sum(map(self._allocator.is_free, rows))
+        return num_namespaces
 
     def forget_all(self) -> None:
         """Nothing can be found any more: cached rows are empty, taken ones stay taken."""

@@ -17,6 +17,7 @@ Nothing here awaits: whoever calls from one thread finds each operation atomic, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from raydix.cache_core.bitmask_slots import SlotAllocator
@@ -255,6 +256,14 @@ class PrefixCacheManager:
     def recorded_key(self, slot: int) -> RadixKey | None:
         """The tokens recorded of a slot, current or not. O(their number)."""
         return self._index.rows[slot].tail.key() if slot in self._index.rows else None
+
+    def forget_namespaces(self, is_meant: Callable[[str | None], bool]) -> tuple[int, list[int]]:
+        """`forget` every slot that holds a sequence of one of these; how many namespaces those are, and the slots."""
+        meant = [row for row in self._index.rows.values() if is_meant(row.tail.namespace)]
+        namespaces = {row.tail.namespace for row in meant}
+        for row in meant:
+            self.forget(row.slot)
+        return len(namespaces), [row.slot for row in meant]
 
     def lowest_empty_slot(self) -> int:
         """The lowest free slot of which nothing is recorded; -1 if there is none, or no allocator. O(slots / 1024)."""

@@ -10,6 +10,7 @@ import numpy as np
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, Starts
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import OutOfSlotsError
+from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import PoolSizes
 from raydix.cache_core.mamba_pool import MambaPool
@@ -35,6 +36,7 @@ class SlotRoom:
         self.private_states = 0
         self._counters = counters
         self.states = states
+        self.history = EvictionHistory()
         self._tree = tree
         self._allocator = allocator
         self._swa = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None
@@ -98,7 +100,7 @@ class SlotRoom:
             return None
         if not self.states.available_size():
             if not isinstance(self._tree, MambaRadixCache) or not self._tree.mamba_evictable_size():
-                raise OutOfSlotsError(1, 0, 0, self.states.num_slots)
+                raise OutOfSlotsError(1, 0, 0, self.states.num_slots, "states")
             self.evict(0, num_states=1)
         self.private_states += 1
         slot = self.states.alloc_track_slot()
@@ -141,8 +143,11 @@ class SlotRoom:
         if self._swa is not None:
             self._swa.free_swa_pages(starts)
 
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
+    def evict(
+        self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0, cause: str = "shortfall"
+    ) -> EvictResult:
         """Evict from the tree; returns what went of each."""
+        self.history.cause = cause
         result = self._tree.evict(num_tokens, swa_num_tokens, num_states)
         self._counters.tokens_evicted += result.full_evicted
         return result
@@ -161,7 +166,7 @@ class SlotRoom:
         needed = num_pages * self._page_size
         if window and self._swa is not None:
             free, evictable = self._swa.swa_available_size(), self._tree.swa_evictable_size()
-            raise OutOfSlotsError(needed, free, evictable, self._swa.num_swa_slots)
+            raise OutOfSlotsError(needed, free, evictable, self._swa.num_swa_slots, "window slots")
         raise OutOfSlotsError(
             needed, self._allocator.available_size(), self._tree.evictable_size(), self._allocator.num_slots
         )

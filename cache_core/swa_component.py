@@ -28,6 +28,7 @@ import torch
 
 from raydix.cache_core.aux_component import AuxComponent, Validator
 from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.explanation import Reason
 from raydix.cache_core.slot_rows import Slots, expand_row
 from raydix.cache_core.tree_node import TreeNode
 
@@ -53,6 +54,8 @@ class SwaComponent(AuxComponent):
     Args:
         free_swa: takes back the window halves of these slots, int64; None drops them.
     """
+
+    reason: Reason = "window"
 
     def __init__(self, window: int, page_size: int, free_swa: Callable[[torch.Tensor], None] | None = None) -> None:
         self.window = window  # tokens

@@ -38,7 +38,7 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         """
         if num_pages * self.page_size > self.swa.available_size():
             needed = num_pages * self.page_size
-            raise OutOfSlotsError(needed, self.swa.available_size(), 0, self.num_swa_slots)
+            raise OutOfSlotsError(needed, self.swa.available_size(), 0, self.num_swa_slots, "window slots")
         starts = super().alloc_pages(num_pages)
         self._swa_start[starts // self.page_size] = self.swa.alloc_pages(num_pages)
         return starts

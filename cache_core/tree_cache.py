@@ -295,6 +295,10 @@ class TreeCache(TreeMatch):
                 self.pool.free(victims.slots(self.page_size))
         if self._events is not None:
             self._events.removed(victims.nodes)
+        if self._history is not None:
+            for node in victims.nodes:
+                if node.space.live:
+                    self._history.note_evicted(node, self.page_size * node.space.unit)
         if self.on_node_evict is not None:
             for node in victims.nodes:
                 self.on_node_evict(node.id)
@@ -340,6 +344,8 @@ class TreeCache(TreeMatch):
         return len(tops)
 
     def _retire(self, top: TreeNode) -> None:
+        if self._history is not None:
+            self._history.note_retired(top.space.extra_key)
         self._tree.detach(top)
         self._retired.append(top)
         self._full.retired.add(top)

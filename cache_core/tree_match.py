@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, PageMatch, no_slots
+from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.eviction_policy import EvictionPolicy
+from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import Row, expand_rows, join_rows
+from raydix.cache_core.tree_explanation import explain_absence
 from raydix.cache_core.tree_node import TreeNode
 
 
@@ -35,6 +38,7 @@ class TreeMatch(BasePrefixCache):
         self._full = FullComponent(self._tree, policy, self._aux)
         self._clock = 0
         self._last_match: tuple[TreeNode, RadixKey] | None = None  # where the last one ended, and of what
+        self._history: EvictionHistory | None = None
 
     def match_prefix(self, key: RadixKey, priority: int = 0) -> MatchResult:
         """The longest cached prefix of `key` that can be used, floored to whole pages.
@@ -61,7 +65,7 @@ class TreeMatch(BasePrefixCache):
         top, key = self._tree.find_space(key)
         if top is None:
             return MatchResult(no_slots(), self.root)
-        path, full_end = self._tree.walk(key, key.num_tokens - key.num_tokens % self.page_size, top)
+        path, full_end = self._tree.walk(key, key.num_tokens, top)
         end = full_end
         if self._aux:
             path, end = self._usable(path, full_end)
@@ -72,13 +76,44 @@ class TreeMatch(BasePrefixCache):
         last_node = whole[-1] if whole else self.root
         return MatchResult(indices, last_node, end, self._branching(end, full_end), full_end)
 
+    # ---------------------------------------------------------------- reasons
+
+    def keep_history(self, history: EvictionHistory) -> None:
+        """Note in `history` what is evicted and retired from now on, for `explain`."""
+        self._history = history
+
+    def explain(self, key: RadixKey) -> Explanation:
+        """Where a match of `key` ends, and why it goes no further. Changes nothing. O(namespaces) at most.
+
+        What was evicted, and when, is known only to a cache that was told to `keep_history`.
+        """
+        peeked = self.peek_prefix(key)
+        found = Explanation.of_lengths(len(key), peeked.prefix_len, peeked.full_prefix_len, self.page_size)
+        if found.prefix_len < found.full_prefix_len:
+            found.reason = self._obstacle(key)
+        elif found.reason == "not_there":
+            explain_absence(found, self._tree, key, self._history)
+        return found
+
+    def _obstacle(self, key: RadixKey) -> Reason:
+        """Which component alone keeps a match furthest from what the full KV allows."""
+        top, key = self._tree.find_space(key)
+        assert top is not None, f"nothing of {key} is there"
+        path, end = self._tree.walk(key, key.num_tokens, top)
+        return min(
+            (self._usable(path, end, [component])[1], place, component.reason)
+            for place, component in enumerate(self._aux)
+        )[2]
+
+    # ---------------------------------------------------------------- parts
+
     def _match(self, key: RadixKey, limit: int | None, priority: int) -> tuple[TreeNode, list[TreeNode], int]:
         """Where the usable match ends, the nodes it uses, and how far the full KV alone would reach."""
         top, key = self._tree.find_space(key)
         if top is None:
             return self.root, [], 0
         num_tokens = key.num_tokens if limit is None else min(limit, key.num_tokens)
-        path, full_end = self._tree.walk(key, num_tokens - num_tokens % self.page_size, top)
+        path, full_end = self._tree.walk(key, num_tokens, top)
         end = full_end
         if self._aux:
             path, end = self._usable(path, full_end)
@@ -91,9 +126,11 @@ class TreeMatch(BasePrefixCache):
         self._last_match = node, key
         return node, path, full_end
 
-    def _usable(self, path: list[TreeNode], end: int) -> tuple[list[TreeNode], int]:
-        """A walk cut back to where every component lets a match end."""
-        judges = [component.validator() for component in self._aux]
+    def _usable(
+        self, path: list[TreeNode], end: int, aux: Sequence[AuxComponent] | None = None
+    ) -> tuple[list[TreeNode], int]:
+        """A walk cut back to where every component, or each of these, lets a match end."""
+        judges = [component.validator() for component in (self._aux if aux is None else aux)]
         usable = usable_end = start = 0
         for count, node in enumerate(path, 1):
             stop = min(node.end, end)

@@ -23,17 +23,21 @@ from raydix.schemas.events import (
     KVEventSnapshot,
     NextEvents,
 )
+from raydix.schemas.explain import ExplainRequest, ExplainResponse
+from raydix.schemas.lease_grant import LeaseGrant
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
+    AdoptRequest,
     Batch,
     CheckInvariantsRequest,
     CloseSession,
     EvictRequest,
     ExtendRequest,
+    GrantRequest,
     InsertRequest,
     LockRequest,
     MatchRequest,
@@ -42,6 +46,8 @@ from raydix.schemas.requests import (
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
+    RetireRequest,
+    SessionRef,
     StatsRequest,
     WaitRequest,
     WithdrawRequest,
@@ -49,6 +55,7 @@ from raydix.schemas.requests import (
 )
 from raydix.schemas.responses import (
     Ack,
+    AdoptResponse,
     BatchResponse,
     EvictResponse,
     ExtendResponse,
@@ -56,6 +63,7 @@ from raydix.schemas.responses import (
     KVResponse,
     LeaseResponse,
     MatchResponse,
+    RetireResponse,
     SessionResponse,
     WaitingResponse,
     WindowResponse,
@@ -67,6 +75,8 @@ __all__ = [
     "AbortRequest",
     "Ack",
     "AcquireRequest",
+    "AdoptRequest",
+    "AdoptResponse",
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
@@ -86,8 +96,11 @@ __all__ = [
     "EvictResponse",
     "EvictionConfig",
     "EvictionTaskStats",
+    "ExplainRequest",
+    "ExplainResponse",
     "ExtendRequest",
     "ExtendResponse",
+    "GrantRequest",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -97,6 +110,7 @@ __all__ = [
     "KVResponse",
     "LeaseConfig",
     "LeaseExpired",
+    "LeaseGrant",
     "LeaseResponse",
     "LockRequest",
     "MatchRequest",
@@ -112,6 +126,9 @@ __all__ = [
     "ReleaseRequest",
     "ReleaseWindowRequest",
     "ResetRequest",
+    "RetireRequest",
+    "RetireResponse",
+    "SessionRef",
     "SessionResponse",
     "StaleEpoch",
     "StatsRequest",

@@ -71,6 +71,18 @@ class LeaseConfig(_Config):
     """How leases and those who wait for them are treated."""
 
     acquire_timeout_s: float = Field(default=30.0, ge=0, description="how long an acquire waits for room by default")
+    session_ttl_s: float = Field(
+        default=30.0, gt=0, allow_inf_nan=False, description="a client silent for so long has vanished"
+    )
+    quarantine_grace_s: float = Field(
+        default=120.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="how long slots are withheld that a vanished client may still be writing, if nothing else is known",
+    )
+    remembered_leases: int = Field(
+        default=65_536, ge=1, description="ended leases remembered, so that what comes late for them has no effect"
+    )
     max_waiters: int = Field(default=1024, ge=0, description="acquires that may wait at once; beyond it CacheBusy")
 
 

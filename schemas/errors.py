@@ -21,10 +21,18 @@ class CacheError(Exception):
     """Base of every error a cache raises."""
 
 
+_POOL_SIZES = {
+    "slots": "PoolConfig.num_slots",
+    "window slots": "PoolConfig.num_swa_slots",
+    "states": "PoolConfig.num_state_slots",
+}
+
+
 class PoolExhausted(CacheError):
     """The pool has no room for a request, even after evicting all it may evict. Nothing was taken.
 
-    All counts are token slots. `held_slots` is what `open_leases` leases hold, locked in the tree or privately.
+    All counts are in what `pool` holds: "slots" of tokens, "window slots" or "states". `held_slots` is what
+    `open_leases` leases hold, locked in the tree or privately.
     `can_ever_fit=False` means that the request is larger than the whole pool: waiting cannot help.
     """
 
@@ -36,23 +44,26 @@ class PoolExhausted(CacheError):
         held_slots: int,
         open_leases: int,
         can_ever_fit: bool = True,
+        pool: str = "slots",
     ) -> None:
-        super().__init__(needed, free, evictable, held_slots, open_leases, can_ever_fit)
+        super().__init__(needed, free, evictable, held_slots, open_leases, can_ever_fit, pool)
         self.needed = needed
         self.free = free
         self.evictable = evictable
         self.held_slots = held_slots
         self.open_leases = open_leases
         self.can_ever_fit = can_ever_fit
+        self.pool = pool
 
     def __str__(self) -> str:
+        size = _POOL_SIZES.get(self.pool, "the pool")
         advice = (
-            "release leases, raise timeout_s, or enlarge PoolConfig.num_slots"
+            f"release leases, raise timeout_s, or enlarge {size}"
             if self.can_ever_fit
-            else "it can never fit: shorten the request or enlarge PoolConfig.num_slots"
+            else f"it can never fit: shorten the request or enlarge {size}"
         )
         return (
-            f"needs {self.needed} slots, but {self.free} are free and {self.evictable} evictable "
+            f"needs {self.needed} {self.pool}, but {self.free} are free and {self.evictable} evictable "
             f"({self.held_slots} held by {self.open_leases} leases); {advice}"
         )
 

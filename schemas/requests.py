@@ -33,12 +33,21 @@ class OpenSession(Message):
     session_id: LeaseId
     owner: str = Field(description="who it is, for people: shown in statistics and errors")
     config_digest: str | None = Field(default=None, description="refuse a cache with another configuration")
+    replaces: LeaseId | None = Field(default=None, description="an earlier session of this client, which it gives up")
+    life_path: str | None = Field(default=None, description="a file that the client's process locks while it lives")
 
 
 class CloseSession(Message):
     """End a session and abort every lease it still holds."""
 
     session_id: LeaseId
+
+
+class SessionRef(Message):
+    """Names an open session: a sign of life, or a wait for its end."""
+
+    session_id: LeaseId
+    epoch: str
 
 
 class MatchRequest(Message):
@@ -124,6 +133,20 @@ class AbortRequest(Message):
     lease_id: LeaseId
 
 
+class GrantRequest(Message):
+    """Offer a lease to another session. It stays this session's until it is adopted."""
+
+    lease_id: LeaseId
+
+
+class AdoptRequest(Message):
+    """Take over a lease that another session offers: from then on it is this session's."""
+
+    lease_id: LeaseId
+    granter: LeaseId = Field(description="the session that offers it")
+    granted_epoch: str = Field(description="the life of the cache in which it was offered")
+
+
 class EvictRequest(Message):
     """Evict at least `num_tokens` tokens' KV, or all that nobody holds."""
 
@@ -132,6 +155,14 @@ class EvictRequest(Message):
 
 class ResetRequest(Message):
     """Make everything cached unmatchable and free it; running leases keep their slots to the end."""
+
+
+class RetireRequest(Message):
+    """Make every namespace unmatchable that matches all fields given; None matches any, so at least one is given."""
+
+    extra_key: str | None = None
+    lora_id: str | None = None
+    cache_salt: str | None = None
 
 
 class StatsRequest(Message):

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from raydix.schemas.config import CacheConfig
 from raydix.schemas.message import Message
+from raydix.schemas.tokens import TokenIds
 
 
 class SessionResponse(Message):
@@ -42,6 +43,14 @@ class LeaseResponse(Message):
     )
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
     state_slot: int | None = Field(default=None, description="the lease's own recurrent state")
+
+
+class AdoptResponse(Message):
+    """A lease has a new owner."""
+
+    lease: LeaseResponse
+    tokens: TokenIds = Field(description="the ids that the cache has been sent of this request")
+    published_len: int = Field(description="leading tokens that are in the tree")
 
 
 class WaitingResponse(Message):
@@ -82,6 +91,12 @@ class EvictResponse(Message):
     """What an eviction freed."""
 
     num_evicted: int = Field(description="tokens whose slots are free now")
+
+
+class RetireResponse(Message):
+    """What a retirement did."""
+
+    num_namespaces: int = Field(description="namespaces that held something, and can no longer be matched")
 
 
 class Ack(Message):

@@ -46,6 +46,8 @@ class CacheStats(Message):
     open_leases: int
     open_sessions: int
     waiters: int
+    expired_sessions: int = Field(description="clients that were silent for too long")
+    dead_sessions: int = Field(description="clients whose owner was seen to die")
     acquires: int = Field(description="leases granted by acquire or lock")
     hits: int = Field(description="of those, the ones that found a prefix")
     tokens_requested: int = Field(description="prompt tokens of granted acquires")

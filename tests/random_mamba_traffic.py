@@ -54,6 +54,7 @@ class RandomMambaTraffic(RandomTraffic):
     ) -> None:
         if not self.mamba_pair.states.free and self.rng.random() < 0.7:
             self.mamba_pair.evict(0, 1)  # may take the very node that the insert was to resume at
+            known = min(known, self.mamba_pair.reference.full_prefix_len(tokens, namespace))
         if (held is not None and self.pair.model.is_stale(held.handle)) or self._lost_what_it_holds(slots):
             self.pair.pool.take_back([slot for slot in slots if slot in self.pair.pool.lent])
             return

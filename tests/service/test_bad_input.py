@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from cache_kinds import NUM_LAYERS
 from cache_under_test import CacheUnderTest, Pages, small_config
 from pydantic import ValidationError
 
@@ -561,7 +562,7 @@ async def test_the_same_acquire_twice_is_one_lease(cache1: CacheUnderTest) -> No
 
 
 def kv_of(num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ones(2, num_slots, 1, 2), torch.ones(2, num_slots, 1, 1)
+    return torch.ones(NUM_LAYERS, num_slots, 1, 2), torch.ones(NUM_LAYERS, num_slots, 1, 1)
 
 
 async def test_only_private_slots_can_be_written(scene: Scene) -> None:
@@ -577,7 +578,7 @@ async def test_only_private_slots_can_be_written(scene: Scene) -> None:
     k, v = await pool.read_kv(scene.lease, scene.lease.slots)
     assert k[0, :, 0].tolist() == [[0, 0], [0, 0], [1, 1]]
     assert v[1, :, 0].tolist() == [[0], [0], [1]]
-    await pool.write_kv(scene.lease, private, torch.zeros(2, 1, 1, 2), torch.zeros(2, 1, 1, 1))
+    await pool.write_kv(scene.lease, private, *(torch.zeros_like(each) for each in kv_of(1)))
 
 
 async def test_only_slots_that_the_lease_covers_can_be_read(scene: Scene) -> None:
@@ -607,10 +608,10 @@ async def test_slots_are_integers(cache1: CacheUnderTest) -> None:
 @pytest.mark.parametrize(
     ("k_shape", "v_shape", "wrong"),
     [
-        ((2, 2, 1, 2), (2, 1, 1, 1), "k"),
-        ((1, 1, 1, 2), (2, 1, 1, 1), "k"),
-        ((2, 1, 2), (2, 1, 1, 1), "k"),
-        ((2, 1, 1, 2), (2, 1, 1, 2), "v"),
+        ((NUM_LAYERS, 2, 1, 2), (NUM_LAYERS, 1, 1, 1), "k"),
+        ((1, 1, 1, 2), (NUM_LAYERS, 1, 1, 1), "k"),
+        ((NUM_LAYERS, 1, 2), (NUM_LAYERS, 1, 1, 1), "k"),
+        ((NUM_LAYERS, 1, 1, 2), (NUM_LAYERS, 1, 1, 2), "v"),
     ],
     ids=str,
 )
@@ -619,17 +620,19 @@ async def test_kv_of_another_shape_is_refused_naming_the_right_one(
 ) -> None:
     pool = await scene.client.attach_pool(mapped=False)
 
-    with pytest.raises(InvalidRequest, match=rf"^{wrong} must be of shape \(2, 1, 1, {2 if wrong == 'k' else 1}\)"):
+    right = rf"\({NUM_LAYERS}, 1, 1, {2 if wrong == 'k' else 1}\)"
+    with pytest.raises(InvalidRequest, match=f"^{wrong} must be of shape {right}"):
         await pool.write_kv(scene.lease, scene.lease.slots[2:], torch.ones(k_shape), torch.ones(v_shape))
 
 
 async def test_kv_of_another_size_sent_by_hand_is_refused(scene: Scene) -> None:
     slots = scene.lease.slots[2:].numpy()
-    right, wrong = np.zeros(16, np.uint8), np.zeros(15, np.uint8)
+    k_size, v_size = 8 * NUM_LAYERS, 4 * NUM_LAYERS
+    right, wrong = np.zeros(k_size, np.uint8), np.zeros(k_size - 1, np.uint8)
 
-    with pytest.raises(InvalidRequest, match="needs 16 bytes, not 15"):
-        await Wire(scene.cache).write_kv(scene.lease.lease_id, slots, wrong, right[:8])
-    with pytest.raises(InvalidRequest, match="needs 8 bytes, not 16"):
+    with pytest.raises(InvalidRequest, match=f"needs {k_size} bytes, not {k_size - 1}"):
+        await Wire(scene.cache).write_kv(scene.lease.lease_id, slots, wrong, right[:v_size])
+    with pytest.raises(InvalidRequest, match=f"needs {v_size} bytes, not {k_size}"):
         await Wire(scene.cache).write_kv(scene.lease.lease_id, slots, right, right)
     with pytest.raises(InvalidRequest, match="slots must be a 1-D row of int64, not int32"):
         await Wire(scene.cache).read_kv(scene.lease.lease_id, slots.astype(np.int32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from random import Random
 from typing import Any
 
@@ -262,9 +262,11 @@ class RefusingHandle:
     def __getattr__(self, method: str) -> Any:
         if method == "open_session":
             return Remote(self._open)
+        if method == "heartbeat":
+            return Remote(lambda *arguments: asyncio.get_running_loop().create_future())
         return Remote(self._refuse)
 
-    async def _open(self, request: OpenSession) -> SessionResponse:
+    async def _open(self, request: OpenSession, owner: None) -> SessionResponse:
         return SessionResponse(epoch="e", config=small_config())
 
     def _refuse(self, *arguments: Any) -> Any:
@@ -354,7 +356,7 @@ PROBE, LOOK = MatchRequest(tokens=TokenIds.pack([1])), StatsRequest()
 
 
 @pytest.fixture
-def service() -> Iterator[CacheService]:
+async def service() -> AsyncIterator[CacheService]:
     service = CacheService(small_config(), epoch="e")
     service.open_session(OpenSession(session_id="s", owner="test"))
     yield service

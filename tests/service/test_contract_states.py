@@ -161,9 +161,6 @@ async def test_without_room_for_a_state_nothing_is_published_and_the_lease_goes_
         assert await cache.matched(0, 7) == 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a refusal for want of a state counts KV slots: 'needs 1 slots, but 16 are free'"
-)
 async def test_who_is_refused_for_want_of_a_state_is_not_told_that_enough_is_free(reached: Reached) -> None:
     async with reached(TIGHT_STATES) as cache:
         leases = [await cache.client.acquire(cache.tokens(number)) for number in range(4)]

@@ -140,7 +140,6 @@ async def test_who_lacks_window_slots_waits_for_them(reached: Reached) -> None:
         assert await window_pages(cache) == (1, 3, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="a refusal for want of window slots counts the other slots: 'but 20 are free'")
 async def test_who_is_refused_for_want_of_window_slots_is_not_told_that_enough_is_free(reached: Reached) -> None:
     async with reached(TIGHT_WINDOW) as cache:
         held = await cache.client.acquire(cache.tokens(1, 2, 3))

@@ -211,7 +211,7 @@ async def test_a_round_that_fails_is_logged_and_counted_and_the_next_one_works(
 ) -> None:
     evict = core_of(cache).evict
     outcomes: list[Callable[[int], int]] = [failing_evict]
-    monkeypatch.setattr(core_of(cache), "evict", lambda n: (outcomes.pop() if outcomes else evict)(n))
+    monkeypatch.setattr(core_of(cache), "evict", lambda n, cause: (outcomes.pop() if outcomes else evict)(n))
     await publish(cache, *range(1, 9))
 
     with caplog.at_level(logging.ERROR, "raydix.actors.eviction_task"):
@@ -348,7 +348,7 @@ async def test_it_ends_with_the_cache_in_the_middle_of_a_round() -> None:
 
 
 async def test_it_can_be_stopped_before_it_ran() -> None:
-    task = EvictionTask(EvictionConfig(), [], lambda: None)
+    task = EvictionTask(EvictionConfig(), [], lambda max_tokens: 0, lambda: None)
 
     await task.stop()
     task.start()
@@ -370,3 +370,18 @@ async def test_in_an_actor_it_works_the_same(running_cache: Callable[[CacheConfi
         assert (stats.private_slots, stats.tree_slots, stats.free_slots) == (1, 4, 5)
         assert stats.eviction_task.alive
         await held.release()
+
+
+async def test_what_was_retired_is_reclaimed_in_the_background_even_if_the_task_is_switched_off() -> None:
+    num_slots = 3 * 4096
+    config = CacheConfig(pool=PoolConfig(num_slots=num_slots), eviction=EvictionConfig(high_watermark=1.0))
+    cache = LocalPrefixCache(config)
+    for start in range(0, num_slots, 1024):
+        lease = await cache.acquire(list(range(start, start + 1024)), lora_id="a")
+        await lease.insert(list(range(start, start + 1024)), release=True)
+
+    await cache.retire(lora_id="a")
+    assert num_slots > (await cache.stats()).free_slots >= 4096
+
+    await until(cache, lambda stats: stats.free_slots == num_slots)
+    await cache.close()

@@ -375,7 +375,6 @@ async def test_a_client_closed_while_it_opens_holds_nothing_afterwards(cache1: C
         await end_session(cache1, leaving)
 
 
-@pytest.mark.xfail(reason="close() waits for an opening that is under way, and raises what that fails with")
 async def test_closing_a_client_whose_opening_fails_is_no_error() -> None:
     cache = LocalPrefixCache(small_config())
     await cache.close()
@@ -391,7 +390,6 @@ async def test_closing_a_client_whose_opening_fails_is_no_error() -> None:
         await client.match([1])
 
 
-@pytest.mark.xfail(reason="the line of a cache that shuts down is told UnknownLease: 'given up while it waited'")
 async def test_who_waits_when_the_cache_shuts_down_is_told_so() -> None:
     cache = LocalPrefixCache(small_config())
     client = PrefixCacheClient(cache)

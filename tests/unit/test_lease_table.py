@@ -9,7 +9,7 @@ from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 
 def lease(lease_id: str, session_id: str) -> LeaseRecord:
     starts = np.array([10, 12, 14])
-    return LeaseRecord(lease_id, session_id, RadixKey([1, 2, 3]), None, None, 2, starts, 1, 5, 0)
+    return LeaseRecord(lease_id, session_id, RadixKey([1, 2, 3]), None, None, 2, starts, 1, 5)
 
 
 @pytest.fixture

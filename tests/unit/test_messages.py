@@ -41,6 +41,7 @@ BY_NAME: dict[str, Any] = {
     "k": np.arange(6, dtype=np.uint8),
     "v": np.arange(4, dtype=np.uint8),
     "device_type": "cpu",
+    "reason": "evicted",
     "events": (BlockStored(block_hashes=[-5], parent_block_hash=7, token_ids=[1], block_size=1, medium="GPU"),),
     "block_hashes": [2**63 - 1, -(2**63)],
 }

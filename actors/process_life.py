@@ -1,0 +1,65 @@
+"""Whether a process of this machine still lives: a lock that the kernel lets go of when it ends.
+
+Each process locks a memfd, which others open through `/proc`, as they do a pool's: it has no name in any folder, so
+nothing is left behind however the process ends. Where it cannot be opened (another node, another container), nothing
+is known of its process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import uuid
+import weakref
+from typing import Self
+
+if sys.platform == "linux":
+    import fcntl
+
+_PATH = re.compile(r"/proc/\d+/fd/\d+")
+_NAME = "raydix-life-"
+
+_own: tuple[int, str] | None = None  # the process that locked it, and its path
+
+
+def own_life_path() -> str | None:
+    """Where others see that this process lives; None where there is no `/proc`."""
+    global _own
+    if sys.platform != "linux":
+        return None
+    if _own is None or _own[0] != os.getpid():  # a forked child has a life of its own
+        fd = os.memfd_create(f"{_NAME}{uuid.uuid4().hex}", os.MFD_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX)  # and never unlocked
+        _own = os.getpid(), f"/proc/{os.getpid()}/fd/{fd}"
+    return _own[1]
+
+
+class ProcessLife:
+    """The lock of another process, as seen from here. Get one by `find`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def find(cls, path: str) -> Self | None:
+        """What holds the lock at the path of `own_life_path`; None if that is no lock, or nobody's, seen from here."""
+        if sys.platform != "linux" or not _PATH.fullmatch(path):
+            return None
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        life = cls(fd)
+        is_lock = _NAME in os.readlink(f"/proc/self/fd/{fd}")
+        return life if is_lock and not life.has_ended() else None
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended, with all its children that it forked."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True

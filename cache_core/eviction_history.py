@@ -1,0 +1,69 @@
+"""`EvictionHistory`: what was evicted of late, and why, so that a miss can be explained."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from raydix.cache_core.tree_node import TreeNode
+
+MAX_ENTRIES = 16_384
+
+
+class Departure(NamedTuple):
+    """When something went, and what for."""
+
+    at_s: float  # by the history's clock
+    cause: str
+
+
+class EvictionHistory:
+    """The latest departures from one tree, by where they hung: some 250 bytes each, the oldest forgotten.
+
+    A node is remembered as the page that followed its parent. So the lookup of a key that ends at a node can ask
+    whether what came next there was evicted, however much of it is gone by now. Where the parent went, too, and came
+    again, it is another node, and what followed the old one is forgotten.
+
+    Args:
+        clock: seconds.
+
+    Attributes:
+        cause: why nodes are leaving now; set by whoever evicts, before.
+    """
+
+    def __init__(self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:
+        self.cause = "request"
+        self.clock = clock
+        self._max_entries = max_entries
+        self._evicted: OrderedDict[Hashable, Departure] = OrderedDict()
+        self._retired: OrderedDict[str | None, Departure] = OrderedDict()
+
+    def note_evicted(self, node: TreeNode, page_bytes: int) -> None:
+        """A node left its tree."""
+        assert node.parent is not None
+        self._note(self._evicted, (place_of(node.parent), hash(node.data[:page_bytes])), self.cause)
+
+    def note_retired(self, extra_key: str | None) -> None:
+        """A namespace was made unmatchable."""
+        self._note(self._retired, extra_key, "retired")
+
+    def evicted(self, above: Hashable, page: bytes) -> Departure | None:
+        """When the page with these packed ids that followed a place was evicted, if that is remembered."""
+        return self._evicted.get((above, hash(page)))
+
+    def retired(self, extra_key: str | None) -> Departure | None:
+        """When a namespace was last retired, if that is remembered."""
+        return self._retired.get(extra_key)
+
+    def _note(self, departures: OrderedDict[Any, Departure], place: Hashable, cause: str) -> None:
+        departures[place] = Departure(self.clock(), cause)
+        departures.move_to_end(place)
+        if len(departures) > self._max_entries:
+            departures.popitem(last=False)
+
+
+def place_of(node: TreeNode) -> Hashable:
+    """What a node is remembered as. A namespace may be emptied and begun anew, so for its top that is not its id."""
+    return node.id if node.data else (node.space.extra_key, node.space.arity)

@@ -1,0 +1,63 @@
+"""Asking where a match ends and why, and the answer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from raydix.schemas.message import Message
+from raydix.schemas.requests import Namespace, Tokens
+
+ExplainReason = Literal[
+    "complete",
+    "page_alignment",
+    "window",
+    "no_state",
+    "evicted",
+    "retired",
+    "other_namespace",
+    "never_stored",
+    "not_there",
+    "not_shared",
+]
+
+_SENTENCES: dict[str, str] = {
+    "complete": "all of it can be used",
+    "page_alignment": "all of its whole pages can be used; the rest is less than a page",
+    "window": "more full KV is there, but not the sliding-window KV that its end needs",
+    "no_state": "more full KV is there, but no recurrent state at its end",
+    "evicted": "what follows was evicted",
+    "retired": "what was there was retired with its namespace",
+    "other_namespace": "what follows is there, but in another namespace",
+    "never_stored": "what follows was never stored, or is forgotten by now",
+    "not_there": "what follows is not there; this kind of cache remembers no more",
+    "not_shared": "this kind of cache shares nothing",
+}
+
+
+class ExplainRequest(Message):
+    """Where a match of `tokens` ends, and why. A probe: nothing is held, nothing changes."""
+
+    tokens: Tokens
+    namespace: Namespace = None
+
+
+class ExplainResponse(Message):
+    """Where a match ends, and why it goes no further. As text, one sentence."""
+
+    num_tokens: int = Field(description="tokens asked for")
+    prefix_len: int = Field(description="leading tokens whose KV can be used now")
+    full_prefix_len: int = Field(description="leading tokens whose full-attention KV is there")
+    reason: ExplainReason
+    cause: str | None = Field(default=None, description="of an eviction: watermark, shortfall or request")
+    seconds_ago: float | None = Field(default=None, description="of an eviction or a retirement")
+    other_prefix_len: int = Field(default=0, description="leading tokens that are there in another namespace, if more")
+    other_extra_key: str | None = Field(default=None, description="that namespace's fields")
+    other_lora_id: str | None = None
+    other_cache_salt: str | None = None
+
+    def __str__(self) -> str:
+        when = "" if self.seconds_ago is None else f", {self.seconds_ago:.1f} s ago"
+        cause = "" if self.cause is None else f" ({self.cause})"
+        return f"{self.prefix_len} of {self.num_tokens} tokens hit: {_SENTENCES[self.reason]}{cause}{when}"

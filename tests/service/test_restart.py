@@ -1,0 +1,206 @@
+"""A cache that restarts is empty: its clients are told so of what they held, and go on with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import ray
+import torch
+from cache_under_test import small_config
+
+from raydix.actors import AttachedPool, Lease, PrefixCacheClient, start_cache
+from raydix.schemas import CacheUnavailable, LeaseConfig, StaleEpoch
+
+pytestmark = pytest.mark.ray
+
+LONG = small_config().model_copy(update={"leases": LeaseConfig(session_ttl_s=300)})
+
+
+@pytest.fixture
+def cache(ray_cluster: None) -> Any:
+    cache = start_cache(LONG)
+    yield cache
+    ray.kill(cache)
+
+
+async def restart(cache: Any) -> None:
+    """Crash the cache's process; Ray starts it anew."""
+    ray.kill(cache, no_restart=False)
+
+
+async def when_available(verb: Callable[[], Awaitable[Any]]) -> Any:
+    """What a client gets that tries again while the cache restarts."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await verb()
+            except CacheUnavailable:
+                await asyncio.sleep(0.02)
+
+
+async def when(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():  # noqa: ASYNC110 -- there is no event for it
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def held(cache: Any) -> AsyncIterator[tuple[PrefixCacheClient, Lease, AttachedPool]]:
+    """A client with a lease, of which one token is published, and the pool mapped."""
+    async with PrefixCacheClient(cache) as client:
+        lease = await client.acquire([1, 2, 3])
+        await lease.insert([1])
+        yield client, lease, await client.attach_pool(mapped=True)
+
+
+async def test_after_a_restart_clients_go_on_with_an_empty_cache(cache: Any) -> None:
+    async with held(cache) as (client, lease, _):
+        old_epoch = lease.epoch
+
+        await restart(cache)
+
+        await when_available(lambda: fresh(client, old_epoch))
+        assert (await client.match([1, 2, 3])).prefix_len == 0
+        again = await client.acquire([1, 2, 3])
+        assert (await again.insert([1, 2, 3])).num_inserted == 3
+        stats = await client.stats()
+        assert (stats.open_sessions, stats.open_leases, stats.epoch != old_epoch) == (1, 1, True)
+        await client.check_invariants()
+
+
+async def fresh(client: PrefixCacheClient, old_epoch: str) -> None:
+    """Ask until another life of the cache answers: a kill takes effect a little after it was ordered."""
+    if (await client.stats()).epoch == old_epoch:
+        raise CacheUnavailable("it still runs")
+
+
+USES: dict[str, Callable[[Lease], Awaitable[Any]]] = {
+    "insert": lambda lease: lease.insert([1, 2]),
+    "extend": lambda lease: lease.extend(1),
+    "grant": lambda lease: lease.grant(),
+}
+
+
+async def test_leases_of_before_the_restart_are_stale_and_end_without_error(cache: Any) -> None:
+    async with held(cache) as (client, lease, pool):
+        await restart(cache)
+        await when_available(lambda: fresh(client, lease.epoch))
+
+        for use in USES.values():
+            with pytest.raises(StaleEpoch) as caught:
+                await use(lease)
+            assert caught.value.request_epoch == lease.epoch
+            assert caught.value.cache_epoch == (await client.stats()).epoch
+        with pytest.raises(StaleEpoch):
+            await pool.read_kv(lease, lease.slots)
+        await lease.release()
+        await lease.abort()
+        assert (await client.stats()).free_slots == 8
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+async def test_using_a_lease_is_enough_to_notice(cache: Any, use: Callable[[Lease], Awaitable[Any]]) -> None:
+    async with held(cache) as (_, lease, _):
+        epoch = lease.epoch
+        async with PrefixCacheClient(cache) as other:
+            await restart(cache)
+            await when_available(lambda: fresh(other, epoch))
+
+        with pytest.raises(StaleEpoch):
+            await use(lease)
+
+
+async def test_a_client_that_asks_nothing_notices_too_and_lets_go_of_the_pool(cache: Any) -> None:
+    async with held(cache) as (client, lease, pool):
+        epoch = lease.epoch
+        assert mapped(epoch)
+
+        await restart(cache)
+
+        await when(lambda: pool.lost)
+        assert not mapped(epoch)  # nor is it anywhere else: its process is gone
+        with pytest.raises((StaleEpoch, CacheUnavailable)):
+            pool.write(0, lease.slots, torch.zeros(3, 1, 2), torch.zeros(3, 1, 1))
+        await when(lambda: not client._ready)
+
+
+def mapped(epoch: str) -> bool:
+    """Whether this process maps the pool of that life of the cache."""
+    with open("/proc/self/maps") as maps:
+        return any(f"raydix-{epoch}" in line for line in maps)
+
+
+async def test_the_pool_is_attached_anew(cache: Any) -> None:
+    async with held(cache) as (client, lease, pool):
+        await restart(cache)
+        await when_available(lambda: fresh(client, lease.epoch))
+        assert pool.lost and not pool.mapped
+
+        new = await client.attach_pool(mapped=True)
+        again = await client.acquire([1, 2])
+        new.write(0, again.slots, torch.ones(2, 1, 2), torch.ones(2, 1, 1))
+
+        assert new.epoch == again.epoch != pool.epoch
+        k, _ = await new.read_kv(again, again.slots)
+        assert k[0].tolist() == [[[1.0, 1.0]], [[1.0, 1.0]]]
+        with pytest.raises(StaleEpoch):
+            pool.gather(0, again.slots)
+
+
+async def test_who_waits_for_room_while_the_cache_dies_is_told_so_and_no_lease_is_left(cache: Any) -> None:
+    async with held(cache) as (client, lease, _):
+        waiting = asyncio.create_task(client.acquire([9] * 6))
+        while not (await client.stats()).waiters:  # noqa: ASYNC110 -- there is no event for it
+            await asyncio.sleep(0.001)
+
+        await restart(cache)
+
+        with pytest.raises((CacheUnavailable, StaleEpoch)):
+            await waiting
+        await when_available(lambda: fresh(client, lease.epoch))
+        stats = await client.stats()
+        assert (stats.open_leases, stats.waiters) == (0, 0)
+
+
+async def test_a_grant_of_before_the_restart_is_stale(cache: Any) -> None:
+    async with held(cache) as (client, lease, _):
+        grant = await lease.grant()
+        await restart(cache)
+        await when_available(lambda: fresh(client, lease.epoch))
+
+        with pytest.raises(StaleEpoch):
+            await client.adopt(grant)
+        await client.match([1])  # which is no reason to open another session
+
+
+async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: None) -> None:
+    cache = start_cache(LONG, max_restarts=0)
+    async with PrefixCacheClient(cache) as client:
+        pool = await client.attach_pool(mapped=True)
+        ray.kill(cache, no_restart=False)
+
+        async with asyncio.timeout(60):
+            with pytest.raises(CacheUnavailable, match="dead"):
+                while True:
+                    await client.match([1])
+        await when(lambda: pool.lost)  # its memory is nobody's
+        assert not mapped(pool.epoch)
+    with pytest.raises(CacheUnavailable):
+        await PrefixCacheClient(cache).match([1])
+
+
+async def test_a_process_killed_by_the_kernel_restarts_as_well(cache: Any) -> None:
+    async with held(cache) as (client, lease, pool):
+        assert pool._path is not None
+        os.kill(int(pool._path.split("/")[2]), signal.SIGKILL)
+
+        await when_available(lambda: fresh(client, lease.epoch))
+
+        with pytest.raises(StaleEpoch):
+            await lease.insert([1, 2])
