@@ -32,12 +32,12 @@ class Victims:
         self.rows: list[Row] = []
         self.num_tokens = 0
 
-    def add(self, node: TreeNode, slots: Row | None) -> None:
-        """One more node and what it held."""
+    def add(self, node: TreeNode, slots: Row | None, num_tokens: int) -> None:
+        """One more node, what it held, and for how many tokens."""
         assert slots is not None, f"{node} had been evicted before"
         self.nodes.append(node)
         self.rows.append(slots)
-        self.num_tokens += len(node)
+        self.num_tokens += num_tokens
 
     def in_pages(self, page_size: int) -> bool:
         """Whether every row names the first slots of its pages."""
@@ -107,8 +107,13 @@ class FullComponent:
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
         victims = Victims()
-        while victims.num_tokens < num_tokens and (leaf := self.retired.pop() or self._queue.pop()) is not None:
-            self.take_out(leaf, victims)
+        while victims.num_tokens < num_tokens:
+            if (leaf := self.retired.pop()) is not None:
+                self.take_out(leaf, victims)
+            elif (leaf := self._queue.pop()) is not None:
+                self._remove(leaf, victims)
+            else:
+                break
         return victims
 
     def evict_retired(self, max_tokens: int | None) -> Victims:
@@ -135,13 +140,17 @@ class FullComponent:
 
     def take_out(self, leaf: TreeNode, victims: Victims) -> None:
         """Take an unlocked leaf out of the tree, with all it holds; its parent may be the next candidate."""
-        parent = leaf.parent
         self._queue.discard(leaf)
+        self._remove(leaf, victims)
+
+    def _remove(self, leaf: TreeNode, victims: Victims) -> None:
+        parent = leaf.parent
+        assert parent is not None
         for component in self._aux:
             component.on_remove(leaf)
-        assert parent is not None
-        victims.add(leaf, self._tree.remove_leaf(leaf))
-        self.evictable -= leaf.end - parent.end
+        num_tokens = leaf.end - parent.end
+        victims.add(leaf, self._tree.remove_leaf(leaf), num_tokens)
+        self.evictable -= num_tokens
         if not parent.children and not parent.lock_ref and parent.data:
             self._offer(parent)
 

@@ -61,10 +61,6 @@ class RadixTree:
             key = key.with_width(8)
         return top, key
 
-    def holds(self, node: TreeNode) -> bool:
-        """Whether a node is in the tree and can be matched."""
-        return node.slots is not None and node.space.tree is self
-
     def walk(self, key: RadixKey, num_tokens: int, node: TreeNode) -> tuple[list[TreeNode], int]:
         """Follow whole pages of the first `num_tokens` of `key` from `node`, which it matches up to `node.end`.
 

@@ -147,7 +147,8 @@ class TreeCache(TreeMatch):
         if self._aux:
             path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
         if end < num_tokens:
-            for start, stop, live in self._cuts(end, num_tokens, fresh_from):
+            cuts = self._cuts(end, num_tokens, fresh_from) if self._aux else ((end, num_tokens, True),)
+            for start, stop, live in cuts:
                 last_node = self._tree.add_leaf(last_node, key, stop, take(start, stop), self._clock, priority)
                 self._adopt(last_node, live)
             self._touch(last_node)
@@ -241,7 +242,7 @@ class TreeCache(TreeMatch):
             raise LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
 
     def _check_live(self, node: TreeNode) -> None:
-        if not self._tree.holds(node):
+        if node.slots is None or node.space.tree is not self._tree:
             raise StaleNodeError(f"{node} is no longer in the tree: match again")
 
     # ---------------------------------------------------------------- eviction
@@ -253,12 +254,15 @@ class TreeCache(TreeMatch):
         A parent becomes a candidate when its last child has gone. Where a component's victim is an unlocked leaf, it
         goes whole; else it loses what the component has there, and what is of no use without it. O(log n) per victim.
         """
+        if not self._aux:
+            victims = self._full.evict(num_tokens)
+            self._give_back(victims)
+            return (victims.num_tokens,)
         before = [component.num_freed for component in self._aux]
         victims = self._full.evict(num_tokens)
-        if self._aux:
-            self._evict_aux(victims, [start + want for start, want in zip(before, wanted, strict=True)])
+        self._evict_aux(victims, [start + want for start, want in zip(before, wanted, strict=True)])
         self._give_back(victims)
-        freed = [component.num_freed - start for component, start in zip(self._aux, before, strict=True)]
+        freed = (component.num_freed - start for component, start in zip(self._aux, before, strict=True))
         return victims.num_tokens, *freed
 
     def _evict_aux(self, victims: Victims, goals: Sequence[int]) -> None:
@@ -308,7 +312,7 @@ class TreeCache(TreeMatch):
         victims = Victims()
         for top in self._all_tops():
             for node in self._tree.nodes_below(top):
-                victims.add(node, node.slots)
+                victims.add(node, node.slots, len(node))
         for top in list(self._tree.tops.values()):
             self._tree.detach(top)
         for node in victims.nodes:

@@ -134,8 +134,10 @@ class TreeNode:
     def inherit_use(self, leaf: TreeNode) -> None:
         """What went through a child that leaves the tree went through this node as well."""
         self.own_hits += leaf.own_hits
-        self.own_access_time = max(self.own_access_time, leaf.own_access_time)
-        self.own_priority = max(self.own_priority, leaf.own_priority)
+        if self.own_access_time < leaf.own_access_time:
+            self.own_access_time = leaf.own_access_time
+        if self.own_priority < leaf.own_priority:
+            self.own_priority = leaf.own_priority
 
     def __len__(self) -> int:
         return len(self.data) // self.space.unit
