@@ -19,6 +19,7 @@ from raydix.schemas import (
     AdoptRequest,
     AdoptResponse,
     CacheError,
+    CacheUnavailable,
     CheckInvariantsRequest,
     EvictRequest,
     EvictResponse,
@@ -48,9 +49,15 @@ from raydix.schemas import (
     unframe_namespace,
 )
 
+DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
+_TAKING = (AcquireRequest, LockRequest, ExtendRequest)
+
 
 class RequestHandlers:
     """One method per verb. Each runs without awaiting, so each is atomic on the cache's loop.
+
+    Attributes:
+        draining: nothing more is taken: leases are published and ended, no more.
 
     Args:
         core: the cache.
@@ -61,6 +68,7 @@ class RequestHandlers:
     def __init__(self, core: LeasedCache, line: WaitingLine, acquire_timeout_s: float) -> None:
         self.core = core
         self.line = line
+        self.draining = False
         self.num_exhausted = 0  # requests refused for want of room
         self._acquire_timeout_s = acquire_timeout_s
         self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
@@ -87,6 +95,8 @@ class RequestHandlers:
         verb = self._verbs.get(type(request))
         if verb is None:
             return InvalidRequest(f"{type(request).__name__} is not a verb of this cache")
+        if self.draining and isinstance(request, _TAKING):
+            return CacheUnavailable(DRAINING)
         try:
             return verb(session_id, request)
         except Exception as error:  # every failure becomes its caller's typed error
