@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.error_map import exhausted, to_cache_error
 from raydix.actors.waiting_line import Attempt, WaitingLine
-from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
+from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import (
     AbortRequest,
@@ -170,9 +171,23 @@ class RequestHandlers:
         if timeout_s == 0:
             raise self._refusal(needed, pool)
         ticket, position = self.line.join(
-            session_id, lease_id, attempt, timeout_s, lambda: self._refusal(needed, pool), urgent
+            session_id,
+            lease_id,
+            partial(self._attempt_late, attempt),
+            timeout_s,
+            lambda: self._refusal(needed, pool),
+            urgent,
         )
         return WaitingResponse(ticket=ticket, position=position)
+
+    def _attempt_late(self, attempt: Attempt) -> Message:
+        """An attempt from the line: what else it may fail with than want of room is its caller's to hear."""
+        try:
+            return attempt()
+        except OutOfSlotsError:
+            raise
+        except CoreError as error:
+            raise to_cache_error(error, self.core) from error
 
     def _refusal(self, needed: int, pool: str, can_ever_fit: bool = True) -> PoolExhausted:
         self.num_exhausted += 1
