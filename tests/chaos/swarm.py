@@ -224,6 +224,7 @@ def main() -> int:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     finally:
         ray.shutdown()
+    print()
     print(json.dumps({"seed": arguments.seed, **swarm.counts}))
     print(f"free {stats.free_slots} + tree {stats.tree_slots} == {stats.num_slots}, nothing held")
     return 0
