@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import warnings
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_POLL_S = 0.05
 _MEMORY_TIMEOUT_S = 20.0  # for the memory of this actor's last life to be given back
 _MEMORY_POLL_S = 0.25
 
@@ -62,7 +60,6 @@ class PrefixCacheActor:
         self._host = _make_host(config, local_device(wanted), node_id)
         self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
         self._host.service.keeper.on_end = self._watch.unwatch
-        self._draining = False
         logger.info("cache ready: epoch %s, %s", self._host.service.epoch, config)
 
     async def config_digest(self) -> str:
@@ -71,8 +68,6 @@ class PrefixCacheActor:
 
     async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
         """Open a client's session, which ends with the actor that owns it, if one does."""
-        if self._draining:
-            raise CacheUnavailable("the cache is shutting down")
         response = self._host.service.open_session(request)
         if owner is not None:
             self._watch.watch(owner, request.session_id)
@@ -118,12 +113,8 @@ class PrefixCacheActor:
         """Nothing: the floor that benchmarks compare with."""
 
     async def shutdown(self, drain_s: float) -> int:
-        """Refuse new sessions, give open leases `drain_s` to end, then end them; returns how many were cut short."""
-        self._draining = True
-        deadline = time.monotonic() + drain_s
-        while len(self._host.service.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
-            await asyncio.sleep(_DRAIN_POLL_S)
-        cut_short = len(self._host.service.core.leases)
+        """Grant nothing new, give open leases `drain_s` to end, then end them; returns how many were cut short."""
+        cut_short = await self._host.service.drain(drain_s)
         await self._host.service.close()
         return cut_short
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from raydix.actors.core_factory import build_core
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
-from raydix.actors.request_handlers import RequestHandlers
+from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
 from raydix.actors.session_table import Session
 from raydix.actors.waiting_line import WaitingLine
@@ -46,6 +46,7 @@ from raydix.schemas import (
 
 _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
 _SHUT_DOWN = "the cache has been shut down"
+_DRAIN_POLL_S = 0.05
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
 
@@ -91,6 +92,8 @@ class CacheService:
         """Begin a session (again, if it is open) and start the background task on the running loop."""
         if self._closed:
             raise CacheUnavailable(_SHUT_DOWN)
+        if self._handlers.draining:
+            raise CacheUnavailable(DRAINING)
         if request.config_digest not in (None, self.config.digest()):
             raise ConfigMismatch(f"the cache runs with another configuration: {self.config!r}")
         self.keeper.open(request)
@@ -130,6 +133,18 @@ class CacheService:
         if epoch != self.epoch:
             raise StaleEpoch(epoch, self.epoch)
         return self.sessions.heard_of(session_id)
+
+    async def drain(self, seconds: float) -> int:
+        """Refuse new sessions, new leases, growing ones and all who wait for room, for good.
+
+        Open leases can be read, published and ended: returns when none is left, or after `seconds`, how many are.
+        """
+        self._handlers.draining = True
+        self.line.refuse_all(CacheUnavailable(DRAINING))
+        deadline = time.monotonic() + seconds
+        while len(self.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return len(self.core.leases)
 
     async def close(self) -> None:
         """Refuse new sessions, end the open ones, stop the background task."""

@@ -18,6 +18,8 @@ from raydix.cache_core import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from raydix.cache_core.content_check import ContentCheck
+from raydix.cache_core.pool_checks import PoolChecks, kv_tensors
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import CacheConfig
 
@@ -50,6 +52,9 @@ def _build_rows(
         gauge.pressure_floor,
         on_pressure,
         config.leases.remembered_leases,
+        ContentCheck(kv_tensors(pool, "full"), config.page_size)
+        if pool is not None and _checks(config, pool)
+        else None,
     )
     return core, [gauge]
 
@@ -81,8 +86,14 @@ def _build_tree(
         swa_pressure_floor=swa_floor,
         state_pressure_floor=state_floor,
         remembered_leases=config.leases.remembered_leases,
+        checks=PoolChecks(kv_pool, allocator, states) if kv_pool is not None and _checks(config, kv_pool) else None,
     )
     return core, gauges
+
+
+def _checks(config: CacheConfig, pool: KVPool) -> bool:
+    """Whether to check what the slots hold."""
+    return config.validate and pool.storage.device.type == "cpu"
 
 
 def _make_allocator(config: CacheConfig) -> TokenToKVPoolAllocator:

@@ -120,7 +120,12 @@ def connect(name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None
 
 
 def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
-    """End a cache: refuse new sessions, give open leases `drain_s` seconds to end, then end it all. Idempotent."""
+    """End a cache, with its process and its pool. Idempotent; a cache that has died is not restarted.
+
+    First it drains: sessions, `acquire`, `lock` and `extend`, and those who wait in line, are refused with
+    `CacheUnavailable` at once; leases that are open can be written, published and ended for `drain_s` seconds. Those
+    still open then are cut short, which the log tells.
+    """
     try:
         cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s)))
         if cut_short:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import weakref
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,8 @@ from raydix.schemas import CacheConfig
 
 if TYPE_CHECKING:
     from raydix.actors.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 
 class LocalPrefixCache(CacheVerbs):
@@ -34,7 +38,13 @@ class LocalPrefixCache(CacheVerbs):
 
         return LocalTransport(self._host)
 
-    async def close(self) -> None:
-        """Close the cache with all its sessions. Idempotent."""
+    async def close(self, *, drain_s: float = 0) -> None:
+        """Close the cache with all its sessions. Idempotent.
+
+        As `shutdown_cache` does: nothing new is granted from now on, and open leases have `drain_s` seconds to end.
+        """
+        is_mine = self._loop in (None, asyncio.get_running_loop())  # else it refuses below
+        if drain_s and is_mine and (cut_short := await self._host.service.drain(drain_s)):
+            logger.warning("%d leases were cut short by the shutdown of the cache", cut_short)
         await super().close()
         await self._host.service.close()

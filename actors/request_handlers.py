@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.error_map import exhausted, to_cache_error
 from raydix.actors.waiting_line import Attempt, WaitingLine
-from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
+from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import (
     AbortRequest,
@@ -19,6 +20,7 @@ from raydix.schemas import (
     AdoptRequest,
     AdoptResponse,
     CacheError,
+    CacheUnavailable,
     CheckInvariantsRequest,
     EvictRequest,
     EvictResponse,
@@ -48,9 +50,15 @@ from raydix.schemas import (
     unframe_namespace,
 )
 
+DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
+_TAKING = (AcquireRequest, LockRequest, ExtendRequest)
+
 
 class RequestHandlers:
     """One method per verb. Each runs without awaiting, so each is atomic on the cache's loop.
+
+    Attributes:
+        draining: nothing more is taken: leases are published and ended, no more.
 
     Args:
         core: the cache.
@@ -61,6 +69,7 @@ class RequestHandlers:
     def __init__(self, core: LeasedCache, line: WaitingLine, acquire_timeout_s: float) -> None:
         self.core = core
         self.line = line
+        self.draining = False
         self.num_exhausted = 0  # requests refused for want of room
         self._acquire_timeout_s = acquire_timeout_s
         self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
@@ -87,6 +96,8 @@ class RequestHandlers:
         verb = self._verbs.get(type(request))
         if verb is None:
             return InvalidRequest(f"{type(request).__name__} is not a verb of this cache")
+        if self.draining and isinstance(request, _TAKING):
+            return CacheUnavailable(DRAINING)
         try:
             return verb(session_id, request)
         except Exception as error:  # every failure becomes its caller's typed error
@@ -160,9 +171,23 @@ class RequestHandlers:
         if timeout_s == 0:
             raise self._refusal(needed, pool)
         ticket, position = self.line.join(
-            session_id, lease_id, attempt, timeout_s, lambda: self._refusal(needed, pool), urgent
+            session_id,
+            lease_id,
+            partial(self._attempt_late, attempt),
+            timeout_s,
+            lambda: self._refusal(needed, pool),
+            urgent,
         )
         return WaitingResponse(ticket=ticket, position=position)
+
+    def _attempt_late(self, attempt: Attempt) -> Message:
+        """An attempt from the line: what else it may fail with than want of room is its caller's to hear."""
+        try:
+            return attempt()
+        except OutOfSlotsError:
+            raise
+        except CoreError as error:
+            raise to_cache_error(error, self.core) from error
 
     def _refusal(self, needed: int, pool: str, can_ever_fit: bool = True) -> PoolExhausted:
         self.num_exhausted += 1

@@ -305,8 +305,12 @@ class CacheVerbs(HandoverVerbs):
             await self.open()
         if not lease.end() or self._closed:
             return
+        future = self._transport.submit(request)
         try:
-            await asyncio.shield(self._transport.submit(request))
+            await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._see_compensated(request, future)  # it may be lost on its way, and nobody else waits for it
+            raise
         except CacheUnavailable as error:
             logger.info("lease %s ended with its cache, or will when that answers: %s", lease.lease_id, error)
             self._owe(request)

@@ -113,6 +113,11 @@ class WaitingLine:
                     self._settle(waiter, error or given_up)
                 self._by_ticket.pop(waiter.ticket, None)
 
+    def refuse_all(self, error: CacheError) -> None:
+        """Nobody in line is served any more: they are told `error`."""
+        for waiter in list(self._line):
+            self._settle(waiter, error)
+
     def _expire(self, waiter: Waiter, refusal: Callable[[], Exception]) -> None:
         self._settle(waiter, refusal())
         self.serve()  # the next in line may need less

@@ -3,6 +3,7 @@
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, InsertResult, MatchResult
 from raydix.cache_core.chunk_cache import ChunkCache
 from raydix.cache_core.errors import (
+    ContentError,
     CoreError,
     ExpiredLeaseError,
     InvalidKeyError,
@@ -34,6 +35,7 @@ from raydix.cache_core.trie_node import TrieNode
 __all__ = [
     "BasePrefixCache",
     "ChunkCache",
+    "ContentError",
     "CoreError",
     "EvictResult",
     "ExpiredLeaseError",

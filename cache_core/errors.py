@@ -31,6 +31,10 @@ class ExpiredLeaseError(UnknownLeaseError):
     """The lease ended because its owner was silent for too long."""
 
 
+class ContentError(CoreError):
+    """What is cached is no longer what was published: somebody wrote to it. Found by debugging checks alone."""
+
+
 class LeaseRangeError(CoreError, ValueError):
     """Tokens beyond what the lease covers, or other than those it was acquired for."""
 

@@ -22,6 +22,7 @@ from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import LeasedCache, PoolSizes, Published
 from raydix.cache_core.mamba_pool import MambaPool
+from raydix.cache_core.pool_checks import PoolChecks
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
@@ -46,6 +47,8 @@ class KVCache(LeasedCache):
         states: the state slots of a hybrid model, to which `tree` frees; each lease holds one of its own.
         bigram: the tree's keys are pairs of neighbouring tokens (as EAGLE drafts need them): n tokens make n - 1 units.
         remembered_leases: how many ended ids are remembered, so that none of them is granted again.
+        checks: of what the slots hold; None: nobody watches. With them `acquire` and `lock` raise ContentError if
+            somebody wrote to the prefix since it was published.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class KVCache(LeasedCache):
         swa_pressure_floor: int = 0,
         state_pressure_floor: int = 0,
         remembered_leases: int = 0,
+        checks: PoolChecks | None = None,
     ) -> None:
         super().__init__(remembered_leases)
         self.tree = tree
@@ -67,6 +71,7 @@ class KVCache(LeasedCache):
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
         self.room = SlotRoom(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
+        self.room.checks = checks
         tree.keep_history(self.room.history)
         self._on_pressure = on_pressure
         self._pressure_floor = pressure_floor
@@ -177,6 +182,7 @@ class KVCache(LeasedCache):
         priority: int,
     ) -> LeaseRecord:
         match = self.tree.match_pages(self._tree_key(key), max_prefix_len, priority)
+        self.room.verify(match.starts, match.last_node)
         receipt = self.tree.inc_lock_ref(match.last_node)
         try:
             self.room.check_pages(num_pages - len(match.starts))  # before a state is evicted in vain
@@ -262,8 +268,8 @@ class KVCache(LeasedCache):
         ours = lease.starts[first : first + len(existing)]
         duplicates = ours[ours != existing]
         if result.end:
-            self.room.note_published(stop - first, duplicates)
             lease.starts[first : first + len(existing)] = existing
+            self.room.note_published(lease.starts[first:stop], duplicates)
             lease.num_published_pages = stop
         num_duplicates = len(duplicates) * page
         num_new = max(0, result.end - first * page) - num_duplicates

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
 from raydix.cache_core.memory_pool import wait_for_device
@@ -40,6 +42,7 @@ class MambaPool:
                 for shapes in state_shapes
             ]
         )
+        self.on_free: Callable[[NDArray[np.int64]], None] | None = None  # told of slots that have become free
         self._free = list(range(num_slots, 0, -1))
         self._used = bytearray(num_slots + 1)
 
@@ -69,6 +72,8 @@ class MambaPool:
             raise SlotError(f"state slot {slot} is out of range or free already")
         self._used[slot] = 0
         self._free.append(slot)
+        if self.on_free is not None:
+            self.on_free(np.array([slot]))
 
     def copy_states(self, src: int, dst: int) -> None:
         """Copy the state in slot `src` into slot `dst`, in every layer."""

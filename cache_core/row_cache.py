@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
+from raydix.cache_core.content_check import ContentCheck
 from raydix.cache_core.errors import LeaseRangeError
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.lease_table import LeaseRecord
@@ -65,6 +66,8 @@ class RowCache(LeasedCache):
         pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
         on_pressure: told that slots run short.
         remembered_leases: how many ended ids are remembered, so that none of them is granted again.
+        check: of what the slots hold; None: nobody watches. With it `acquire` and `lock` raise ContentError if somebody
+            wrote to the prefix since it was published.
 
     Raises:
         ValueError: a size is not a positive multiple of the next smaller one.
@@ -79,6 +82,7 @@ class RowCache(LeasedCache):
         pressure_floor: int = 0,
         on_pressure: Callable[[], None] | None = None,
         remembered_leases: int = 0,
+        check: ContentCheck | None = None,
     ) -> None:
         if not 0 < page_size <= max_seq_len <= num_slots or num_slots % max_seq_len or max_seq_len % page_size:
             raise ValueError(f"{num_slots=} must be whole rows of {max_seq_len=}, those whole pages of {page_size=}")
@@ -86,7 +90,7 @@ class RowCache(LeasedCache):
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
         self.page_size = page_size
-        self.room = RowRoom(num_slots // max_seq_len, max_seq_len, kv_cache, self.counters)
+        self.room = RowRoom(num_slots // max_seq_len, max_seq_len, kv_cache, self.counters, check)
         self._pressure_floor = pressure_floor
         self._on_pressure = on_pressure
 

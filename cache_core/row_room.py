@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from raydix.cache_core.base_prefix_cache import RadixKey
+from raydix.cache_core.base_prefix_cache import RadixKey, Starts
 from raydix.cache_core.bitmask_slots import SlotAllocator
+from raydix.cache_core.content_check import ContentCheck
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.memory_pool import wait_for_device
@@ -31,10 +33,16 @@ class RowRoom:
         kv_cache: `(k_cache, v_cache)`, each `[row, position, layer, ...]`, in which prefixes are copied; None: there
             are no tensors, and nothing to copy.
         counters: told of evictions.
+        check: of what the slots hold; None: nobody watches.
     """
 
     def __init__(
-        self, num_rows: int, row_len: int, kv_cache: tuple[torch.Tensor, torch.Tensor] | None, counters: Counters
+        self,
+        num_rows: int,
+        row_len: int,
+        kv_cache: tuple[torch.Tensor, torch.Tensor] | None,
+        counters: Counters,
+        check: ContentCheck | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.cached_rows = 0
@@ -45,6 +53,7 @@ class RowRoom:
         self._kv_cache = kv_cache or (no_layers, no_layers)
         self._num_layers = self._kv_cache[0].shape[2]
         self._counters = counters
+        self._check = check
 
     @property
     def taken_rows(self) -> int:
@@ -68,8 +77,12 @@ class RowRoom:
 
         Raises:
             OutOfSlotsError: every row is taken; nothing changed.
+            ContentError: somebody wrote to the prefix in one of its rows; nothing changed. Only if that is checked.
         """
         holders = self._records.peek_slots(prefix)[1]
+        if self._check is not None:
+            for row in holders:
+                self._check.verify(self._pages(row, 0, len(prefix)))
         released = [row for row in holders if self._allocator.is_free(row)]
         if released:
             row = self._reuse(min(released, key=self._records.recorded_len), len(prefix))
@@ -84,6 +97,7 @@ class RowRoom:
     def _reuse(self, row: int, prefix_len: int) -> int:
         self._allocator.occupy(row)
         self._records.invalidate(row, prefix_len)
+        self._poison(row, prefix_len)
         self.cached_rows -= 1
         return row
 
@@ -99,11 +113,14 @@ class RowRoom:
     def publish(self, row: int, key: RadixKey) -> None:
         """Make the tokens of `key`, whose KV is in the first positions of a taken row, findable there."""
         self._records.insert(key, row, self._allocator.version(row))
+        if self._check is not None:
+            self._check.publish(self._pages(row, 0, len(key)))
 
     def give_back(self, row: int) -> None:
         """Nobody has taken the row any more; what was published in it can still be found."""
         self._allocator.free(row)
         self.cached_rows += self._records.slot_is_findable(row)
+        self._poison(row, self._records.recorded_len(row))
 
     def evict(self, num_slots: int) -> int:
         """Empty cached rows, least recently used first, of at least `num_slots` slots or all; returns of how many.
@@ -111,7 +128,8 @@ class RowRoom:
         O(log rows) for each, and what its record takes to drop.
         """
         evicted = 0
-        while evicted < num_slots and self._records.evict_lru_slot() is not None:
+        while evicted < num_slots and (row := self._records.evict_lru_slot()) is not None:
+            self._poison(row)
             self.cached_rows -= 1
             evicted += self._row_len
         self._counters.tokens_evicted += evicted
@@ -120,13 +138,28 @@ class RowRoom:
     def forget(self, is_meant: Callable[[str | None], bool]) -> int:
         """Nothing of these namespaces can be found any more; returns of how many anything could."""
         num_namespaces, rows = self._records.forget_namespaces(is_meant)
-        self.cached_rows -= sum(map(self._allocator.is_free, rows))
+        released = [row for row in rows if self._allocator.is_free(row)]
+        self.cached_rows -= len(released)
+        for row in released:
+            self._poison(row)
         return num_namespaces
 
     def forget_all(self) -> None:
         """Nothing can be found any more: cached rows are empty, taken ones stay taken."""
         self._records.reset()
         self.cached_rows = 0
+        for row in filter(self._allocator.is_free, range(self.num_rows)):
+            self._poison(row)
+
+    def _poison(self, row: int, from_position: int = 0) -> None:
+        """Nobody can find or owns what lies there, if that is checked."""
+        if self._check is not None:
+            self._check.poison(self._pages(row, from_position, self._row_len))
+
+    def _pages(self, row: int, start: int, stop: int) -> Starts:
+        """The pages of some positions of a row, the first of which starts one."""
+        assert self._check is not None
+        return np.arange(start, stop, self._check.page_size) + row * self._row_len
 
     def check(self, published: dict[int, RadixKey]) -> None:
         """Raise AssertionError if a rule is broken, given what each lease published, by row. O(everything)."""

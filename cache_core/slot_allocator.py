@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,6 +28,7 @@ class TokenToKVPoolAllocator:
             raise ValueError(f"num_slots ({num_slots}) must be a positive multiple of page_size ({page_size})")
         self.num_slots = num_slots
         self.page_size = page_size
+        self.on_free: Callable[[Starts], None] | None = None  # told of pages that have become free
         self._num_pages = num_slots // page_size
         self._stack: Starts = np.arange(self._num_pages, 0, -1, dtype=np.int64) * page_size
         self._num_free = self._num_pages
@@ -99,6 +102,8 @@ class TokenToKVPoolAllocator:
         self._used[pages] = False
         self._stack[self._num_free : self._num_free + len(starts)] = starts[::-1]
         self._num_free += len(starts)
+        if self.on_free is not None:
+            self.on_free(starts)
 
     def free_starts(self) -> Starts:
         """The free pages, for checks of conservation. O(n)."""

@@ -16,6 +16,7 @@ from raydix.cache_core.leased_cache import PoolSizes
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
+from raydix.cache_core.pool_checks import PoolChecks
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 
@@ -41,6 +42,7 @@ class SlotRoom:
         self._allocator = allocator
         self._swa = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None
         self._page_size = allocator.page_size
+        self.checks: PoolChecks | None = None  # of what the slots hold
         self._is_pressed = is_pressed
         self._on_pressure = on_pressure
 
@@ -107,6 +109,13 @@ class SlotRoom:
         self.tell_pressure()
         return slot
 
+    def verify(self, starts: Starts, node: Any) -> None:
+        """Raise ContentError if somebody wrote to these pages of the tree, or to the state at a node; if checked."""
+        if self.checks is not None:
+            self.checks.verify(starts)
+            if isinstance(node, MambaTreeNode) and node.mamba_value is not None:
+                self.checks.states.verify(np.array([node.mamba_value]))
+
     def load_state(self, node: Any, state_slot: int) -> None:
         """Fill a lease's own state slot with the state at a node, or zeros."""
         assert self.states is not None
@@ -121,14 +130,18 @@ class SlotRoom:
         assert self.states is not None and source is not None and isinstance(self._tree, MambaRadixCache)
         self.states.copy_states(source, state_slot)
         self.private_states -= 1
+        if self.checks is not None:
+            self.checks.states.publish(np.array([state_slot]))
         if self._tree.attach_state(node, state_slot):
             self.states.free_track_slot(state_slot)
 
-    def note_published(self, num_pages: int, duplicates: Starts) -> None:
-        """Private pages became the tree's; those it had already are freed."""
-        self.private_pages -= num_pages
+    def note_published(self, starts: Starts, duplicates: Starts) -> None:
+        """As many private pages became the tree's, which are `starts` now; those it had already are freed."""
+        self.private_pages -= len(starts)
         if len(duplicates):
             self._allocator.free_pages(duplicates)
+        if self.checks is not None:
+            self.checks.publish(starts)
 
     def free_private(self, starts: Starts, state_slot: int | None) -> None:
         """Take back what a lease holds by itself."""

@@ -113,7 +113,10 @@ with warnings.catch_warnings():
         events: bool = Field(
             default=False, description="tell of blocks that come and go; costs a hash of each page inserted"
         )
-        validate: bool = Field(default=False, description="check every invariant after every batch (slow)")  # type: ignore[assignment]
+        validate: bool = Field(  # type: ignore[assignment]
+            default=False,
+            description="for debugging, slow: check every invariant after every batch, and what a CPU pool holds",
+        )
         fingerprint: str = Field(default="", description="identifies the model, so that two are never mixed")
 
         @model_validator(mode="after")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 from cache_kinds import KindUnderTest, only, shares
 from cache_under_test import CacheUnderTest
@@ -88,6 +90,12 @@ async def test_a_retirement_names_what_it_means(cache: CacheUnderTest) -> None:
 # ---------------------------------------------------------------- explain
 
 
+@pytest.fixture
+def space() -> str:
+    """A namespace that was never retired: on Ray, what other tests left behind was."""
+    return uuid.uuid4().hex
+
+
 def remembers(kind: KindUnderTest) -> bool:
     """Tries and rows keep no record of what was evicted."""
     return kind.shares and kind.config.get("kind") not in ("trie", "slots")
@@ -119,33 +127,33 @@ async def test_what_is_whole_and_what_is_less_than_a_page(cache: CacheUnderTest)
 
 
 @only(remembers)
-async def test_what_was_evicted_on_request_and_for_want_of_room(cache: CacheUnderTest) -> None:
-    assert (await cache.client.explain(cache.tokens(1, 2))).reason == "never_stored"
-    await cache.publish(1, 2)
+async def test_what_was_evicted_on_request_and_for_want_of_room(cache: CacheUnderTest, space: str) -> None:
+    assert (await cache.client.explain(cache.tokens(1, 2), extra_key=space)).reason == "never_stored"
+    await cache.publish(1, 2, extra_key=space)
     await cache.client.evict(8 * cache.page_size)
 
-    asked = await cache.client.explain(cache.tokens(1, 2))
+    asked = await cache.client.explain(cache.tokens(1, 2), extra_key=space)
     assert (asked.reason, asked.cause) == ("evicted", "request")
     assert asked.seconds_ago is not None and asked.seconds_ago >= 0
 
-    await cache.publish(3, 4)
+    await cache.publish(3, 4, extra_key=space)
     await (await cache.client.acquire(cache.tokens(*range(11, 19)))).release()
-    short = await cache.client.explain(cache.tokens(3, 4))
+    short = await cache.client.explain(cache.tokens(3, 4), extra_key=space)
     assert (short.reason, short.cause) == ("evicted", "shortfall")
     assert "evicted (shortfall)" in str(short)
 
 
 @only(remembers)
-async def test_what_is_in_another_namespace_and_what_was_retired(cache: CacheUnderTest) -> None:
-    await cache.publish(1, 2, lora_id="a", cache_salt="s")
+async def test_what_is_in_another_namespace_and_what_was_retired(cache: CacheUnderTest, space: str) -> None:
+    await cache.publish(1, 2, lora_id="a", cache_salt=space)
 
-    elsewhere = await cache.client.explain(cache.tokens(1, 2))
+    elsewhere = await cache.client.explain(cache.tokens(1, 2), extra_key=space)
     assert (elsewhere.prefix_len, elsewhere.reason) == (0, "other_namespace")
-    assert (elsewhere.other_extra_key, elsewhere.other_lora_id, elsewhere.other_cache_salt) == (None, "a", "s")
+    assert (elsewhere.other_extra_key, elsewhere.other_lora_id, elsewhere.other_cache_salt) == (None, "a", space)
     assert elsewhere.other_prefix_len == cache.reusable(2) * cache.page_size
 
     await cache.client.retire(lora_id="a")
-    gone = await cache.client.explain(cache.tokens(1, 2), lora_id="a", cache_salt="s")
+    gone = await cache.client.explain(cache.tokens(1, 2), lora_id="a", cache_salt=space)
     assert (gone.prefix_len, gone.reason) == (0, "retired")
 
 

@@ -1,0 +1,60 @@
+"""A cache actor without Ray: its handle's calls travel over this event loop, in any order, and may be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from random import Random
+from typing import Any
+
+from raydix.actors import LocalPrefixCache
+from raydix.actors.cache_actor import PrefixCacheActor
+from raydix.actors.death_watch import DeathWatch
+from raydix.schemas import CacheUnavailable
+
+
+class HandleInProcess:
+    """What a client takes for the handle of a cache actor: the actor's own methods, on the cache of this process.
+
+    Args:
+        cache: whose service answers.
+        rng: how long calls and answers travel, and which are lost.
+        loss: the share of calls, and of answers, that are lost.
+    """
+
+    def __init__(self, cache: LocalPrefixCache, rng: Random, loss: float = 0.0) -> None:
+        self._actor_id = id(self)
+        self.rng = rng
+        self.loss = loss
+        self.actor = PrefixCacheActor.__new__(PrefixCacheActor)  # its __init__ asks Ray where it runs
+        self.actor._host = cache._host
+        self.actor._watch = DeathWatch(cache._host.service.keeper.owner_unavailable)
+        self.actor._draining = False
+
+    def __getattr__(self, method: str) -> _Method:
+        return _Method(self, method)
+
+
+class _Method:
+    def __init__(self, handle: HandleInProcess, name: str) -> None:
+        self._handle = handle
+        self._name = name
+
+    def remote(self, *arguments: Any) -> asyncio.Future[Any]:
+        """Call the actor; who gives up waiting does not stop it."""
+        packed = pickle.dumps(arguments)
+        task = asyncio.get_running_loop().create_task(self._travel(packed))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits
+        return asyncio.shield(task)
+
+    async def _travel(self, packed: bytes) -> Any:
+        await self._way("the call")
+        answer = await getattr(self._handle.actor, self._name)(*pickle.loads(packed))
+        await self._way("the answer")
+        return pickle.loads(pickle.dumps(answer))
+
+    async def _way(self, what: str) -> None:
+        for _ in range(self._handle.rng.randrange(3)):
+            await asyncio.sleep(0)
+        if self._handle.rng.random() < self._handle.loss:
+            raise CacheUnavailable(f"{what} of {self._name} was lost")

@@ -1,0 +1,96 @@
+"""Nothing is lost in whatever order coroutines run, and wherever they are cancelled."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from random import Random
+from typing import TypeVar
+
+import pytest
+from cache_in_process import HandleInProcess
+from cache_kinds import TIGHT_STATES, KindUnderTest, hybrid, radix, slots
+from interleaved_workers import OF_A_LEASE, OTHERS, Floor
+from shuffled_loop import ShuffledLoop
+
+from raydix.actors import LocalPrefixCache
+from raydix.actors.cache_service import CacheService
+from raydix.schemas import EvictionConfig, LeaseConfig
+
+LEASES = LeaseConfig(session_ttl_s=6, quarantine_grace_s=8, acquire_timeout_s=5, max_waiters=3)
+TIGHT_ROWS = replace(slots(4), pool={"num_slots": 3 * 32})  # fewer rows than leases
+KINDS = (radix(1), radix(4), TIGHT_STATES, hybrid(4, 6), TIGHT_ROWS)
+SEEDS = range(100)  # of each kind, each way: 1,000 schedules
+LOSSES = {"local": None, "remote": 0.0, "lossy": 0.03}
+
+T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def quick_collections() -> Iterator[None]:
+    """What was imported before is not looked at each time garbage is collected."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def floor_of(kind: KindUnderTest, way: str, rng: Random, loop: ShuffledLoop) -> Floor:
+    """A cache whose clock is the loop's, for clients in its process or beyond a handle."""
+    config = kind.cache_config().model_copy(update={"leases": LEASES})
+    if rng.random() < 0.5:
+        config = config.model_copy(update={"eviction": EvictionConfig(high_watermark=0.6, low_watermark=0.4)})
+    cache = LocalPrefixCache(config)
+    host = cache._host
+    host.service = CacheService(config, host.service.epoch, host.exported.pool, clock=loop.time)
+    loss = LOSSES[way]
+    return Floor(cache, cache if loss is None else HandleInProcess(cache, rng, loss), kind, rng)
+
+
+def run_shuffled(
+    kind: KindUnderTest, way: str, seed: int, schedule: Callable[[Floor], Awaitable[T]]
+) -> tuple[T, Floor]:
+    """The result of one schedule, and the floor that it ran on."""
+    loop = ShuffledLoop(seed)
+    try:
+        floor = floor_of(kind, way, Random(seed), loop)
+        result = loop.run_until_complete(schedule(floor))
+        floor.workers.clear()
+        gc.collect()
+        assert not loop.complaints, loop.complaints
+    except BaseException as error:
+        error.add_note(f"kind {kind}, {way}, seed {seed}")
+        raise
+    finally:
+        loop.close()
+    return result, floor
+
+
+@pytest.mark.parametrize("way", ["local", "lossy"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_nothing_is_lost_in_any_order_with_operations_cancelled(kind: KindUnderTest, way: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in SEEDS:
+        _, floor = run_shuffled(kind, way, seed, lambda floor: floor.run(num_operations=8))
+        counts += Counter(floor.counts)
+
+    print(f"{kind} {way}: {len(SEEDS)} schedules, {dict(counts)}")
+    assert min(counts[outcome] for outcome in ("done", "refused", "cancelled")) > len(SEEDS) // 2
+
+
+@pytest.mark.parametrize("kind", [radix(1), TIGHT_STATES, TIGHT_ROWS], ids=str)
+@pytest.mark.parametrize("verb", OF_A_LEASE + OTHERS)
+def test_nothing_is_lost_wherever_an_operation_is_cancelled(kind: KindUnderTest, verb: str) -> None:
+    num_schedules = num_cancelled = 0
+    for seed, crowded in product(range(3), (False, True)):
+        num_awaits, _ = run_shuffled(kind, "remote", seed, lambda floor, c=crowded: floor.run_one(verb, 0, c))
+        assert num_awaits > 0
+        for at in range(1, num_awaits + 1):
+            _, floor = run_shuffled(kind, "remote", seed, lambda floor, k=at, c=crowded: floor.run_one(verb, k, c))
+            num_schedules, num_cancelled = num_schedules + 1, num_cancelled + floor.counts["cancelled"]
+
+    print(f"{kind}: {verb} cancelled at each of its awaits, {num_cancelled} times in {num_schedules} schedules")
+    assert num_cancelled >= num_schedules / 4  # sometimes the answer is there before the cancellation
