@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from raydix.cache_core.errors import InvalidKeyError
 
 NARROW_LIMIT = 2**32
-_I4, _U4 = np.dtype("<i4"), np.dtype("<u4")
+_I4 = np.dtype("<i4")
+_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  # by bytes an id
 
 
 class RadixKey:
@@ -56,7 +57,7 @@ class RadixKey:
     @property
     def ids(self) -> NDArray[Any]:
         """The ids, flat, as a read-only uint32 or uint64 array."""
-        return np.frombuffer(self.data, f"<u{self.width}")
+        return np.frombuffer(self.data, _UNSIGNED[self.width])
 
     @property
     def token_ids(self) -> list[int] | list[tuple[int, ...]]:
@@ -70,7 +71,7 @@ class RadixKey:
         """The same key at another width; narrowing is the caller's promise that every id fits."""
         if width == self.width:
             return self
-        return RadixKey.from_packed(self.ids.astype(f"<u{width}").tobytes(), width, self.extra_key, self.arity)
+        return RadixKey.from_packed(self.ids.astype(_UNSIGNED[width]).tobytes(), width, self.extra_key, self.arity)
 
     def bigrams(self) -> RadixKey:
         """The pairs of neighbouring ids of a plain key: n ids make n - 1 pairs."""
@@ -173,13 +174,14 @@ def _pack_tuples(tuples: Sequence[Any]) -> tuple[bytes, int, int]:
 
 def _pack_array(ids: NDArray[Any]) -> tuple[bytes, int, int]:
     dtype = ids.dtype
+    if dtype is _I4 and ids.ndim == 1 and ids.size and ids.item(ids.argmin()) >= 0:  # the most usual
+        return ids.tobytes(), 4, 0
     if ids.ndim != 1 or dtype.kind not in "iu":
         raise InvalidKeyError(f"token ids must be a 1-D array of integers, not {dtype} of shape {ids.shape}")
-    if not ids.size:
-        return b"", 4, 0
-    if dtype is not _U4 and (lowest := ids.item(ids.argmin())) < 0:  # `argmin` costs a fraction of `min`
-        raise InvalidKeyError(f"token ids must not be negative: found {lowest}")
-    if dtype is _I4 or dtype is _U4:
-        return ids.tobytes(), 4, 0
-    width = 8 if dtype.itemsize == 8 and ids.item(ids.argmax()) >= NARROW_LIMIT else 4
-    return ids.astype(f"<u{width}", copy=False).tobytes(), width, 0
+    width = 4
+    if ids.size:  # `argmin` and `argmax` cost a fraction of `min` and `max`
+        if dtype.kind == "i" and (lowest := ids.item(ids.argmin())) < 0:
+            raise InvalidKeyError(f"token ids must not be negative: found {lowest}")
+        if dtype.itemsize == 8 and ids.item(ids.argmax()) >= NARROW_LIMIT:
+            width = 8
+    return ids.astype(_UNSIGNED[width], copy=False).tobytes(), width, 0

@@ -1,4 +1,4 @@
-"""`TreeCache`: what the radix caches share beside matching: inserts, locks, eviction and hashes over one tree.
+"""`TreeCache`: what the radix caches share beside matches and inserts: locks, eviction and hashes over one tree.
 
 Rule, checked by `check_invariants` beside those of the tree and of each component:
 
@@ -13,20 +13,16 @@ from typing import Any, Protocol
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
-from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
+from raydix.cache_core.base_prefix_cache import Starts
+from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.full_component import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
-from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import check_on_path, check_same_space
-from raydix.cache_core.slot_rows import Row, Slots, as_slots, compact_slots, expand_row, expand_rows, join_rows, unpack
+from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
 from raydix.cache_core.tree_format import format_tree
-from raydix.cache_core.tree_match import TreeMatch, rows_of
+from raydix.cache_core.tree_insert import TreeInsert
 from raydix.cache_core.tree_node import TreeNode
-
-Take = Callable[[int, int], Row]
 
 
 class SlotPool(Protocol):
@@ -36,19 +32,7 @@ class SlotPool(Protocol):
         """Take back slots, int64, whole pages of them, with whatever else hangs on them."""
 
 
-class Inserted:
-    """What an insert found and made."""
-
-    __slots__ = ("last_node", "path", "prefix_len", "resumed_at")
-
-    def __init__(self, prefix_len: int, resumed_at: int, path: list[TreeNode], last_node: TreeNode) -> None:
-        self.prefix_len = prefix_len  # leading tokens that were in the tree before
-        self.resumed_at = resumed_at  # tokens before the node it resumed at
-        self.path = path  # the nodes over [resumed_at, prefix_len)
-        self.last_node = last_node  # where the key ends
-
-
-class TreeCache(TreeMatch):
+class TreeCache(TreeInsert):
     """A radix tree with the full KV on its nodes, and what `aux` components add to them."""
 
     def __init__(
@@ -65,134 +49,6 @@ class TreeCache(TreeMatch):
         self.on_node_evict = on_node_evict
         self._free_pages = getattr(pool, "free_pages", None)
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
-        self._events: KVEventTeller | None = None
-
-    # ---------------------------------------------------------------- insert
-
-    def _insert_slots(
-        self,
-        key: RadixKey,
-        value: torch.Tensor | None,
-        prev_prefix_len: int,
-        fresh_from: int,
-        from_node: TreeNode | None,
-        priority: int,
-    ) -> InsertResult:
-        """`insert` with one slot per token in `value`."""
-        page = self.page_size
-        aligned = key.num_tokens - key.num_tokens % page
-        slots = as_slots(key, value, aligned)
-        if not aligned:
-            self._resume_node(key, from_node)
-            return InsertResult(0, self.root, False, no_slots())
-
-        def take(start: int, stop: int) -> Row:
-            return compact_slots(slots[start:stop], page)
-
-        done = self._insert(key, from_node, take, prev_prefix_len, fresh_from, priority)
-        first = max(prev_prefix_len, done.resumed_at)
-        duplicates = self._duplicates(slots, first, done) if first < done.prefix_len else no_slots()
-        return InsertResult(done.prefix_len, done.last_node, False, duplicates)
-
-    def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0, priority: int = 0
-    ) -> PageInsert:
-        """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
-
-        The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
-        that differ from `existing`, page by page, stay the caller's to free.
-        """
-        if key.num_tokens < self.page_size:
-            return PageInsert(0, 0, self.root, starts[:0])
-        page, resumed_at = self.page_size, from_node.end
-
-        def take(start: int, stop: int) -> Row:
-            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].tobytes()
-
-        done = self._insert(key, from_node, take, None, self._aligned(swa_evicted_seqlen), priority)
-        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, join_rows(rows_of(done.path)))
-
-    def _aligned(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size) * self.page_size
-
-    def _insert(
-        self,
-        key: RadixKey,
-        from_node: TreeNode | None,
-        take: Take,
-        prev_prefix_len: int | None = None,
-        fresh_from: int = 0,
-        priority: int = 0,
-    ) -> Inserted:
-        """Insert the whole pages of `key`, of which there is at least one.
-
-        Args:
-            take: gives the tree its own row of the incoming slots of [start, stop).
-            prev_prefix_len: leading tokens whose slots are the tree's own, checked; None: those before `from_node`,
-                for which the caller answers.
-            fresh_from: incoming slots before this token bring full KV only.
-        """
-        node = self._resume_node(key, from_node)
-        top, key = self._tree.make_space(key, self._clock)
-        if node is self.root:
-            node = top
-        resumed_at, num_tokens = node.end, key.num_tokens - key.num_tokens % self.page_size
-        path, end = self._tree.walk(key, num_tokens, node)
-        if prev_prefix_len is not None:
-            self._check_on_path(key, node)
-            if not 0 <= prev_prefix_len <= end:
-                raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
-        last_node = self._cut_at(path, end) if path else node
-        self._clock += 1
-        if self._aux:
-            path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
-        if end < num_tokens:
-            cuts = self._cuts(end, num_tokens, fresh_from) if self._aux else ((end, num_tokens, True),)
-            for start, stop, live in cuts:
-                last_node = self._tree.add_leaf(last_node, key, stop, take(start, stop), self._clock, priority)
-                self._adopt(last_node, live)
-            self._touch(last_node)
-        else:
-            self._use(last_node, priority)
-        return Inserted(end, resumed_at, path, last_node)
-
-    def _check_on_path(self, key: RadixKey, node: TreeNode) -> None:
-        """Raise InvalidKeyError unless the tokens down to `node` are the first of `key`, in the namespace of both."""
-        if self._last_match is not None:  # as a rule the insert goes on where that ended: one memcmp tells
-            matched, known = self._last_match
-            if matched is node and known.unit == key.unit and key.data.startswith(known.data):
-                return
-        check_on_path(key, node)
-
-    def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
-        """Let nodes that lack something take it from the incoming slots; returns the path as it is then."""
-        return path
-
-    def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
-        """The new nodes over [start, stop), which is not empty: from, to, and whether they have all their KV."""
-        return ((start, stop, True),)
-
-    def _adopt(self, leaf: TreeNode, live: bool) -> None:
-        """A new, unlocked leaf came into the tree."""
-        self._full.add(leaf)
-        for component in self._aux:
-            component.add(leaf, live)
-        if self._events is not None:
-            self._events.stored(leaf)
-
-    def _resume_node(self, key: RadixKey, from_node: TreeNode | None) -> TreeNode:
-        if from_node is None or from_node is self.root:
-            return self.root
-        self._check_live(from_node)
-        check_same_space(key, from_node)
-        return from_node
-
-    def _duplicates(self, slots: Slots, start: int, inserted: Inserted) -> torch.Tensor:
-        """The incoming slots from `start` on that are not those of the tree at the same place."""
-        incoming = slots[start : inserted.prefix_len]
-        path, num_tokens = inserted.path, inserted.prefix_len - inserted.resumed_at
-        held = expand_rows(rows_of(path), path, num_tokens, self.page_size).numpy()
-        return torch.from_numpy(incoming[incoming != held[start - inserted.resumed_at :]])
 
     # ---------------------------------------------------------------- locks
 
@@ -240,10 +96,6 @@ class TreeCache(TreeMatch):
             raise StaleNodeError(f"{node} is no longer in the tree")
         if not node.own_locks:
             raise LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
-
-    def _check_live(self, node: TreeNode) -> None:
-        if node.slots is None or node.space.tree is not self._tree:
-            raise StaleNodeError(f"{node} is no longer in the tree: match again")
 
     # ---------------------------------------------------------------- eviction
 

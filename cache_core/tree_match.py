@@ -12,9 +12,9 @@ from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
-from raydix.cache_core.slot_rows import Row, expand_rows, join_rows
+from raydix.cache_core.slot_rows import expand_rows, join_rows
 from raydix.cache_core.tree_explanation import explain_absence
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_node import TreeNode, rows_of
 
 
 class TreeMatch(BasePrefixCache):
@@ -158,10 +158,11 @@ class TreeMatch(BasePrefixCache):
         if end.own_priority < priority:
             end.own_priority = priority
         self._full.touch(end)
-        self._touch(end)
+        if self._aux:
+            self._touch(end)
 
     def _touch(self, end: TreeNode) -> None:
-        """The same for what the aux components keep of it, stamped or new."""
+        """The same for what the aux components keep of it, which may be new."""
         for component in self._aux:
             component.touch(end, self._clock)
 
@@ -170,8 +171,3 @@ class TreeMatch(BasePrefixCache):
         for component in self._aux:
             component.on_split(above, node)
         return above
-
-
-def rows_of(path: list[TreeNode]) -> list[Row]:
-    """The slots of nodes in the tree."""
-    return [node.slots for node in path]  # type: ignore[misc]  # those in the tree have some

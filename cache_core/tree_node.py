@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -147,6 +148,14 @@ class TreeNode:
 
     def __repr__(self) -> str:
         return f"TreeNode(id={self.id}, len={len(self)}, end={self.end}, lock_ref={self.lock_ref})"
+
+
+_slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
+
+
+def rows_of(nodes: Iterable[TreeNode]) -> list[Row]:
+    """The slots of nodes in the tree."""
+    return list(map(_slots_of, nodes))
 
 
 class Use(NamedTuple):

@@ -17,7 +17,8 @@ from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.slot_rows import Row, expand_row
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
-from raydix.cache_core.tree_cache import SlotPool, Take, TreeCache
+from raydix.cache_core.tree_cache import SlotPool, TreeCache
+from raydix.cache_core.tree_insert import Take
 from raydix.cache_core.tree_node import TreeNode
 
 

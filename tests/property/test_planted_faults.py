@@ -8,7 +8,7 @@ import pytest
 import torch
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, TreeNode, page_hashes, tree_cache, tree_match
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, TreeNode, page_hashes, tree_insert, tree_match
 from raydix.cache_core.eviction_policy import LRU
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
@@ -290,7 +290,7 @@ def duplicates_are_not_reported(patch: Patch) -> None:
 @fault
 def the_slots_that_the_tree_holds_are_reported_as_duplicates(patch: Patch) -> None:
     def duplicates(cache: RadixCache, slots: Any, start: int, inserted: Any) -> torch.Tensor:
-        return torch.from_numpy(slots[start : inserted.prefix_len].copy())
+        return torch.from_numpy(slots[start : inserted[0]].copy())
 
     patch.setattr(RadixCache, "_duplicates", duplicates)
 
@@ -316,7 +316,7 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 
 @fault
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
-    patch.setattr(tree_cache, "compact_slots", lambda slots, page_size: memoryview(slots).cast("B"))
+    patch.setattr(tree_insert, "compact_slots", lambda slots, page_size: memoryview(slots).cast("B"))
 
 
 @fault
@@ -325,7 +325,7 @@ def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
         return torch.frombuffer(rows[0], dtype=torch.int64) if len(rows) == 1 else original(rows, *rest)
 
     around(
-        patch, tree_cache, "compact_slots", lambda original, *args: bytearray(original(*args))
+        patch, tree_insert, "compact_slots", lambda original, *args: bytearray(original(*args))
     )  # one can write to it
     around(patch, tree_match, "expand_rows", expand)
 
@@ -430,7 +430,7 @@ def stale_nodes_are_accepted(patch: Patch) -> None:
 
 @fault
 def nodes_of_other_namespaces_are_resumed_at(patch: Patch) -> None:
-    patch.setattr(tree_cache, "check_same_space", lambda key, node: None)
+    patch.setattr(tree_insert, "check_same_space", lambda key, node: None)
 
 
 @fault
