@@ -22,12 +22,12 @@ _lanes: dict[int, Slots] = {}  # by page size: 0, 1, ..., page_size - 1, over an
 
 def compact_slots(slots: Slots, page_size: int) -> Row:
     """A row of its own: the first slot of each page if pages are runs of consecutive slots, else all of them."""
-    row = slots.tobytes()
-    if page_size > 1:
-        firsts = slots[::page_size]
-        if expand_pages(firsts, page_size).tobytes() == row:
-            return firsts.tobytes()
-    return row
+    if page_size > 1 and slots.size:
+        jumps = slots[1:] != slots[:-1] + 1
+        jumps[page_size - 1 :: page_size] = False  # from page to page there may be one
+        if b"\1" not in jumps.tobytes():
+            return slots[::page_size].tobytes()
+    return slots.tobytes()
 
 
 def expand_pages(starts: Slots, page_size: int) -> Slots:
