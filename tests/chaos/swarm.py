@@ -2,7 +2,8 @@
 
     python tests/chaos/swarm.py --operations 10000
 
-It starts a Ray of its own, in which answers get lost if asked for (`--lost`), and prints what happened. Exits with 1 if anything was lost.
+It starts a Ray of its own, in which answers get lost if asked for (`--lost`), and prints what happened. Exits with 1 if
+anything was lost.
 """
 
 from __future__ import annotations
