@@ -2,7 +2,8 @@
 
     python tests/chaos/swarm.py --operations 10000
 
-It starts a Ray of its own in which answers get lost, and prints what happened. Exits with 1 if anything was lost.
+It starts a Ray of its own, in which answers get lost if asked for (`--lost`), and prints what happened. Exits with 1 if
+anything was lost.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=10_000)
     parser.add_argument("--share", type=int, default=200, help="operations of one process before it is replaced")
     parser.add_argument("--restarts", type=int, default=5, help="how often the cache is killed")
-    parser.add_argument("--lost", type=float, default=0.01, help="share of Ray's calls whose answer is lost")
+    parser.add_argument("--lost", type=int, default=0, help="percent of Ray's calls whose answer is lost; each stalls")
     parser.add_argument("--deadline-s", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
