@@ -78,12 +78,12 @@ class RadixTree:
                 break
             path.append(child)
             run = child.data
-            if not data.startswith(run, pos, stop):
+            if not data.startswith(run, pos):
                 pos += self._common_bytes(data, pos, stop, run) // page * page
                 break
             pos += len(run)
             children = child.children
-        return path, pos // unit
+        return path, min(pos, stop) // unit  # the last run may match beyond where the walk stops
 
     @staticmethod
     def _common_bytes(data: bytes, pos: int, stop: int, run: bytes) -> int:
