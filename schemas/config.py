@@ -8,6 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from raydix.schemas.tenants import TenantConfig, check_tenants
+
 MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
 
 
@@ -110,6 +112,9 @@ with warnings.catch_warnings():
         pool: PoolConfig
         eviction: EvictionConfig = EvictionConfig()
         leases: LeaseConfig = LeaseConfig()
+        tenants: tuple[TenantConfig, ...] = Field(
+            default=(), description="namespaces with a floor or a cap of slots; kinds radix and mamba"
+        )
         events: bool = Field(
             default=False, description="tell of blocks that come and go; costs a hash of each page inserted"
         )
@@ -172,6 +177,13 @@ with warnings.catch_warnings():
         def _kind_tells_events(self) -> Self:
             if self.events and self.kind not in ("radix", "mamba", "chunk"):
                 raise ValueError(f"events are told by the kinds 'radix', 'mamba' and 'chunk', not by {self.kind!r}")
+            return self
+
+        @model_validator(mode="after")
+        def _kind_has_tenants(self) -> Self:
+            if self.tenants and self.kind not in ("radix", "mamba"):
+                raise ValueError(f"tenants are for kinds 'radix' and 'mamba', not {self.kind!r}")
+            check_tenants(self.tenants, self.pool.num_slots, self.page_size)
             return self
 
         @property

@@ -41,7 +41,7 @@ from raydix.schemas import (
     WriteKV,
 )
 
-COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions"}
+COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions", "owners"}
 
 
 class Scene(NamedTuple):
