@@ -75,8 +75,8 @@ class PoolExhausted(CacheError):
             else f"it can never fit: shorten the request or enlarge {size}"
         )
         share = "" if self.tenant is None else f" of the share of tenant {self.tenant!r}"
-        kept = f", {self.kept_slots} kept for other tenants" if self.kept_slots else ""
-        most = f": {'; '.join(map(str, self.owners))}" if self.owners else ""
+        kept = f"; {self.kept_slots} kept for other tenants" if self.kept_slots else ""
+        most = f": {', '.join(map(str, self.owners))}" if self.owners else ""
         return (
             f"needs {self.needed} {self.pool}{share}, but {self.free} are free and {self.evictable} evictable "
             f"({self.held_slots} held by {self.open_leases} leases{most}{kept}); {advice}"

@@ -16,5 +16,4 @@ class LeaseOwner(Message):
     oldest_s: float = Field(description="seconds since the oldest of them was granted")
 
     def __str__(self) -> str:
-        leases = "1 lease" if self.leases == 1 else f"{self.leases} leases"
-        return f"{self.owner}: {leases}, {self.slots} slots, up to {self.oldest_s:.0f} s old"
+        return f"{self.owner} {self.slots} slots by {self.leases}, up to {self.oldest_s:.0f} s old"
