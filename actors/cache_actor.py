@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.cache_host import CacheHost, local_device
 from raydix.actors.death_watch import DeathWatch
@@ -96,6 +97,10 @@ class PrefixCacheActor:
     async def pool_handle(self) -> PoolHandle:
         """How to reach the pool's tensors."""
         return self._host.exported.handle
+
+    async def placement(self) -> PlacementGroup | None:
+        """The placement group that this actor stands in, if it does."""
+        return get_current_placement_group()
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy KV out of the pool."""

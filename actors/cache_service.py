@@ -14,6 +14,7 @@ from raydix.actors.core_factory import build_core
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.ghost import Ghost
+from raydix.actors.loop_lag import LoopLag
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
 from raydix.actors.session_table import Session
@@ -79,6 +80,7 @@ class CacheService:
         self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
         self.sessions = self.keeper.sessions
         self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self.line.serve)
+        self.lag = LoopLag()
         self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
@@ -103,6 +105,7 @@ class CacheService:
             raise ConfigMismatch(f"the cache runs with another configuration: {self.config!r}")
         self.keeper.open(request)
         self.eviction_task.start()
+        self.lag.start()
         return SessionResponse(epoch=self.epoch, config=self.config)
 
     def close_session(self, request: CloseSession) -> None:
@@ -157,6 +160,7 @@ class CacheService:
         self.keeper.close_all(CacheUnavailable(_SHUT_DOWN))
         if self.feed is not None:
             self.feed.close()
+        self.lag.stop()
         await self.eviction_task.stop()
 
     # ---------------------------------------------------------------- execution
@@ -248,6 +252,7 @@ class CacheService:
             probes=counters.probes,
             batches=self._batches,
             requests=self._requests,
+            loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
             swa=_pool_stats(core.swa_sizes()),
             state=_pool_stats(core.state_sizes()),

@@ -95,7 +95,7 @@ def test_a_running_cache_tells_what_others_hit() -> None:
             request(cache, str(place), prompt)
         real.append(cache.counters.tokens_reused / cache.counters.tokens_requested)
 
-    assert ghost.hit_rates(sizes) == pytest.approx(real, abs=0.02)
+    assert ghost.hit_rates(sizes) == pytest.approx(real, abs=0.03)
     assert real[-1] - real[0] > 0.05, "the sizes make no difference: the test shows nothing"
 
 
