@@ -189,7 +189,9 @@ with warnings.catch_warnings():
         @model_validator(mode="after")
         def _kind_has_a_ghost(self) -> Self:
             if self.ghost is not None and self.kind in ("chunk", "slots"):
-                raise ValueError(f"a ghost is of shared pages, as kinds 'radix', 'mamba' and 'trie' keep, not {self.kind!r}")
+                raise ValueError(
+                    f"a ghost is of shared pages, as kinds 'radix', 'mamba' and 'trie' keep, not {self.kind!r}"
+                )
             return self
 
         @property
