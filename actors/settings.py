@@ -127,7 +127,8 @@ def _tree(values: Mapping[Key, Any]) -> dict[str, Any]:
 
 def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | None) -> SettingsError:
     """The first of pydantic's complaints, with where its value stands and what to do."""
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])  # a key misspelt is missing
     key = tuple(str(part) for part in first["loc"])
     known = [each for each in places if each[: len(key)] == key or key[: len(each)] == each]
     place = places[min(known)] if key and known else str(path or "the settings")

@@ -12,7 +12,7 @@ from raydix.actors.cli import caches, check, explain, start, stats, stop
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.output import report_failure
 
-_COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "start": start.start,
     "list": caches.list_caches,
     "stats": stats.stats,
@@ -46,5 +46,5 @@ app = typer.Typer(
     epilog="Every command takes `--json`: one JSON document on stdout, nothing else. "
     "Exit status: 0 done, 1 failed or refused, 2 wrong usage or configuration, 3 no cluster or no such cache.",
 )
-for _name, _command in _COMMANDS.items():
+for _name, _command in COMMANDS.items():
     app.command(_name)(_command)

@@ -34,7 +34,7 @@ def show(value: Any, as_json: bool, render: Callable[[], RenderableType]) -> Non
     elif isinstance(text := render(), str):
         typer.echo(text)
     else:
-        console().print(text)
+        console().print(text, soft_wrap=True)  # what is to be copied stays on its line
 
 
 def table_of(*columns: str) -> Table:
@@ -52,7 +52,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 def console(stderr: bool = False) -> Console:
     """Where people read. Made anew, as stdout may be another one by now."""
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return Console(stderr=stderr, highlight=False)
 
 
 def report_failure(ctx: typer.Context, failure: Failure) -> None:
