@@ -12,7 +12,7 @@ _SMALLEST = 2  # times halved
 
 
 class Ghost:
-    """Follows a cache's requests, by `curve`, for pools from a quarter of its size to `GhostConfig.max_factor` times it.
+    """Follows a cache's requests, by `curve`, for pools from a quarter of its size to `max_factor` times it.
 
     Args:
         config: of the cache.

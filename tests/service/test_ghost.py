@@ -1,6 +1,5 @@
 """`stats().ghost` tells what pools of other sizes would have hit."""
 
-
 import pytest
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
