@@ -1,6 +1,6 @@
 """What travels between callers and a cache: messages, configuration, errors and statistics."""
 
-from raydix.schemas.config import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
+from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, PoolConfig
 from raydix.schemas.errors import (
     CacheBusy,
     CacheError,
@@ -69,7 +69,7 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
-from raydix.schemas.stats import CacheStats, EvictionTaskStats, PoolStats, TenantStats
+from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats, TenantStats
 from raydix.schemas.tenants import TenantConfig
 from raydix.schemas.tokens import TokenIds
 
@@ -102,6 +102,8 @@ __all__ = [
     "ExplainResponse",
     "ExtendRequest",
     "ExtendResponse",
+    "GhostConfig",
+    "GhostStats",
     "GrantRequest",
     "InsertRequest",
     "InsertResponse",

@@ -90,6 +90,15 @@ class LeaseConfig(_Config):
     )
 
 
+class GhostConfig(_Config):
+    """Which other sizes of the pool `stats().ghost` tells the hit rate of."""
+
+    max_factor: float = Field(default=8.0, ge=1, le=1024, description="the largest of them, in pools")
+    max_pages: int = Field(
+        default=16_384, ge=256, description="pages followed, 150 bytes each; a sample where that pool holds more"
+    )
+
+
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "validate"')  # a deprecated method of pydantic's own
 
@@ -119,6 +128,9 @@ with warnings.catch_warnings():
         )
         events: bool = Field(
             default=False, description="tell of blocks that come and go; costs a hash of each page inserted"
+        )
+        ghost: GhostConfig | None = Field(
+            default=None, description="tell what pools of other sizes would have hit; kinds radix, mamba and trie"
         )
         validate: bool = Field(  # type: ignore[assignment]
             default=False,
@@ -186,6 +198,14 @@ with warnings.catch_warnings():
             if self.tenants and self.kind not in ("radix", "mamba"):
                 raise ValueError(f"tenants are for kinds 'radix' and 'mamba', not {self.kind!r}")
             check_tenants(self.tenants, self.pool.num_slots, self.page_size)
+            return self
+
+        @model_validator(mode="after")
+        def _kind_has_a_ghost(self) -> Self:
+            if self.ghost is not None and self.kind in ("chunk", "slots"):
+                raise ValueError(
+                    f"a ghost is of shared pages, as kinds 'radix', 'mamba' and 'trie' keep, not {self.kind!r}"
+                )
             return self
 
         @property
