@@ -26,7 +26,14 @@ def check(counts: dict[str, Any], num_operations: int, num_restarts: int) -> Non
     """Work was done, things were killed, and what they left was read again."""
     assert counts["served"] >= num_operations / 2
     assert counts["caches killed"] == num_restarts
-    for happened in ("workers killed", "survivors", "cancelled", "CacheUnavailable", "tokens compared"):
+    for happened in (
+        "workers killed",
+        "survivors",
+        "cancelled",
+        "answers seen lost",
+        "CacheUnavailable",
+        "tokens compared",
+    ):
         assert counts[happened] > 0, happened
 
 
