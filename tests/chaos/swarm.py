@@ -2,7 +2,8 @@
 
     python tests/chaos/swarm.py --operations 10000
 
-It starts a Ray of its own in which answers get lost, and prints what happened. Exits with 1 if anything was lost.
+It starts a Ray of its own, in which answers get lost if asked for (`--lost`), and prints what happened. Exits with 1 if
+anything was lost.
 """
 
 from __future__ import annotations
@@ -123,8 +124,6 @@ class Swarm:
     async def run(self, num_operations: int, share: int, num_restarts: int) -> CacheStats:
         """Have so many operations done, `share` by a process at a time, and wait until nobody holds anything."""
         self._cache = await started_cache()
-        if os.environ.get("RAY_testing_rpc_failure"):
-            await self._lose_an_answer()
         self._left, self._restarts_left = num_operations, num_restarts
         places = [self._place(place, share) for place in range(NUM_ACTORS + NUM_PLAIN)]
         killers = [asyncio.create_task(self._kill_workers())]
@@ -164,16 +163,6 @@ class Swarm:
                 pid = self._pids.pop(self._rng.choice(list(self._pids)))
                 os.kill(pid, signal.SIGKILL)
                 self.counts["workers killed"] += 1
-
-    async def _lose_an_answer(self) -> None:
-        """See that answers do get lost while nothing else is wrong. Takes 2 s: so long Ray looks for them."""
-        for _ in range(5_000):
-            try:
-                await self._cache.noop.remote()
-            except ray.exceptions.ActorUnavailableError:
-                self.counts["answers seen lost"] += 1
-                return
-        raise AssertionError("Ray loses no answers")
 
     async def _kill_cache(self) -> None:
         while self._restarts_left:
@@ -216,7 +205,7 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=10_000)
     parser.add_argument("--share", type=int, default=200, help="operations of one process before it is replaced")
     parser.add_argument("--restarts", type=int, default=5, help="how often the cache is killed")
-    parser.add_argument("--lost", type=int, default=1, help="of a hundred calls, so many answers are lost by Ray")
+    parser.add_argument("--lost", type=int, default=0, help="percent of Ray's calls whose answer is lost; each stalls")
     parser.add_argument("--deadline-s", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()

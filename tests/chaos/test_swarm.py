@@ -1,4 +1,4 @@
-"""Nothing is lost on Ray while clients and the cache are killed, calls are cancelled and answers are lost."""
+"""Nothing is lost on Ray while clients and the cache are killed and calls are cancelled."""
 
 from __future__ import annotations
 
