@@ -49,6 +49,7 @@ CONFIG = CacheConfig(
     validate=True,
 )
 LOSSY = json.dumps({"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, "resp_failure_prob": 1}})
+MIN_LOST = 3
 ANYTHING = "anything"
 STOPPED_S = 1.5 * CONFIG.leases.session_ttl_s
 
@@ -76,8 +77,8 @@ class Swarm:
         self._cache: Any = None
 
     async def run(self, num_operations: int, num_kills: int, num_restarts: int) -> CacheStats:
-        """Go on until so many were served and all that should happen has happened; then all is given back."""
-        self._cache = await start_cache_async(CONFIG, name=CACHE, num_gpus=0)
+        """Go on until so many requests were served and all that should happen did; then all is given back."""
+        self._cache = await start_cache_async(CONFIG, name=CACHE, num_gpus=0, timeout_s=300)
         async with asyncio.TaskGroup() as group:
             for place in range(NUM_PLACES):
                 group.create_task(self._occupy(place))
@@ -89,6 +90,7 @@ class Swarm:
             ]
             await asyncio.gather(*killers)
             await self._until(lambda: self.board.sums()["served"] >= num_operations)
+            await self._until(lambda: self.board.sums()["answers lost"] >= MIN_LOST)
             async with PrefixCacheClient(self._cache) as client:
                 await self._stop(client)
                 await self._given_back(client, "working", num_sessions=1 + len(self._working))
