@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.cache_host import CacheHost, local_device
 from raydix.actors.death_watch import DeathWatch
+from raydix.actors.watched_actor import check_watchable
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -68,6 +70,8 @@ class PrefixCacheActor:
 
     async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
         """Open a client's session, which ends with the actor that owns it, if one does."""
+        if owner is not None:
+            check_watchable(owner)
         response = self._host.service.open_session(request)
         if owner is not None:
             self._watch.watch(owner, request.session_id)
@@ -96,6 +100,10 @@ class PrefixCacheActor:
     async def pool_handle(self) -> PoolHandle:
         """How to reach the pool's tensors."""
         return self._host.exported.handle
+
+    async def placement(self) -> PlacementGroup | None:
+        """The placement group that this actor stands in, if it does."""
+        return get_current_placement_group()
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy KV out of the pool."""

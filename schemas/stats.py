@@ -59,6 +59,7 @@ class CacheStats(Message):
     probes: int
     batches: int
     requests: int = Field(description="requests carried by those batches")
+    loop_lag_ms: float = Field(description="the longest that the event loop was late within the last 5 to 10 s")
     eviction_task: EvictionTaskStats
     swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")
     state: PoolStats | None = Field(default=None, description="the recurrent states, if there are any")
