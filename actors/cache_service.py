@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from raydix.actors.core_factory import build_core
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
+from raydix.actors.ghost import Ghost
 from raydix.actors.loop_lag import LoopLag
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
@@ -85,6 +86,10 @@ class CacheService:
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
             self.core.tell_events(self.feed)
+
+        self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
+        if self.ghost is not None:
+            self.core.watches.append(self.ghost.curve)
 
     def _on_pressure(self) -> None:
         self.eviction_task.wake()
@@ -253,6 +258,7 @@ class CacheService:
             eviction_task=self.eviction_task.stats(),
             swa=_pool_stats(core.swa_sizes()),
             state=_pool_stats(core.state_sizes()),
+            ghost=None if self.ghost is None else self.ghost.stats(),
         )
 
 
