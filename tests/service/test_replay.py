@@ -31,7 +31,7 @@ def test_a_trace_made_by_hand_gives_exact_counts(where: list[str], trace: Path, 
 
 
 def test_every_combination_stands_in_the_table_side_by_side(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path, [(600, [1, 9]), (512, [2]), (600, [1, 9]), (512, [3]), (512, [1])])
+    trace = write_trace(tmp_path, [(600, [1, 9]), (512, [2]), (512, [1]), (512, [3]), (600, [1, 9])])
     sweep = ("--capacity", 1024, "--capacity", 4096, "--policy", "lru", "--policy", "mru", "--page-size", 512)
 
     rows = run_json("replay", trace, *sweep, "--page-size", 64)
