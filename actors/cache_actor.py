@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.cache_host import CacheHost, local_device
 from raydix.actors.death_watch import DeathWatch
+from raydix.actors.watched_actor import check_watchable
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -69,6 +70,8 @@ class PrefixCacheActor:
 
     async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
         """Open a client's session, which ends with the actor that owns it, if one does."""
+        if owner is not None:
+            check_watchable(owner)
         response = self._host.service.open_session(request)
         if owner is not None:
             self._watch.watch(owner, request.session_id)

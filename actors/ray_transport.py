@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError
+from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError, RaySystemError, RayTaskError
 
 from raydix.cache_core import KVPool
 from raydix.schemas import (
@@ -255,6 +255,9 @@ def from_ray(error: BaseException) -> CacheError:
         return CacheUnavailable(f"the cache does not answer: {error}")
     if isinstance(error, CacheError):
         return error
+    if isinstance(error, RayTaskError) and (isinstance(cause, RaySystemError) or not isinstance(cause, RayError)):
+        said = str(cause).strip() or type(cause).__name__
+        return CacheError(f"the cache could not read the call, or failed at it: {said.splitlines()[-1]}")
     text = str(error).strip() or type(error).__name__
     if (reason := _OWN_REASON.search(text)) is not None:  # it died of an error of its own
         return CacheUnavailable(reason.group(1))
