@@ -146,7 +146,7 @@ class RequestHandlers:
             return ExtendResponse(num_slots=lease.num_slots, page_starts=added, swa_page_starts=self._window(lease))
 
         return self._admit(
-            session_id, request.lease_id, lease.key, request.num_slots, attempt, request.timeout_s, grows=lease
+            session_id, request.lease_id, lease.key, request.num_slots, attempt, request.timeout_s, grows=True
         )
 
     def _admit(
@@ -157,7 +157,7 @@ class RequestHandlers:
         num_tokens: int,
         attempt: Attempt,
         timeout_s: float | None,
-        grows: LeaseRecord | None = None,
+        grows: bool = False,
     ) -> Message:
         """Serve a request for a lease over so many tokens at once, or put it in line.
 
@@ -165,12 +165,9 @@ class RequestHandlers:
         it to end. So does one that stays within its tenant's floor, which others must make room for.
         """
         try:
-            if grows is not None:
-                self.core.check_growth(grows, num_tokens)
+            if grows or not len(self.line) or self._may_overtake(key, num_tokens):
                 return attempt()
             self.core.check_len(num_tokens, key)
-            if not len(self.line) or self._may_overtake(key, num_tokens):
-                return attempt()
             shortage = OutOfSlotsError(
                 num_tokens, self.core.free_slots, self.core.evictable_size(), self.core.num_slots
             )
@@ -180,9 +177,7 @@ class RequestHandlers:
             timeout_s = self._acquire_timeout_s
         if timeout_s == 0 or not shortage.can_ever_fit:
             raise self._refusal(key, shortage)
-        place = Place(
-            self.core.tenant_of(key.extra_key), grows is not None, partial(self.core.is_within_floor, key, num_tokens)
-        )
+        place = Place(self.core.tenant_of(key.extra_key), grows, partial(self.core.is_within_floor, key, num_tokens))
         ticket, position = self.line.join(
             session_id,
             lease_id,
@@ -202,7 +197,10 @@ class RequestHandlers:
         return self.line.wait_for_their_own() or self.core.is_within_floor(key, num_tokens)
 
     def _attempt_late(self, key: RadixKey, attempt: Attempt) -> Message:
-        """An attempt from the line: what else it may fail with than want of room is its caller's to hear."""
+        """An attempt from the line: what else it may fail with than want of room is its caller's to hear.
+
+        So is that there never can be room, which may show only now: others would wait behind it in vain.
+        """
         try:
             return attempt()
         except OutOfSlotsError as error:

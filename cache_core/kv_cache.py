@@ -148,14 +148,6 @@ class KVCache(LeasedCache):
             prefix_len = self.tree.peek_prefix(self._tree_key(key)).prefix_len
             self.room.check_window_capacity(num_pages - prefix_len // self.page_size)
 
-    def check_growth(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """Raise OutOfSlotsError if the pools have fewer slots than the lease needs to cover so many tokens."""
-        num_pages = -(-num_tokens // self.page_size)
-        self.room.check_capacity(num_pages)
-        if self.swa_allocator is not None and self.room.exceeds_window(num_pages):
-            held = int((self.swa_allocator.swa_starts(lease.private_starts) > 0).sum())
-            self.room.check_window_capacity(held + num_pages - len(lease.starts))
-
     def acquire(
         self,
         lease_id: str,
@@ -207,9 +199,12 @@ class KVCache(LeasedCache):
             self.room.check_pages(num_pages - len(match.starts))  # before a state is evicted in vain
             state_slot = self.room.take_state()
             private = self.room.take_pages(num_pages - len(match.starts))
-        except OutOfSlotsError:
+        except OutOfSlotsError as error:
             self.tree.dec_lock_ref(match.last_node, receipt)
-            raise
+            needed = error.needed + self.room.held_by_prefix(error.pool, match.prefix_len)
+            if needed <= error.capacity:
+                raise
+            raise OutOfSlotsError(needed, error.free, error.evictable, error.capacity, error.pool) from error
         lease = LeaseRecord(
             lease_id,
             session_id,
@@ -240,6 +235,9 @@ class KVCache(LeasedCache):
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
         self.room.check_capacity(num_pages)
+        if self.swa_allocator is not None and self.room.exceeds_window(num_pages):
+            held = np.count_nonzero(self.swa_allocator.swa_starts(lease.private_starts))
+            self.room.check_window_capacity(int(held) + num_pages - len(lease.starts))
         added = self.room.take_pages(num_pages - len(lease.starts))
         lease.starts = np.concatenate((lease.starts, added))
         lease.num_slots += num_tokens

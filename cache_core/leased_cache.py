@@ -147,10 +147,6 @@ class LeasedCache(ABC):
         """
 
     @abstractmethod
-    def check_growth(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """`check_len` for an open lease that is to cover so many tokens."""
-
-    @abstractmethod
     def acquire(
         self,
         lease_id: str,

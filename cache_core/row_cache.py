@@ -126,10 +126,6 @@ class RowCache(LeasedCache):
         """Raise LeaseRangeError if so many tokens do not fit into a row."""
         self._check_fits(num_tokens)
 
-    def check_growth(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """Raise LeaseRangeError if so many tokens do not fit into a row."""
-        self._check_fits(num_tokens)
-
     def _check_fits(self, num_tokens: int) -> None:
         if num_tokens > self.max_seq_len:
             raise LeaseRangeError(f"{num_tokens} tokens do not fit into a row: max_seq_len is {self.max_seq_len}")

@@ -69,11 +69,6 @@ class TenantKVCache(KVCache):
         with self.tenants.serving(key.extra_key):
             super().check_len(num_tokens, key)
 
-    def check_growth(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """`check_len` for a lease that is to cover so many tokens."""
-        with self.tenants.serving(lease.key.extra_key):
-            super().check_growth(lease, num_tokens)
-
     def acquire(
         self,
         lease_id: str,
