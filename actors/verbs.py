@@ -265,7 +265,7 @@ class CacheVerbs(HandoverVerbs):
         from raydix.actors.attached_pool import AttachedPool
 
         pool, _ = await self._ask_anew(lambda transport: AttachedPool.attach(self, transport, mapped))
-        self._pools.add(pool)
+        self._writers.pools.add(pool)
         return pool
 
     # ---------------------------------------------------------------- parts
