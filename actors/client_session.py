@@ -241,12 +241,9 @@ class ClientSession:
     def _compensate(self, request: Undo) -> None:
         """Undo what may have been granted to a caller who is gone."""
         if self._ready:
-            self._see_compensated(request, self._transport.submit(request))
-
-    def _see_compensated(self, request: Undo, future: asyncio.Future[Message]) -> None:
-        """See to it that the cache is told, though whoever asked for it does not wait."""
-        self._compensations.add(future)
-        future.add_done_callback(partial(self._note_compensated, request))
+            future = self._transport.submit(request)
+            self._compensations.add(future)
+            future.add_done_callback(partial(self._note_compensated, request))
 
     def _note_compensated(self, request: Undo, future: asyncio.Future[Message]) -> None:
         self._compensations.discard(future)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -24,9 +25,18 @@ class Message(BaseModel):
 
 def _restore(model: type[M], *values: Any) -> M:
     message = model.__new__(model)
-    fields = model.model_fields
-    object.__setattr__(message, "__dict__", dict(zip(fields, values, strict=True)))
-    object.__setattr__(message, "__pydantic_fields_set__", set(fields))
-    object.__setattr__(message, "__pydantic_extra__", None)
-    object.__setattr__(message, "__pydantic_private__", None)
+    fields, are_set = _fields(model)
+    _set(message, "__dict__", dict(zip(fields, values, strict=True)))
+    _set(message, "__pydantic_fields_set__", are_set)
+    _set(message, "__pydantic_extra__", None)
+    _set(message, "__pydantic_private__", None)
     return message
+
+
+_set = object.__setattr__
+
+
+@cache
+def _fields(model: type[Message]) -> tuple[tuple[str, ...], set[str]]:
+    """A model's fields in order, and as the set that all its messages share."""
+    return tuple(model.model_fields), set(model.model_fields)

@@ -15,13 +15,15 @@ from cache_kinds import NUM_LAYERS
 from cache_under_test import CacheUnderTest, Pages, small_config
 from pydantic import ValidationError
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, connect, start_cache
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, connect, start_cache, wire
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import (
     Ack,
     AcquireRequest,
     Batch,
+    BatchResponse,
     CacheConfig,
+    CacheError,
     CacheUnavailable,
     EvictionConfig,
     ExtendRequest,
@@ -422,20 +424,19 @@ class Wire:
             host = self._cache._host
             match method:
                 case "execute":
-                    return await host.service.execute_in_turn(messages)  # type: ignore[arg-type]
+                    return await host.service.execute_in_turn(*messages)  # type: ignore[arg-type]
                 case "wait":
                     return await host.service.wait(*messages)  # type: ignore[arg-type]
             return getattr(host, method)(*messages)
         from raydix.actors.ray_transport import call
 
+        if method == "execute":
+            return wire.unpack(BatchResponse, await call(self._cache.execute, *wire.pack_parts(*messages)))
         return await call(getattr(self._cache, method), *messages)
 
     async def execute(self, *requests: Any, **changed: Any) -> tuple[Any, ...]:
         given = {"session_id": self.session_id, "epoch": self.epoch, "requests": requests} | changed
         return (await self._call("execute", Batch.model_construct(**given, seq=0, after=0))).responses
-
-    async def execute_nothing(self) -> None:
-        await self._call("execute")
 
     async def wait(self, ticket: int, **changed: Any) -> Any:
         given = {"session_id": self.session_id, "epoch": self.epoch, "ticket": ticket} | changed
@@ -481,9 +482,10 @@ async def test_messages_of_an_unknown_session_are_refused(scene: Scene) -> None:
         await Wire(scene.cache).execute(ReleaseRequest(lease_id=scene.lease.lease_id), session_id="nobody")
 
 
-async def test_a_batch_of_no_parts_is_refused(scene: Scene) -> None:
-    with pytest.raises(InvalidRequest, match="at least one part"):
-        await Wire(scene.cache).execute_nothing()
+@pytest.mark.parametrize("parts", [(), (b"",), (b"torn",), (wire.pack(Ack()),)], ids=["none", "empty", "torn", "Ack"])
+async def test_a_batch_that_is_torn_or_none_at_all_is_refused(parts: tuple[bytes, ...]) -> None:
+    with pytest.raises(CacheError, match=r"torn|Ack where Batch was due"):
+        wire.unpack(Batch, *parts)
 
 
 async def test_a_ticket_that_stands_in_no_line_is_refused(scene: Scene) -> None:
