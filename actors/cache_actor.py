@@ -81,6 +81,7 @@ class PrefixCacheActor:
         """A sign of life; takes `stay_s`, so that the client notices at once if its session ends, or this actor."""
         await self._host.service.heartbeat(request, stay_s)
 
+    @ray.method(enable_task_events=False)
     async def execute(self, *parts: bytes) -> bytes:
         """Execute a packed batch of requests in order, once those before it have been; a packed `BatchResponse`."""
         return wire.pack(await self._host.service.execute_in_turn(wire.unpack(Batch, *parts)))
