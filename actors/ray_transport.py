@@ -13,7 +13,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError
@@ -61,16 +61,7 @@ _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
 T = TypeVar("T")
 
 
-class Entry(NamedTuple):
-    """A request that waits for its answer."""
-
-    request: Message
-    future: asyncio.Future[Message]
-    note: Note | None
-
-    @property
-    def is_given_up(self) -> bool:
-        return self.note is None and self.future.cancelled()
+Entry = tuple[Message, "asyncio.Future[Message]", Note | None]
 
 
 class RayTransport:
@@ -119,10 +110,10 @@ class RayTransport:
     def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
         if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, _ALWAYS_QUEUED):
             raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", _RETRY_AFTER_S)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Message] = loop.create_future()
-        self._queue.append(Entry(request, future, note))
-        self._schedule_pump()
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._queue.append((request, future, note))
+        if not self._pump_scheduled:
+            self._schedule_pump()
         return future
 
     def _schedule_pump(self) -> None:
@@ -148,7 +139,7 @@ class RayTransport:
     async def _send(self, entries: list[Entry], seq: int, after: int) -> None:
         outcomes: Sequence[Any] = [CacheUnavailable("the request was given up on its way")] * len(entries)
         try:
-            requests = tuple([entry.request for entry in entries])
+            requests = tuple([request for request, _, _ in entries])
             batch = Batch.model_construct(
                 session_id=self.session_id, epoch=self.epoch, requests=requests, seq=seq, after=after
             )
@@ -162,8 +153,8 @@ class RayTransport:
             outcomes = [CacheError(f"internal error of the client: {type(error).__name__}: {error}")] * len(entries)
         finally:
             del self._in_flight[seq]
-            for entry, outcome in zip(entries, outcomes, strict=True):
-                settle(entry.future, entry.note, outcome)
+            for (_, future, note), outcome in zip(entries, outcomes, strict=True):
+                settle(future, note, outcome)
         self._schedule_pump()
 
     def _next_entries(self, limit: int) -> list[Entry]:
@@ -171,7 +162,8 @@ class RayTransport:
         entries: list[Entry] = []
         while self._queue and len(entries) < limit:
             entry = self._queue.popleft()
-            if not entry.is_given_up:
+            _, future, note = entry
+            if note is not None or not future.cancelled():
                 entries.append(entry)
         return entries
 

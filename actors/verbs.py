@@ -275,7 +275,9 @@ class CacheVerbs(HandoverVerbs):
     async def _lease(self, request: AcquireRequest | LockRequest) -> Lease:
         try:
             response, transport = await self._call_anew(request)
-            granted = expect(LeaseResponse, await self._admitted(response, transport))
+            if not isinstance(response, LeaseResponse):
+                response = await self._admitted(response, transport)
+            granted = expect(LeaseResponse, response)
         except (asyncio.CancelledError, CacheUnavailable):
             self._compensate(AbortRequest(lease_id=request.lease_id))
             raise

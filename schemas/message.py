@@ -20,10 +20,11 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), *self.__dict__.values())
+        return restore, (type(self), *self.__dict__.values())
 
 
-def _restore(model: type[M], *values: Any) -> M:
+def restore(model: type[M], *values: Any) -> M:
+    """A message of all its fields' values, in order, which are taken as they are."""
     message = model.__new__(model)
     fields, are_set = _fields(model)
     _set(message, "__dict__", dict(zip(fields, values, strict=True)))
