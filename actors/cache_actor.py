@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
-from raydix.actors import wire
 from raydix.actors.cache_host import CacheHost, local_device
 from raydix.actors.death_watch import DeathWatch
+from raydix.actors.watched_actor import check_watchable
 from raydix.schemas import (
-    Batch,
     CacheConfig,
     CacheStats,
     CacheUnavailable,
@@ -68,6 +68,8 @@ class PrefixCacheActor:
 
     async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
         """Open a client's session, which ends with the actor that owns it, if one does."""
+        if owner is not None:
+            check_watchable(owner)
         response = self._host.service.open_session(request)
         if owner is not None:
             self._watch.watch(owner, request.session_id)
@@ -84,7 +86,7 @@ class PrefixCacheActor:
     @ray.method(enable_task_events=False)
     async def execute(self, *parts: bytes) -> bytes:
         """Execute a packed batch of requests in order, once those before it have been; a packed `BatchResponse`."""
-        return wire.pack(await self._host.service.execute_in_turn(wire.unpack(Batch, *parts)))
+        return await self._host.service.execute_packed(*parts)
 
     async def wait(self, request: WaitRequest) -> Message:
         """Wait for the outcome of a request that stands in line."""
@@ -97,6 +99,10 @@ class PrefixCacheActor:
     async def pool_handle(self) -> PoolHandle:
         """How to reach the pool's tensors."""
         return self._host.exported.handle
+
+    async def placement(self) -> PlacementGroup | None:
+        """The placement group that this actor stands in, if it does."""
+        return get_current_placement_group()
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy KV out of the pool."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from raydix.actors.cache_service import CacheService
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.pool_export import ExportedPool
+from raydix.actors.typed_messages import arrived
 from raydix.cache_core import UnknownLeaseError
 from raydix.schemas import (
     CacheConfig,
@@ -42,7 +43,7 @@ class CacheHost:
             UnknownLease: no such open lease of that session.
             InvalidRequest: the lease does not cover all of the slots.
         """
-        self._check(request, private=False)
+        self._check(arrived(ReadKV, request), private=False)
         slots = torch.from_numpy(request.slots.copy())
         k, v = self.exported.pool.read_all(slots, self.service.core.swa_slots(slots))
         return KVResponse(k=_to_bytes(k), v=_to_bytes(v))
@@ -54,7 +55,7 @@ class CacheHost:
             UnknownLease: no such open lease of that session.
             InvalidRequest: the lease does not hold all of the slots privately, or the sizes do not fit.
         """
-        self._check(request, private=True)
+        self._check(arrived(WriteKV, request), private=True)
         layout = self.exported.layout
         shape = (layout.num_layers, len(request.slots), layout.num_kv_heads)
         k = _from_bytes(request.k, (*shape, layout.head_dim), layout.dtype)

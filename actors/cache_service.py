@@ -10,12 +10,16 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from raydix.actors import wire
 from raydix.actors.core_factory import build_core
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
+from raydix.actors.ghost import Ghost
+from raydix.actors.loop_lag import LoopLag
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
 from raydix.actors.session_table import Session
+from raydix.actors.typed_messages import arrived, seconds
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import KVPool
 from raydix.cache_core.leased_cache import PoolSizes
@@ -78,10 +82,15 @@ class CacheService:
         self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
         self.sessions = self.keeper.sessions
         self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self.line.serve)
+        self.lag = LoopLag()
         self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
             self.core.tell_events(self.feed)
+
+        self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
+        if self.ghost is not None:
+            self.core.watches.append(self.ghost.curve)
 
     def _on_pressure(self) -> None:
         self.eviction_task.wake()
@@ -94,15 +103,17 @@ class CacheService:
             raise CacheUnavailable(_SHUT_DOWN)
         if self._handlers.draining:
             raise CacheUnavailable(DRAINING)
+        arrived(OpenSession, request)
         if request.config_digest not in (None, self.config.digest()):
             raise ConfigMismatch(f"the cache runs with another configuration: {self.config!r}")
         self.keeper.open(request)
         self.eviction_task.start()
+        self.lag.start()
         return SessionResponse(epoch=self.epoch, config=self.config)
 
     def close_session(self, request: CloseSession) -> None:
         """End a session with all its leases; no effect if it is not open."""
-        self.keeper.close(request.session_id)
+        self.keeper.close(arrived(CloseSession, request).session_id)
 
     async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
         """A client lives. Takes `stay_s`.
@@ -110,7 +121,8 @@ class CacheService:
         Raises:
             CacheError: its session is over, or ends meanwhile.
         """
-        if await self.keeper.ends_within(self.session(request.session_id, request.epoch), stay_s):
+        arrived(SessionRef, request)
+        if await self.keeper.ends_within(self.session(request.session_id, request.epoch), seconds(stay_s)):
             self.session(request.session_id, request.epoch)
 
     def _after_session(self) -> None:
@@ -134,14 +146,14 @@ class CacheService:
             raise StaleEpoch(epoch, self.epoch)
         return self.sessions.heard_of(session_id)
 
-    async def drain(self, seconds: float) -> int:
+    async def drain(self, drain_s: float) -> int:
         """Refuse new sessions, new leases, growing ones and all who wait for room, for good.
 
-        Open leases can be read, published and ended: returns when none is left, or after `seconds`, how many are.
+        Open leases can be read, published and ended: returns when none is left, or after `drain_s`, how many are.
         """
+        deadline = time.monotonic() + seconds(drain_s)
         self._handlers.draining = True
         self.line.refuse_all(CacheUnavailable(DRAINING))
-        deadline = time.monotonic() + seconds
         while len(self.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
             await asyncio.sleep(_DRAIN_POLL_S)
         return len(self.core.leases)
@@ -152,9 +164,14 @@ class CacheService:
         self.keeper.close_all(CacheUnavailable(_SHUT_DOWN))
         if self.feed is not None:
             self.feed.close()
+        self.lag.stop()
         await self.eviction_task.stop()
 
     # ---------------------------------------------------------------- execution
+
+    async def execute_packed(self, *parts: bytes) -> bytes:
+        """Execute a numbered batch that a call brought; a packed `BatchResponse`."""
+        return wire.pack(await self.execute_in_turn(arrived(Batch, wire.unpack(*parts))))
 
     async def execute_in_turn(self, batch: Batch) -> BatchResponse:
         """Execute a numbered batch after the one that it names."""
@@ -194,7 +211,7 @@ class CacheService:
 
     async def wait(self, request: WaitRequest) -> Message:
         """The outcome of a request that was put in line."""
-        session = self.session(request.session_id, request.epoch)
+        session = self.session(arrived(WaitRequest, request).session_id, request.epoch)
         return await self.line.outcome(session.session_id, request.ticket)
 
     async def next_events(self, request: NextEvents) -> KVEventBatch:
@@ -203,7 +220,7 @@ class CacheService:
         Raises:
             InvalidRequest: this cache tells no events.
         """
-        self.session(request.session_id, request.epoch)
+        self.session(arrived(NextEvents, request).session_id, request.epoch)
         if self.feed is None:
             raise InvalidRequest(_NO_EVENTS)
         return await self.feed.next_batch(request.after_seq, request.timeout_s)
@@ -241,9 +258,11 @@ class CacheService:
             probes=counters.probes,
             batches=self._batches,
             requests=self._requests,
+            loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
             swa=_pool_stats(core.swa_sizes()),
             state=_pool_stats(core.state_sizes()),
+            ghost=None if self.ghost is None else self.ghost.stats(),
         )
 
 

@@ -16,10 +16,11 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError
+from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError, RaySystemError, RayTaskError
 
 from raydix.actors import wire
 from raydix.actors.transport import Note, settle
+from raydix.actors.typed_messages import expect
 from raydix.cache_core import KVPool
 from raydix.schemas import (
     AbortRequest,
@@ -144,7 +145,7 @@ class RayTransport:
                 session_id=self.session_id, epoch=self.epoch, requests=requests, seq=seq, after=after
             )
             answer = await self._noting_loss(call(self._actor.execute, *wire.pack_parts(batch)))
-            outcomes = wire.unpack(BatchResponse, answer).responses
+            outcomes = expect(BatchResponse, wire.unpack(answer)).responses
             assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
         except CacheError as error:
             outcomes = [error] * len(entries)
@@ -221,6 +222,9 @@ def from_ray(error: BaseException) -> CacheError:
         return CacheUnavailable(f"the cache does not answer: {error}")
     if isinstance(error, CacheError):
         return error
+    if isinstance(error, RayTaskError) and (isinstance(cause, RaySystemError) or not isinstance(cause, RayError)):
+        said = str(cause).strip() or type(cause).__name__
+        return CacheError(f"the cache could not read the call, or failed at it: {said.splitlines()[-1]}")
     text = str(error).strip() or type(error).__name__
     if (reason := _OWN_REASON.search(text)) is not None:  # it died of an error of its own
         return CacheUnavailable(reason.group(1))

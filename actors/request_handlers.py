@@ -49,7 +49,7 @@ from raydix.schemas import (
     WithdrawRequest,
     unframe_namespace,
 )
-from raydix.schemas.message import restore
+from raydix.schemas.message import Malformed, restore
 
 DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _TAKING = (AcquireRequest, LockRequest, ExtendRequest)
@@ -96,7 +96,8 @@ class RequestHandlers:
         """The response to one request of a session, or the error that it failed with."""
         verb = self._verbs.get(type(request))
         if verb is None:
-            return InvalidRequest(f"{type(request).__name__} is not a verb of this cache")
+            is_torn = isinstance(request, Malformed)
+            return InvalidRequest(str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache")
         if self.draining and isinstance(request, _TAKING):
             return CacheUnavailable(DRAINING)
         try:
@@ -250,6 +251,8 @@ class RequestHandlers:
 
     def _retire(self, session_id: str, request: RetireRequest) -> RetireResponse:
         wanted = (request.extra_key, request.lora_id, request.cache_salt)
+        if wanted == (None, None, None):
+            raise InvalidRequest("name at least one of extra_key, lora_id and cache_salt; reset() retires everything")
 
         def is_meant(namespace: str | None) -> bool:
             fields = (None, None, None) if namespace is None else unframe_namespace(namespace)

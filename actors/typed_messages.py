@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from raydix.schemas import CacheError, InvalidRequest, Message
+from raydix.schemas.message import Malformed, first_fault
 
 M = TypeVar("M", bound=Message)
 
@@ -16,12 +17,34 @@ def build(model: type[M], **fields: Any) -> M:
     try:
         return model(**fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidRequest(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise InvalidRequest(first_fault(error)) from None
 
 
-def expect(model: type[M], response: Message) -> M:
+def arrived(model: type[M], message: object) -> M:
+    """What a call brought, if it is what the call takes.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if isinstance(message, model):
+        return message
+    if isinstance(message, Malformed):
+        raise InvalidRequest(str(message))
+    raise InvalidRequest(f"this call takes a {model.__name__}, not {type(message).__name__}")
+
+
+def seconds(given: object) -> float:
+    """A duration that a call brought, if it is one.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < float("inf"):
+        return given
+    raise InvalidRequest(f"this call takes a finite number of seconds, not {given!r}")
+
+
+def expect(model: type[M], response: object) -> M:
     """The response, if it is of the model that was due."""
     if not isinstance(response, model):
         raise CacheError(f"the cache answered {type(response).__name__} where {model.__name__} was due")

@@ -219,8 +219,6 @@ class CacheVerbs(HandoverVerbs):
         Raises:
             InvalidRequest: no field is given: `reset()` retires everything.
         """
-        if extra_key is None and lora_id is None and cache_salt is None:
-            raise InvalidRequest("name at least one of extra_key, lora_id and cache_salt; reset() retires everything")
         _namespace(extra_key, lora_id, cache_salt)
         request = build(RetireRequest, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
         return expect(RetireResponse, await self._call(request))

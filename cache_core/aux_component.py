@@ -33,6 +33,9 @@ class AuxComponent(ABC):
         """A judge for one walk: called for each node from the top with how many of its tokens match, it says whether
         a match may end there."""
 
+    def add(self, leaf: TreeNode, live: bool) -> None:  # noqa: B027 -- states come by themselves
+        """A new, unlocked leaf came into the tree; `live`: with window KV."""
+
     @abstractmethod
     def touch(self, end: TreeNode, now: int) -> None:
         """A match ends at `end`: what it uses was used now."""

@@ -32,9 +32,12 @@ __all__ = [
 Starts = NDArray[np.int64]  # the first slot of each page, in token order
 
 
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
 def no_slots() -> torch.Tensor:
-    """An empty row of slot indices."""
-    return torch.empty(0, dtype=torch.int64)
+    """An empty row of slot indices, always the same one."""
+    return _NO_SLOTS
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Which unlocked leaf of a radix tree goes first: small classes that only rank.
 
 Stamps are ticks of the cache's own clock, so equal operations have equal outcomes. Of equal ranks the node made first
-goes first.
+goes first. A leaf has nothing below it, so that its own uses are all there were.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LRU(EvictionPolicy):
 
     def rank(self, node: TreeNode) -> int:
         """Its last use."""
-        return node.last_access_time
+        return node.own_access_time
 
 
 class MRU(EvictionPolicy):
@@ -44,7 +44,7 @@ class MRU(EvictionPolicy):
 
     def rank(self, node: TreeNode) -> int:
         """Its last use, backwards."""
-        return -node.last_access_time
+        return -node.own_access_time
 
 
 class LFU(EvictionPolicy):
@@ -54,7 +54,7 @@ class LFU(EvictionPolicy):
 
     def rank(self, node: TreeNode) -> tuple[int, int]:
         """Its hits and its last use."""
-        return node.hit_count, node.last_access_time
+        return node.own_hits, node.own_access_time
 
 
 class FIFO(EvictionPolicy):
@@ -92,7 +92,7 @@ class SLRU(EvictionPolicy):
 
     def rank(self, node: TreeNode) -> tuple[int, int]:
         """Its segment and its last use."""
-        return int(node.hit_count >= self.hits), node.last_access_time
+        return int(node.own_hits >= self.hits), node.own_access_time
 
 
 class Priority(EvictionPolicy):
@@ -105,7 +105,7 @@ class Priority(EvictionPolicy):
 
     def rank(self, node: TreeNode) -> tuple[int, int]:
         """Its priority and its last use."""
-        return node.priority, node.last_access_time
+        return node.own_priority, node.own_access_time
 
 
 POLICIES: dict[str, type[EvictionPolicy]] = {

@@ -33,7 +33,7 @@ class EvictionQueue:
 
     def push(self, node: TreeNode) -> None:
         """A node became a candidate."""
-        assert node not in self, f"{node} stands in the queue"
+        assert node not in self._row and node not in self._late_keys, f"{node} stands in the queue"
         self._place(node, (self._rank(node), node.id))
 
     def _place(self, node: TreeNode, key: Key) -> None:

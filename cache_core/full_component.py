@@ -10,39 +10,42 @@ Rules, checked by `check`:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+import torch
 
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.retired_nodes import RetiredNodes
-from raydix.cache_core.slot_rows import Slots, expand_slots
+from raydix.cache_core.slot_rows import SLOT_BYTES, Row, expand_rows
 from raydix.cache_core.tree_node import TreeNode
 
 
-@dataclass(slots=True)
 class Victims:
     """Nodes that left the tree, with the slots they held: for the pool to take back."""
 
-    nodes: list[TreeNode] = field(default_factory=list)
-    rows: list[Slots] = field(default_factory=list)
-    num_tokens: int = 0
+    __slots__ = ("nodes", "num_tokens", "rows")
 
-    def add(self, node: TreeNode, slots: Slots | None) -> None:
-        """One more node and what it held."""
+    def __init__(self) -> None:
+        self.nodes: list[TreeNode] = []
+        self.rows: list[Row] = []
+        self.num_tokens = 0
+
+    def add(self, node: TreeNode, slots: Row | None, num_tokens: int) -> None:
+        """One more node, what it held, and for how many tokens."""
         assert slots is not None, f"{node} had been evicted before"
         self.nodes.append(node)
         self.rows.append(slots)
-        self.num_tokens += len(node)
+        self.num_tokens += num_tokens
 
     def in_pages(self, page_size: int) -> bool:
         """Whether every row names the first slots of its pages."""
-        return all(len(row) * page_size == len(node) for node, row in zip(self.nodes, self.rows, strict=True))
+        return sum(map(len, self.rows)) * page_size == self.num_tokens * SLOT_BYTES
 
-    def token_rows(self) -> list[Slots]:
-        """The rows with one slot per token."""
-        return [expand_slots(row, len(node)) for node, row in zip(self.nodes, self.rows, strict=True)]
+    def slots(self, page_size: int) -> torch.Tensor:
+        """One slot per token."""
+        return expand_rows(self.rows, self.nodes, self.num_tokens, page_size)
 
 
 class FullComponent:
@@ -58,45 +61,59 @@ class FullComponent:
 
     def add(self, leaf: TreeNode) -> None:
         """A new, unlocked leaf."""
-        assert leaf.parent is not None
-        self.evictable += len(leaf)
-        self._queue.discard(leaf.parent)
+        parent = leaf.parent
+        assert parent is not None
+        self.evictable += leaf.end - parent.end
+        if len(parent.children) == 1:  # it was a leaf until now
+            self._queue.discard(parent)
         self._queue.push(leaf)
 
     def touch(self, end: TreeNode) -> None:
         """A match or an insert ends at `end`: of what it went through, only that can be a leaf."""
-        self._queue.touch(end)
+        if not end.children:
+            self._queue.touch(end)
 
     def lock(self, node: TreeNode) -> None:
         """Lock a node and its ancestors. O(depth in nodes)."""
+        if not node.lock_ref and not node.children:
+            self._queue.discard(node)
         node.own_locks += 1
-        self._queue.discard(node)
-        while node.parent is not None:
-            if not node.lock_ref:
-                self.evictable -= len(node)
-                self.protected += len(node)
+        end, parent = node.end, node.parent
+        while parent is not None and not node.lock_ref:
+            node.lock_ref = 1
+            node, parent = parent, parent.parent
+        self.evictable -= end - node.end
+        self.protected += end - node.end
+        while parent is not None:
             node.lock_ref += 1
-            node = node.parent
+            node, parent = parent, parent.parent
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes)."""
         assert node.own_locks > 0, f"unlock of {node}"
+        leaf, end, parent = node, node.end, node.parent
         node.own_locks -= 1
-        leaf = node
-        while node.parent is not None:
+        while parent is not None and node.lock_ref == 1:
+            node.lock_ref = 0
+            node, parent = parent, parent.parent
+        self.evictable += end - node.end
+        self.protected -= end - node.end
+        while parent is not None:
             node.lock_ref -= 1
-            if not node.lock_ref:
-                self.evictable += len(node)
-                self.protected -= len(node)
-            node = node.parent
+            node, parent = parent, parent.parent
         if not leaf.lock_ref and not leaf.children:
             self._offer(leaf)
 
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
         victims = Victims()
-        while victims.num_tokens < num_tokens and (leaf := self.retired.pop() or self._queue.pop()) is not None:
-            self.take_out(leaf, victims)
+        while victims.num_tokens < num_tokens:
+            if (leaf := self.retired.pop()) is not None:
+                self.take_out(leaf, victims)
+            elif (leaf := self._queue.pop()) is not None:
+                self._remove(leaf, victims)
+            else:
+                break
         return victims
 
     def evict_retired(self, max_tokens: int | None) -> Victims:
@@ -123,13 +140,17 @@ class FullComponent:
 
     def take_out(self, leaf: TreeNode, victims: Victims) -> None:
         """Take an unlocked leaf out of the tree, with all it holds; its parent may be the next candidate."""
-        parent = leaf.parent
         self._queue.discard(leaf)
+        self._remove(leaf, victims)
+
+    def _remove(self, leaf: TreeNode, victims: Victims) -> None:
+        parent = leaf.parent
+        assert parent is not None
         for component in self._aux:
             component.on_remove(leaf)
-        assert parent is not None
-        victims.add(leaf, self._tree.remove_leaf(leaf))
-        self.evictable -= len(leaf)
+        num_tokens = leaf.end - parent.end
+        victims.add(leaf, self._tree.remove_leaf(leaf), num_tokens)
+        self.evictable -= num_tokens
         if not parent.children and not parent.lock_ref and parent.data:
             self._offer(parent)
 

@@ -206,7 +206,7 @@ class KVCache(LeasedCache):
         if state_slot is not None:
             lease.state_slot = state_slot
             self.room.load_state(match.last_node, state_slot)
-        self._count_grant(lease)
+        self._count_grant(lease, max_prefix_len)
         return lease
 
     def extend(self, lease_id: str, session_id: str, num_tokens: int) -> Starts:
@@ -271,6 +271,8 @@ class KVCache(LeasedCache):
             lease.starts[first : first + len(existing)] = existing
             self.room.note_published(lease.starts[first:stop], duplicates)
             lease.num_published_pages = stop
+            for watch in self.watches:
+                watch.published(lease)
         num_duplicates = len(duplicates) * page
         num_new = max(0, result.end - first * page) - num_duplicates
         self.counters.tokens_inserted += num_new

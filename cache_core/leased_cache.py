@@ -21,6 +21,7 @@ from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.quarantine import Quarantine
+from raydix.cache_core.request_watch import RequestWatch
 
 NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -55,6 +56,7 @@ class LeasedCache(ABC):
         leases: the open ones.
         quarantine: those of vanished sessions, whose private slots are withheld.
         counters: what has happened since the start.
+        watches: told of every request.
     """
 
     num_slots: int
@@ -64,6 +66,7 @@ class LeasedCache(ABC):
         self.leases = LeaseTable(remembered_leases)
         self.quarantine = Quarantine()
         self.counters = Counters()
+        self.watches: list[RequestWatch] = []
 
     # ---------------------------------------------------------------- sizes
 
@@ -244,6 +247,8 @@ class LeasedCache(ABC):
         return lease
 
     def _end(self, lease: LeaseRecord, vanished: bool = False) -> None:
+        for watch in self.watches:
+            watch.ended(lease)
         self.leases.remove(lease, expired=vanished)
         self._give_up_shared(lease)
         if vanished:
@@ -279,6 +284,8 @@ class LeasedCache(ABC):
         """Make everything unmatchable at once; leases keep their slots, but publish no more."""
         for lease in self.leases:
             lease.retired = True
+        for watch in self.watches:
+            watch.retired(lambda _: True)
         self._retire_all()
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
@@ -288,6 +295,8 @@ class LeasedCache(ABC):
         """
         for lease in self.leases:
             lease.retired = lease.retired or is_meant(lease.key.extra_key)
+        for watch in self.watches:
+            watch.retired(is_meant)
         return self._retire(is_meant)
 
     @abstractmethod
@@ -341,9 +350,11 @@ class LeasedCache(ABC):
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of the cache or of what it is made of is broken. O(everything)."""
 
-    def _count_grant(self, lease: LeaseRecord) -> None:
+    def _count_grant(self, lease: LeaseRecord, max_prefix_len: int | None = None) -> None:
         self.leases.add(lease)
         self.counters.acquires += 1
         self.counters.hits += lease.prefix_len > 0
         self.counters.tokens_requested += len(lease.key)
         self.counters.tokens_reused += lease.prefix_len
+        for watch in self.watches:
+            watch.granted(lease, max_prefix_len)

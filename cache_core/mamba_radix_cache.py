@@ -20,7 +20,7 @@ from raydix.cache_core.mamba_component import MambaComponent, StateSlots
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.tree_cache import SlotPool
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_node import TreeNode, uses_in
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 
@@ -79,7 +79,8 @@ class MambaRadixCache(WindowTreeCache):
     def full_lru(self) -> LRUList:
         """The nodes in order of use: a list for looking at, made anew. O(n log n)."""
         view = LRUList()
-        for node in sorted(self._state_nodes()):
+        uses = {node: use for top in self._all_tops() for node, use in uses_in(top).items()}
+        for node in sorted(self._state_nodes(), key=lambda node: (uses[node].last_access_time, node.end)):
             view.insert_mru(node)
         return view
 

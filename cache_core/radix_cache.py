@@ -77,7 +77,7 @@ class RadixCache(WindowTreeCache):
                 `prev_prefix_len` tokens are in the tree.
             StaleNodeError: `from_node` is no longer in the tree.
         """
-        fresh_from = self._aligned(swa_evicted_seqlen)
+        fresh_from = self._aligned(swa_evicted_seqlen) if swa_evicted_seqlen else 0
         return self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
@@ -87,4 +87,4 @@ class RadixCache(WindowTreeCache):
         gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim.
         """
-        return EvictResult(*self._evict(num_tokens, [swa_num_tokens] if self.supports_swa else []))
+        return EvictResult(*self._evict(num_tokens, (swa_num_tokens,) if self._aux else ()))

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from raydix.cache_core.errors import InvalidKeyError
 
 NARROW_LIMIT = 2**32
+_I4 = np.dtype("<i4")
+_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  # by bytes an id
 
 
 class RadixKey:
@@ -32,15 +34,12 @@ class RadixKey:
     __slots__ = ("arity", "data", "extra_key", "num_tokens", "unit", "width")
 
     def __init__(self, token_ids: Any, extra_key: str | None = None) -> None:
-        data, width, arity = _pack(token_ids)
-        self._set(data, width, arity, extra_key)
-
-    def _set(self, data: bytes, width: int, arity: int, extra_key: str | None) -> None:
+        data, width, arity = _pack_array(token_ids) if isinstance(token_ids, np.ndarray) else _pack(token_ids)
         self.data = data  # little-endian ids
         self.width = width  # bytes an id
         self.arity = arity  # ids of a tuple; 0: plain ids
-        self.unit = width * (arity or 1)  # bytes of one element
-        self.num_tokens = len(data) // self.unit
+        self.unit = unit = width * arity if arity else width  # bytes of one element
+        self.num_tokens = len(data) // unit
         self.extra_key = extra_key
 
     @classmethod
@@ -50,13 +49,15 @@ class RadixKey:
         `arity` is the number of ids in each tuple, 0 for plain ids. Nothing is copied or checked.
         """
         key = cls.__new__(cls)
-        key._set(data, width, arity, extra_key)
+        key.data, key.width, key.arity, key.extra_key = data, width, arity, extra_key
+        key.unit = width * (arity or 1)
+        key.num_tokens = len(data) // key.unit
         return key
 
     @property
     def ids(self) -> NDArray[Any]:
         """The ids, flat, as a read-only uint32 or uint64 array."""
-        return np.frombuffer(self.data, f"<u{self.width}")
+        return np.frombuffer(self.data, _UNSIGNED[self.width])
 
     @property
     def token_ids(self) -> list[int] | list[tuple[int, ...]]:
@@ -70,7 +71,7 @@ class RadixKey:
         """The same key at another width; narrowing is the caller's promise that every id fits."""
         if width == self.width:
             return self
-        return RadixKey.from_packed(self.ids.astype(f"<u{width}").tobytes(), width, self.extra_key, self.arity)
+        return RadixKey.from_packed(self.ids.astype(_UNSIGNED[width]).tobytes(), width, self.extra_key, self.arity)
 
     def bigrams(self) -> RadixKey:
         """The pairs of neighbouring ids of a plain key: n ids make n - 1 pairs."""
@@ -140,27 +141,25 @@ def _narrowed(key: RadixKey) -> RadixKey:
 
 def _pack(token_ids: Any) -> tuple[bytes, int, int]:
     """Packed ids, the bytes of an id, and the ids of a tuple (0: plain ids)."""
-    if isinstance(token_ids, np.ndarray):
-        return *_pack_array(token_ids), 0
     if isinstance(token_ids, torch.Tensor):
         if token_ids.is_floating_point() or token_ids.is_complex():
             raise InvalidKeyError(f"token ids must be integers, not {token_ids.dtype}: cast them first")
-        return *_pack_array(token_ids.detach().cpu().numpy()), 0
+        return _pack_array(token_ids.detach().cpu().numpy())
     if isinstance(token_ids, array):
-        return *_pack_array(np.asarray(token_ids)), 0
+        return _pack_array(np.asarray(token_ids))
     if isinstance(token_ids, RadixKey):
         return token_ids.data, token_ids.width, token_ids.arity
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
         raise InvalidKeyError(f"token ids must be a list, array or tensor, not {type(token_ids).__name__}")
     if len(token_ids) and isinstance(token_ids[0], tuple):
         return _pack_tuples(token_ids)
-    return *_pack_ints(token_ids), 0
+    return _pack_ints(token_ids)
 
 
-def _pack_ints(ids: Sequence[Any]) -> tuple[bytes, int]:
+def _pack_ints(ids: Sequence[Any], arity: int = 0) -> tuple[bytes, int, int]:
     for code, width in (("I", 4), ("Q", 8)):
         try:
-            return struct.pack(f"<{len(ids)}{code}", *ids), width
+            return struct.pack(f"<{len(ids)}{code}", *ids), width, arity
         except struct.error:
             continue
     raise InvalidKeyError("every token id must be an integer in [0, 2**64)")
@@ -170,14 +169,19 @@ def _pack_tuples(tuples: Sequence[Any]) -> tuple[bytes, int, int]:
     arity = len(tuples[0])
     if not 0 < arity < 256 or not all(isinstance(each, tuple) and len(each) == arity for each in tuples):
         raise InvalidKeyError("the tuples of a key must be of one length, between 1 and 255")
-    return *_pack_ints(list(chain.from_iterable(tuples))), arity
+    return _pack_ints(list(chain.from_iterable(tuples)), arity)
 
 
-def _pack_array(ids: NDArray[Any]) -> tuple[bytes, int]:
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InvalidKeyError(f"token ids must be a 1-D array of integers, not {ids.dtype} of shape {ids.shape}")
-    every_bit = int(np.bitwise_or.reduce(ids))  # one pass tells both: negative if any is, wide if any is
-    if every_bit < 0:
-        raise InvalidKeyError(f"token ids must not be negative: found {int(ids.min())}")
-    width = 8 if every_bit >= NARROW_LIMIT else 4
-    return ids.astype(f"<u{width}", copy=False).tobytes(), width
+def _pack_array(ids: NDArray[Any]) -> tuple[bytes, int, int]:
+    dtype = ids.dtype
+    if dtype is _I4 and ids.ndim == 1 and ids.size and ids.item(ids.argmin()) >= 0:  # the most usual
+        return ids.tobytes(), 4, 0
+    if ids.ndim != 1 or dtype.kind not in "iu":
+        raise InvalidKeyError(f"token ids must be a 1-D array of integers, not {dtype} of shape {ids.shape}")
+    width = 4
+    if ids.size:  # `argmin` and `argmax` cost a fraction of `min` and `max`
+        if dtype.kind == "i" and (lowest := ids.item(ids.argmin())) < 0:
+            raise InvalidKeyError(f"token ids must not be negative: found {lowest}")
+        if dtype.itemsize == 8 and ids.item(ids.argmax()) >= NARROW_LIMIT:
+            width = 8
+    return ids.astype(_UNSIGNED[width], copy=False).tobytes(), width, 0

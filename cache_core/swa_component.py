@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 
+import numpy as np
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent, Validator
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.explanation import Reason
-from raydix.cache_core.slot_rows import Slots, expand_slots, join_rows
+from raydix.cache_core.slot_rows import Slots, expand_row
 from raydix.cache_core.tree_node import TreeNode
 
 
@@ -78,12 +79,12 @@ class SwaComponent(AuxComponent):
 
         return may_end
 
-    def add(self, node: TreeNode, live: bool) -> None:
-        """A new, unlocked node."""
-        node.swa_tombstone = not live
+    def add(self, leaf: TreeNode, live: bool) -> None:
+        """A new, unlocked leaf: live, or a tombstone."""
+        leaf.swa_tombstone = not live
         if live:
-            self.evictable += len(node)
-            self._queue.push(node)
+            self.evictable += len(leaf)
+            self._queue.push(leaf)
 
     def heal(self, node: TreeNode) -> None:
         """A tombstone got fresh KV. Under a window lock it is held from now on."""
@@ -104,12 +105,12 @@ class SwaComponent(AuxComponent):
         self.evictable -= len(node)
         self.num_freed += len(node)
         assert node.slots is not None
-        self._dropped.append(expand_slots(node.slots, len(node)))
+        self._dropped.append(expand_row(node.slots, len(node)))
 
     def give_back(self) -> None:
         """Hand the window halves of new tombstones to the pool, in one call."""
         if self._dropped and self._free_swa is not None:
-            self._free_swa(torch.from_numpy(join_rows(self._dropped)))
+            self._free_swa(torch.from_numpy(np.concatenate(self._dropped)))
         self._dropped.clear()
 
     def touch(self, end: TreeNode, now: int) -> None:

@@ -1,34 +1,28 @@
-"""`TreeCache`: what the radix caches share beside matching: inserts, locks, eviction and hashes over one tree.
+"""`TreeCache`: what the radix caches share beside matches and inserts: locks, eviction and hashes over one tree.
 
-Rules, checked by `check_invariants` beside those of the tree and of each component:
+Rule, checked by `check_invariants` beside those of the tree and of each component:
 
-1. A node was used at least as recently as its children.
-2. A node has hashes only if its parent has, and one for each page.
-3. A node's priority is no lower than its children's.
+1. A node has hashes only if its parent has, and one for each page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
-from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
+from raydix.cache_core.base_prefix_cache import Starts
+from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.full_component import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
-from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import check_on_path, check_same_space
-from raydix.cache_core.slot_rows import Slots, as_slots, compact_slots, expand_slots, join_rows
+from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
 from raydix.cache_core.tree_format import format_tree
-from raydix.cache_core.tree_match import TreeMatch
+from raydix.cache_core.tree_insert import TreeInsert
 from raydix.cache_core.tree_node import TreeNode
-
-Take = Callable[[int, int], Slots]
 
 
 class SlotPool(Protocol):
@@ -38,16 +32,7 @@ class SlotPool(Protocol):
         """Take back slots, int64, whole pages of them, with whatever else hangs on them."""
 
 
-class Inserted(NamedTuple):
-    """What an insert found and made."""
-
-    prefix_len: int  # leading tokens that were in the tree before
-    resumed_at: int  # tokens before the node it resumed at
-    path: list[TreeNode]  # the nodes over [resumed_at, prefix_len)
-    last_node: TreeNode  # where the key ends
-
-
-class TreeCache(TreeMatch):
+class TreeCache(TreeInsert):
     """A radix tree with the full KV on its nodes, and what `aux` components add to them."""
 
     def __init__(
@@ -64,120 +49,6 @@ class TreeCache(TreeMatch):
         self.on_node_evict = on_node_evict
         self._free_pages = getattr(pool, "free_pages", None)
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
-        self._events: KVEventTeller | None = None
-
-    # ---------------------------------------------------------------- insert
-
-    def _insert_slots(
-        self,
-        key: RadixKey,
-        value: torch.Tensor | None,
-        prev_prefix_len: int,
-        fresh_from: int,
-        from_node: TreeNode | None,
-        priority: int,
-    ) -> InsertResult:
-        """`insert` with one slot per token in `value`."""
-        aligned = len(key) - len(key) % self.page_size
-        slots = as_slots(key, value, aligned)
-        if not aligned:
-            self._resume_node(key, from_node)
-            return InsertResult(0, self.root)
-
-        def take(start: int, stop: int) -> Slots:
-            return compact_slots(slots[start:stop], self.page_size)
-
-        done = self._insert(key, from_node, take, prev_prefix_len, fresh_from, priority)
-        duplicates = self._duplicates(slots, max(prev_prefix_len, done.resumed_at), done)
-        return InsertResult(done.prefix_len, done.last_node, False, duplicates)
-
-    def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0, priority: int = 0
-    ) -> PageInsert:
-        """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
-
-        The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
-        that differ from `existing`, page by page, stay the caller's to free.
-        """
-        if len(key) < self.page_size:
-            return PageInsert(0, 0, self.root, starts[:0])
-        page, resumed_at = self.page_size, from_node.end
-
-        def take(start: int, stop: int) -> Slots:
-            return starts[(start - resumed_at) // page : (stop - resumed_at) // page].copy()
-
-        done = self._insert(key, from_node, take, None, self._aligned(swa_evicted_seqlen), priority)
-        existing = join_rows([node.slots for node in done.path if node.slots is not None])
-        return PageInsert(done.prefix_len, done.last_node.end, done.last_node, existing)
-
-    def _aligned(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size) * self.page_size
-
-    def _insert(
-        self,
-        key: RadixKey,
-        from_node: TreeNode | None,
-        take: Take,
-        prev_prefix_len: int | None = None,
-        fresh_from: int = 0,
-        priority: int = 0,
-    ) -> Inserted:
-        """Insert the whole pages of `key`, of which there is at least one.
-
-        Args:
-            take: gives the tree its own row of the incoming slots of [start, stop).
-            prev_prefix_len: leading tokens whose slots are the tree's own, checked; None: those before `from_node`,
-                for which the caller answers.
-            fresh_from: incoming slots before this token bring full KV only.
-        """
-        node = self._resume_node(key, from_node)
-        query = self._tree.make_query(key, self._clock)
-        node = query.top if node is self.root else node
-        resumed_at = node.end
-        walk = self._tree.walk(query, node)
-        if prev_prefix_len is not None:
-            check_on_path(query, node)
-            if not 0 <= prev_prefix_len <= walk.end:
-                raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {walk.end} tokens are in the tree")
-        end = walk.end
-        path = self._touch_path(walk, node, priority)
-        path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
-        last_node = path[-1] if path else node
-        for start, stop, live in self._cuts(end, query.num_tokens, fresh_from):
-            leaf = self._tree.add_leaf(last_node, query, start, stop, take(start, stop), self._clock, priority)
-            self._adopt(leaf, live)
-            last_node = leaf
-        self._touch_end(last_node)
-        return Inserted(end, resumed_at, path, last_node)
-
-    def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
-        """Let nodes that lack something take it from the incoming slots; returns the path as it is then."""
-        return path
-
-    def _cuts(self, start: int, stop: int, fresh_from: int) -> list[tuple[int, int, bool]]:
-        """The new nodes over [start, stop): from, to, and whether they have all their KV."""
-        return [(start, stop, True)] if start < stop else []
-
-    def _adopt(self, leaf: TreeNode, live: bool) -> None:
-        """A new, unlocked leaf came into the tree."""
-        self._full.add(leaf)
-        if self._events is not None:
-            self._events.stored(leaf)
-
-    def _resume_node(self, key: RadixKey, from_node: TreeNode | None) -> TreeNode:
-        if from_node is None or from_node is self.root:
-            return self.root
-        self._check_live(from_node)
-        check_same_space(key, from_node)
-        return from_node
-
-    def _duplicates(self, slots: Slots, start: int, inserted: Inserted) -> torch.Tensor:
-        """The incoming slots from `start` on that are not those of the tree at the same place."""
-        if start >= inserted.prefix_len:
-            return no_slots()
-        incoming = slots[start : inserted.prefix_len]
-        held = self._expand(inserted.path)[start - inserted.resumed_at :]
-        return torch.from_numpy(incoming[incoming != held])
 
     # ---------------------------------------------------------------- locks
 
@@ -208,7 +79,8 @@ class TreeCache(TreeMatch):
             LockError: the node is not locked, or the receipt is missing, used, another lock's, or none was due.
         """
         receipt = swa_boundary_id if receipt is None else receipt
-        self._check_receipt(node, receipt)
+        if receipt is not None or self._aux:
+            self._check_receipt(node, receipt)
         if node is not self.root:
             self._check_locked(node)
             self._full.unlock(node)
@@ -225,11 +97,6 @@ class TreeCache(TreeMatch):
         if not node.own_locks:
             raise LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
 
-    def _check_live(self, node: TreeNode) -> None:
-        top = self._tree.tops.get((node.space.extra_key, node.space.arity))
-        if node.slots is None or top is None or top.space is not node.space:
-            raise StaleNodeError(f"{node} is no longer in the tree: match again")
-
     # ---------------------------------------------------------------- eviction
 
     def _evict(self, num_tokens: int, wanted: Sequence[int]) -> tuple[int, ...]:
@@ -239,10 +106,20 @@ class TreeCache(TreeMatch):
         A parent becomes a candidate when its last child has gone. Where a component's victim is an unlocked leaf, it
         goes whole; else it loses what the component has there, and what is of no use without it. O(log n) per victim.
         """
+        if not self._aux:
+            victims = self._full.evict(num_tokens)
+            self._give_back(victims)
+            return (victims.num_tokens,)
         before = [component.num_freed for component in self._aux]
         victims = self._full.evict(num_tokens)
-        for place, (component, want) in enumerate(zip(self._aux, wanted, strict=True)):
-            goal = before[place] + want
+        self._evict_aux(victims, [start + want for start, want in zip(before, wanted, strict=True)])
+        self._give_back(victims)
+        freed = (component.num_freed - start for component, start in zip(self._aux, before, strict=True))
+        return victims.num_tokens, *freed
+
+    def _evict_aux(self, victims: Victims, goals: Sequence[int]) -> None:
+        """Let each component give up its own until it has given up so much since the start."""
+        for place, (component, goal) in enumerate(zip(self._aux, goals, strict=True)):
             while component.num_freed < goal and (node := component.pop_victim()) is not None:
                 if not node.children and not node.lock_ref:
                     self._full.take_out(node, victims)
@@ -251,9 +128,6 @@ class TreeCache(TreeMatch):
                     each.drop(node)
         for component in self._aux:
             component.give_back()
-        self._give_back(victims)
-        freed = (component.num_freed - start for component, start in zip(self._aux, before, strict=True))
-        return victims.num_tokens, *freed
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
         """Free the unlocked nodes of retired namespaces, `max_tokens` or a node more of them; returns tokens."""
@@ -263,10 +137,10 @@ class TreeCache(TreeMatch):
             self._retired = [top for top in self._retired if top.slots is not None]
         return victims.num_tokens
 
-    def _give_back_slots(self, row: Slots, num_tokens: int) -> None:
+    def _give_back_slots(self, row: Row, num_tokens: int) -> None:
         """Hand the slots of one run to the pool."""
         if self.pool is not None:
-            self.pool.free(torch.from_numpy(expand_slots(row, num_tokens)))
+            self.pool.free(torch.from_numpy(expand_row(row, num_tokens)))
 
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
@@ -274,7 +148,7 @@ class TreeCache(TreeMatch):
             if self._free_pages is not None and victims.in_pages(self.page_size):
                 self._free_pages(join_rows(victims.rows))
             else:
-                self.pool.free(torch.from_numpy(join_rows(victims.token_rows())))
+                self.pool.free(victims.slots(self.page_size))
         if self._events is not None:
             self._events.removed(victims.nodes)
         if self._history is not None:
@@ -290,7 +164,7 @@ class TreeCache(TreeMatch):
         victims = Victims()
         for top in self._all_tops():
             for node in self._tree.nodes_below(top):
-                victims.add(node, node.slots)
+                victims.add(node, node.slots, len(node))
         for top in list(self._tree.tops.values()):
             self._tree.detach(top)
         for node in victims.nodes:
@@ -301,6 +175,7 @@ class TreeCache(TreeMatch):
                 component.forget(node)
             component.clear()
         self._retired.clear()
+        self._last_match = None
         if self._events is not None:
             self._events.cleared()
         self._give_back(victims)
@@ -360,7 +235,7 @@ class TreeCache(TreeMatch):
     def tree_starts(self) -> list[Starts]:
         """The page starts (or slots) of every node, matchable or retired. O(n)."""
         nodes = (node for top in self._all_tops() for node in self._tree.nodes_below(top))
-        return [node.slots for node in nodes if node.slots is not None]
+        return [unpack(node.slots) for node in nodes if node.slots is not None]
 
     def num_locks(self) -> int:
         """Locks taken and not given back. O(namespaces)."""
@@ -381,8 +256,6 @@ class TreeCache(TreeMatch):
         for node in nodes:
             parent = node.parent
             assert parent is not None
-            assert not parent.data or node.last_access_time <= parent.last_access_time, f"rule 1 at {node}"
-            assert not parent.data or node.priority <= parent.priority, f"rule 3 at {node}"
             if node.hash_values is not None:
-                assert not parent.data or parent.hash_values, f"rule 2 at {node}"
-                assert len(node.hash_values) * self.page_size == len(node), f"rule 2 at {node}"
+                assert not parent.data or parent.hash_values, f"rule 1 at {node}"
+                assert len(node.hash_values) * self.page_size == len(node), f"rule 1 at {node}"

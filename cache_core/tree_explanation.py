@@ -31,17 +31,16 @@ def _departure(tree: RadixTree, key: RadixKey, history: EvictionHistory | None) 
     """When and why what follows the match went, if that is remembered."""
     if history is None:
         return None
-    query = tree.find_query(key)
-    if query is None:
-        evicted = history.evicted((key.extra_key, key.arity), key.data[: tree.page_size * key.unit])
-        return _latest(evicted, history.retired(key.extra_key))
-    walk = tree.walk(query, query.top)
-    if walk.part is not None:
+    top, there = tree.find_space(key)
+    path, end = tree.walk(there, there.num_tokens, top) if top is not None else ([], 0)
+    if path and path[-1].end > end:
         return None
-    above = walk.path[-1] if walk.path else query.top
-    start = walk.end * query.unit
-    evicted = history.evicted(place_of(above), query.data[start : start + tree.page_size * query.unit])
-    return evicted if walk.path else _latest(evicted, history.retired(key.extra_key))
+    if path:
+        start = end * there.unit
+        return history.evicted(place_of(path[-1]), there.data[start : start + tree.page_size * there.unit])
+    first = there if there.num_tokens >= tree.page_size else key
+    evicted = history.evicted((key.extra_key, key.arity), first.data[: tree.page_size * first.unit])
+    return _latest(evicted, history.retired(key.extra_key))
 
 
 def _latest(*departures: Departure | None) -> Departure | None:
@@ -55,7 +54,7 @@ def _elsewhere(tree: RadixTree, key: RadixKey, full_len: int) -> Iterator[Elsewh
             return
         if extra_key == key.extra_key or arity != key.arity:
             continue
-        query = tree.find_query(RadixKey.from_packed(key.data, key.width, extra_key, key.arity))
-        prefix_len = tree.walk(query, query.top).end if query is not None else 0
+        top, there = tree.find_space(RadixKey.from_packed(key.data, key.width, extra_key, key.arity))
+        prefix_len = tree.walk(there, there.num_tokens, top)[1] if top is not None else 0
         if prefix_len > full_len:
             yield Elsewhere(extra_key, prefix_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_node import TreeNode, Use, uses_in
 
 _SHOWN = 8  # tokens and slots shown of a node
 
@@ -17,26 +17,25 @@ def format_tree(tops: Iterable[TreeNode], now: int) -> Iterator[str]:
     """
     for top in tops:
         yield f"namespace {top.space.extra_key!r}" + (f", tuples of {top.space.arity}" if top.space.arity else "")
+        uses = uses_in(top)
         stack = [(child, 1) for child in reversed(top.children.values())]
         while stack:
             node, depth = stack.pop()
-            yield "  " * depth + _line(node, now)
+            yield "  " * depth + _line(node, uses[node], now)
             stack.extend((child, depth + 1) for child in reversed(node.children.values()))
 
 
-def _line(node: TreeNode, now: int) -> str:
+def _line(node: TreeNode, use: Use, now: int) -> str:
     tokens = node.key.token_ids if node.key is not None else []
     slots = node.value.tolist() if node.value is not None else []
     locks = f" locked x{node.lock_ref}" if node.lock_ref else ""
     window = f" window x{node.swa_lock_ref}" if node.swa_lock_ref else ""
-    age = now - node.last_access_time
-    head = f"{_head(tokens)} len={len(node)} slots={_head(slots)}{locks}{window} hits={node.hit_count} age={age}"
+    used = f"hits={use.hit_count} age={now - use.last_access_time}" + (f" priority={use.priority}" * bool(use.priority))
+    head = f"{_head(tokens)} len={len(node)} slots={_head(slots)}{locks}{window} {used}"
     return f"{head}{''.join(_marks(node))} #{node.id}"
 
 
 def _marks(node: TreeNode) -> Iterator[str]:
-    if node.priority:
-        yield f" priority={node.priority}"
     if node.swa_tombstone:
         yield " tombstone"
     if isinstance(node, MambaTreeNode) and node.mamba_value is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, PageMatch, no_slots
 from raydix.cache_core.eviction_history import EvictionHistory
@@ -13,16 +11,19 @@ from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import RadixTree, Walk
-from raydix.cache_core.slot_rows import Slots, expand_slots, join_rows
+from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.slot_rows import expand_rows, join_rows
 from raydix.cache_core.tree_explanation import explain_absence
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_node import TreeNode, rows_of
 
 
 class TreeMatch(BasePrefixCache):
     """A radix tree with the full KV on its nodes, and what `aux` components add to them: the half that looks things up.
 
     Time is a logical clock: equal operations have equal outcomes.
+
+    Attributes:
+        root: the node above every namespace: where a miss ends. Locking it is a no-op.
     """
 
     def __init__(
@@ -33,14 +34,11 @@ class TreeMatch(BasePrefixCache):
         self.page_size = page_size
         self._aux = tuple(aux)  # each may go without those after it, none without those before
         self._tree = RadixTree(page_size, node_type)
+        self.root: TreeNode = self._tree.root
         self._full = FullComponent(self._tree, policy, self._aux)
         self._clock = 0
+        self._last_match: tuple[TreeNode, RadixKey] | None = None  # where the last one ended, and of what
         self._history: EvictionHistory | None = None
-
-    @property
-    def root(self) -> TreeNode:
-        """The node above every namespace: where a miss ends. Locking it is a no-op."""
-        return self._tree.root
 
     def match_prefix(self, key: RadixKey, priority: int = 0) -> MatchResult:
         """The longest cached prefix of `key` that can be used, floored to whole pages.
@@ -49,8 +47,9 @@ class TreeMatch(BasePrefixCache):
         that ends inside a node splits it. Costs a memcmp of the match and a lookup per node.
         """
         node, path, full_end = self._match(key, None, priority)
-        indices = torch.from_numpy(self._expand(path)) if path else no_slots()
-        return MatchResult(indices, node, node.end, self._branching(node.end, full_end), full_end)
+        end = node.end
+        indices = expand_rows(rows_of(path), path, end, self.page_size) if path else no_slots()
+        return MatchResult(indices, node, end, self._branching(end, full_end), full_end)
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """`match_prefix` of the first `limit` tokens, in pages.
@@ -58,20 +57,24 @@ class TreeMatch(BasePrefixCache):
         Only for caches whose slots were all inserted in whole pages of consecutive slots.
         """
         node, path, full_end = self._match(key, limit, priority)
-        starts = join_rows([each.slots for each in path if each.slots is not None])
-        return PageMatch(node.end, node, starts, full_end, self._branching(node.end, full_end))
+        end = node.end
+        return PageMatch(end, node, join_rows(rows_of(path)), full_end, self._branching(end, full_end))
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, but nothing changes. `last_node` is the deepest node matched wholly."""
-        query = self._tree.find_query(key)
-        if query is None:
+        top, key = self._tree.find_space(key)
+        if top is None:
             return MatchResult(no_slots(), self.root)
-        walk = self._tree.walk(query, query.top)
-        full_end, walk = walk.end, self._usable(walk)
-        last_node = walk.path[-1] if walk.path else self.root
-        path = walk.path if walk.part is None else [*walk.path, walk.part]
-        indices = torch.from_numpy(self._expand(path)[: walk.end])
-        return MatchResult(indices, last_node, walk.end, self._branching(walk.end, full_end), full_end)
+        path, full_end = self._tree.walk(key, key.num_tokens, top)
+        end = full_end
+        if self._aux:
+            path, end = self._usable(path, full_end)
+        if not path:
+            return MatchResult(no_slots(), self.root, 0, self._branching(0, full_end), full_end)
+        indices = expand_rows(rows_of(path), path, path[-1].end, self.page_size)[:end]
+        whole = path if path[-1].end == end else path[:-1]
+        last_node = whole[-1] if whole else self.root
+        return MatchResult(indices, last_node, end, self._branching(end, full_end), full_end)
 
     # ---------------------------------------------------------------- reasons
 
@@ -94,10 +97,11 @@ class TreeMatch(BasePrefixCache):
 
     def _obstacle(self, key: RadixKey) -> Reason:
         """Which component alone keeps a match furthest from what the full KV allows."""
-        query = self._tree.find_query(key)
-        assert query is not None, f"nothing of {key} is there"
+        top, key = self._tree.find_space(key)
+        assert top is not None, f"nothing of {key} is there"
+        path, end = self._tree.walk(key, key.num_tokens, top)
         return min(
-            (self._usable(self._tree.walk(query, query.top), [component]).end, place, component.reason)
+            (self._usable(path, end, [component])[1], place, component.reason)
             for place, component in enumerate(self._aux)
         )[2]
 
@@ -105,56 +109,60 @@ class TreeMatch(BasePrefixCache):
 
     def _match(self, key: RadixKey, limit: int | None, priority: int) -> tuple[TreeNode, list[TreeNode], int]:
         """Where the usable match ends, the nodes it uses, and how far the full KV alone would reach."""
-        query = self._tree.find_query(key, limit)
-        if query is None:
+        top, key = self._tree.find_space(key)
+        if top is None:
             return self.root, [], 0
-        walk = self._tree.walk(query, query.top)
-        full_end, walk = walk.end, self._usable(walk)
-        path = self._touch_path(walk, query.top, priority)
-        for node in path:
-            node.hit_count += 1
-        end = path[-1] if path else self.root
-        self._touch_end(end)
-        return end, path, full_end
+        num_tokens = key.num_tokens if limit is None else min(limit, key.num_tokens)
+        path, full_end = self._tree.walk(key, num_tokens, top)
+        end = full_end
+        if self._aux:
+            path, end = self._usable(path, full_end)
+        if not path:
+            return self.root, path, full_end
+        node = self._cut_at(path, end)
+        node.own_hits += 1
+        self._clock += 1
+        self._use(node, priority)
+        self._last_match = node, key
+        return node, path, full_end
 
-    def _usable(self, walk: Walk, aux: Sequence[AuxComponent] | None = None) -> Walk:
+    def _usable(
+        self, path: list[TreeNode], end: int, aux: Sequence[AuxComponent] | None = None
+    ) -> tuple[list[TreeNode], int]:
         """A walk cut back to where every component, or each of these, lets a match end."""
         judges = [component.validator() for component in (self._aux if aux is None else aux)]
-        if not judges:
-            return walk
-        usable = 0
-        for count, node in enumerate(walk.path, 1):
-            verdicts = [may_end(node, len(node)) for may_end in judges]  # each judge sees every node
-            usable = count if all(verdicts) else usable
-        if walk.part is not None and all(may_end(walk.part, walk.part_len) for may_end in judges):
-            return walk
-        path = walk.path[:usable]
-        return Walk(path, path[-1].end if path else 0, None, 0)
+        usable = usable_end = start = 0
+        for count, node in enumerate(path, 1):
+            stop = min(node.end, end)
+            verdicts = [may_end(node, stop - start) for may_end in judges]  # each judge sees every node
+            if all(verdicts):
+                usable, usable_end = count, stop
+            start = stop
+        return path[:usable], usable_end
 
     def _branching(self, usable: int, full_end: int) -> int | None:
         """Where it would be worth making the prefix usable, beyond what is."""
         return full_end if full_end > usable else None
 
-    def _touch_path(self, walk: Walk, start: TreeNode, priority: int) -> list[TreeNode]:
-        """Cut the tree where a walk from `start` ended, stamp what it matched. The rest keeps its recency."""
-        path = walk.path
-        if walk.part is not None:
-            path.append(self._split(walk.part, walk.part_len))
-        self._clock += 1
-        for node in path:
-            node.last_access_time = self._clock
-            node.priority = max(node.priority, priority)
-        node = start
-        while node.data:  # what lies above a resumed node was used as well
-            node.last_access_time = self._clock
-            node.priority = max(node.priority, priority)
+    def _cut_at(self, path: list[TreeNode], end: int) -> TreeNode:
+        """Make the last node of a path end at `end`, which lies within it; returns it. The rest keeps its recency."""
+        node = path[-1]
+        if node.end > end:
             assert node.parent is not None
-            node = node.parent
-        return path
+            node = path[-1] = self._split(node, end - node.parent.end)
+        return node
 
-    def _touch_end(self, end: TreeNode) -> None:
-        """A match or an insert ends here: what of it counts as used depends on what is kept."""
+    def _use(self, end: TreeNode, priority: int) -> None:
+        """A match or an insert ends here, now: what of it counts as used depends on what is kept."""
+        end.own_access_time = self._clock
+        if end.own_priority < priority:
+            end.own_priority = priority
         self._full.touch(end)
+        if self._aux:
+            self._touch(end)
+
+    def _touch(self, end: TreeNode) -> None:
+        """The same for what the aux components keep of it, which may be new."""
         for component in self._aux:
             component.touch(end, self._clock)
 
@@ -163,8 +171,3 @@ class TreeMatch(BasePrefixCache):
         for component in self._aux:
             component.on_split(above, node)
         return above
-
-    def _expand(self, path: list[TreeNode]) -> Slots:
-        if self.page_size == 1:
-            return join_rows([node.slots for node in path if node.slots is not None])
-        return join_rows([expand_slots(node.slots, len(node)) for node in path if node.slots is not None])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.slot_rows import Slots, expand_slots
+from raydix.cache_core.slot_rows import Row, expand_row
 
 
 @dataclass(slots=True, eq=False)
@@ -18,14 +21,24 @@ class Namespace:
     arity: int  # ids of one tuple; 0: plain ids
     width: int  # bytes an id; rises from 4 to 8 when the first wide id is inserted
     unit: int  # bytes of one token of a key: `width` times the ids of a tuple
-    live: bool = True  # False once reset or retired: its nodes can no longer be matched
+    tree: object | None = None  # where its nodes can be matched; None once reset or retired
+
+    @property
+    def live(self) -> bool:
+        """Whether its nodes can be matched."""
+        return self.tree is not None
 
 
 class TreeNode:
     """A run of tokens below its parent, whole pages of them, and the slots of their KV.
 
-    `slots` names the first slot of each page if every page's slots are consecutive, else each token's slot; readers
+    `slots` packs the first slot of each page if every page's slots are consecutive, else each token's slot; readers
     use `value`. An evicted node has neither.
+
+    A use is noted where it ends and nowhere above, so that it costs the same at every depth: `own_access_time`,
+    `own_hits` and `own_priority` tell of matches and inserts that ended at this very node, and of what went below it
+    before it was evicted. For a leaf they are all there is to tell; `last_access_time`, `hit_count` and `priority` tell
+    of any node, from all that is below it, O(nodes below).
     """
 
     __slots__ = (
@@ -34,13 +47,13 @@ class TreeNode:
         "data",
         "end",
         "hash_values",
-        "hit_count",
         "id",
-        "last_access_time",
         "lock_ref",
+        "own_access_time",
+        "own_hits",
         "own_locks",
+        "own_priority",
         "parent",
-        "priority",
         "slots",
         "space",
         "swa_access_time",
@@ -55,9 +68,9 @@ class TreeNode:
         parent: TreeNode | None,
         space: Namespace,
         data: bytes,
-        slots: Slots | None,
+        slots: Row | None,
         end: int,
-        last_access_time: int,
+        now: int,
     ) -> None:
         self.id = node_id
         self.parent = parent
@@ -68,14 +81,13 @@ class TreeNode:
         self.children: dict[bytes, TreeNode] = {}  # by the packed ids of their first page
         self.lock_ref = 0  # locks on this node and below
         self.own_locks = 0  # of those, the ones taken on this very node
-        self.last_access_time = last_access_time  # ticks of the cache's own clock
-        self.hit_count = 0  # matches that went through this node
-        self.creation_time = last_access_time  # ticks
-        self.priority = 0  # the highest of the requests that went through this node
+        self.own_access_time = self.creation_time = now  # ticks of the cache's own clock
+        self.own_hits = 0  # matches
+        self.own_priority = 0  # the highest of the requests
         self.swa_tombstone = False  # its sliding-window KV is gone (or never was there)
         self.swa_lock_ref = 0  # locks whose window reaches over this node
         self.swa_boundary_id: int | None = None  # of the last lock whose window begins in this node
-        self.swa_access_time = last_access_time  # when a match last had this node in its window
+        self.swa_access_time = now  # when a match last had this node in its window
         self.hash_values: list[str] | None = None  # chained, one per page; None until asked for
 
     @property
@@ -90,12 +102,43 @@ class TreeNode:
         """The slots of this run, int64, one per token; None once evicted."""
         if self.slots is None:
             return None
-        return torch.from_numpy(expand_slots(self.slots, len(self)))
+        return torch.from_numpy(expand_row(self.slots, len(self)))
 
     @property
     def evicted(self) -> bool:
         """Whether the KV of this node is gone."""
         return self.slots is None
+
+    @property
+    def last_access_time(self) -> int:
+        """When a match or an insert last went through this node, in ticks of the cache's own clock."""
+        return uses_in(self)[self].last_access_time
+
+    @property
+    def hit_count(self) -> int:
+        """The matches that went through this node."""
+        return uses_in(self)[self].hit_count
+
+    @property
+    def priority(self) -> int:
+        """The highest of the requests that went through this node."""
+        return uses_in(self)[self].priority
+
+    def subtree(self) -> Iterator[TreeNode]:
+        """This node and all below it, parents before children."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def inherit_use(self, leaf: TreeNode) -> None:
+        """What went through a child that leaves the tree went through this node as well."""
+        self.own_hits += leaf.own_hits
+        if self.own_access_time < leaf.own_access_time:
+            self.own_access_time = leaf.own_access_time
+        if self.own_priority < leaf.own_priority:
+            self.own_priority = leaf.own_priority
 
     def __len__(self) -> int:
         return len(self.data) // self.space.unit
@@ -105,3 +148,30 @@ class TreeNode:
 
     def __repr__(self) -> str:
         return f"TreeNode(id={self.id}, len={len(self)}, end={self.end}, lock_ref={self.lock_ref})"
+
+
+_slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
+
+
+def rows_of(nodes: Iterable[TreeNode]) -> list[Row]:
+    """The slots of nodes in the tree."""
+    return list(map(_slots_of, nodes))
+
+
+class Use(NamedTuple):
+    """What went through a node."""
+
+    last_access_time: int
+    hit_count: int
+    priority: int
+
+
+def uses_in(top: TreeNode) -> dict[TreeNode, Use]:
+    """What went through each node of a subtree. O(n)."""
+    uses: dict[TreeNode, Use] = {}
+    for node in reversed(list(top.subtree())):  # children before parents
+        own = Use(node.own_access_time, node.own_hits, node.own_priority)
+        below = [uses[child] for child in node.children.values()]
+        times, hits, priorities = zip(own, *below, strict=True)
+        uses[node] = Use(max(times), sum(hits), max(priorities))
+    return uses

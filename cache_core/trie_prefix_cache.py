@@ -27,7 +27,7 @@ from raydix.cache_core.base_prefix_cache import (
 )
 from raydix.cache_core.errors import LockError
 from raydix.cache_core.radix_trie import RadixTrie
-from raydix.cache_core.slot_rows import as_slots, expand_slots
+from raydix.cache_core.slot_rows import as_slots, expand_pages
 from raydix.cache_core.trie_node import TrieNode
 
 
@@ -74,14 +74,14 @@ class TriePrefixCache(BasePrefixCache):
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """The longest cached prefix, in whole pages. May split a node."""
         match = self.match_pages(key)
-        slots = torch.from_numpy(expand_slots(match.starts, match.prefix_len)) if match.prefix_len else no_slots()
+        slots = torch.from_numpy(expand_pages(match.starts, self.page_size)) if match.prefix_len else no_slots()
         return MatchResult(slots, match.last_node, match.prefix_len, None, match.prefix_len)
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, without any effect."""
         blocks = self._trie.peek_prefix(self._tokens(key)) if len(key) else []
         end = len(blocks) * self.page_size
-        slots = torch.from_numpy(expand_slots(np.array(blocks, np.int64), end)) if blocks else no_slots()
+        slots = torch.from_numpy(expand_pages(np.array(blocks, np.int64), self.page_size)) if blocks else no_slots()
         return MatchResult(slots, self.root, end, None, end)
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
@@ -102,9 +102,7 @@ class TriePrefixCache(BasePrefixCache):
         starts = as_slots(key, value, aligned)[: aligned : self.page_size]
         done = self.insert_pages(key[:aligned], starts, self.root)
         refused = starts[: len(done.existing)][starts[: len(done.existing)] != done.existing]
-        duplicates = (
-            torch.from_numpy(expand_slots(refused, len(refused) * self.page_size)) if len(refused) else no_slots()
-        )
+        duplicates = torch.from_numpy(expand_pages(refused, self.page_size)) if len(refused) else no_slots()
         return InsertResult(done.prefix_len, done.last_node, False, duplicates)
 
     def insert_pages(

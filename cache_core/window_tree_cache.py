@@ -15,9 +15,10 @@ import torch
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction_policy import EvictionPolicy
-from raydix.cache_core.slot_rows import Slots, expand_slots
+from raydix.cache_core.slot_rows import Row, expand_row
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
-from raydix.cache_core.tree_cache import SlotPool, Take, TreeCache
+from raydix.cache_core.tree_cache import SlotPool, TreeCache
+from raydix.cache_core.tree_insert import Take
 from raydix.cache_core.tree_node import TreeNode
 
 
@@ -67,36 +68,31 @@ class WindowTreeCache(TreeCache):
             healed.append(node)
         return healed
 
-    def _heal(self, node: TreeNode, fresh: Slots) -> None:
+    def _heal(self, node: TreeNode, fresh: Row) -> None:
         """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own."""
         assert self._swa is not None and node.slots is not None
         old, size = node.slots, len(node)
-        if np.isin(expand_slots(fresh, size), expand_slots(old, size)).any():
+        if np.isin(expand_row(fresh, size), expand_row(old, size)).any():
             return  # the tree's own slots bring nothing fresh
         if not node.lock_ref:
             node.slots = fresh
             self._give_back_slots(old, len(node))
         elif self._transfer_swa is not None:
             size = len(node)
-            self._transfer_swa(torch.from_numpy(expand_slots(fresh, size)), torch.from_numpy(expand_slots(old, size)))
+            self._transfer_swa(torch.from_numpy(expand_row(fresh, size)), torch.from_numpy(expand_row(old, size)))
         elif self.pool is not None:
             return
         self._swa.heal(node)
 
-    def _cuts(self, start: int, stop: int, fresh_from: int) -> list[tuple[int, int, bool]]:
+    def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no
         more."""
-        if self._swa is None or start >= stop:
+        if self._swa is None:
             return super()._cuts(start, stop, fresh_from)
         edge = min(max(start, fresh_from), stop)
         tail = max(edge, stop - self._swa.padded_window)
         spans = [(start, edge, False), (edge, tail, True), (tail, stop, True)]
         return [span for span in spans if span[0] < span[1]]
-
-    def _adopt(self, leaf: TreeNode, live: bool) -> None:
-        super()._adopt(leaf, live)
-        if self._swa is not None:
-            self._swa.add(leaf, live)
 
     # ---------------------------------------------------------------- locks
 

@@ -1,6 +1,6 @@
 """What travels between callers and a cache: messages, configuration, errors and statistics."""
 
-from raydix.schemas.config import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
+from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, PoolConfig
 from raydix.schemas.errors import (
     CacheBusy,
     CacheError,
@@ -68,7 +68,7 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
-from raydix.schemas.stats import CacheStats, EvictionTaskStats, PoolStats
+from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats
 from raydix.schemas.tokens import TokenIds
 
 __all__ = [
@@ -100,6 +100,8 @@ __all__ = [
     "ExplainResponse",
     "ExtendRequest",
     "ExtendResponse",
+    "GhostConfig",
+    "GhostStats",
     "GrantRequest",
     "InsertRequest",
     "InsertResponse",

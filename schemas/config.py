@@ -86,6 +86,15 @@ class LeaseConfig(_Config):
     max_waiters: int = Field(default=1024, ge=0, description="acquires that may wait at once; beyond it CacheBusy")
 
 
+class GhostConfig(_Config):
+    """Which other sizes of the pool `stats().ghost` tells the hit rate of."""
+
+    max_factor: float = Field(default=8.0, ge=1, le=1024, description="the largest of them, in pools")
+    max_pages: int = Field(
+        default=16_384, ge=256, description="pages followed, 150 bytes each; a sample where that pool holds more"
+    )
+
+
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "validate"')  # a deprecated method of pydantic's own
 
@@ -112,6 +121,9 @@ with warnings.catch_warnings():
         leases: LeaseConfig = LeaseConfig()
         events: bool = Field(
             default=False, description="tell of blocks that come and go; costs a hash of each page inserted"
+        )
+        ghost: GhostConfig | None = Field(
+            default=None, description="tell what pools of other sizes would have hit; kinds radix, mamba and trie"
         )
         validate: bool = Field(  # type: ignore[assignment]
             default=False,
@@ -172,6 +184,14 @@ with warnings.catch_warnings():
         def _kind_tells_events(self) -> Self:
             if self.events and self.kind not in ("radix", "mamba", "chunk"):
                 raise ValueError(f"events are told by the kinds 'radix', 'mamba' and 'chunk', not by {self.kind!r}")
+            return self
+
+        @model_validator(mode="after")
+        def _kind_has_a_ghost(self) -> Self:
+            if self.ghost is not None and self.kind in ("chunk", "slots"):
+                raise ValueError(
+                    f"a ghost is of shared pages, as kinds 'radix', 'mamba' and 'trie' keep, not {self.kind!r}"
+                )
             return self
 
         @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 MAX_FIELD_LENGTH = 4096  # characters
 
 
@@ -33,6 +35,7 @@ def _frame(name: str, part: str | None) -> str:
     return f"{len(part)}:{part}"
 
 
+@lru_cache(maxsize=1024)
 def unframe_namespace(namespace: str) -> tuple[str | None, str | None, str | None]:
     """The `extra_key`, `lora_id` and `cache_salt` that `frame_namespace` made a namespace key of.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from raydix.schemas.message import Message
+from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.tokens import TokenIds
 
 
@@ -20,7 +21,18 @@ def _not_empty(tokens: TokenIds) -> TokenIds:
 
 Tokens = Annotated[TokenIds, AfterValidator(_not_empty)]
 LeaseId = Annotated[str, Field(min_length=1, max_length=128)]
-Namespace = Annotated[str | None, Field(description="framed by `frame_namespace`; None: the default namespace")]
+
+
+def _framed(namespace: str) -> str:
+    try:
+        unframe_namespace(namespace)
+    except ValueError:
+        raise ValueError("not a namespace that frame_namespace gives") from None
+    return namespace
+
+
+Framed = Annotated[str, AfterValidator(_framed)]
+Namespace = Annotated[Framed | None, Field(description="framed by `frame_namespace`; None: the default namespace")]
 Priority = Annotated[
     int, Field(ge=-(2**31), lt=2**31, strict=True, description="what is used by higher ones stays longer")
 ]
@@ -182,8 +194,14 @@ class Batch(Message):
     session_id: LeaseId
     epoch: str
     requests: tuple[Message, ...]
-    seq: int = Field(default=0, description="place among the session's batches, from 1; 0: in no order")
-    after: int = Field(default=0, description="the last batch that must have been executed before; 0: none")
+    seq: int = Field(default=0, ge=0, strict=True, description="place among the session's batches; 0: in no order")
+    after: int = Field(default=0, ge=0, strict=True, description="the last batch that must be executed before; 0: none")
+
+    @model_validator(mode="after")
+    def _comes_after_an_earlier_one(self) -> Self:
+        if self.after >= max(self.seq, 1):
+            raise ValueError(f"batch {self.seq} cannot wait for batch {self.after}")
+        return self
 
 
 class ReadKV(Message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from pydantic import Field
 
 from raydix.schemas.message import Message
@@ -32,6 +33,22 @@ class PoolStats(Message):
     protected_slots: int
 
 
+class GhostStats(Message):
+    """The hit rates that other sizes of the pool would have had with the requests seen so far, by reuse distance.
+
+    Of a cache that evicts whole pages, least recently used first, and fills its pool to the same marks.
+    """
+
+    tokens_requested: int = Field(description="prompt tokens seen")
+    sample_rate: float = Field(description="share of the pages that was followed")
+    num_slots: tuple[int, ...] = Field(description="sizes of the pool, rising; the present one is among them")
+    hit_rates: tuple[float, ...] = Field(description="share of prompt tokens found, for each size")
+
+    def hit_rate_at(self, num_slots: float) -> float:
+        """The hit rate of a pool of so many slots, between those told; beyond them, that of the nearest."""
+        return float(np.interp(num_slots, self.num_slots, self.hit_rates))
+
+
 class CacheStats(Message):
     """A snapshot. `free + private + tree + quarantined == num_slots`, at all times; counts are in slots or tokens."""
 
@@ -59,9 +76,11 @@ class CacheStats(Message):
     probes: int
     batches: int
     requests: int = Field(description="requests carried by those batches")
+    loop_lag_ms: float = Field(description="the longest that the event loop was late within the last 5 to 10 s")
     eviction_task: EvictionTaskStats
     swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")
     state: PoolStats | None = Field(default=None, description="the recurrent states, if there are any")
+    ghost: GhostStats | None = Field(default=None, description="other sizes of the pool, if `CacheConfig.ghost` is set")
 
     @property
     def hit_rate(self) -> float:

@@ -90,7 +90,7 @@ class TokenIds:
 
     def is_whole(self) -> bool:
         """Whether the bytes are a whole number of ids of a width that there is."""
-        return self.width in (4, 8) and len(self.data) % self.width == 0
+        return self.width in (4, 8) and isinstance(self.data, bytes) and len(self.data) % self.width == 0
 
     def starts_with(self, prefix: TokenIds) -> bool:
         """Whether the first `len(prefix)` ids are those of `prefix`."""
@@ -108,6 +108,8 @@ class TokenIds:
         return TokenIds, (self.data, self.width)
 
     def __repr__(self) -> str:
+        if not self.is_whole():
+            return f"TokenIds({self.data!r}, width={self.width!r})"
         head = ", ".join(map(str, self.ids[:6].tolist()))
         return f"TokenIds([{head}{', ...' if len(self) > 6 else ''}], len={len(self)})"
 

@@ -18,7 +18,7 @@ def uphold(claim: Claim, max_examples: int = 150, **inputs: st.SearchStrategy[An
     settings(max_examples=max_examples, deadline=None, suppress_health_check=NOT_CHECKED)(given(**inputs)(claim))()
 
 
-def refute(claim: Claim, max_examples: int = 500, **inputs: st.SearchStrategy[Any]) -> None:
+def refute(claim: Claim, max_examples: int = 2000, **inputs: st.SearchStrategy[Any]) -> None:
     """Fail unless a counterexample is found; which, does not matter, so none is made smaller."""
     search = settings(
         max_examples=max_examples,

@@ -11,7 +11,6 @@ from random_traffic import TrafficFailed
 from raydix.cache_core import MambaRadixCache, TreeNode
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.mamba_component import MambaComponent
-from raydix.cache_core.radix_tree import Walk
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import TreeCache
 from raydix.cache_core.tree_match import TreeMatch
@@ -36,10 +35,14 @@ def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> 
     patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
 
-def cut(walk: Walk, count: int) -> Walk:
-    """The first nodes of a walk."""
-    path = walk.path[:count]
-    return Walk(path, path[-1].end if path else 0, None, 0)
+def whole(path: list[TreeNode], end: int) -> list[TreeNode]:
+    """The nodes of a walk that it matches to their ends."""
+    return [node for node in path if node.end <= end]
+
+
+def cut(path: list[TreeNode], count: int) -> tuple[list[TreeNode], int]:
+    """The first nodes of a walk, and where they end."""
+    return path[:count], path[count - 1].end if count else 0
 
 
 def with_parts(patch: Patch, owner: type, name: str, choose: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
@@ -70,38 +73,38 @@ def a_match_is_judged_by_its_state_alone(patch: Patch) -> None:
 
 @fault
 def a_match_ends_where_either_lets_it(patch: Patch) -> None:
-    def usable(cache: TreeMatch, walk: Walk) -> Walk:
+    def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
         judges = [component.validator() for component in cache._aux]
         ends = [0]
-        for count, node in enumerate(walk.path, 1):
+        for count, node in enumerate(whole(path, end), 1):
             verdicts = [may_end(node, len(node)) for may_end in judges]
             ends += [count] * any(verdicts)
-        return cut(walk, ends[-1])
+        return cut(path, ends[-1])
 
     patch.setattr(TreeMatch, "_usable", usable)
 
 
 @fault
 def a_match_ends_at_the_nearer_of_two_ends(patch: Patch) -> None:
-    def usable(cache: TreeMatch, walk: Walk) -> Walk:
+    def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
         ends = []
         for component in cache._aux:
             may_end = component.validator()
-            fits = [count for count, node in enumerate(walk.path, 1) if may_end(node, len(node))]
+            fits = [count for count, node in enumerate(whole(path, end), 1) if may_end(node, len(node))]
             ends.append(max(fits, default=0))
-        return cut(walk, min(ends))
+        return cut(path, min(ends))
 
     patch.setattr(TreeMatch, "_usable", usable)
 
 
 @fault
 def the_window_is_counted_over_nodes_with_a_state_only(patch: Patch) -> None:
-    def usable(cache: TreeMatch, walk: Walk) -> Walk:
+    def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
         judges = [component.validator() for component in reversed(cache._aux)]
         usable = 0
-        for count, node in enumerate(walk.path, 1):
+        for count, node in enumerate(whole(path, end), 1):
             usable = count if all(may_end(node, len(node)) for may_end in judges) else usable
-        return cut(walk, usable)
+        return cut(path, usable)
 
     patch.setattr(TreeMatch, "_usable", usable)
 
@@ -125,21 +128,24 @@ def the_window_must_be_live_since_the_last_state(patch: Patch) -> None:
 
 @fault
 def a_walk_that_ends_within_a_node_is_used_to_its_end(patch: Patch) -> None:
-    def usable(original: Any, cache: TreeMatch, walk: Walk) -> Walk:
-        state = walk.part is not None and walk.part.mamba_value is not None  # type: ignore[attr-defined]
-        return walk if state and not walk.part.swa_tombstone else original(cache, walk)  # type: ignore[union-attr]
+    def usable(
+        original: Any, cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None
+    ) -> tuple[list[TreeNode], int]:
+        node: Any = path[-1] if path else None
+        fits = node is not None and node.end > end and node.mamba_value is not None and not node.swa_tombstone
+        return (path, end) if fits else original(cache, path, end, aux)
 
     around(patch, TreeMatch, "_usable", usable)
 
 
 @fault
 def a_match_uses_its_window_but_not_its_state(patch: Patch) -> None:
-    with_parts(patch, MambaRadixCache, "_touch_end", lambda parts: parts[:1])
+    with_parts(patch, MambaRadixCache, "_touch", lambda parts: parts[:1])
 
 
 @fault
 def a_match_uses_its_state_but_not_its_window(patch: Patch) -> None:
-    with_parts(patch, MambaRadixCache, "_touch_end", lambda parts: parts[1:])
+    with_parts(patch, MambaRadixCache, "_touch", lambda parts: parts[1:])
 
 
 # ---------------------------------------------------------------- inserts and heals
@@ -462,12 +468,12 @@ def of_an_unlocked_leaf_only_window_and_state_go(patch: Patch) -> None:
 
 @fault
 def a_leaf_goes_without_its_state(patch: Patch) -> None:
-    with_parts(patch, FullComponent, "take_out", lambda parts: parts[:1])
+    with_parts(patch, FullComponent, "_remove", lambda parts: parts[:1])
 
 
 @fault
 def a_leaf_goes_without_its_window(patch: Patch) -> None:
-    with_parts(patch, FullComponent, "take_out", lambda parts: parts[1:])
+    with_parts(patch, FullComponent, "_remove", lambda parts: parts[1:])
 
 
 @fault

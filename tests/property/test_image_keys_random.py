@@ -160,15 +160,15 @@ def upper_halves_are_lost_where_ids_are_narrow(patch: Patch) -> None:
 
 @breaks(prompts_meet_where_their_ids_are_equal)
 def keys_are_compared_as_bytes(patch: Patch) -> None:
-    original = RadixTree.find_query
+    original = RadixTree.find_space
 
-    def find_query(tree: RadixTree, key: RadixKey, limit: int | None = None) -> Any:
+    def find_space(tree: RadixTree, key: RadixKey) -> Any:
         top = tree.tops.get((key.extra_key, key.arity))
         if top is not None and top.space.width == 4 and key.width == 8:
             key = RadixKey.from_packed(key.data, 4, key.extra_key, key.arity)
-        return original(tree, key, limit)
+        return original(tree, key)
 
-    patch.setattr(RadixTree, "find_query", find_query)
+    patch.setattr(RadixTree, "find_space", find_space)
 
 
 @breaks(prompts_meet_where_their_ids_are_equal)

@@ -295,10 +295,10 @@ def what_was_cleared_is_removed_once_more(patch: Patch) -> None:
     def removed(original: Any, teller: KVEventTeller, nodes: list[Any]) -> None:
         spaces = {node.space for node in nodes if not node.space.live}
         for space in spaces:
-            space.live = True
+            space.tree = object()
         original(teller, nodes)
         for space in spaces:
-            space.live = False
+            space.tree = None
 
     around(patch, KVEventTeller, "removed", removed)
 

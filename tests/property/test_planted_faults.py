@@ -8,7 +8,7 @@ import pytest
 import torch
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, tree_cache, tree_match
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, TreeNode, page_hashes, tree_insert, tree_match
 from raydix.cache_core.eviction_policy import LRU
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
@@ -41,7 +41,7 @@ def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> 
 def a_split_renews_the_suffix_that_was_not_matched(patch: Patch) -> None:
     def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
         above = original(cache, node, length)
-        node.last_access_time = above.last_access_time = cache._clock + 1
+        node.own_access_time = cache._clock + 1
         return above
 
     around(patch, RadixCache, "_split", split)
@@ -50,11 +50,10 @@ def a_split_renews_the_suffix_that_was_not_matched(patch: Patch) -> None:
 @fault
 def a_match_does_not_renew_what_it_finds(patch: Patch) -> None:
     def match(original: Any, cache: RadixCache, key: RadixKey) -> Any:
-        stamps = {node: node.last_access_time for node in cache._tree.nodes()}
+        stamps = {node: node.own_access_time for node in cache._tree.nodes()}
         found = original(cache, key)
         for node in cache._tree.nodes():
-            below = [stamps[child] for child in node.children.values() if child in stamps]
-            node.last_access_time = stamps[node] if node in stamps else max(below)
+            node.own_access_time = stamps.get(node, 0)  # what a split made has that of its suffix
         return found
 
     around(patch, RadixCache, "match_prefix", match)
@@ -67,7 +66,7 @@ def a_peek_renews_what_it_finds(patch: Patch) -> None:
         cache._clock += 1
         node = found.last_node
         while node is not None:
-            node.last_access_time = cache._clock
+            node.own_access_time = cache._clock
             node = node.parent
         return found
 
@@ -80,21 +79,24 @@ def a_peek_splits(patch: Patch) -> None:
 
 
 @fault
-def an_insert_from_a_node_forgets_what_lies_above_it(patch: Patch) -> None:
-    def insert(original: Any, cache: RadixCache, *args: Any, from_node: Any = None, **kwargs: Any) -> Any:
-        above = from_node.parent if from_node is not None else None
-        stamp = above.last_access_time if above is not None else 0
-        result = original(cache, *args, from_node=from_node, **kwargs)
-        if above is not None:
-            above.last_access_time = stamp
-        return result
+def what_is_evicted_takes_its_age_with_it(patch: Patch) -> None:
+    def inherit_use(node: TreeNode, leaf: TreeNode) -> None:
+        node.own_hits += leaf.own_hits
 
-    around(patch, RadixCache, "insert", insert)
+    patch.setattr(TreeNode, "inherit_use", inherit_use)
+
+
+@fault
+def what_is_evicted_takes_its_hits_with_it(patch: Patch) -> None:
+    def inherit_use(node: TreeNode, leaf: TreeNode) -> None:
+        node.own_access_time = max(node.own_access_time, leaf.own_access_time)
+
+    patch.setattr(TreeNode, "inherit_use", inherit_use)
 
 
 @fault
 def the_most_recently_used_goes_first(patch: Patch) -> None:
-    patch.setattr(LRU, "rank", lambda lru, node: -node.last_access_time)
+    patch.setattr(LRU, "rank", lambda lru, node: -node.own_access_time)
 
 
 @fault
@@ -230,18 +232,15 @@ def a_match_ends_within_a_page(patch: Patch) -> None:
 
 @fault
 def an_insert_keeps_the_tail_that_is_no_page(patch: Patch) -> None:
-    def make_query(original: Any, tree: RadixTree, key: RadixKey, now: int) -> Any:
-        query = original(tree, key, now)
-        query.num_tokens = len(key)
-        return query
+    def add_leaf(original: Any, tree: RadixTree, parent: Any, key: RadixKey, stop: int, *rest: Any) -> Any:
+        return original(tree, parent, key, key.num_tokens, *rest)
 
-    around(patch, RadixTree, "make_query", make_query)
-    patch.setattr(tree_cache, "compact_slots", lambda slots, page_size: slots.copy())  # which takes whole pages only
+    around(patch, RadixTree, "add_leaf", add_leaf)
 
 
 def rename_all(patch: Patch, rename: Callable[[RadixKey], RadixKey]) -> None:
-    around(patch, RadixTree, "find_query", lambda original, tree, key, *rest: original(tree, rename(key), *rest))
-    around(patch, RadixTree, "make_query", lambda original, tree, key, now: original(tree, rename(key), now))
+    around(patch, RadixTree, "find_space", lambda original, tree, key: original(tree, rename(key)))
+    around(patch, RadixTree, "make_space", lambda original, tree, key, now: original(tree, rename(key), now))
 
 
 @fault
@@ -291,7 +290,7 @@ def duplicates_are_not_reported(patch: Patch) -> None:
 @fault
 def the_slots_that_the_tree_holds_are_reported_as_duplicates(patch: Patch) -> None:
     def duplicates(cache: RadixCache, slots: Any, start: int, inserted: Any) -> torch.Tensor:
-        return torch.from_numpy(slots[start : inserted.prefix_len].copy())
+        return torch.from_numpy(slots[start : inserted[0]].copy())
 
     patch.setattr(RadixCache, "_duplicates", duplicates)
 
@@ -317,12 +316,18 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 
 @fault
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
-    patch.setattr(tree_cache, "compact_slots", lambda slots, page_size: slots)
+    patch.setattr(tree_insert, "compact_slots", lambda slots, page_size: memoryview(slots).cast("B"))
 
 
 @fault
 def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
-    around(patch, tree_match, "join_rows", lambda original, rows: rows[0] if len(rows) == 1 else original(rows))
+    def expand(original: Any, rows: list[bytearray], *rest: Any) -> torch.Tensor:
+        return torch.frombuffer(rows[0], dtype=torch.int64) if len(rows) == 1 else original(rows, *rest)
+
+    around(
+        patch, tree_insert, "compact_slots", lambda original, *args: bytearray(original(*args))
+    )  # one can write to it
+    around(patch, tree_match, "expand_rows", expand)
 
 
 @fault
@@ -412,7 +417,7 @@ def a_split_moves_the_locks_to_the_prefix(patch: Patch) -> None:
 def a_split_forgets_the_hits(patch: Patch) -> None:
     def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
         above = original(cache, node, length)
-        above.hit_count = 0
+        node.own_hits = 0
         return above
 
     around(patch, RadixCache, "_split", split)
@@ -425,7 +430,7 @@ def stale_nodes_are_accepted(patch: Patch) -> None:
 
 @fault
 def nodes_of_other_namespaces_are_resumed_at(patch: Patch) -> None:
-    patch.setattr(tree_cache, "check_same_space", lambda key, node: None)
+    patch.setattr(tree_insert, "check_same_space", lambda key, node: None)
 
 
 @fault

@@ -15,6 +15,7 @@ from raydix.cache_core.eviction_policy import LFU, LRU, SLRU, Priority
 from raydix.cache_core.eviction_policy import POLICIES as CLASSES
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.tree_node import TreeNode
 
 Patch = pytest.MonkeyPatch
 PAGE_SIZES = (1, 4, 16)
@@ -66,7 +67,7 @@ def by(rank: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 FAULTS: dict[str, tuple[str, Callable[[Patch], None]]] = {
     f"{name} ranks as lru does": (
         name,
-        lambda patch, name=name: patch.setattr(CLASSES[name], "rank", by(lambda node: node.last_access_time)),
+        lambda patch, name=name: patch.setattr(CLASSES[name], "rank", by(lambda node: node.own_access_time)),
     )
     for name in POLICIES
     if name != "lru"
@@ -75,21 +76,21 @@ FAULTS |= {
     "lru ranks as fifo does": ("lru", lambda patch: patch.setattr(LRU, "rank", by(lambda node: node.creation_time))),
     "of what was hit as often the newest goes first": (
         "lfu",
-        lambda patch: patch.setattr(LFU, "rank", by(lambda node: (node.hit_count, -node.last_access_time))),
+        lambda patch: patch.setattr(LFU, "rank", by(lambda node: (node.own_hits, -node.own_access_time))),
     ),
     "one hit protects": (
         "slru",
-        lambda patch: patch.setattr(SLRU, "rank", by(lambda node: (node.hit_count >= 1, node.last_access_time))),
+        lambda patch: patch.setattr(SLRU, "rank", by(lambda node: (node.own_hits >= 1, node.own_access_time))),
     ),
     "the protected segment is not kept in order": (
         "slru",
         lambda patch: patch.setattr(
-            SLRU, "rank", by(lambda node: (node.hit_count >= 2, node.last_access_time if node.hit_count < 2 else 0))
+            SLRU, "rank", by(lambda node: (node.own_hits >= 2, node.own_access_time if node.own_hits < 2 else 0))
         ),
     ),
     "the highest priority goes first": (
         "priority",
-        lambda patch: patch.setattr(Priority, "rank", by(lambda node: (-node.priority, node.last_access_time))),
+        lambda patch: patch.setattr(Priority, "rank", by(lambda node: (-node.own_priority, node.own_access_time))),
     ),
 }
 
@@ -100,12 +101,20 @@ def _split_without(name: str, value: int) -> Callable[[Patch], None]:
 
         def split(tree: RadixTree, node: Any, length: int) -> Any:
             above = original(tree, node, length)
-            setattr(above, name, value)
+            setattr(above if name == "creation_time" else node, name, value)
             return above
 
         patch.setattr(RadixTree, "split", split)
 
     return plant
+
+
+def _what_is_evicted_has_no_priority(patch: Patch) -> None:
+    def inherit_use(node: TreeNode, leaf: TreeNode) -> None:
+        node.own_hits += leaf.own_hits
+        node.own_access_time = max(node.own_access_time, leaf.own_access_time)
+
+    patch.setattr(TreeNode, "inherit_use", inherit_use)
 
 
 def _inserts_have_no_priority(patch: Patch) -> None:
@@ -124,8 +133,9 @@ def _uses_do_not_reach_the_queue(patch: Patch) -> None:
 
 FAULTS |= {
     "a split forgets the age of the prefix": ("fifo", _split_without("creation_time", 10**9)),
-    "a split forgets the hits of the prefix": ("lfu", _split_without("hit_count", 0)),
-    "a split forgets the priority of the prefix": ("priority", _split_without("priority", -(2**31))),
+    "a split forgets the hits": ("lfu", _split_without("own_hits", 0)),
+    "a split forgets the priority": ("priority", _split_without("own_priority", -(2**31))),
+    "what is evicted takes its priority with it": ("priority", _what_is_evicted_has_no_priority),
     "what is inserted has no priority": ("priority", _inserts_have_no_priority),
     "what is matched gains no priority": ("priority", _matches_have_no_priority),
     "uses do not reach the queue": ("mru", _uses_do_not_reach_the_queue),

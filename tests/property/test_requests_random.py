@@ -195,7 +195,7 @@ class SwaServer(Server):
     def check(self) -> None:
         super().check()
         for node in self.swa_cache._tree.nodes():
-            halves = self.halves(self.expand(node.slots))
+            halves = self.halves(node.value.numpy())
             assert all(half == 0 for half in halves) if node.swa_tombstone else 0 not in halves
 
     def drain(self) -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 from cache_kinds import Access, KindUnderTest, radix, reached_kinds
 from cache_under_test import CacheUnderTest, Reached
+from wire import Scene, counts
 
 
 @asynccontextmanager
@@ -43,3 +44,18 @@ async def cache1(reached: Reached) -> AsyncIterator[CacheUnderTest]:
     """Of kind "radix", with pages of one token, for what neither kinds nor pages make a difference to."""
     async with reached(radix(1)) as cache:
         yield cache
+
+
+@pytest.fixture
+async def scene(cache1: CacheUnderTest) -> AsyncIterator[Scene]:
+    """For mistakes: afterwards all is as it was before them, and the lease as good as ever."""
+    await cache1.publish(5, 6)
+    lease = await cache1.client.acquire([5, 6, 7])
+    slots, before = lease.slots.tolist(), await counts(cache1.client)
+
+    yield Scene(cache1, cache1.client, lease)
+
+    assert await counts(cache1.client) == before
+    await cache1.client.check_invariants()
+    assert lease.slots.tolist() == slots
+    assert (await lease.insert([5, 6, 7])).num_inserted == 1

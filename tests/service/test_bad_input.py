@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,60 +14,19 @@ import torch
 from cache_kinds import NUM_LAYERS
 from cache_under_test import CacheUnderTest, Pages, small_config
 from pydantic import ValidationError
+from wire import Scene
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, connect, start_cache, wire
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, connect, start_cache
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import (
-    Ack,
-    AcquireRequest,
-    Batch,
-    BatchResponse,
     CacheConfig,
-    CacheError,
     CacheUnavailable,
     EvictionConfig,
-    ExtendRequest,
-    InsertRequest,
     InvalidRequest,
-    LeaseResponse,
-    MatchRequest,
-    Message,
     PoolConfig,
     PoolExhausted,
-    ReadKV,
-    ReleaseRequest,
-    StaleEpoch,
-    TokenIds,
     UnknownLease,
-    WaitRequest,
-    WriteKV,
 )
-
-COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions"}
-
-
-class Scene(NamedTuple):
-    """A cache of eight slots with two cached tokens, [5, 6], and a lease that holds them and one slot more."""
-
-    cache: CacheUnderTest
-    client: CacheVerbs
-    lease: Lease
-
-
-@pytest.fixture
-async def scene(cache1: CacheUnderTest) -> AsyncIterator[Scene]:
-    await cache1.publish(5, 6)
-    lease = await cache1.client.acquire([5, 6, 7])
-    slots = lease.slots.tolist()
-    before = (await cache1.client.stats()).model_dump(exclude=COUNTED_ANYWAY)
-
-    yield Scene(cache1, cache1.client, lease)
-
-    assert (await cache1.client.stats()).model_dump(exclude=COUNTED_ANYWAY) == before
-    await cache1.client.check_invariants()
-    assert lease.slots.tolist() == slots
-    assert (await lease.insert([5, 6, 7])).num_inserted == 1  # the lease is as good as ever
-
 
 # ---------------------------------------------------------------- tokens
 
@@ -408,158 +367,6 @@ async def test_ending_a_lease_after_its_local_cache_was_closed_is_no_error(end: 
     await getattr(lease, end)()
 
 
-# ---------------------------------------------------------------- messages made by hand
-
-
-class Wire:
-    """What a client would send, sent by hand."""
-
-    def __init__(self, cache: CacheUnderTest, sender: CacheVerbs | None = None) -> None:
-        self._cache = cache.cache
-        sender = sender or cache.client
-        self.session_id, self.epoch = sender._session_id, sender._epoch
-
-    async def _call(self, method: str, *messages: Message) -> Any:
-        if isinstance(self._cache, LocalPrefixCache):
-            host = self._cache._host
-            match method:
-                case "execute":
-                    return await host.service.execute_in_turn(*messages)  # type: ignore[arg-type]
-                case "wait":
-                    return await host.service.wait(*messages)  # type: ignore[arg-type]
-            return getattr(host, method)(*messages)
-        from raydix.actors.ray_transport import call
-
-        if method == "execute":
-            return wire.unpack(BatchResponse, await call(self._cache.execute, *wire.pack_parts(*messages)))
-        return await call(getattr(self._cache, method), *messages)
-
-    async def execute(self, *requests: Any, **changed: Any) -> tuple[Any, ...]:
-        given = {"session_id": self.session_id, "epoch": self.epoch, "requests": requests} | changed
-        return (await self._call("execute", Batch.model_construct(**given, seq=0, after=0))).responses
-
-    async def wait(self, ticket: int, **changed: Any) -> Any:
-        given = {"session_id": self.session_id, "epoch": self.epoch, "ticket": ticket} | changed
-        return await self._call("wait", WaitRequest(**given))
-
-    async def read_kv(self, lease_id: str, slots: Any) -> Any:
-        return await self._call(
-            "read_kv", ReadKV(session_id=self.session_id, epoch=self.epoch, lease_id=lease_id, slots=slots)
-        )
-
-    async def write_kv(self, lease_id: str, slots: Any, k: Any, v: Any) -> None:
-        await self._call(
-            "write_kv",
-            WriteKV(session_id=self.session_id, epoch=self.epoch, lease_id=lease_id, slots=slots, k=k, v=v),
-        )
-
-
-PROBE = MatchRequest(tokens=TokenIds.pack([5, 6]))
-
-
-@pytest.mark.parametrize("stranger", [Ack(), "acquire", None], ids=["Ack", "str", "None"])
-async def test_what_is_no_verb_fails_alone(scene: Scene, stranger: Any) -> None:
-    first, refused, last = await Wire(scene.cache).execute(PROBE, stranger, PROBE)
-
-    assert (first.prefix_len, last.prefix_len) == (2, 2)
-    assert isinstance(refused, InvalidRequest)
-    assert f"{type(stranger).__name__} is not a verb" in str(refused)
-
-
-async def test_messages_of_another_epoch_are_stale(scene: Scene) -> None:
-    wire = Wire(scene.cache)
-
-    with pytest.raises(StaleEpoch, match="drop its leases and acquire again") as caught:
-        await wire.execute(ReleaseRequest(lease_id=scene.lease.lease_id), epoch="another")
-    with pytest.raises(StaleEpoch):
-        await wire.wait(1, epoch="another")
-
-    assert (caught.value.request_epoch, caught.value.cache_epoch) == ("another", wire.epoch)
-
-
-async def test_messages_of_an_unknown_session_are_refused(scene: Scene) -> None:
-    with pytest.raises(InvalidRequest, match="session 'nobody' is not open: open a client first"):
-        await Wire(scene.cache).execute(ReleaseRequest(lease_id=scene.lease.lease_id), session_id="nobody")
-
-
-@pytest.mark.parametrize("parts", [(), (b"",), (b"torn",), (wire.pack(Ack()),)], ids=["none", "empty", "torn", "Ack"])
-async def test_a_batch_that_is_torn_or_none_at_all_is_refused(parts: tuple[bytes, ...]) -> None:
-    with pytest.raises(CacheError, match=r"torn|Ack where Batch was due"):
-        wire.unpack(Batch, *parts)
-
-
-async def test_a_ticket_that_stands_in_no_line_is_refused(scene: Scene) -> None:
-    with pytest.raises(UnknownLease, match="ticket 77 is not in line"):
-        await Wire(scene.cache).wait(77)
-
-
-FORGED: dict[str, Callable[[str], Message]] = {
-    "insert": lambda lease_id: InsertRequest(lease_id=lease_id, num_tokens=3, suffix=TokenIds.pack([])),
-    "extend": lambda lease_id: ExtendRequest(lease_id=lease_id, num_slots=4, known_pages=3),
-    "release": lambda lease_id: ReleaseRequest(lease_id=lease_id),
-    "acquire": lambda lease_id: AcquireRequest(lease_id=lease_id, tokens=TokenIds.pack([5, 6, 7])),
-}
-
-
-@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-async def test_naming_another_sessions_lease_has_no_effect(scene: Scene, forge: Callable[[str], Message]) -> None:
-    other = scene.cache.another_client()
-    await other.open()
-    wire = Wire(scene.cache, other)
-
-    (refused,) = await wire.execute(forge(scene.lease.lease_id))
-
-    assert isinstance(refused, UnknownLease)
-    assert "belongs to another session" in str(refused)
-
-
-async def test_an_insert_that_skips_tokens_or_contradicts_them_is_refused(scene: Scene) -> None:
-    lease_id = scene.lease.lease_id
-    skips = InsertRequest(lease_id=lease_id, num_tokens=2, suffix=TokenIds.pack([5, 6, 7]))
-    contradicts = InsertRequest(lease_id=lease_id, num_tokens=3, suffix=TokenIds.pack([8]))
-    exceeds = InsertRequest(lease_id=lease_id, num_tokens=4, suffix=TokenIds.pack([8]))
-
-    answers = await Wire(scene.cache).execute(skips, contradicts, exceeds)
-
-    assert [type(answer) for answer in answers] == [InvalidRequest] * 3
-    assert [part in str(answer) for part, answer in zip(("missing", "differ", "extend it"), answers, strict=True)] == (
-        [True] * 3
-    )
-
-
-@pytest.mark.parametrize(
-    ("data", "width"),
-    [(b"", 4), (b"abc", 4), (b"abcde", 4), (b"abcdef", 3), (b"ab", 0)],
-    ids=["0/4", "3/4", "5/4", "6/3", "2/0"],
-)
-async def test_tokens_that_were_packed_by_hand_and_wrongly_are_refused(
-    cache1: CacheUnderTest, data: bytes, width: int
-) -> None:
-    await cache1.client.open()
-    wire = Wire(cache1)
-    torn = AcquireRequest.model_construct(
-        lease_id="torn", tokens=TokenIds(data, width), namespace=None, new_tokens=0, max_prefix_len=None, timeout_s=None
-    )
-
-    refused, _ = await wire.execute(torn, ReleaseRequest(lease_id="torn"))
-
-    assert isinstance(refused, InvalidRequest)
-
-
-async def test_the_same_acquire_twice_is_one_lease(cache1: CacheUnderTest) -> None:
-    await cache1.client.open()
-    wire = Wire(cache1)
-    request = AcquireRequest(lease_id="mine", tokens=TokenIds.pack([1, 2]))
-
-    first, again = await wire.execute(request, request)
-
-    assert isinstance(first, LeaseResponse)
-    assert first == again
-    assert await cache1.pages() == Pages(free=6, private=2, leases=1)
-    await wire.execute(ReleaseRequest(lease_id="mine"), ReleaseRequest(lease_id="mine"))
-    assert await cache1.pages() == Pages(free=8)
-
-
 # ---------------------------------------------------------------- the pool
 
 
@@ -624,19 +431,6 @@ async def test_kv_of_another_shape_is_refused_naming_the_right_one(
     right = rf"\({NUM_LAYERS}, 1, 1, {2 if wrong == 'k' else 1}\)"
     with pytest.raises(InvalidRequest, match=f"^{wrong} must be of shape {right}"):
         await pool.write_kv(scene.lease, scene.lease.slots[2:], torch.ones(k_shape), torch.ones(v_shape))
-
-
-async def test_kv_of_another_size_sent_by_hand_is_refused(scene: Scene) -> None:
-    slots = scene.lease.slots[2:].numpy()
-    k_size, v_size = 8 * NUM_LAYERS, 4 * NUM_LAYERS
-    right, wrong = np.zeros(k_size, np.uint8), np.zeros(k_size - 1, np.uint8)
-
-    with pytest.raises(InvalidRequest, match=f"needs {k_size} bytes, not {k_size - 1}"):
-        await Wire(scene.cache).write_kv(scene.lease.lease_id, slots, wrong, right[:v_size])
-    with pytest.raises(InvalidRequest, match=f"needs {v_size} bytes, not {k_size}"):
-        await Wire(scene.cache).write_kv(scene.lease.lease_id, slots, right, right)
-    with pytest.raises(InvalidRequest, match="slots must be a 1-D row of int64, not int32"):
-        await Wire(scene.cache).read_kv(scene.lease.lease_id, slots.astype(np.int32))
 
 
 async def test_an_ended_lease_can_be_neither_read_nor_written(cache1: CacheUnderTest) -> None:

@@ -13,6 +13,7 @@ from ray.exceptions import PendingCallsLimitExceeded, RaySystemError
 
 from raydix.actors import PrefixCacheClient, cache_service, ray_transport, wire
 from raydix.actors.cache_service import CacheService
+from raydix.actors.typed_messages import arrived
 from raydix.schemas import (
     Ack,
     Batch,
@@ -318,7 +319,7 @@ class SlowHandle(RefusingHandle):
         return Remote(self._execute) if method == "execute" else super().__getattr__(method)
 
     def _execute(self, *parts: bytes) -> asyncio.Future[bytes]:
-        self.batches.append((wire.unpack(Batch, *parts), asyncio.get_running_loop().create_future()))
+        self.batches.append((arrived(Batch, wire.unpack(*parts)), asyncio.get_running_loop().create_future()))
         return self.batches[-1][1]
 
     def answer(self, number: int) -> None:
@@ -420,4 +421,4 @@ def test_a_batch_travels_in_parts_that_ray_carries_within_the_call(service: Cach
 
     assert len(parts) == 9  # of 720 KB and a little
     assert max(map(len, parts)) <= wire.MAX_PART_BYTES
-    assert wire.unpack(Batch, *parts) == sent
+    assert wire.unpack(*parts) == sent

@@ -19,7 +19,7 @@ def node(number: int, stamp: int = 0) -> TreeNode:
 
 
 def queue_of(*nodes: TreeNode) -> EvictionQueue:
-    queue = EvictionQueue(lambda each: each.last_access_time)
+    queue = EvictionQueue(lambda each: each.own_access_time)
     for each in nodes:
         queue.push(each)
     return queue
@@ -47,9 +47,9 @@ def test_an_empty_queue_has_nothing_to_pop() -> None:
 def test_a_touch_moves_a_node_to_where_it_belongs_now() -> None:
     first, second, third = node(1, 1), node(2, 2), node(3, 3)
     queue = queue_of(first, second, third)
-    first.last_access_time = 4
+    first.own_access_time = 4
     queue.touch(first)
-    third.last_access_time = 0
+    third.own_access_time = 0
     queue.touch(third)
 
     queue.check({first, second, third})
@@ -78,19 +78,19 @@ def test_random_operations_keep_the_order(seed: int, monkeypatch: pytest.MonkeyP
                 queue.push(inside[number])
             case "touch" | "fall" as way if inside:
                 each = rng.choice(list(inside.values()))
-                each.last_access_time = number if way == "touch" else rng.randint(0, number)
+                each.own_access_time = number if way == "touch" else rng.randint(0, number)
                 queue.touch(each)
             case "discard" if inside:
                 queue.discard(inside.pop(rng.choice(list(inside))))
             case "pop":
                 first = queue.pop()
-                expected = min(inside.values(), key=lambda each: (each.last_access_time, each.id), default=None)
+                expected = min(inside.values(), key=lambda each: (each.own_access_time, each.id), default=None)
                 assert first is expected
                 if first is not None:
                     del inside[first.id]
         queue.check(set(inside.values()))
 
-    ordered = sorted(inside.values(), key=lambda each: (each.last_access_time, each.id))
+    ordered = sorted(inside.values(), key=lambda each: (each.own_access_time, each.id))
     assert drain(queue) == [each.id for each in ordered]
 
 

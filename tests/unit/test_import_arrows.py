@@ -139,6 +139,13 @@ def test_importing_the_actors_loads_no_torch(tmp_path: Path) -> None:
     assert "torch" not in loaded
 
 
+def test_the_help_of_the_command_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
+    loaded = modules_loaded_by("from raydix.actors.cli.app import app\napp(['--help'], standalone_mode=False)", tmp_path)
+
+    assert "typer" in loaded
+    assert loaded & {"torch", "ray"} == set()
+
+
 def test_a_local_cache_loads_no_ray(tmp_path: Path) -> None:
     program = (
         "from raydix.actors import LocalPrefixCache\n"

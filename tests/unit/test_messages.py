@@ -2,6 +2,8 @@
 
 import inspect
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
@@ -29,6 +31,7 @@ from raydix.schemas import (
     TokenIds,
     UnknownLease,
 )
+from raydix.schemas.message import Malformed
 
 PUBLIC = [getattr(schemas, name) for name in schemas.__all__]
 EVERY_MESSAGE = [each for each in PUBLIC if inspect.isclass(each) and issubclass(each, Message) and each is not Message]
@@ -41,6 +44,7 @@ BY_NAME: dict[str, Any] = {
     "k": np.arange(6, dtype=np.uint8),
     "v": np.arange(4, dtype=np.uint8),
     "device_type": "cpu",
+    "namespace": "-1:a-",
     "reason": "evicted",
     "events": (BlockStored(block_hashes=[-5], parent_block_hash=7, token_ids=[1], block_size=1, medium="GPU"),),
     "block_hashes": [2**63 - 1, -(2**63)],
@@ -70,7 +74,12 @@ def value_of(name: str, annotation: Any) -> Any:
 
 def filled(model: type[Message]) -> Message:
     """A message with a value in every field."""
-    return model(**{name: value_of(name, field.annotation) for name, field in model.model_fields.items()})
+    return model(**values_of(model))
+
+
+def values_of(model: type[Message]) -> dict[str, Any]:
+    values = {name: value_of(name, field.annotation) for name, field in model.model_fields.items()}
+    return values | {"after": 2} if model is Batch else values
 
 
 def same(one: Any, other: Any) -> bool:
@@ -139,7 +148,7 @@ def test_every_message_is_frozen(model: type[Message]) -> None:
 
 @every_message
 def test_unknown_fields_are_refused(model: type[Message]) -> None:
-    fields = {name: value_of(name, field.annotation) for name, field in model.model_fields.items()}
+    fields = values_of(model)
 
     with pytest.raises(ValidationError, match=r"surprise\n  Extra inputs are not permitted"):
         model(**fields, surprise=1)
@@ -147,7 +156,7 @@ def test_unknown_fields_are_refused(model: type[Message]) -> None:
 
 @every_message
 def test_required_fields_are_required(model: type[Message]) -> None:
-    fields = {name: value_of(name, field.annotation) for name, field in model.model_fields.items()}
+    fields = values_of(model)
 
     for name, field in model.model_fields.items():
         if field.is_required():
@@ -237,6 +246,41 @@ def test_errors_travel_in_the_place_of_responses() -> None:
 def test_a_wrong_request_is_refused_where_it_is_made(model: type[Message], fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         model(**fields)
+
+
+Forge = Callable[[], Message]
+TOKENS = TokenIds.pack([1])
+FORGED: dict[str, tuple[Forge, str]] = {
+    "wrong type": (lambda: EvictRequest.model_construct(num_tokens="all"), "EvictRequest: num_tokens: .*valid integer"),
+    "a float": (lambda: EvictRequest.model_construct(num_tokens=1.5), "EvictRequest: num_tokens: .*valid integer"),
+    "out of range": (lambda: EvictRequest.model_construct(num_tokens=-1), "num_tokens: .* greater than or equal to 0"),
+    "a field less": (lambda: ReleaseRequest.model_construct(), "ReleaseRequest: ValueError: zip"),
+    "a field more": (lambda: ReleaseRequest.model_construct(lease_id="l").model_copy(update={"x": 1}), "zip"),
+    "torn tokens": (lambda: MatchRequest.model_construct(tokens=TokenIds(b"abc", 4), namespace=None), "torn"),
+    "no bytes": (lambda: MatchRequest.model_construct(tokens=TokenIds("abcd", 4), namespace=None), "torn"),  # type: ignore[arg-type]
+    "no tokens": (lambda: MatchRequest.model_construct(tokens=7, namespace=None), "tokens: .*not int"),
+    "no namespace": (lambda: MatchRequest.model_construct(tokens=TOKENS, namespace="lora"), "frame_namespace"),
+    "no messages": (
+        lambda: Batch.model_construct(session_id="s", epoch="e", requests=(1,), seq=0, after=0),
+        "requests.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("forge", "fault"), FORGED.values(), ids=FORGED)
+def test_what_breaks_its_models_rules_arrives_as_malformed(forge: Forge, fault: str) -> None:
+    back = pickle.loads(pickle.dumps(forge()))
+
+    assert isinstance(back, Malformed)
+    assert re.search(fault, str(back)), str(back)
+
+
+def test_a_malformed_request_arrives_as_such_among_whole_ones() -> None:
+    requests = (ReleaseRequest(lease_id="l"), EvictRequest.model_construct(num_tokens=-1))
+
+    back = pickle.loads(pickle.dumps(Batch(session_id="s", epoch="e", requests=requests)))
+
+    assert [type(each) for each in back.requests] == [ReleaseRequest, Malformed]
 
 
 def test_an_insert_may_bring_no_new_ids() -> None:

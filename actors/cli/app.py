@@ -1,0 +1,50 @@
+"""The `raydix` command line: which commands there are, and what becomes of their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from raydix.actors.cli import caches, check, explain, start, stats, stop
+from raydix.actors.cli.failures import failure_of
+from raydix.actors.cli.output import report_failure
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "start": start.start,
+    "list": caches.list_caches,
+    "stats": stats.stats,
+    "explain": explain.explain,
+    "check": check.check,
+    "stop": stop.stop,
+}
+
+
+class Commands(TyperGroup):
+    """A group whose failures end in a message that says what to do next, and in an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what it raises for its user becomes an exit status."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            failure = failure_of(error)
+            if failure is None:
+                raise
+            report_failure(ctx, failure)
+            raise typer.Exit(failure.exit_code) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Start, watch and explain prefix KV caches on a Ray cluster.",
+    epilog="Every command takes `--json`: one JSON document on stdout, nothing else. "
+    "Exit status: 0 done, 1 failed or refused, 2 wrong usage or configuration, 3 no cluster or no such cache.",
+)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)

@@ -1,0 +1,80 @@
+"""`raydix list`: which caches run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, join
+from raydix.actors.cli.output import AsJson, show, table_of
+
+_ANSWER_S = 5.0
+
+
+def list_caches(address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False) -> None:
+    """List the caches of a cluster, with what they are and how full."""
+    join(address, namespace)
+    rows = _facts(namespace)
+    show(rows, as_json, lambda: _table(rows, namespace))
+
+
+def _facts(namespace: str) -> list[dict[str, Any]]:
+    """What each cache says of itself; those that do not answer in time are "silent"."""
+    import ray
+
+    asked: dict[str, list[Any]] = {}
+    for name in cache_names(namespace):
+        cache = cache_handle(name, namespace)
+        asked[name] = [cache.pool_handle.remote(), cache.stats.remote()]
+    refs = [ref for pair in asked.values() for ref in pair]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
+    rows: list[dict[str, Any]] = []
+    for name, pair in asked.items():
+        try:
+            handle, stats = ray.get(pair, timeout=0)
+        except ray.exceptions.RayError:
+            rows.append({"name": name, "namespace": namespace, "state": "silent"})
+            continue
+        rows.append(
+            {
+                "name": name,
+                "namespace": namespace,
+                "state": "ready",
+                "kind": handle.config.kind,
+                "page_size": handle.config.page_size,
+                "fingerprint": handle.config.fingerprint,
+                "device": handle.device_type,
+                "node_id": handle.node_id,
+                "epoch": stats.epoch,
+                "num_slots": stats.num_slots,
+                "free_slots": stats.free_slots,
+                "open_leases": stats.open_leases,
+                "open_sessions": stats.open_sessions,
+                "hit_rate": stats.hit_rate,
+            }
+        )
+    return rows
+
+
+def _table(rows: list[dict[str, Any]], namespace: str) -> Table | str:
+    if not rows:
+        return f"no cache runs in namespace {namespace!r}; start one: raydix start -c cache.yaml"
+    table = table_of("cache", "kind", ">page", ">slots", ">in use", ">leases", ">hit rate", "device", "node")
+    for row in rows:
+        if row["state"] != "ready":
+            table.add_row(row["name"], "silent")
+            continue
+        table.add_row(
+            row["name"],
+            row["kind"],
+            f"{row['page_size']}",
+            f"{row['num_slots']:,}",
+            f"{1 - row['free_slots'] / row['num_slots']:.0%}",
+            f"{row['open_leases']:,}",
+            f"{row['hit_rate']:.1%}",
+            row["device"],
+            row["node_id"][:8],
+        )
+    return table

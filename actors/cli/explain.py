@@ -1,0 +1,73 @@
+"""`raydix explain`: where a prompt's match ends, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
+from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.output import AsJson, show
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from raydix.schemas import ExplainResponse
+
+
+def explain(
+    name: CacheName,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            "--tokens", metavar="FILE", help="The prompt's token ids: a JSON list, a .npy file, or - for stdin."
+        ),
+    ],
+    extra_key: Annotated[str | None, typer.Option(help="Of the prompt's namespace.")] = None,
+    lora_id: Annotated[str | None, typer.Option(help="Of the prompt's namespace.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Of the prompt's namespace.")] = None,
+    address: Address = None,
+    namespace: Namespace = "raydix",
+    as_json: AsJson = False,
+) -> None:
+    """Say how much of a prompt is cached, and why no more of it: never stored, evicted, retired, and so on."""
+    ids = _read_tokens(tokens)
+    join(address, namespace)
+    fields = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
+    answer = asyncio.run(_explain(cache_handle(name, namespace), ids, fields))
+    show(answer, as_json, lambda: str(answer))
+
+
+async def _explain(cache: ActorHandle[Any], ids: Any, fields: dict[str, str | None]) -> ExplainResponse:
+    from raydix.actors import PrefixCacheClient
+
+    async with PrefixCacheClient(cache, owner="raydix explain") as client:
+        return await client.explain(ids, **fields)
+
+
+def _read_tokens(source: str) -> Any:
+    """The token ids in a file: a 1-D integer array, or a JSON list.
+
+    Raises:
+        CommandError: it cannot be read, or is neither.
+    """
+    try:
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise CommandError(f"{source}: {error.strerror}", "give a file with token ids, or - for stdin", USAGE) from None
+    try:
+        if data.startswith(b"\x93NUMPY"):
+            return np.load(io.BytesIO(data), allow_pickle=False)
+        ids = json.loads(data)
+    except ValueError as error:
+        raise CommandError(f"{source}: {error}", "a JSON list, as [1, 2, 3], or a .npy file", USAGE) from None
+    if not isinstance(ids, list):
+        raise CommandError(f"{source}: not a list of token ids", "a JSON list, as [1, 2, 3]", USAGE)
+    return ids

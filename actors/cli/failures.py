@@ -1,0 +1,56 @@
+"""How a command fails: with what is wrong, what to do next, and an exit status."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from raydix.actors.settings_file import SettingsError
+from raydix.schemas import CacheError, CacheUnavailable, ConfigMismatch
+
+FAILED = 1  # the cache refused, or what was checked does not hold
+USAGE = 2  # wrong options, files or configuration
+UNREACHABLE = 3  # no Ray cluster, or no such cache on it
+
+_ADVICE = {
+    CacheUnavailable: "see which caches answer: raydix list",
+    ConfigMismatch: "choose another --name, or end the one that runs: raydix stop NAME",
+}
+
+
+class CommandError(Exception):
+    """A command cannot do what it was asked."""
+
+    def __init__(self, message: str, advice: str = "", exit_code: int = FAILED) -> None:
+        super().__init__(message, advice, exit_code)
+        self.message = message
+        self.advice = advice
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is told of an error."""
+
+    kind: str  # the error's class
+    message: str
+    advice: str
+    exit_code: int
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """What to tell of an error that is meant for the user; None for one that is a bug."""
+    kind = type(error).__name__
+    if isinstance(error, CommandError):
+        return Failure(kind, error.message, error.advice, error.exit_code)
+    if isinstance(error, SettingsError):
+        return Failure(kind, str(error), error.advice, USAGE)
+    if "ray" in sys.modules and isinstance(error, sys.modules["ray"].exceptions.RayError):
+        from raydix.actors.ray_transport import from_ray
+
+        error = from_ray(error)
+        kind = type(error).__name__
+    if isinstance(error, CacheError):
+        exit_code = UNREACHABLE if isinstance(error, CacheUnavailable) else FAILED
+        return Failure(kind, str(error), _ADVICE.get(type(error), ""), exit_code)
+    return None

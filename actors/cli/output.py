@@ -1,0 +1,71 @@
+"""What commands print: a table or text for people, or with `--json` one JSON document; errors go to stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from raydix.actors.cli.failures import Failure
+
+_META = "raydix.json"
+
+
+def _note_json(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[_META] = value  # for the report of a failure
+    return value
+
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document, and nothing else.", callback=_note_json, is_eager=True)
+]
+
+
+def show(value: Any, as_json: bool, render: Callable[[], RenderableType]) -> None:
+    """Print a result: `value` as JSON (models and lists of them, too), or what `render` makes of it for people."""
+    if as_json:
+        print_json(value)
+    elif isinstance(text := render(), str):
+        typer.echo(text)
+    else:
+        console().print(text, soft_wrap=True)  # what is to be copied stays on its line
+
+
+def table_of(*columns: str) -> Table:
+    """An empty table; a column whose name begins with `>` is aligned to the right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    return table
+
+
+def print_json(value: Any, indent: int | None = 2) -> None:
+    """Print one JSON document; on one line with `indent=None`."""
+    typer.echo(json.dumps(value, indent=indent, default=_as_json))
+
+
+def console(stderr: bool = False) -> Console:
+    """Where people read. Made anew, as stdout may be another one by now."""
+    return Console(stderr=stderr, highlight=False)
+
+
+def report_failure(ctx: typer.Context, failure: Failure) -> None:
+    """Tell of a failure on stderr, and with `--json` as a document on stdout, too."""
+    if ctx.meta.get(_META):
+        error = {"type": failure.kind, "message": failure.message, "advice": failure.advice}
+        print_json({"error": error})
+    typer.echo(f"error: {failure.message}", err=True)
+    if failure.advice:
+        typer.echo(f"  try: {failure.advice}", err=True)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{type(value).__name__} has no JSON form")

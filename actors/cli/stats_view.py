@@ -1,0 +1,118 @@
+"""A cache's counts as a table for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from raydix.schemas import CacheConfig, CacheStats, PoolStats
+
+_BAR = 40  # characters
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a cache said of itself at one time."""
+
+    name: str
+    config: CacheConfig
+    stats: CacheStats
+    at_s: float  # by this process's clock
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts, and what is computed from them."""
+        used = self.stats.num_slots - self.stats.free_slots
+        return {
+            "name": self.name,
+            **self.stats.model_dump(mode="json"),
+            "hit_rate": self.stats.hit_rate,
+            "used_fraction": used / self.stats.num_slots,
+            "high_watermark": self.config.eviction.high_watermark,
+            "low_watermark": self.config.eviction.low_watermark,
+        }
+
+
+def view(now: Snapshot, before: Snapshot | None = None) -> Group:
+    """The table of a snapshot; with the one before it, a rate beside each count that has risen."""
+    stats = now.stats
+    head = f"{now.name}  {now.config.kind}, pages of {now.config.page_size}, epoch {stats.epoch[:8]}"
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    _add_pool(table, now)
+    for title, pool in (("window pool", stats.swa), ("states", stats.state)):
+        if pool is not None:
+            table.add_row(title, _pool_line(pool))
+    _add_traffic(table, now, before)
+    _add_health(table, now)
+    return Group(Text(head, style="bold"), table)
+
+
+def _add_pool(table: Table, now: Snapshot) -> None:
+    stats, marks = now.stats, now.config.eviction
+    used = 1 - stats.free_slots / stats.num_slots
+    table.add_row("pool", _bar(used, marks.low_watermark, marks.high_watermark))
+    table.add_row(
+        "",
+        f"{used:.1%} of {stats.num_slots:,} slots in use; eviction above {marks.high_watermark:.0%}, "
+        f"down to {marks.low_watermark:.0%}" + ("" if stats.eviction_task.enabled else " (off)"),
+    )
+    table.add_row(
+        "slots",
+        f"{stats.free_slots:,} free, {stats.private_slots:,} private, {stats.tree_slots:,} cached "
+        f"({stats.protected_slots:,} locked), {stats.quarantined_slots:,} quarantined",
+    )
+
+
+def _bar(used: float, low: float, high: float) -> Text:
+    """A bar with `|` at the watermarks: green below the low one, red above the high one."""
+    filled = round(used * _BAR)
+    marks = {min(_BAR - 1, int(mark * _BAR)) for mark in (low, high) if mark < 1}
+    cells = ["|" if cell in marks else "█" if cell < filled else "░" for cell in range(_BAR)]
+    return Text("".join(cells), style="red" if used > high else "yellow" if used > low else "green")
+
+
+def _pool_line(pool: PoolStats) -> str:
+    used = 1 - pool.free_slots / pool.num_slots
+    return f"{used:.1%} of {pool.num_slots:,} in use, {pool.evictable_slots:,} evictable"
+
+
+def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
+    stats = now.stats
+
+    def count(field: str) -> str:
+        value = getattr(stats, field)
+        if before is None or before.stats.epoch != stats.epoch:
+            return f"{value:,}"
+        rate = (value - getattr(before.stats, field)) / (now.at_s - before.at_s)
+        return f"{value:,}" + (f" (+{rate:,.0f}/s)" if rate else "")
+
+    recent = "" if before is None else _recent_rate(stats, before.stats)
+    table.add_row("hit rate", f"{stats.hit_rate:.1%} of tokens{recent}, {stats.hits:,} of {stats.acquires:,} leases")
+    table.add_row("tokens", f"{count('tokens_requested')} requested, {count('tokens_reused')} reused")
+    table.add_row("", f"{count('tokens_inserted')} published, {count('tokens_duplicate')} computed twice")
+    table.add_row("evicted", f"{count('tokens_evicted')} tokens; {stats.exhausted:,} requests refused for want of room")
+    table.add_row("requests", f"{count('requests')} in {count('batches')} batches, {count('probes')} probes")
+
+
+def _recent_rate(stats: CacheStats, before: CacheStats) -> str:
+    requested = stats.tokens_requested - before.tokens_requested
+    if requested <= 0 or stats.epoch != before.epoch:
+        return ""
+    return f" ({(stats.tokens_reused - before.tokens_reused) / requested:.1%} just now)"
+
+
+def _add_health(table: Table, now: Snapshot) -> None:
+    stats, task = now.stats, now.stats.eviction_task
+    table.add_row("leases", f"{stats.open_leases:,} open in {stats.open_sessions:,} sessions, {stats.waiters:,} wait")
+    table.add_row("sessions", f"{stats.dead_sessions:,} died, {stats.expired_sessions:,} fell silent")
+    state = "off" if not task.enabled else "alive" if task.alive else "not running"
+    failures = f", {task.failures:,} failures, the last: {task.last_error}" if task.failures else ""
+    table.add_row(
+        "eviction", f"task {state}, {task.rounds:,} rounds, longest slice {task.longest_slice_ms:.1f} ms{failures}"
+    )
+    table.add_row("loop", f"at most {stats.loop_lag_ms:.1f} ms late")

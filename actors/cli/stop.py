@@ -1,0 +1,57 @@
+"""`raydix stop`: end caches, in order or at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, join
+from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.output import AsJson, show
+
+_SHUTDOWN_S = 10.0  # beyond the drain
+
+
+def stop(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Names of caches.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every cache of the namespace.")] = False,
+    drain_s: Annotated[
+        float,
+        typer.Option("--drain", min=0, metavar="SECONDS", help="How long open leases may go on; new ones are refused."),
+    ] = 0,
+    address: Address = None,
+    namespace: Namespace = "raydix",
+    as_json: AsJson = False,
+) -> None:
+    """End caches: their process, their pool and what is cached. One that does not answer is killed."""
+    if bool(names) == every:
+        raise CommandError("name the caches to stop, or give --all", "raydix list", USAGE)
+    join(address, namespace)
+    chosen = cache_names(namespace) if every else list(dict.fromkeys(names or ()))
+    handles = [(name, cache_handle(name, namespace)) for name in chosen]  # all of them, before anything ends
+    results = [_stop(name, cache, drain_s, namespace) for name, cache in handles]
+    show(results, as_json, lambda: "\n".join(map(_sentence, results)) or "no cache runs")
+
+
+def _stop(name: str, cache: Any, drain_s: float, namespace: str) -> dict[str, Any]:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    from raydix.actors.placement import remove_placement
+
+    answered, cut_short = True, None
+    try:
+        cut_short = ray.get(cache.shutdown.remote(drain_s), timeout=drain_s + _SHUTDOWN_S)
+    except (GetTimeoutError, RayActorError):
+        answered = False
+    ray.kill(cache)
+    remove_placement(name, namespace)
+    return {"name": name, "answered": answered, "leases_cut_short": cut_short}
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    if not result["answered"]:
+        return f"{result['name']}: killed, as it did not answer"
+    cut_short = result["leases_cut_short"]
+    return f"{result['name']}: stopped" + (f", {cut_short} open leases were cut short" if cut_short else "")

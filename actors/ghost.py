@@ -1,0 +1,42 @@
+"""`Ghost`: the hit rates of pools of other sizes, as `stats()` tells them."""
+
+from __future__ import annotations
+
+import math
+
+from raydix.cache_core.ghost_curve import GhostCurve
+from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, GhostStats
+
+_STEPS = 4  # sizes told between one and its double
+_SMALLEST = 2  # times halved
+
+
+class Ghost:
+    """Follows a cache's requests, by `curve`, for pools from a quarter of its size to `max_factor` times it.
+
+    Args:
+        config: of the cache.
+        ghost: what to follow.
+    """
+
+    def __init__(self, config: CacheConfig, ghost: GhostConfig) -> None:
+        page, num_slots = config.page_size, config.pool.num_slots
+        self._filled = _filled(config.eviction)
+        steps = range(-_SMALLEST * _STEPS, int(_STEPS * math.log2(ghost.max_factor)) + 1)
+        sizes = {max(page, round(num_slots * 2 ** (step / _STEPS) / page) * page) for step in steps}
+        self._sizes = tuple(sorted(sizes))
+        self.curve = GhostCurve(page, max(page, int(self._filled * self._sizes[-1])), ghost.max_pages)
+
+    def stats(self) -> GhostStats:
+        """The curve so far. Looks at what is queued: a millisecond at most."""
+        return GhostStats(
+            tokens_requested=self.curve.tokens_requested,
+            sample_rate=self.curve.sample_rate,
+            num_slots=self._sizes,
+            hit_rates=tuple(self.curve.hit_rates([int(size * self._filled) for size in self._sizes])),
+        )
+
+
+def _filled(eviction: EvictionConfig) -> float:
+    """How full a busy pool is: between its marks, or to the brim where no task evicts."""
+    return 1.0 if eviction.high_watermark >= 1.0 else (eviction.high_watermark + eviction.low_watermark) / 2

@@ -1,0 +1,48 @@
+"""`LoopLag`: how late an event loop is with what is due, which is how long a request may wait for its turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+from raydix.actors.loop_timer import LoopTimer
+
+_TICK_S = 0.1
+_WINDOW_S = 5.0
+
+
+class LoopLag:
+    """The longest that the loop was late within the last five to ten seconds, by a timer that ticks on it."""
+
+    def __init__(self) -> None:
+        self._timer = LoopTimer(self._tick)
+        self._due_at = 0.0
+        self._window_ends_at = 0.0
+        self._worst_s = self._worst_before_s = 0.0  # in this window, and in the one before
+
+    def start(self) -> None:
+        """Begin, on the running loop; no effect if it runs already."""
+        if not self._timer.is_set:
+            self._due_at = asyncio.get_running_loop().time() + _TICK_S
+            self._timer.set(_TICK_S)
+
+    def stop(self) -> None:
+        """Tick no more."""
+        self._timer.stop()
+
+    def _tick(self) -> float:
+        self.note(asyncio.get_running_loop().time())
+        return _TICK_S
+
+    def note(self, now: float) -> None:
+        """The timer ticks, at this time of the loop's clock; the next tick is due a while after."""
+        if now >= self._window_ends_at:
+            is_next = now < self._window_ends_at + _WINDOW_S
+            self._worst_before_s = self._worst_s if is_next else 0.0
+            self._worst_s, self._window_ends_at = 0.0, now + _WINDOW_S
+        self._worst_s = max(self._worst_s, now - self._due_at)
+        self._due_at = now + _TICK_S
+
+    @property
+    def longest_ms(self) -> float:
+        """The longest delay of late, in ms."""
+        return 1000 * max(self._worst_s, self._worst_before_s)

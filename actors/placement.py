@@ -1,0 +1,85 @@
+"""Where caches stand: one on each GPU of a cluster, and workers beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from raydix.actors.deploy import NAMESPACE, connect, start_cache
+from raydix.schemas import CacheConfig, CacheUnavailable, PoolHandle
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+SchedulingStrategy = NodeAffinitySchedulingStrategy | PlacementGroupSchedulingStrategy
+
+
+def start_on_own_gpu(
+    config: CacheConfig, name: str, *, namespace: str = NAMESPACE, worker_cpus: int = 1, timeout_s: float = 60
+) -> ActorHandle[Any]:
+    """A detached cache on a GPU of its own: a placement group with that GPU, which its workers share (`beside`).
+
+    `remove_placement` gives the GPU back once the cache has ended.
+
+    Raises:
+        CacheUnavailable: no GPU is free; nothing is left behind.
+    """
+    group = placement_group(
+        [{"GPU": 1, "CPU": worker_cpus}], "STRICT_PACK", name=group_name(name, namespace), lifetime="detached"
+    )
+    if not group.wait(timeout_s):
+        remove_placement_group(group)
+        raise CacheUnavailable(
+            f"cache {name!r} found no node with a free GPU and {worker_cpus} free CPUs within {timeout_s:g} s"
+        )
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    try:
+        return start_cache(
+            config,
+            name=name,
+            namespace=namespace,
+            lifetime="detached",
+            scheduling_strategy=strategy,
+            timeout_s=timeout_s,
+        )
+    except BaseException:
+        remove_placement_group(group)
+        raise
+
+
+def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE) -> SchedulingStrategy:
+    """The scheduling strategy that puts a worker where it can map a cache's pool: on its card, or else on its node.
+
+        worker = Worker.options(num_gpus=0.9, scheduling_strategy=beside("kv-0")).remote("kv-0")
+
+    Raises:
+        CacheUnavailable: no cache of that name runs.
+    """
+    actor = connect(cache, namespace=namespace) if isinstance(cache, str) else cache
+    group = cast(PlacementGroup | None, ray.get(actor.placement.remote()))
+    if group is not None:
+        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    handle = cast(PoolHandle, ray.get(actor.pool_handle.remote()))
+    return NodeAffinitySchedulingStrategy(handle.node_id, soft=False)
+
+
+def remove_placement(name: str, namespace: str = NAMESPACE) -> None:
+    """Give back the GPU of a cache that `start_on_own_gpu` started and that has ended; no effect on others."""
+    wanted = group_name(name, namespace)
+    for group_id, group in cast(Any, placement_group_table)().items():
+        if group["name"] == wanted and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
+
+
+def group_name(name: str, namespace: str) -> str:
+    """What the placement group of a cache is called."""
+    return f"raydix/{namespace}/{name}"
+
+
+def num_gpus() -> int:
+    """GPUs of the cluster, in use or not."""
+    return int(cast(Any, ray.cluster_resources)().get("GPU", 0))

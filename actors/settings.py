@@ -1,0 +1,157 @@
+"""A cache's configuration from a YAML file, the environment and options; the later wins over the earlier.
+
+    page_size: 16                   RAYDIX_PAGE_SIZE=16                   page_size=16
+    pool:                           RAYDIX_POOL_NUM_SLOTS=65536           pool.num_slots=65536
+      num_slots: 65536
+
+The keys are the fields of `CacheConfig`, and `name`. What is wrong is told with the place where it stands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from raydix.actors.settings_file import Key, SettingsError, read_yaml
+from raydix.schemas import CacheConfig
+
+DEFAULT_NAME = "kv"
+_PREFIX = "RAYDIX_"
+_UNLIKE = 0.8  # a variable that resembles none of ours as much is another program's
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a file, the environment and options say together."""
+
+    name: str  # of the caches: the first one is called `<name>-0`
+    config: CacheConfig
+
+
+def load_settings(
+    path: Path | None = None, *, environ: Mapping[str, str] | None = None, options: Iterable[str] = ()
+) -> Settings:
+    """The settings that a file, the environment and options make together.
+
+    Args:
+        path: a YAML file; None: there is none.
+        environ: where variables `RAYDIX_*` are looked up; None: those of this process.
+        options: "key=value", with dots in the key; the value is YAML.
+
+    Raises:
+        SettingsError: the file cannot be read, or a key or value is wrong; the message says where it stands.
+    """
+    values: dict[Key, Any] = {}
+    places: dict[Key, str] = {}
+    layers = (
+        read_yaml(path, SECTIONS) if path is not None else (),
+        _from_environment(os.environ if environ is None else environ),
+        _from_options(options),
+    )
+    for layer in layers:
+        for key, value, place in layer:
+            values[key], places[key] = value, place
+    name = values.pop(("name",), DEFAULT_NAME)
+    if not isinstance(name, str) or not name:
+        raise SettingsError(f"{places['name',]}: name: must be a text, not {name!r}")
+    try:
+        return Settings(name, CacheConfig.model_validate(_tree(values)))
+    except ValidationError as error:
+        raise _explained(error, places, path) from None
+
+
+def _fields(model: type[BaseModel], above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every field of a configuration and of its sections; of a section its model, of others their type."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        yield (*above, name), kind
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _fields(kind, (*above, name))
+
+
+_KINDS: dict[Key, Any] = {("name",): str, **dict(_fields(CacheConfig))}
+SECTIONS = frozenset(key for key, kind in _KINDS.items() if isinstance(kind, type) and issubclass(kind, BaseModel))
+_VARIABLES = {_PREFIX + "_".join(key).upper(): key for key in _KINDS if key not in SECTIONS}
+_OTHER_VARIABLES = {"RAYDIX_NAMESPACE", "RAYDIX_TRACE", "RAYDIX_BENCH_GATE"}
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Key, Any, str]]:
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(_PREFIX) or variable in _OTHER_VARIABLES:
+            continue
+        place = f"environment variable {variable}"
+        if (key := _VARIABLES.get(variable)) is not None:
+            yield key, _parsed(key, text, place), place
+        elif near := get_close_matches(variable, _VARIABLES, 1, _UNLIKE):
+            raise SettingsError(f"{place} is not known", f"unset it, or set {near[0]}")
+
+
+def _from_options(options: Iterable[str]) -> Iterator[tuple[Key, Any, str]]:
+    for option in options:
+        text_of_key, equals, text = option.partition("=")
+        place = f"--set {option}"
+        if not equals:
+            raise SettingsError(f"{place}: no value", f"--set {option}=VALUE")
+        key = tuple(text_of_key.strip().split("."))
+        if key not in _KINDS or key in SECTIONS:
+            raise SettingsError(f"{place}: no such key", _suggestion(key))
+        yield key, _parsed(key, text, place), place
+
+
+def _parsed(key: Key, text: str, place: str) -> Any:
+    kind = _KINDS[key]
+    if kind is str or (str in get_args(kind) and text != "null"):
+        return text  # a fingerprint may look like a number
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SettingsError(f"{place}: {text!r} is no YAML value", "quote it: '\"...\"'") from None
+
+
+def _tree(values: Mapping[Key, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section = tree
+        for name in key[:-1]:
+            section = section.setdefault(name, {})
+        section[key[-1]] = value
+    return tree
+
+
+def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | None) -> SettingsError:
+    """The first of pydantic's complaints, with where its value stands and what to do."""
+    errors = error.errors(include_url=False)
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])  # a key misspelt is missing
+    key = tuple(str(part) for part in first["loc"])
+    known = [each for each in places if each[: len(key)] == key or key[: len(each)] == each]
+    place = places[min(known)] if key and known else str(path or "the settings")
+    what, advice = first["msg"].removeprefix("Value error, "), ""
+    if first["type"] == "extra_forbidden":
+        what, advice = "no such key", _suggestion(key)
+    elif first["type"] == "missing":
+        text, variable = ".".join(key), _PREFIX + "_".join(key).upper()
+        what, advice = "is needed", f"set {text} in a file given with -c, {variable}, or --set {text}=VALUE"
+        if key in SECTIONS:
+            advice = f"give at least {text}.num_slots: --set {text}.num_slots=65536"
+    return SettingsError(f"{place}: {'.'.join(key) + ': ' if key else ''}{what}", advice)
+
+
+def _suggestion(key: Key) -> str:
+    """The known key that a wrong one probably means."""
+    named = {".".join(each): each for each in _KINDS}
+    for text, each in named.items():
+        if each[-1] == key[-1]:
+            return f"{text}: {key[-1]} stands there"
+    near = get_close_matches(".".join(key), named, 1, 0.5) or get_close_matches(
+        key[-1], [each[-1] for each in named.values()], 1, 0.5
+    )
+    if near:
+        return f"{next((text for text in named if text == near[0] or text.endswith('.' + near[0])), near[0])}?"
+    return "one of " + ", ".join(text for text in named)

@@ -1,0 +1,24 @@
+"""What a cache tells whoever watches its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from raydix.cache_core.lease_table import LeaseRecord
+
+
+class RequestWatch(Protocol):
+    """Watches a cache's requests. Each call is on the cache's path: it must be quick and must not raise."""
+
+    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        """A lease began; it was to reuse `max_prefix_len` tokens at most."""
+
+    def published(self, lease: LeaseRecord) -> None:
+        """More of a lease's pages can be found by others: `num_published_pages` in all."""
+
+    def ended(self, lease: LeaseRecord) -> None:
+        """A lease is over."""
+
+    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
+        """Nothing of these namespaces, by `extra_key`, can be found any more."""

@@ -1,0 +1,169 @@
+"""`TreeInsert`: how the radix caches take in new prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
+from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
+from raydix.cache_core.kv_events import KVEventTeller
+from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.radix_tree import check_on_path, check_same_space
+from raydix.cache_core.slot_rows import Row, Slots, as_slots, compact_slots, expand_rows, join_rows
+from raydix.cache_core.tree_match import TreeMatch
+from raydix.cache_core.tree_node import TreeNode, rows_of
+
+Take = Callable[[int, int], Row]
+# What an insert found and made: the leading tokens that were in the tree before, those before the node it resumed at,
+# the nodes in between, and where the key ends.
+Inserted = tuple[int, int, list[TreeNode], TreeNode]
+
+
+class TreeInsert(TreeMatch):
+    """A radix tree with the full KV on its nodes, and what `aux` components add to them: the half that adds to it."""
+
+    _events: KVEventTeller | None = None
+
+    def _insert_slots(
+        self,
+        key: RadixKey,
+        value: torch.Tensor | None,
+        prev_prefix_len: int,
+        fresh_from: int,
+        from_node: TreeNode | None,
+        priority: int,
+    ) -> InsertResult:
+        """`insert` with one slot per token in `value`."""
+        page = self.page_size
+        aligned = key.num_tokens - key.num_tokens % page
+        slots = as_slots(key, value, aligned)
+        if not aligned:
+            if from_node is not None and from_node is not self.root:
+                self._check_resumable(key, from_node)
+            return InsertResult(0, self.root, False, no_slots())
+
+        def take(start: int, stop: int) -> Row:
+            return compact_slots(slots[start:stop], page)
+
+        done = self._insert(key, from_node, take, prev_prefix_len, fresh_from, priority)
+        prefix_len, resumed_at, _, last_node = done
+        if prefix_len > resumed_at and prefix_len > prev_prefix_len:
+            return InsertResult(prefix_len, last_node, False, self._duplicates(slots, prev_prefix_len, done))
+        return InsertResult(prefix_len, last_node, False, no_slots())
+
+    def insert_pages(
+        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0, priority: int = 0
+    ) -> PageInsert:
+        """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
+
+        The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
+        that differ from `existing`, page by page, stay the caller's to free.
+        """
+        if key.num_tokens < self.page_size:
+            return PageInsert(0, 0, self.root, starts[:0])
+        page, first = self.page_size, from_node.end
+
+        def take(start: int, stop: int) -> Row:
+            return starts[(start - first) // page : (stop - first) // page].tobytes()
+
+        fresh_from = self._aligned(swa_evicted_seqlen)
+        prefix_len, _, path, last_node = self._insert(key, from_node, take, None, fresh_from, priority)
+        return PageInsert(prefix_len, last_node.end, last_node, join_rows(rows_of(path)))
+
+    def _aligned(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size) * self.page_size
+
+    def _insert(
+        self,
+        key: RadixKey,
+        from_node: TreeNode | None,
+        take: Take,
+        prev_prefix_len: int | None,
+        fresh_from: int,
+        priority: int,
+    ) -> Inserted:
+        """Insert the whole pages of `key`, of which there is at least one.
+
+        Args:
+            take: gives the tree its own row of the incoming slots of [start, stop).
+            prev_prefix_len: leading tokens whose slots are the tree's own, checked; None: those before `from_node`,
+                for which the caller answers.
+            fresh_from: incoming slots before this token bring full KV only.
+        """
+        tree, node = self._tree, from_node
+        if node is None or node is self.root:
+            node, key = tree.make_space(key, self._clock)
+        else:
+            self._check_resumable(key, node)
+            if key.width != node.space.width:
+                key = tree.make_space(key, self._clock)[1]
+            if prev_prefix_len is not None and not self._was_matched(key, node):
+                check_on_path(key, node)
+        path, end = tree.walk(key, key.num_tokens, node)
+        if prev_prefix_len and not 0 <= prev_prefix_len <= end:
+            raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
+        resumed_at, num_tokens = node.end, key.num_tokens - key.num_tokens % self.page_size
+        last_node = self._cut_at(path, end) if path else node
+        self._clock += 1
+        if self._aux:
+            path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
+        if end == num_tokens:
+            self._use(last_node, priority)
+        elif self._aux:
+            last_node = self._add_cut(last_node, key, self._cuts(end, num_tokens, fresh_from), take, priority)
+        else:
+            last_node = self._add(last_node, key, num_tokens, take(end, num_tokens), priority)
+        return end, resumed_at, path, last_node
+
+    def _add(self, parent: TreeNode, key: RadixKey, stop: int, row: Row, priority: int, live: bool = True) -> TreeNode:
+        """Hang the tokens of `key` up to `stop` below `parent`: a new, unlocked leaf, used now."""
+        leaf = self._tree.add_leaf(parent, key, stop, row, self._clock, priority)
+        self._full.add(leaf)
+        for component in self._aux:
+            component.add(leaf, live)
+        if self._events is not None:
+            self._events.stored(leaf)
+        return leaf
+
+    def _add_cut(
+        self, node: TreeNode, key: RadixKey, cuts: Sequence[tuple[int, int, bool]], take: Take, priority: int
+    ) -> TreeNode:
+        """`_add` in several nodes, one below the other; returns the last."""
+        for start, stop, live in cuts:
+            node = self._add(node, key, stop, take(start, stop), priority, live)
+        self._touch(node)
+        return node
+
+    def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
+        """Let nodes that lack something take it from the incoming slots; returns the path as it is then."""
+        return path
+
+    def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
+        """The new nodes over [start, stop), which is not empty: from, to, and whether they have all their KV."""
+        return ((start, stop, True),)
+
+    def _check_resumable(self, key: RadixKey, node: TreeNode) -> None:
+        """Raise unless an insert of `key` may go on from `node`, as far as lengths and namespaces tell."""
+        self._check_live(node)
+        check_same_space(key, node)
+
+    def _check_live(self, node: TreeNode) -> None:
+        if node.slots is None or node.space.tree is not self._tree:
+            raise StaleNodeError(f"{node} is no longer in the tree: match again")
+
+    def _was_matched(self, key: RadixKey, node: TreeNode) -> bool:
+        """Whether the last match ended at `node`, and `key` goes on from it: so it is, as a rule. A memcmp."""
+        if self._last_match is None:
+            return False
+        matched, known = self._last_match
+        return matched is node and known.unit == key.unit and key.data.startswith(known.data)
+
+    def _duplicates(self, slots: Slots, start: int, inserted: Inserted) -> torch.Tensor:
+        """The incoming slots from `start` on that are not those of the tree at the same place."""
+        prefix_len, resumed_at, path, _ = inserted
+        start = max(start, resumed_at)
+        incoming = slots[start:prefix_len]
+        held = expand_rows(rows_of(path), path, prefix_len - resumed_at, self.page_size).numpy()
+        return torch.from_numpy(incoming[incoming != held[start - resumed_at :]])

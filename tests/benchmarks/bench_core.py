@@ -1,0 +1,137 @@
+"""What a request costs in the core, against the least that any cache would have to do: one compare, one copy.
+
+    python -m benchmarks.bench_core [--workloads chat,short] [--rounds 5] [--scale 1] [--nodes 100000] [--json FILE]
+
+in the folder of the tests prints one table: microseconds a request in calls of the cache, and in times of the floor,
+which runs in the same rounds; the match alone; and what a list of ints costs more than an array, in times of packing it
+once by `struct.pack`. Below, what a request costs in trees of more and more nodes, and what a token and a node take in
+memory. RAYDIX_TRACE names a trace in the Mooncake format for the workload that replays one. `raydix` must be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.core_runs import PHASES, Times, measure_in_tree, measure_memory, run_in_turns
+from benchmarks.core_workloads import WORKLOADS, known_workloads
+
+KINDS = tuple(product((1, 16), ("numpy", "list")))  # tokens a page, and how the tokens come
+SIZES = (1_000, 10_000, 100_000)  # nodes
+HEADING = (
+    f"{'workload':<11}{'page':>5} {'form':<6}{'us/request':>11}{'x floor':>9}"
+    f"{'match':>8}{'p50':>7}{'p99':>7}{'p99/50':>7}{'insert':>8}{'locks':>7}{'evict':>7}{'packings':>10}{'hits':>12}"
+)
+
+
+@dataclass
+class Row:
+    """One workload, page size and form: microseconds a request, unless it says otherwise."""
+
+    workload: str
+    page_size: int
+    form: str
+    total: float
+    per_floor: float  # times
+    match: float
+    match_p50: float
+    match_p99: float
+    insert: float
+    locks: float  # taken and given back
+    evict: float
+    packings: float | None  # what lists cost more than arrays, in times of packing them
+    hit_tokens: int
+
+
+def rows_of(name: str, scale: float, num_rounds: int) -> Iterator[Row]:
+    """The rows of a workload."""
+    workload = WORKLOADS[name](scale)
+    best = run_in_turns(workload, KINDS, num_rounds)
+    totals = {kind: _mean(times.sum(1)) for kind, (times, *_) in best.items()}
+    for page_size, form in KINDS:
+        times, hits = best[page_size, form]
+        match, lock, evict, insert, unlock = times.T
+        extra = (totals[page_size, "list"] - totals[page_size, "numpy"]) / totals["packing"]
+        yield Row(
+            name,
+            page_size,
+            form,
+            total=totals[page_size, form],
+            per_floor=totals[page_size, form] / totals["floor"],
+            match=_mean(match),
+            match_p50=float(np.percentile(match, 50)) / 1e3,
+            match_p99=float(np.percentile(match, 99)) / 1e3,
+            insert=_mean(insert),
+            locks=_mean(lock + unlock),
+            evict=_mean(evict),
+            packings=extra if form == "list" else None,
+            hit_tokens=sum(hits),
+        )
+
+
+def _mean(times: Times) -> float:
+    return float(times.mean()) / 1e3
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    packings = "" if row.packings is None else f"{row.packings:.2f}"
+    return (
+        f"{row.workload:<11}{row.page_size:>5} {row.form:<6}{row.total:>11.1f}{row.per_floor:>9.2f}"
+        f"{row.match:>8.1f}{row.match_p50:>7.1f}{row.match_p99:>7.1f}{row.match_p99 / row.match_p50:>7.1f}"
+        f"{row.insert:>8.1f}{row.locks:>7.1f}{row.evict:>7.1f}{packings:>10}{row.hit_tokens:>12,}"
+    )
+
+
+def print_sizes(largest: int) -> dict[int, float]:
+    """What a request costs in trees up to so many nodes."""
+    sizes = sorted({size for size in SIZES if size < largest} | {largest})
+    measured = {size: measure_in_tree(size) for size in sizes}
+    cells = (f"{size:,}: {cost:.1f} us ({cost / measured[sizes[0]]:.2f}x)" for size, cost in measured.items())
+    print("\na request of 64 tokens, half of them found, evicting as many, by nodes of the tree: " + ", ".join(cells))
+    return measured
+
+
+def print_memory(scale: float) -> list[dict[str, Any]]:
+    """What the tree itself takes, beside the tensors of the pool."""
+    measured = []
+    for name, page_size in product(("chat", "short"), (1, 16)):
+        held, num_tokens, num_nodes = measure_memory(WORKLOADS[name](scale), page_size)
+        per_token, per_node = held / num_tokens, held / num_nodes
+        measured.append({"workload": name, "page_size": page_size, "per_token": per_token, "per_node": per_node})
+        print(f"memory, {name}, pages of {page_size}: {per_token:.1f} bytes a token, {per_node:,.0f} a node")
+    return measured
+
+
+def main() -> None:
+    """The tables, as the command line asks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(known_workloads()))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="of each workload")
+    parser.add_argument("--nodes", type=int, default=SIZES[-1], help="of the largest tree")
+    parser.add_argument("--json", help="a file for the figures")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(HEADING)
+    rows: list[Row] = []
+    for name in args.workloads.split(","):
+        for row in rows_of(name, args.scale, args.rounds):
+            rows.append(row)
+            print(line(row), flush=True)
+    by_nodes = print_sizes(args.nodes)
+    memory = print_memory(min(1.0, args.scale))
+    if args.json:
+        figures = {"phases": PHASES, "rows": [asdict(row) for row in rows], "us_by_nodes": by_nodes, "memory": memory}
+        with open(args.json, "w") as file:
+            json.dump(figures, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""One workload through a `RadixCache` of one kind, and through the least that any cache would have to do."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import tracemalloc
+from collections.abc import Iterable
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.core_workloads import Tokens, Workload
+from numpy.typing import NDArray
+
+from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator
+
+PHASES = ("match", "lock", "evict", "insert", "unlock")
+Times = NDArray[np.int64]  # [requests, phases] in ns
+
+
+class CoreRun:
+    """A cache, its pool, and what its callers hold: numpy arrays or lists of ints.
+
+    Only calls of the cache are timed, keys included. A caller locks what it found, evicts what the pool lacks, inserts
+    from the node that its match ended at, and frees what is not the tree's.
+    """
+
+    def __init__(self, workload: Workload, page_size: int, form: str) -> None:
+        self.pool = TokenToKVPoolAllocator(workload.capacity(page_size), page_size)
+        self.cache = RadixCache(page_size, token_to_kv_pool_allocator=self.pool)
+        self.hits: list[int] = []
+        self._workload = workload
+        self._page_size = page_size
+        self._as_lists = form == "list"
+
+    def run(self) -> Times:
+        """Every request, once."""
+        times = []
+        for prompt, sequence in zip(self._workload.prompts, self._workload.sequences, strict=True):
+            times.append(self._request(self._given(prompt), self._given(sequence)))
+        return np.array(times)
+
+    def _given(self, tokens: Tokens) -> Any:
+        return tokens.tolist() if self._as_lists else tokens.copy()
+
+    def _request(self, prompt: Any, sequence: Any) -> list[int]:
+        cache, pool = self.cache, self.pool
+        t0 = perf_counter_ns()
+        found = cache.match_prefix(RadixKey(prompt))
+        t1 = perf_counter_ns()
+        receipt = cache.inc_lock_ref(found.last_node)
+        t2 = perf_counter_ns()
+        needed = -(-(len(sequence) - found.prefix_len) // self._page_size) * self._page_size
+        missing = needed - pool.available_size()
+        t3 = perf_counter_ns()
+        if missing > 0:
+            cache.evict(missing)
+        t4 = perf_counter_ns()
+        slots = torch.cat((found.indices, pool.alloc(len(sequence) - found.prefix_len)))
+        t5 = perf_counter_ns()
+        done = cache.insert(RadixKey(sequence), slots, from_node=found.last_node)
+        t6 = perf_counter_ns()
+        aligned = len(sequence) // self._page_size * self._page_size
+        pool.free(slots[aligned:])
+        if done.duplicate_indices.numel():
+            pool.free(done.duplicate_indices)
+        t7 = perf_counter_ns()
+        cache.dec_lock_ref(found.last_node, receipt)
+        t8 = perf_counter_ns()
+        self.hits.append(found.prefix_len)
+        return [t1 - t0, t2 - t1, t4 - t3, t6 - t5, t8 - t7]
+
+    def check(self) -> None:
+        """Raise AssertionError if a slot was lost or, where all fits, a hit is not the longest possible."""
+        self.cache.check_invariants()
+        assert self.cache.total_size() + self.pool.available_size() == self.pool.num_slots, "slots were lost"
+        longest = self._workload.hits(self._page_size)
+        if self._workload.num_slots is None:
+            assert self.hits == longest, "a hit is not the longest"
+        assert all(hit <= limit for hit, limit in zip(self.hits, longest, strict=True)), "a hit is too long"
+
+
+def run_floor(workload: Workload) -> Times:
+    """What no cache can do without: compare the tokens of a hit, copy its slots, keep the new tokens and slots."""
+    kept, times = [], []
+    slots = np.arange(max(map(len, workload.sequences)))
+    for sequence, hit in zip(workload.sequences, workload.hits(1), strict=True):
+        tokens, earlier = sequence.copy(), sequence[:hit].copy()
+        t0 = perf_counter_ns()
+        (tokens[:hit] == earlier).all()
+        slots[:hit].copy()
+        new = tokens[hit:].copy(), slots[hit : len(tokens)].copy()
+        t1 = perf_counter_ns()
+        kept.append(new)
+        times.append([t1 - t0])
+    return np.array(times)
+
+
+def run_packing(workload: Workload) -> Times:
+    """What it costs to pack lists of ids by `struct.pack`: the prompts and the sequences."""
+    times = []
+    for prompt, sequence in zip(workload.prompts, workload.sequences, strict=True):
+        lists = prompt.tolist(), sequence.tolist()
+        t0 = perf_counter_ns()
+        for ids in lists:
+            struct.pack(f"<{len(ids)}I", *ids)
+        times.append([perf_counter_ns() - t0])
+    return np.array(times)
+
+
+def run_in_turns(
+    workload: Workload, kinds: Iterable[tuple[int, str]], num_rounds: int
+) -> dict[Any, tuple[Times, list[int]]]:
+    """Each kind, with its hits, the floor and the packing, in turns; each request with the fastest of its rounds.
+
+    So what else the machine does counts little. The garbage collector stays on.
+    """
+    best: dict[Any, tuple[Times, list[int]]] = {}
+    for _ in range(num_rounds):
+        rounds: dict[Any, tuple[Times, list[int]]] = {
+            "floor": (run_floor(workload), []),
+            "packing": (run_packing(workload), []),
+        }
+        for kind in kinds:
+            gc.collect()
+            run = CoreRun(workload, *kind)
+            rounds[kind] = run.run(), run.hits
+            run.check()
+            del run
+        for kind, (times, hits) in rounds.items():
+            known = best.get(kind)
+            best[kind] = (times if known is None else np.minimum(times, known[0])), hits
+    return best
+
+
+def measure_memory(workload: Workload, page_size: int) -> tuple[int, int, int]:
+    """Bytes that a cache holds after a workload, its tokens and its nodes."""
+    pool = TokenToKVPoolAllocator(workload.capacity(page_size), page_size)
+    cache = RadixCache(page_size)
+    slots = pool.alloc(max(map(len, workload.sequences)))
+    tracemalloc.start()
+    for sequence in workload.sequences:
+        cache.insert(RadixKey(sequence), slots[: len(sequence)])
+    cache.match_prefix(RadixKey(workload.prompts[0][:1]))  # lets go of the longest key
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return held, cache.total_size(), len(cache.tree_starts())
+
+
+def measure_in_tree(num_nodes: int, num_requests: int = 2_000) -> float:
+    """Microseconds for a request of 64 tokens, half of them found, in a tree of so many nodes: the median."""
+    rng = np.random.default_rng(num_nodes)
+    cache = RadixCache()
+    slots = torch.arange(64)
+    heads = rng.integers(0, 2**31 - 1, (num_nodes // 2, 64), np.int32)
+    for head in heads:
+        cache.insert(RadixKey(head), slots)
+    times = []
+    for at in rng.integers(0, len(heads), num_requests):
+        prompt = np.concatenate((heads[at, :32], rng.integers(0, 2**31 - 1, 32, np.int32)))
+        started = perf_counter_ns()
+        found = cache.match_prefix(RadixKey(prompt))
+        cache.inc_lock_ref(found.last_node)
+        cache.insert(RadixKey(prompt), slots, from_node=found.last_node)
+        cache.dec_lock_ref(found.last_node)
+        cache.evict(32)
+        times.append(perf_counter_ns() - started)
+    return float(np.median(times)) / 1e3

@@ -1,0 +1,238 @@
+"""The `raydix` command on a real cluster: each command does its work, as text and as JSON, and fails with advice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import ray
+from command_line import run, run_json
+
+from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cache_async
+from raydix.actors.cli.app import COMMANDS
+from raydix.schemas import CacheConfig, LeaseConfig, PoolConfig
+
+pytestmark = pytest.mark.ray
+
+PROMPT = list(range(1, 21))
+
+
+@pytest.fixture
+def namespace(ray_cluster: None) -> Iterator[str]:
+    """A namespace of its own, left without caches."""
+    name = f"command-{uuid4().hex[:8]}"
+    yield name
+    run("stop", "--all", "--namespace", name)
+
+
+@pytest.fixture(scope="module")
+async def busy(ray_cluster: None) -> AsyncIterator[list[str]]:
+    """How commands name a cache that nobody changes: of 64 slots, 16 hold the prompt, and 8 are a lease's."""
+    namespace = f"command-{uuid4().hex[:8]}"
+    leases = LeaseConfig(session_ttl_s=600)  # no test runs the loop on which the client beats
+    config = CacheConfig(page_size=8, pool=PoolConfig(num_slots=64, device="cpu"), leases=leases)
+    cache = await start_cache_async(config, name="kv-0", namespace=namespace)
+    async with PrefixCacheClient(cache, owner="a worker") as client:
+        async with await client.acquire(PROMPT) as lease:
+            await lease.insert(PROMPT)
+        held = await client.acquire([7] * 8)
+        yield ["kv-0", "--namespace", namespace]
+        await held.release()
+    await asyncio.to_thread(shutdown_cache, cache)
+
+
+# ---------------------------------------------------------------- every command
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_says_what_it_does_and_takes_json(command: str) -> None:
+    text = run(command, "--help").stdout
+
+    assert "Usage: " in text
+    assert "--json" in text
+
+
+def test_help_lists_every_command_with_a_line_about_it() -> None:
+    text = run("--help").stdout
+
+    assert [command for command in COMMANDS if f"│ {command} " not in text] == []
+
+
+# ---------------------------------------------------------------- start and stop
+
+
+def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace: str, tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("name: chat\npage_size: 8\npool: {num_slots: 64}\n")
+    where = ["--namespace", namespace]
+
+    (started,) = run_json("start", "-c", file, "--set", "pool.num_slots=128", *where)
+    (again,) = run_json("start", "-c", file, "--set", "pool.num_slots=128", *where)
+
+    assert (started["name"], started["num_slots"], started["device"]) == ("chat-0", 128, "cpu")
+    assert (started["reused"], again["reused"]) == (False, True)
+    assert again["epoch"] == started["epoch"]
+    mismatch = run_json("start", "-c", file, *where, exit_code=1)["error"]
+    assert mismatch["type"] == "ConfigMismatch"
+    assert "raydix stop NAME" in mismatch["advice"]
+    assert run_json("stop", "chat-0", *where) == [{"name": "chat-0", "answered": True, "leases_cut_short": 0}]
+    assert run_json("list", *where) == []
+
+
+def test_start_says_how_to_connect_and_what_it_says_works(namespace: str) -> None:
+    text = run("start", "--count", 2, "--set", "pool.num_slots=64", "--namespace", namespace).stdout
+
+    assert f'PrefixCacheClient(connect("kv-0", namespace="{namespace}"))' in text
+    assert "raydix stop kv-0 kv-1" in text
+    assert connect("kv-1", namespace=namespace) is not None
+    assert [row["name"] for row in run_json("list", "--namespace", namespace)] == ["kv-0", "kv-1"]
+    stopped = run("stop", "--all", "--namespace", namespace).stdout
+    assert stopped == "kv-0: stopped\nkv-1: stopped\n"
+
+
+async def test_stop_drains_for_as_long_as_it_is_told_and_says_what_was_cut_short(namespace: str) -> None:
+    where = ["--namespace", namespace]
+    await asyncio.to_thread(run, "start", "--set", "pool.num_slots=64", *where)
+    client = PrefixCacheClient(connect("kv-0", namespace=namespace))
+    lease = await client.acquire([1, 2, 3])
+
+    stopped = await asyncio.to_thread(run, "stop", "kv-0", "--drain", 0.1, *where)
+
+    assert stopped.stdout == "kv-0: stopped, 1 open leases were cut short\n"
+    await lease.release()
+    await client.close()
+
+
+def test_stop_wants_names_or_all(namespace: str) -> None:
+    assert "give --all" in run("stop", "--namespace", namespace, exit_code=2).stderr
+    assert "give --all" in run("stop", "kv-0", "--all", "--namespace", namespace, exit_code=2).stderr
+
+
+# ---------------------------------------------------------------- looking
+
+
+def test_list_tells_what_each_cache_is_and_how_full(busy: list[str]) -> None:
+    (row,) = run_json("list", *busy[1:])
+
+    assert (row["name"], row["state"], row["kind"], row["page_size"]) == ("kv-0", "ready", "radix", 8)
+    assert (row["num_slots"], row["free_slots"], row["open_leases"], row["hit_rate"]) == (64, 40, 1, 0.0)
+    text = run("list", *busy[1:]).stdout
+    assert "kv-0" in text
+    assert "38%" in text
+
+
+def test_stats_are_those_of_the_cache(busy: list[str]) -> None:
+    stats = run_json("stats", *busy)
+
+    assert (stats["num_slots"], stats["free_slots"], stats["private_slots"], stats["tree_slots"]) == (64, 40, 8, 16)
+    assert stats["used_fraction"] == pytest.approx(24 / 64)
+    assert (stats["high_watermark"], stats["low_watermark"]) == (0.9, 0.8)
+    assert stats["loop_lag_ms"] >= 0
+    text = run("stats", *busy).stdout
+    assert "37.5% of 64 slots in use; eviction above 90%, down to 80%" in text
+    assert "40 free, 8 private, 16 cached (0 locked), 0 quarantined" in text
+
+
+def test_watched_stats_go_on_a_document_a_line(busy: list[str]) -> None:
+    watch = ("stats", *busy, "--watch", "--rounds", 3, "--interval", 0.1)
+
+    documents = [json.loads(line) for line in run(*watch, "--json").stdout.splitlines()]
+
+    assert [each["free_slots"] for each in documents] == [40, 40, 40]
+    assert "37.5% of 64 slots in use" in run(*watch).stdout
+
+
+def test_explain_reads_a_list_an_array_or_stdin(busy: list[str], tmp_path: Path) -> None:
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    np.save(tmp_path / "prompt.npy", np.array(PROMPT))
+    files = [tmp_path / "prompt.json", tmp_path / "prompt.npy"]
+
+    answers = [run_json("explain", *busy, "--tokens", file) for file in files]
+    answers.append(run_json("explain", *busy, "--tokens", "-", stdin=json.dumps(PROMPT)))
+
+    assert [(each["prefix_len"], each["reason"]) for each in answers] == [(16, "page_alignment")] * 3
+    elsewhere = run("explain", *busy, "--tokens", files[0], "--lora-id", "other").stdout
+    assert elsewhere == "0 of 20 tokens hit: what follows is there, but in another namespace\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[1, 2", "Expecting ',' delimiter"),
+        ('{"ids": [1]}', "not a list of token ids"),
+        ("[1, -2]", "negative"),
+        ("[]", "at least one token id"),
+    ],
+)
+def test_explain_says_what_is_wrong_with_the_tokens(busy: list[str], text: str, complaint: str) -> None:
+    exit_code = 2 if text in ("[1, 2", '{"ids": [1]}') else 1
+
+    assert complaint in run("explain", *busy, "--tokens", "-", stdin=text, exit_code=exit_code).stderr
+
+
+def test_check_verifies_a_live_cache(busy: list[str]) -> None:
+    assert run_json("check", *busy)["ok"] is True
+    assert run("check", *busy).stdout.startswith("kv-0: every rule holds, verified in ")
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_a_cache_that_is_not_there_is_an_error_that_names_those_that_are(busy: list[str]) -> None:
+    _, *where = busy
+    for command in ("stats", "check", "stop"):
+        result = run(command, "kv-9", *where, exit_code=3)
+        assert result.stderr.startswith(f"error: no cache named 'kv-9' runs in namespace {where[1]!r}; there: kv-0\n")
+        assert result.stdout == ""
+    error = run_json("stats", "kv-9", *where, exit_code=3)["error"]
+    assert error["type"] == "CommandError"
+    elsewhere = run("stats", "kv-0", "--namespace", "nowhere", exit_code=3).stderr
+    assert f"there: none\n  try: --namespace, as there is kv-0 in {where[1]}" in elsewhere
+
+
+def test_wrong_settings_are_told_before_anything_is_asked_of_ray(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("page_size: 8\npol: {num_slots: 64}\n")
+
+    result = run("start", "-c", file, exit_code=2)
+
+    assert f"error: {file}, line 2: pol: no such key\n  try: pool?" in result.stderr
+
+
+def command(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "raydix.actors.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_process_of_its_own_finds_the_cluster_and_prints_json_alone(busy: list[str]) -> None:
+    address = ray.get_runtime_context().gcs_address
+
+    done = command("stats", *busy, "--json", RAY_ADDRESS=address)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["free_slots"] == 40
+
+
+def test_where_no_cluster_answers_the_command_says_so_soon() -> None:
+    done = command("list", "--address", "127.0.0.1:1")
+
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no Ray cluster answers at 127.0.0.1:1: ")
+    assert "try: " in done.stderr
+    assert command("list", "--address", "nonsense").returncode == 2

@@ -1,0 +1,56 @@
+"""`stats().ghost` tells what pools of other sizes would have hit."""
+
+import pytest
+
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, GhostConfig, PoolConfig
+
+NO_TASK = EvictionConfig(high_watermark=1.0)
+
+
+def config_of(num_slots: int, page_size: int = 4, ghost: GhostConfig | None = None) -> CacheConfig:
+    pool = PoolConfig(num_slots=num_slots, device="cpu")
+    return CacheConfig(page_size=page_size, pool=pool, eviction=NO_TASK, ghost=ghost)
+
+
+async def send(client: PrefixCacheClient, *prompts: list[int]) -> CacheStats:
+    for prompt in prompts:
+        await (await client.acquire(prompt)).insert(prompt, release=True)
+    return await client.stats()
+
+
+@pytest.mark.parametrize("where", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+async def test_two_prompts_that_take_turns_would_fit_a_pool_twice_as_large(
+    where: str, request: pytest.FixtureRequest
+) -> None:
+    config = config_of(4, ghost=GhostConfig(max_factor=2))
+    cache = LocalPrefixCache(config) if where == "local" else request.getfixturevalue("running_cache")(config)
+
+    async with PrefixCacheClient(cache) as client:
+        stats = await send(client, [1] * 4, [2] * 4, [1] * 4, [2] * 4)
+        await client.reset()
+
+    assert stats.hit_rate == 0
+    assert stats.ghost is not None
+    assert stats.ghost.num_slots == (4, 8)
+    assert stats.ghost.hit_rates == (0, 0.5)
+    assert (stats.ghost.tokens_requested, stats.ghost.sample_rate) == (16, 1)
+    assert stats.ghost.hit_rate_at(6) == 0.25
+    if where == "local":
+        await cache.close()
+
+
+async def test_nobody_follows_requests_unless_asked_to() -> None:
+    async with LocalPrefixCache(config_of(4)) as cache:
+        stats = await send(cache, [1] * 4)
+
+        assert stats.ghost is None
+        assert cache._host.service.core.watches == []
+
+
+@pytest.mark.parametrize("kind", ["chunk", "slots"])
+def test_a_kind_that_shares_no_pages_has_no_ghost(kind: str) -> None:
+    with pytest.raises(ValueError, match="a ghost is of shared pages"):
+        CacheConfig(
+            kind=kind, max_seq_len=4 if kind == "slots" else None, pool=PoolConfig(num_slots=4), ghost=GhostConfig()
+        )

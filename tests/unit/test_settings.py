@@ -1,0 +1,128 @@
+"""Settings from a file, the environment and options: the later wins, and what is wrong is told with its place."""
+
+from pathlib import Path
+
+import pytest
+
+from raydix.actors.settings import load_settings
+from raydix.actors.settings_file import SettingsError
+from raydix.schemas import CacheConfig
+
+FILE = """\
+name: chat
+page_size: 16
+pool:
+  num_slots: 1_024
+  device: cpu
+eviction:
+  high_watermark: 0.5
+  low_watermark: 0.25
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "cache.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def complaint(path: Path | None, environ: dict[str, str] | None = None, options: tuple[str, ...] = ()) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path, environ=environ or {}, options=options)
+    text = f"{caught.value} / {caught.value.advice}"
+    return text if path is None else text.replace(str(path), "FILE")
+
+
+def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(file: Path) -> None:
+    settings = load_settings(file, environ={})
+
+    assert settings.name == "chat"
+    assert settings.config == CacheConfig.model_validate(
+        {
+            "page_size": 16,
+            "pool": {"num_slots": 1024, "device": "cpu"},
+            "eviction": {"high_watermark": 0.5, "low_watermark": 0.25},
+        }
+    )
+
+
+def test_options_win_over_the_environment_and_that_over_the_file(file: Path) -> None:
+    environ = {"RAYDIX_PAGE_SIZE": "32", "RAYDIX_POOL_NUM_SLOTS": "2048", "RAYDIX_NAME": "of-environment"}
+
+    from_environment = load_settings(file, environ=environ)
+    from_options = load_settings(file, environ=environ, options=["pool.num_slots=4096", "name=of-options"])
+
+    assert (from_environment.config.page_size, from_environment.config.pool.num_slots) == (32, 2048)
+    assert from_environment.name == "of-environment"
+    assert (from_options.config.page_size, from_options.config.pool.num_slots) == (32, 4096)
+    assert from_options.name == "of-options"
+    assert from_options.config.pool.device == "cpu"  # a section keeps what other layers say of it
+
+
+def test_without_a_file_the_environment_and_options_suffice() -> None:
+    settings = load_settings(environ={"RAYDIX_POOL_NUM_SLOTS": "64"}, options=["eviction.policy=slru"])
+
+    assert (settings.name, settings.config.pool.num_slots, settings.config.eviction.policy) == ("kv", 64, "slru")
+
+
+def test_values_are_yaml_and_texts_are_texts() -> None:
+    options = ["pool.num_slots=64", "fingerprint=007", "events=true", "sliding_window_size=null", "pool.num_layers=2"]
+    options += ["pool.num_kv_heads=1", "pool.head_dim=4", "pool.layer_kinds=[full, full]"]
+
+    config = load_settings(environ={}, options=options).config
+
+    assert (config.fingerprint, config.events, config.sliding_window_size) == ("007", True, None)
+    assert config.pool.layer_kinds == ("full", "full")
+
+
+def test_variables_of_other_programs_are_left_alone() -> None:
+    environ = {"RAYDIX_PORT": "tcp://10.0.0.1:80", "RAYDIX_TRACE": "x.jsonl", "RAYDIX_NAMESPACE": "n"}
+
+    assert load_settings(environ=environ, options=["pool.num_slots=64"]).config.pool.num_slots == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pagesize: 16\n", "FILE, line 1: pagesize: no such key / page_size?"),
+        ("pool:\n  num_slots: 64\n  num_slot: 4\n", "FILE, line 3: pool.num_slot: no such key / pool.num_slots?"),
+        ("num_slots: 64\n", "FILE, line 1: num_slots: no such key / pool.num_slots: num_slots stands there"),
+        ("pool: 64\n", "FILE, line 1: pool has keys of its own, not a value / indent them below it"),
+        ("a: 1\npage_size: 1\npage_size: 2\n", "FILE, line 3: page_size stands on line 2 already / keep one of them"),
+        ("pool:\n  num_slots: -4\n", "FILE, line 2: pool.num_slots: Input should be greater than 0"),
+        ("pool: {num_slots: 64}\neviction:\n  policy: lur\n", "FILE, line 3: eviction.policy: Input should be 'lru'"),
+        ("page_size: 16\npool:\n  num_slots: 65\n", "FILE: num_slots (65) must be a multiple of page_size (16)"),
+        ("- 1\n", "FILE, line 1: not a mapping / write one `key: value` per line"),
+        ("pool: {\n", "FILE, line 2, column 1: expected the node content"),
+        ("name: 7\npool: {num_slots: 64}\n", "FILE, line 1: name: must be a text, not 7"),
+        ("", "FILE: pool: is needed / give at least pool.num_slots: --set pool.num_slots=65536"),
+        ("page_size: 16\npool: {num_layers: 2}\n", "FILE: pool.num_slots: is needed / set pool.num_slots in a file"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_line_and_what_to_do(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text(text)
+
+    assert complaint(path).startswith(expected)
+
+
+def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> None:
+    assert complaint(file, {"RAYDIX_PAGE_SIZES": "1"}) == (
+        "environment variable RAYDIX_PAGE_SIZES is not known / unset it, or set RAYDIX_PAGE_SIZE"
+    )
+    assert complaint(file, {"RAYDIX_PAGE_SIZE": "many"}).startswith(
+        "environment variable RAYDIX_PAGE_SIZE: page_size: Input should be a valid integer"
+    )
+    assert complaint(file, options=("pool.num_slots=x",)).startswith("--set pool.num_slots=x: pool.num_slots: Input")
+    assert complaint(file, options=("pool=4",)).startswith("--set pool=4: no such key")
+    assert complaint(file, options=("page_size",)) == "--set page_size: no value / --set page_size=VALUE"
+    assert complaint(file, options=("pool.head_dim={",)).startswith("--set pool.head_dim={: '{' is no YAML value")
+    assert complaint(file.parent / "none.yaml").startswith("FILE: No such file or directory / give the path")
+
+
+def test_every_variable_stands_for_one_key() -> None:
+    from raydix.actors.settings import _KINDS, _VARIABLES, SECTIONS
+
+    assert len(_VARIABLES) == len(_KINDS) - len(SECTIONS)
+    assert SECTIONS == {("pool",), ("eviction",), ("leases",)}
