@@ -13,7 +13,7 @@ from cache_under_test import CacheUnderTest
 from raydix.actors import Lease
 from raydix.schemas import CacheBusy, InvalidRequest, PoolExhausted, UnknownLease
 
-COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions"}
+COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions", "loop_lag_ms"}
 
 # ---------------------------------------------------------------- mistakes
 
