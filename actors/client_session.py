@@ -8,10 +8,10 @@ import os
 import socket
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.process_life import own_life_path
@@ -206,9 +206,9 @@ class ClientSession:
         """The response to a request that names no lease: if the session is lost, another brings it."""
         return (await self._call_anew(request))[0]
 
-    async def _call_anew(self, request: Message) -> tuple[Message, Transport]:
+    def _call_anew(self, request: Message) -> Coroutine[Any, Any, tuple[Message, Transport]]:
         """The response to a request that names no lease of before, and the session that brought it."""
-        return await self._ask_anew(lambda transport: transport.submit(request))
+        return self._ask_anew(lambda transport: transport.submit(request))
 
     async def _ask_anew(self, ask: Callable[[Transport], Awaitable[T]]) -> tuple[T, Transport]:
         """What a session answers, and that session: another one if the present one turns out to be lost."""
@@ -241,12 +241,9 @@ class ClientSession:
     def _compensate(self, request: Undo) -> None:
         """Undo what may have been granted to a caller who is gone."""
         if self._ready:
-            self._see_compensated(request, self._transport.submit(request))
-
-    def _see_compensated(self, request: Undo, future: asyncio.Future[Message]) -> None:
-        """See to it that the cache is told, though whoever asked for it does not wait."""
-        self._compensations.add(future)
-        future.add_done_callback(partial(self._note_compensated, request))
+            future = self._transport.submit(request)
+            self._compensations.add(future)
+            future.add_done_callback(partial(self._note_compensated, request))
 
     def _note_compensated(self, request: Undo, future: asyncio.Future[Message]) -> None:
         self._compensations.discard(future)

@@ -13,7 +13,16 @@ import pytest
 from cache_under_test import CacheUnderTest, Pages, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, ray_transport
-from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, LeaseConfig, LeaseExpired, PoolConfig
+from raydix.actors.transport import settle
+from raydix.schemas import (
+    CacheConfig,
+    CacheError,
+    CacheUnavailable,
+    LeaseConfig,
+    LeaseExpired,
+    PoolConfig,
+    WindowResponse,
+)
 
 QUICK = small_config().model_copy(update={"leases": LeaseConfig(session_ttl_s=0.3, quarantine_grace_s=300)})
 
@@ -60,7 +69,8 @@ async def test_window_kv_given_up_by_a_caller_who_was_cancelled_is_no_longer_the
         lease = await cache.acquire([1, 2, 3, 4, 5, 6])
         submit = cache._transport.submit
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        cache._transport.submit = lambda request: answer  # type: ignore[method-assign, assignment]
+        notes: list[Any] = []
+        cache._transport.submit = lambda request, note: notes.append(note) or answer  # type: ignore[method-assign]
         task = asyncio.create_task(lease.release_window(6))
         await asyncio.sleep(0)
         cache._transport.submit = submit  # type: ignore[method-assign]
@@ -71,10 +81,8 @@ async def test_window_kv_given_up_by_a_caller_who_was_cancelled_is_no_longer_the
         task.cancel()
         await asyncio.wait((task,))
 
-        from raydix.schemas import WindowResponse
-
-        answer.set_result(WindowResponse(swa_page_starts=b"".join(n.to_bytes(4, "little") for n in expected)))
-        await asyncio.sleep(0)
+        late = WindowResponse(swa_page_starts=b"".join(n.to_bytes(4, "little") for n in expected))
+        settle(answer, notes[0], late)
 
         assert lease.swa_slots.tolist() == expected
         assert expected[:4] == [0, 0, 0, 0]
