@@ -22,6 +22,7 @@ from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.request_watch import RequestWatch
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
 NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -314,6 +315,10 @@ class LeasedCache(ABC):
     @abstractmethod
     def explain(self, key: RadixKey) -> Explanation:
         """Where a match of `key` ends, and why it goes no further. Changes nothing."""
+
+    @abstractmethod
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
 
     @abstractmethod
     def published_len(self, lease: LeaseRecord) -> int:

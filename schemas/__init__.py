@@ -70,6 +70,7 @@ from raydix.schemas.responses import (
 )
 from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats
 from raydix.schemas.tokens import TokenIds
+from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
 
 __all__ = [
     "AbortRequest",
@@ -135,6 +136,9 @@ __all__ = [
     "StaleEpoch",
     "StatsRequest",
     "TokenIds",
+    "TreeBranch",
+    "TreeRequest",
+    "TreeResponse",
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",
