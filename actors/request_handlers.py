@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.refusals import Refusals
+from raydix.actors.tree_answer import tree_answer
 from raydix.actors.waiting_line import Attempt, Place, WaitingLine
 from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.tree_outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
     Ack,
@@ -45,12 +47,14 @@ from raydix.schemas import (
     RetireRequest,
     RetireResponse,
     TokenIds,
+    TreeRequest,
+    TreeResponse,
     WaitingResponse,
     WindowResponse,
     WithdrawRequest,
     unframe_namespace,
 )
-from raydix.schemas.message import Malformed
+from raydix.schemas.message import Malformed, restore
 
 DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _TAKING = (AcquireRequest, LockRequest, ExtendRequest)
@@ -92,6 +96,7 @@ class RequestHandlers:
             ResetRequest: self._reset,
             RetireRequest: self._retire,
             ExplainRequest: self._explain,
+            TreeRequest: self._tree,
             CheckInvariantsRequest: self._check_invariants,
         }
 
@@ -221,13 +226,9 @@ class RequestHandlers:
         window = self._window(lease)
         if request.release:
             self.core.release(request.lease_id, session_id)
-        return InsertResponse(
-            prefix_len=done.prefix_len,
-            num_inserted=done.num_inserted,
-            num_duplicates=done.num_duplicates,
-            retired=done.retired,
-            repointed=_packed(done.repointed),
-            swa_page_starts=window,
+        repointed = _packed(done.repointed)
+        return restore(
+            InsertResponse, done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window
         )
 
     def _release_window(self, session_id: str, request: ReleaseWindowRequest) -> WindowResponse:
@@ -236,13 +237,9 @@ class RequestHandlers:
         return WindowResponse(swa_page_starts=self._window(lease))
 
     def _granted(self, lease: LeaseRecord) -> LeaseResponse:
-        return LeaseResponse(
-            lease_id=lease.lease_id,
-            prefix_len=lease.prefix_len,
-            num_slots=lease.num_slots,
-            page_starts=_packed(lease.starts),
-            swa_page_starts=self._window(lease),
-            state_slot=lease.state_slot,
+        starts, window = _packed(lease.starts), self._window(lease)
+        return restore(
+            LeaseResponse, lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot
         )
 
     def _window(self, lease: LeaseRecord) -> bytes:
@@ -306,16 +303,20 @@ class RequestHandlers:
             other_cache_salt=fields[2],
         )
 
+    def _tree(self, session_id: str, request: TreeRequest) -> TreeResponse:
+        limits = OutlineLimits(request.max_nodes, request.max_depth, request.max_width)
+        return tree_answer(self.core.outline(limits))
+
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         self.core.check_invariants()
         return Ack()
 
 
 def _key(tokens: TokenIds, namespace: str | None, may_be_empty: bool = False) -> RadixKey:
-    if not tokens.is_whole() or not (may_be_empty or len(tokens)):
+    if not tokens.is_whole() or not (may_be_empty or tokens.data):
         raise InvalidRequest("the packed token ids are torn: pack them with TokenIds.pack")
     return RadixKey.from_packed(tokens.data, tokens.width, namespace)
 
 
 def _packed(starts: NDArray[np.int64]) -> bytes:
-    return starts.astype("<i4").tobytes()
+    return starts.astype("<i4").tobytes() if len(starts) else b""

@@ -29,6 +29,7 @@ from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 __all__ = ["KVCache", "Published"]
@@ -383,6 +384,10 @@ class KVCache(LeasedCache):
         found = self.tree.explain(self._tree_key(key))
         found.num_tokens = len(key)
         return found
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
+        return self.tree.outline(limits)
 
     # ---------------------------------------------------------------- parts
 

@@ -23,6 +23,7 @@ from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.request_watch import RequestWatch
 from raydix.cache_core.tenants import Tenant
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
 NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -335,6 +336,10 @@ class LeasedCache(ABC):
     def lease_size(self, lease: LeaseRecord) -> int:
         """Slots that a lease covers, with those it shares."""
         return len(lease.starts) * self.page_size
+
+    @abstractmethod
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
 
     @abstractmethod
     def published_len(self, lease: LeaseRecord) -> int:

@@ -72,6 +72,7 @@ from raydix.schemas.responses import (
 from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats, TenantStats
 from raydix.schemas.tenants import TenantConfig
 from raydix.schemas.tokens import TokenIds
+from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
 
 __all__ = [
     "AbortRequest",
@@ -140,6 +141,9 @@ __all__ = [
     "TenantConfig",
     "TenantStats",
     "TokenIds",
+    "TreeBranch",
+    "TreeRequest",
+    "TreeResponse",
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",
