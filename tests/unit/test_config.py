@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig, TenantConfig
+from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, PoolConfig, TenantConfig
 
 POOL = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=3, head_dim=4)
 CONFIG = CacheConfig(page_size=4, pool=POOL)
@@ -185,6 +185,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "max_seq_len": 32,
         "bigram": True,
         "events": True,
+        "ghost": GhostConfig(),
         "tenants": (TenantConfig(name="a", floor_slots=8),),
         "validate": True,
         "fingerprint": "model-a",
