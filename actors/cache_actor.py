@@ -18,6 +18,7 @@ from raydix.schemas import (
     Batch,
     BatchResponse,
     CacheConfig,
+    CacheReport,
     CacheStats,
     CacheUnavailable,
     CloseSession,
@@ -116,6 +117,10 @@ class PrefixCacheActor:
     async def stats(self) -> CacheStats:
         """A snapshot, without a session."""
         return self._host.service.stats()
+
+    async def report(self) -> CacheReport:
+        """What the cache has been doing, for people; without a session."""
+        return self._host.service.report()
 
     async def noop(self) -> None:
         """Nothing: the floor that benchmarks compare with."""

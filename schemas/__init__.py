@@ -28,6 +28,7 @@ from raydix.schemas.lease_grant import LeaseGrant
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
+from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, TreePart
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
@@ -77,6 +78,7 @@ __all__ = [
     "AcquireRequest",
     "AdoptRequest",
     "AdoptResponse",
+    "AgeCount",
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
@@ -86,6 +88,7 @@ __all__ = [
     "CacheBusy",
     "CacheConfig",
     "CacheError",
+    "CacheReport",
     "CacheStats",
     "CacheUnavailable",
     "CheckInvariantsRequest",
@@ -103,6 +106,7 @@ __all__ = [
     "GhostConfig",
     "GhostStats",
     "GrantRequest",
+    "HistoryPoint",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -118,6 +122,7 @@ __all__ = [
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "NamespaceStats",
     "NextEvents",
     "OpenSession",
     "PoolConfig",
@@ -135,6 +140,7 @@ __all__ = [
     "StaleEpoch",
     "StatsRequest",
     "TokenIds",
+    "TreePart",
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",
