@@ -38,11 +38,11 @@ test: $(STAMP)  ## all tests but the long ones; those for a GPU skip where there
 test-core: $(STAMP)  ## tests that need neither Ray nor a GPU
 	$(BIN)/pytest -m "not ray and not long and not gpu" $(ARGS)
 
-test-long: $(STAMP)  ## random operations against the reference model, 100,000 at each page size; 10,000 on Ray amid kills
+test-long: $(STAMP)  ## random operations against the reference model, 100,000 at each page size; 10,000 requests on Ray amid kills
 	$(BIN)/pytest -m long --timeout=0 $(ARGS)
 
 bench: $(STAMP)  ## measurements, printed; fails if the service falls below its promised ratio
-	RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks -m "not long" -s $(ARGS)
+	RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks tests/service/test_overload.py -m "not long" -s $(ARGS)
 
 lint: $(DEV)  ## ruff, its formatter, mypy (strict for the packages)
 	$(BIN)/ruff check .

@@ -183,11 +183,16 @@ class RequestHandlers:
         return WaitingResponse(ticket=ticket, position=position)
 
     def _attempt_late(self, attempt: Attempt) -> Message:
-        """An attempt from the line: what else it may fail with than want of room is its caller's to hear."""
+        """An attempt from the line: what else it may fail with than want of room is its caller's to hear.
+
+        So is that there never can be room, which may show only now: others would wait behind it in vain.
+        """
         try:
             return attempt()
-        except OutOfSlotsError:
-            raise
+        except OutOfSlotsError as error:
+            if error.can_ever_fit:
+                raise
+            raise self._refusal(error.needed, error.pool, can_ever_fit=False) from error
         except CoreError as error:
             raise to_cache_error(error, self.core) from error
 

@@ -48,7 +48,7 @@ def load_settings(
     Raises:
         SettingsError: the file cannot be read, or a key or value is wrong; the message says where it stands.
     """
-    values: dict[Key, Any] = {}
+    tree: dict[str, Any] = {}
     places: dict[Key, str] = {}
     layers = (
         read_yaml(path, SECTIONS) if path is not None else (),
@@ -57,29 +57,47 @@ def load_settings(
     )
     for layer in layers:
         for key, value, place in layer:
-            values[key], places[key] = value, place
-    name = values.pop(("name",), DEFAULT_NAME)
+            _merge(tree, key, value)
+            places[key] = place
+    name = tree.pop("name", DEFAULT_NAME)
     if not isinstance(name, str) or not name:
         raise SettingsError(f"{places['name',]}: name: must be a text, not {name!r}")
     try:
-        return Settings(name, CacheConfig.model_validate(_tree(values)))
+        return Settings(name, CacheConfig.model_validate(tree))
     except ValidationError as error:
         raise _explained(error, places, path) from None
 
 
+def _section(kind: Any) -> type[BaseModel] | None:
+    """The model of a field that has fields of its own, as `pool`, or `ghost` where it is not None."""
+    kinds = (kind, *get_args(kind))
+    return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
+
+
 def _fields(model: type[BaseModel], above: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every field of a configuration and of its sections; of a section its model, of others their type."""
+    """Every field of a configuration and of its sections, with its type."""
     for name, field in model.model_fields.items():
         kind = field.annotation
         yield (*above, name), kind
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _fields(kind, (*above, name))
+        if (section := _section(kind)) is not None:
+            yield from _fields(section, (*above, name))
 
 
 _KINDS: dict[Key, Any] = {("name",): str, **dict(_fields(CacheConfig))}
-SECTIONS = frozenset(key for key, kind in _KINDS.items() if isinstance(kind, type) and issubclass(kind, BaseModel))
-_VARIABLES = {_PREFIX + "_".join(key).upper(): key for key in _KINDS if key not in SECTIONS}
+SECTIONS = frozenset(key for key, kind in _KINDS.items() if _section(kind) is not None)
+_VARIABLES = {_PREFIX + "_".join(key).upper(): key for key in _KINDS}
+_LEAVES = [variable for variable, key in _VARIABLES.items() if key not in SECTIONS]
 _OTHER_VARIABLES = {"RAYDIX_NAMESPACE", "RAYDIX_TRACE", "RAYDIX_BENCH_GATE"}
+
+
+def _merge(tree: dict[str, Any], key: Key, value: Any) -> None:
+    """Set a value, and make the sections it stands in. A section that is `{}` keeps what it has."""
+    for name in key[:-1]:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    if key not in SECTIONS or value != {} or not isinstance(tree.get(key[-1]), dict):
+        tree[key[-1]] = value
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Key, Any, str]]:
@@ -88,8 +106,8 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Key, Any, st
             continue
         place = f"environment variable {variable}"
         if (key := _VARIABLES.get(variable)) is not None:
-            yield key, _parsed(key, text, place), place
-        elif near := get_close_matches(variable, _VARIABLES, 1, _UNLIKE):
+            yield from _parsed(key, text, place)
+        elif near := get_close_matches(variable, _LEAVES, 1, _UNLIKE):
             raise SettingsError(f"{place} is not known", f"unset it, or set {near[0]}")
 
 
@@ -100,29 +118,27 @@ def _from_options(options: Iterable[str]) -> Iterator[tuple[Key, Any, str]]:
         if not equals:
             raise SettingsError(f"{place}: no value", f"--set {option}=VALUE")
         key = tuple(text_of_key.strip().split("."))
-        if key not in _KINDS or key in SECTIONS:
+        if key not in _KINDS:
             raise SettingsError(f"{place}: no such key", _suggestion(key))
-        yield key, _parsed(key, text, place), place
+        yield from _parsed(key, text, place)
 
 
-def _parsed(key: Key, text: str, place: str) -> Any:
+def _parsed(key: Key, text: str, place: str) -> Iterator[tuple[Key, Any, str]]:
+    """A value given as text: that of a key, or of a section, whose keys then follow one by one."""
     kind = _KINDS[key]
     if kind is str or (str in get_args(kind) and text != "null"):
-        return text  # a fingerprint may look like a number
+        yield key, text, place  # a fingerprint may look like a number
+        return
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise SettingsError(f"{place}: {text!r} is no YAML value", "quote it: '\"...\"'") from None
-
-
-def _tree(values: Mapping[Key, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        section = tree
-        for name in key[:-1]:
-            section = section.setdefault(name, {})
-        section[key[-1]] = value
-    return tree
+        raise SettingsError(f"{place}: {text!r} is no YAML value", "quote it") from None
+    if key not in SECTIONS or not isinstance(value, dict):
+        yield key, value, place
+        return
+    yield key, {}, place
+    for name, below in value.items():
+        yield (*key, str(name)), below, place
 
 
 def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | None) -> SettingsError:
@@ -130,8 +146,7 @@ def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | N
     errors = error.errors(include_url=False)
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])  # a key misspelt is missing
     key = tuple(str(part) for part in first["loc"])
-    known = [each for each in places if each[: len(key)] == key or key[: len(each)] == each]
-    place = places[min(known)] if key and known else str(path or "the settings")
+    place = next((places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places), str(path or "the settings"))
     what, advice = first["msg"].removeprefix("Value error, "), ""
     if first["type"] == "extra_forbidden":
         what, advice = "no such key", _suggestion(key)

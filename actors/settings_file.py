@@ -58,10 +58,10 @@ def _items(
             raise SettingsError(f"{place}: {'.'.join(key)} stands on line {lines[key]} already", "keep one of them")
         lines[key] = line
         if key in sections and isinstance(node, yaml.MappingNode):
+            yield key, {}, place
             yield from _items(loader, node, key, sections, path)
             continue
         value = loader.construct_object(node, deep=True)
-        if key not in sections:
-            yield key, value, place
-        elif value is not None:
+        if key in sections and value is not None:
             raise SettingsError(f"{place}: {'.'.join(key)} has keys of its own, not a value", "indent them below it")
+        yield key, value, place

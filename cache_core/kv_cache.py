@@ -190,9 +190,12 @@ class KVCache(LeasedCache):
             self.room.check_pages(num_pages - len(match.starts))  # before a state is evicted in vain
             state_slot = self.room.take_state()
             private = self.room.take_pages(num_pages - len(match.starts))
-        except OutOfSlotsError:
+        except OutOfSlotsError as error:
             self.tree.dec_lock_ref(match.last_node, receipt)
-            raise
+            needed = error.needed + self.room.held_by_prefix(error.pool, match.prefix_len)
+            if needed <= error.capacity:
+                raise
+            raise OutOfSlotsError(needed, error.free, error.evictable, error.capacity, error.pool) from error
         lease = LeaseRecord(
             lease_id,
             session_id,

@@ -19,6 +19,7 @@ from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.pool_checks import PoolChecks
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
+from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 
 class SlotRoom:
@@ -72,6 +73,13 @@ class SlotRoom:
             self._refuse(num_pages, window=True)
         if needed > self._allocator.available_size() + self._tree.evictable_size():
             self._refuse(num_pages)
+
+    def held_by_prefix(self, pool: str, prefix_len: int) -> int:
+        """Window slots that whoever hits a prefix holds with it, at least: so many are not left for the rest."""
+        if pool != "window slots" or not isinstance(self._tree, WindowTreeCache):
+            return 0
+        window = min(prefix_len, self._tree.sliding_window_size or 0)
+        return -(-window // self._page_size) * self._page_size
 
     def take_pages(self, num_pages: int) -> Starts:
         """Allocate private pages, after evicting what is missing.

@@ -1,9 +1,9 @@
-"""Clients that work on one cache on Ray while they are killed, cancelled and cut off: run it for as long as you like.
+"""Processes that work on one cache on Ray while they are killed, stopped, cancelled and cut off, and it is killed too.
 
     python tests/chaos/swarm.py --operations 10000
 
-It starts a Ray of its own, in which answers get lost if asked for (`--lost`), and prints what happened. Exits with 1 if
-anything was lost.
+Eight actors whose death is watched and four drivers of their own, of which every third loses one answer in a hundred.
+Prints what happened and how soon everything was given back. Exits with 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -14,219 +14,280 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
+from itertools import count, cycle
+from pathlib import Path
 from random import Random
 from typing import Any
-from zlib import crc32
 
 import ray
+from board import IDLE, NUM_ACTORS, NUM_PLACES, PID, WAITING, WRITING, Board, Mailbox
+from swarm_client import CACHE, NUM_LAYERS, SwarmActor, compare
 
-from raydix.actors import PrefixCacheClient, WatchedActor, start_cache_async
-from raydix.schemas import CacheConfig, CacheStats, CacheUnavailable, EvictionConfig, LeaseConfig, PoolConfig
-
-NUM_ACTORS, NUM_PLAIN = 8, 4
-CONFIG = CacheConfig(
-    page_size=4,
-    pool=PoolConfig(num_slots=256, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu"),
-    eviction=EvictionConfig(high_watermark=0.9, low_watermark=0.7),
-    leases=LeaseConfig(session_ttl_s=4, quarantine_grace_s=4, acquire_timeout_s=1),
+from raydix.actors import PrefixCacheClient, start_cache_async
+from raydix.schemas import (
+    CacheConfig,
+    CacheStats,
+    EvictionConfig,
+    LeaseConfig,
+    LeaseExpired,
+    PoolConfig,
+    StaleEpoch,
+    UnknownLease,
 )
 
-
-def worker_class() -> Any:
-    """A class of this function's own travels by value: Ray's processes cannot import this file."""
-
-    class Worker:
-        """A process with a client that computes, publishes and reads what others computed."""
-
-        async def start(self, cache: Any) -> int:
-            self._client = PrefixCacheClient(cache)
-            return os.getpid()
-
-        async def work(self, seed: int, num_operations: int) -> dict[str, int]:
-            """So many requests, each refused, cancelled or served; what is hit is compared."""
-            rng, counts = Random(seed), Counter[str]()
-            await asyncio.gather(*[self._requests(rng, num_operations // 4, counts) for _ in range(4)])
-            return dict(counts)
-
-        async def _requests(self, rng: Random, num_requests: int, counts: Counter[str]) -> None:
-            from raydix.schemas import CacheError
-
-            for _ in range(num_requests):
-                task = asyncio.ensure_future(self._request(rng, counts))
-                if rng.random() < 0.1:
-                    await asyncio.wait((task,), timeout=rng.random() * 0.02)
-                    task.cancel()
-                await asyncio.wait((task,))
-                if task.cancelled():
-                    counts["cancelled"] += 1
-                elif isinstance(error := task.exception(), CacheError) and type(error) is not CacheError:
-                    counts[type(error).__name__] += 1
-                    await asyncio.sleep(0.05 * isinstance(error, CacheUnavailable))
-                else:
-                    task.result()
-                    counts["served"] += 1
-
-        async def _request(self, rng: Random, counts: Counter[str]) -> None:
-            import torch
-
-            group = [token for _ in range(rng.randint(1, 3)) for token in [rng.randint(1, 3)] * 4]
-            tokens = group + [rng.randint(1, 9) for _ in range(rng.randint(1, 20))]
-            stamps = [crc32(bytes(tokens[: i + 1])) % 2**20 for i in range(len(tokens))]
-            right = torch.tensor(stamps, dtype=torch.float32).view(1, -1, 1, 1)
-            async with await self._client.acquire(tokens) as lease:
-                pool = await self._attached(lease)
-                k, v = await pool.read_kv(lease, lease.slots[: lease.prefix_len])
-                hit = right[:, : lease.prefix_len]
-                if not (torch.equal(k, hit) and torch.equal(v, -hit)):
-                    raise AssertionError(f"{tokens[: lease.prefix_len]} reads {k.flatten()}, not {hit.flatten()}")
-                counts["tokens compared"] += lease.prefix_len
-                rest = right[:, lease.prefix_len :]
-                await pool.write_kv(lease, lease.slots[lease.prefix_len :], rest, -rest)
-                await lease.insert(tokens)
-                if rng.random() < 0.2:
-                    lease = await self._client.adopt(await lease.grant())
-                if rng.random() < 0.3:
-                    await lease.extend(4)
-                if rng.random() < 0.05:
-                    await self._client.evict(16)
-                await lease.release()
-
-        async def _attached(self, lease: Any) -> Any:
-            pool = getattr(self, "_pool", None)
-            if pool is None or pool.epoch != lease.epoch:
-                self._pool = pool = await self._client.attach_pool(mapped=False)
-            return pool
-
-        async def close(self) -> None:
-            await self._client.close()
-
-    return Worker
+CONFIG = CacheConfig(
+    page_size=4,
+    pool=PoolConfig(num_slots=256, num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu"),
+    eviction=EvictionConfig(high_watermark=0.9, low_watermark=0.7),
+    # the grace is longer than any run: what is withheld must be given back for a better reason
+    leases=LeaseConfig(session_ttl_s=4, quarantine_grace_s=3600, acquire_timeout_s=1),
+    events=True,
+    validate=True,
+)
+LOSSY = json.dumps({"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, "resp_failure_prob": 1}})
+MIN_LOST = 3
+ANYTHING = "anything"
+STOPPED_S = 1.5 * CONFIG.leases.session_ttl_s
 
 
 class Swarm:
-    """The workers at one cache, and what kills them.
+    """The processes at one cache, and what happens to them.
+
+    Args:
+        seed: of whatever is left to chance, as far as it is not left to the machine.
+        folder: for what the processes share.
 
     Attributes:
-        counts: what happened.
+        done: what was done to them. What they did themselves is on the board.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, seed: int, folder: str) -> None:
+        self.board = Board(folder)
+        self.done: Counter[str] = Counter()
+        self._folder = folder
         self._rng = Random(seed)
-        worker = worker_class()
-        self._plain: Any = ray.remote(worker)
-        self._watched: Any = ray.remote(type("WatchedWorker", (worker, WatchedActor), {}))
+        self._seeds = count(seed)
+        self._spared: set[int] = set()  # places at which something else happens just now
+        self._killed: set[int] = set()  # processes
+        self._working = set(range(NUM_PLACES))  # places that are not given up
         self._cache: Any = None
-        self._pids: dict[int, int] = {}
 
-    async def run(self, num_operations: int, share: int, num_restarts: int) -> CacheStats:
-        """Have so many operations done, `share` by a process at a time, and wait until nobody holds anything."""
-        self._cache = await started_cache()
-        self._left, self._restarts_left = num_operations, num_restarts
-        places = [self._place(place, share) for place in range(NUM_ACTORS + NUM_PLAIN)]
-        killers = [asyncio.create_task(self._kill_workers())]
-        killers.append(asyncio.create_task(self._kill_cache()))
+    async def run(self, num_operations: int, num_kills: int, num_restarts: int) -> CacheStats:
+        """Go on until so many requests were served and all that should happen did; then all is given back."""
+        self._cache = await start_cache_async(CONFIG, name=CACHE, num_gpus=0, timeout_s=300)
+        async with asyncio.TaskGroup() as group:
+            for place in range(NUM_PLACES):
+                group.create_task(self._occupy(place))
+            await self._until(lambda: all(self.board[place, "served"] for place in range(NUM_PLACES)))
+            killers = [
+                asyncio.create_task(self._kill_processes(num_kills)),
+                asyncio.create_task(self._stop_processes(-(-num_kills // 8))),
+                asyncio.create_task(self._kill_cache(num_operations, num_restarts)),
+            ]
+            await asyncio.gather(*killers)
+            await self._until(lambda: self.board.sums()["served"] >= num_operations)
+            await self._until(lambda: self.board.sums()["answers lost"] >= MIN_LOST)
+            async with PrefixCacheClient(self._cache) as client:
+                await self._stop(client)
+                await self._given_back(client, "working", num_sessions=1 + len(self._working))
+                self.board.close()
+        async with PrefixCacheClient(self._cache) as client:
+            stats = await self._given_back(client, "closing", num_sessions=1)
+            await self._read_everything(client)
+            return stats
+
+    # ---------------------------------------------------------------- processes
+
+    async def _occupy(self, place: int) -> None:
+        """One process after another, each in place of one that was killed, until one works to the end."""
+        work = self._actor if place < NUM_ACTORS else self._driver
+        while not await work(place, {"RAY_testing_rpc_failure": LOSSY} if place % 3 == 2 else {}):
+            assert self.board[place, PID] in self._killed, f"the process at place {place} died by itself"
+            self.board.vacate(place)
+            if self.board.stopped:
+                return self._working.discard(place)
+        self.done["survivors"] += 1
+        return None
+
+    async def _actor(self, place: int, environment: dict[str, str]) -> bool:
+        """Have an actor work; False if it died."""
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
+        actor = ray.remote(SwarmActor).options(**options).remote()
         try:
-            await asyncio.gather(*places)
+            await actor.work.remote(self._folder, place, next(self._seeds))
+        except ray.exceptions.ActorDiedError:
+            return False
+        return True
+
+    async def _driver(self, place: int, environment: dict[str, str]) -> bool:
+        """Have a driver work; False if it was killed."""
+        address = ray.get_runtime_context().gcs_address
+        arguments = [address, self._folder, str(place), str(next(self._seeds))]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("swarm_client.py")),
+            *arguments,
+            env=os.environ | environment,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            _, said = await process.communicate()
         finally:
-            for killer in killers:
-                killer.cancel()
-            ended = await asyncio.gather(*killers, return_exceptions=True)
-        assert all(isinstance(end, asyncio.CancelledError) or end is None for end in ended), ended
-        return await self._all_given_back()
+            if process.returncode is None:
+                process.kill()
+        assert process.returncode in (0, -signal.SIGKILL), said.decode()
+        return process.returncode == 0
 
-    async def _place(self, place: int, share: int) -> None:
-        """One process after another, each in place of one that ended or was killed."""
-        while self._left > 0 or self._restarts_left:
-            self._left -= share
-            kind = self._watched if place < NUM_ACTORS else self._plain
-            worker = kind.options(num_cpus=0).remote()
-            try:
-                self._pids[place] = await worker.start.remote(self._cache)
-                self.counts += Counter(await worker.work.remote(self._rng.randrange(2**32), share))
-                self.counts["survivors"] += 1
-                self._pids.pop(place, None)
-                await worker.close.remote()
-            except ray.exceptions.RayActorError:
-                self.counts["workers lost"] += 1
-                self._left += share
-            finally:
-                self._pids.pop(place, None)
-                ray.kill(worker)
+    # ---------------------------------------------------------------- what happens to them
 
-    async def _kill_workers(self) -> None:
+    async def _kill_processes(self, num_kills: int) -> None:
+        """As many of each: while one writes, while one waits for room, and at any time."""
+        for _, doing in zip(range(num_kills), cycle((WRITING, WAITING, ANYTHING)), strict=False):
+            await asyncio.sleep(self._rng.uniform(0.5, 2))
+            place, pid = await self._stopped(doing)
+            self._killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+            await self._until(lambda at=place: self.board[at, PID] == 0)
+            self._spared.discard(place)
+            self.done[f"killed while {doing}"] += 1
+
+    async def _stop_processes(self, num_stops: int) -> None:
+        """Stop one that writes, for longer than it may be silent, and let it go on."""
+        for _ in range(num_stops):
+            await asyncio.sleep(self._rng.uniform(0.5, 2))
+            place, pid = await self._stopped(WRITING)
+            await asyncio.sleep(STOPPED_S)
+            os.kill(pid, signal.SIGCONT)
+            self._spared.discard(place)
+            self.done["stopped while writing"] += 1
+
+    async def _stopped(self, doing: str, places: range = range(NUM_PLACES)) -> tuple[int, int]:
+        """Stop a process that does something, and is seen to do it once it has stopped; its place and id."""
         while True:
-            await asyncio.sleep(self._rng.uniform(2, 5))
-            if self._pids:
-                pid = self._pids.pop(self._rng.choice(list(self._pids)))
-                os.kill(pid, signal.SIGKILL)
-                self.counts["workers killed"] += 1
+            place = self._rng.choice([place for place in places if place not in self._spared])
+            pid = self.board[place, PID]
+            if pid and (doing == ANYTHING or self.board[place, doing]):
+                os.kill(pid, signal.SIGSTOP)
+                if doing == ANYTHING or self.board[place, doing]:
+                    self._spared.add(place)
+                    return place, pid
+                os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.002)
 
-    async def _kill_cache(self) -> None:
-        while self._restarts_left:
-            await asyncio.sleep(self._rng.uniform(1, 3))
-            if len(self._pids) < 4:
-                continue  # so that some are at work
-            ray.kill(self._cache, no_restart=False)
-            self._restarts_left -= 1
-            self.counts["caches killed"] += 1
+    async def _kill_cache(self, num_operations: int, num_restarts: int) -> None:
+        """Again and again, in turn by the kernel and by Ray, at even distances of what was served."""
+        for number in range(num_restarts):
+            due = (number + 1) * num_operations // (num_restarts + 1)
+            await self._until(lambda due=due: self.board.sums()["served"] >= due)
+            epoch = (await self._cache.stats.remote()).epoch
+            self.board.note_restart()
+            if number % 2:
+                ray.kill(self._cache, no_restart=False)
+            else:
+                os.kill(int((await self._cache.pool_handle.remote()).path.split("/")[2]), signal.SIGKILL)
+            while await self._epoch() in ("", epoch):  # noqa: ASYNC110 -- there is no event for it
+                await asyncio.sleep(0.05)
+            self.board.note_restart()
+            self.done["caches killed"] += 1
 
-    async def _all_given_back(self) -> CacheStats:
-        """The statistics once nobody holds anything, which is within the time to live."""
-        async with asyncio.timeout(90), PrefixCacheClient(self._cache) as client:
-            while True:
-                try:
-                    stats = await client.stats()
-                    await client.check_invariants()
-                except CacheUnavailable:
-                    continue
-                given_back = stats.free_slots + stats.tree_slots == stats.num_slots
-                if given_back and (stats.open_leases, stats.waiters, stats.open_sessions) == (0, 0, 1):
-                    assert stats.quarantined_slots == 0, stats
-                    return stats
-                await asyncio.sleep(0.1)
+    async def _epoch(self) -> str:
+        """The present life of the cache; none while it restarts."""
+        try:
+            return str((await self._cache.stats.remote()).epoch)
+        except ray.exceptions.RayActorError:
+            return ""
+
+    # ---------------------------------------------------------------- the end
+
+    async def _stop(self, client: PrefixCacheClient) -> None:
+        """Kill an actor and a driver at work for good, and have the others end theirs, but keep their sessions."""
+        ends = [
+            (await self._stopped(WRITING, places))[1] for places in (range(NUM_ACTORS), range(NUM_ACTORS, NUM_PLACES))
+        ]
+        self.board.stop()
+        self._killed.update(ends)
+        for pid in ends:
+            os.kill(pid, signal.SIGKILL)
+        self.done["killed at the end"] = len(ends)
+        await self._until(lambda: len(self._working) == NUM_PLACES - len(ends))
+        await self._until(lambda: all(self.board[place, IDLE] for place in self._working))
+        mailbox = Mailbox(self._folder)
+        while (letter := mailbox.leftover()) is not None:
+            with suppress(UnknownLease, LeaseExpired, StaleEpoch):  # its granter is gone, or it was adopted
+                await (await client.adopt(letter[1])).release()
+
+    async def _given_back(self, client: PrefixCacheClient, after: str, num_sessions: int) -> CacheStats:
+        """The statistics once nobody holds anything."""
+        ended = time.monotonic()
+        async with asyncio.timeout(90):
+            while not (nothing_is_held(stats := await client.stats()) and stats.open_sessions == num_sessions):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        self.done[f"seconds from {after} to nothing held"] = round(time.monotonic() - ended, 2)
+        await client.check_invariants()
+        return stats
+
+    async def _read_everything(self, client: PrefixCacheClient) -> None:
+        """Compare the KV of every block that the cache says is there."""
+        pool = await client.attach_pool(mapped=False)
+        prompts: dict[int | None, list[int]] = {None: []}
+        for event in (await client.event_snapshot()).events:
+            prompt, size = prompts[event.parent_block_hash], event.block_size
+            for number, block_hash in enumerate(event.block_hashes):
+                prompt = prompt + event.token_ids.tolist()[number * size : (number + 1) * size]
+                prompts[block_hash] = prompt
+        for prompt in prompts.values():
+            if prompt:
+                async with await client.lock(prompt) as lease:
+                    assert lease.prefix_len == len(prompt), f"{prompt} is not there"
+                    compare(prompt, *await pool.read_kv(lease, lease.slots))
+        self.done["blocks read at the end"] = len(prompts) - 1
+
+    async def _until(self, true: Any) -> None:
+        while not true():  # noqa: ASYNC110 -- other processes make it true
+            await asyncio.sleep(0.02)
 
 
-async def started_cache() -> Any:
-    """The cache; the answer that it is ready may be lost."""
-    async with asyncio.timeout(120):
-        while True:
-            try:
-                return await start_cache_async(CONFIG, name="swarm", num_gpus=0)
-            except CacheUnavailable:
-                await asyncio.sleep(0.1)
+def nothing_is_held(stats: CacheStats) -> bool:
+    """Whether every slot is free or cached, and nobody waits."""
+    total = stats.free_slots + stats.tree_slots
+    held = (stats.open_leases, stats.waiters, stats.quarantined_slots, stats.private_slots, stats.protected_slots)
+    return total == stats.num_slots and not any(held)
 
 
 def main() -> int:
     """Run the swarm and print what happened."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--operations", type=int, default=10_000)
-    parser.add_argument("--share", type=int, default=200, help="operations of one process before it is replaced")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operations", type=int, default=10_000, help="that are served, at least")
+    parser.add_argument("--kills", type=int, default=60, help="of processes")
     parser.add_argument("--restarts", type=int, default=5, help="how often the cache is killed")
-    parser.add_argument("--lost", type=int, default=0, help="percent of Ray's calls whose answer is lost; each stalls")
     parser.add_argument("--deadline-s", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
-    lossy = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, "resp_failure_prob": arguments.lost}}
-    if arguments.lost:
-        os.environ["RAY_testing_rpc_failure"] = json.dumps(lossy)
     ray.init(
         "local", num_cpus=4, num_gpus=0, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
     )
-    swarm = Swarm(arguments.seed)
-    try:
-        stats = asyncio.run(
-            asyncio.wait_for(swarm.run(arguments.operations, arguments.share, arguments.restarts), arguments.deadline_s)
-        )
-    except BaseException as error:
-        print(f"seed {arguments.seed}: {dict(swarm.counts)}", flush=True)
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
-    finally:
-        ray.shutdown()
-    print()
-    print(json.dumps({"seed": arguments.seed, **swarm.counts}))
+    with tempfile.TemporaryDirectory() as folder:
+        swarm = Swarm(arguments.seed, folder)
+        running = swarm.run(arguments.operations, arguments.kills, arguments.restarts)
+        started, error, stats = time.monotonic(), None, None
+        try:
+            stats = asyncio.run(asyncio.wait_for(running, arguments.deadline_s))
+        except (Exception, KeyboardInterrupt) as failed:
+            error = failed
+        finally:
+            ray.shutdown()
+        took = {"seed": arguments.seed, "seconds": round(time.monotonic() - started)}
+        print("\n" + json.dumps(took | swarm.board.sums() | swarm.done), flush=True)
+        states = [swarm.board.states(place) for place in range(NUM_PLACES)]
+    if error is not None:
+        print("\n".join(map(str, states)), flush=True)
+        raise error
+    assert stats is not None
     print(f"free {stats.free_slots} + tree {stats.tree_slots} == {stats.num_slots}, nothing held")
     return 0
 

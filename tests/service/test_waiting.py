@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from cache_kinds import MAX_WAITERS
-from cache_under_test import CacheUnderTest, Pages, small_config
+from cache_kinds import MAX_WAITERS, window
+from cache_under_test import CacheUnderTest, Pages, Reached, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.schemas import (
@@ -127,6 +127,36 @@ async def test_who_waited_hits_what_was_published_meanwhile(cache1: CacheUnderTe
 
     assert (await waiting).prefix_len == 3
     assert await cache1.pages() == Pages(free=3, private=1, protected=4, leases=2)
+
+
+# ---------------------------------------------------------------- what can never fit
+
+
+async def test_who_turns_out_never_to_fit_is_told_so_in_turn_and_holds_up_nobody(reached: Reached) -> None:
+    async with reached(window(1, 2, num_swa_pages=4)) as cache:
+        (held,) = await fill(cache, 4)
+        first, vast, last = await cache.in_line(
+            *(cache.client.acquire([token] * size) for token, size in ((1, 2), (2, 5), (3, 2)))
+        )
+
+        await held.release()
+
+        assert (len(await first), len(await last)) == (2, 2)
+        with pytest.raises(PoolExhausted, match="window slots") as caught:
+            await vast
+        assert (caught.value.needed, caught.value.can_ever_fit) == (5, False)
+
+
+async def test_what_does_not_fit_beside_the_window_of_its_own_prefix_never_fits(reached: Reached) -> None:
+    async with reached(window(1, 2, num_swa_pages=4)) as cache:
+        await cache.publish(1, 2)
+
+        with pytest.raises(PoolExhausted, match="window slots") as caught:
+            await cache.client.acquire([1, 2, 3, 4, 5])
+
+        assert (caught.value.needed, caught.value.can_ever_fit) == (5, False)
+        assert await cache.pages() == Pages(free=6, evictable=2)
+        assert len(await cache.client.acquire([1, 2, 3, 4])) == 4
 
 
 # ---------------------------------------------------------------- how room comes about

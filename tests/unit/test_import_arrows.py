@@ -140,7 +140,9 @@ def test_importing_the_actors_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_help_of_the_command_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
-    loaded = modules_loaded_by("from raydix.actors.cli.app import app\napp(['--help'], standalone_mode=False)", tmp_path)
+    program = "from raydix.actors.cli.app import app\napp(['--help'], standalone_mode=False)"
+
+    loaded = modules_loaded_by(program, tmp_path)
 
     assert "typer" in loaded
     assert loaded & {"torch", "ray"} == set()

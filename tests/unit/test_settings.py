@@ -6,7 +6,7 @@ import pytest
 
 from raydix.actors.settings import load_settings
 from raydix.actors.settings_file import SettingsError
-from raydix.schemas import CacheConfig
+from raydix.schemas import CacheConfig, GhostConfig
 
 FILE = """\
 name: chat
@@ -96,8 +96,12 @@ def test_variables_of_other_programs_are_left_alone() -> None:
         ("- 1\n", "FILE, line 1: not a mapping / write one `key: value` per line"),
         ("pool: {\n", "FILE, line 2, column 1: expected the node content"),
         ("name: 7\npool: {num_slots: 64}\n", "FILE, line 1: name: must be a text, not 7"),
+        ("pool:\n", "FILE, line 1: pool: Input should be a valid dict"),
         ("", "FILE: pool: is needed / give at least pool.num_slots: --set pool.num_slots=65536"),
-        ("page_size: 16\npool: {num_layers: 2}\n", "FILE: pool.num_slots: is needed / set pool.num_slots in a file"),
+        (
+            "page_size: 16\npool: {num_layers: 2}\n",
+            "FILE, line 2: pool.num_slots: is needed / set pool.num_slots in a file",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told_with_its_line_and_what_to_do(tmp_path: Path, text: str, expected: str) -> None:
@@ -115,14 +119,28 @@ def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> Non
         "environment variable RAYDIX_PAGE_SIZE: page_size: Input should be a valid integer"
     )
     assert complaint(file, options=("pool.num_slots=x",)).startswith("--set pool.num_slots=x: pool.num_slots: Input")
-    assert complaint(file, options=("pool=4",)).startswith("--set pool=4: no such key")
+    assert complaint(file, options=("pool=4",)).startswith("--set pool=4: pool: Input should be a valid dict")
     assert complaint(file, options=("page_size",)) == "--set page_size: no value / --set page_size=VALUE"
     assert complaint(file, options=("pool.head_dim={",)).startswith("--set pool.head_dim={: '{' is no YAML value")
     assert complaint(file.parent / "none.yaml").startswith("FILE: No such file or directory / give the path")
 
 
 def test_every_variable_stands_for_one_key() -> None:
-    from raydix.actors.settings import _KINDS, _VARIABLES, SECTIONS
+    from raydix.actors.settings import _KINDS, _VARIABLES
 
-    assert len(_VARIABLES) == len(_KINDS) - len(SECTIONS)
-    assert SECTIONS == {("pool",), ("eviction",), ("leases",)}
+    assert len(_VARIABLES) == len(_KINDS)
+
+
+def test_a_section_that_may_be_absent_is_switched_on_and_off_by_any_layer(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text("pool: {num_slots: 64}\nghost: {}\n")
+
+    def ghost(*options: str, **environ: str) -> GhostConfig | None:
+        return load_settings(path, environ=environ, options=options).config.ghost
+
+    assert ghost() == GhostConfig()
+    assert ghost("ghost=null") is None
+    assert ghost("ghost.max_factor=4") == ghost(RAYDIX_GHOST_MAX_FACTOR="4") == GhostConfig(max_factor=4)
+    assert ghost("ghost={max_factor: 4}", RAYDIX_GHOST="null") == GhostConfig(max_factor=4)
+    assert ghost("ghost=null", RAYDIX_GHOST_MAX_FACTOR="4") is None
+    assert ghost("ghost={}", RAYDIX_GHOST_MAX_FACTOR="4") == GhostConfig(max_factor=4)

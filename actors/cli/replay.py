@@ -1,0 +1,146 @@
+"""`raydix replay`: what caches of other sizes, policies and pages would have made of recorded traffic."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from raydix.actors.cli.cluster import Address, join
+from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.output import AsJson, console, show, table_of
+from raydix.actors.trace import TracedRequest, TraceError, read_trace
+
+if TYPE_CHECKING:
+    from raydix.actors.replay import Replay
+    from raydix.schemas import CacheConfig
+
+_CAPACITIES = [1_024_000, 4_096_000, 16_384_000]
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(envvar="RAYDIX_TRACE", help="Traffic in the Mooncake format, JSON lines.")],
+    capacities: Annotated[
+        list[int] | None,
+        typer.Option("--capacity", min=1, metavar="TOKENS", help="Repeatable. Default: 1, 4 and 16 million."),
+    ] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option("--policy", metavar="NAME", help="lru, lfu, fifo, mru, filo, slru or priority; repeatable."),
+    ] = None,
+    page_sizes: Annotated[
+        list[int] | None, typer.Option("--page-size", min=1, metavar="TOKENS", help="Repeatable. Default: 512.")
+    ] = None,
+    high_watermark: Annotated[
+        float, typer.Option(help="Of background eviction; 1.0: only what is needed is evicted.")
+    ] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the rates there: .png, .svg or .pdf.")] = None,
+    on_ray: Annotated[
+        bool, typer.Option("--ray", help="Through a cache actor; default: in this process, without Ray.")
+    ] = False,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded traffic against index-only caches, one of each combination, and compare their hit rates.
+
+    A hit is a whole page, and every request publishes its prompt. No GPU and no Ray are needed.
+    """
+    try:
+        requests = read_trace(trace, limit)
+    except TraceError as error:
+        raise CommandError(
+            str(error), "one JSON object a line: timestamp, input_length, output_length, hash_ids", USAGE
+        ) from None
+    configs = [
+        _config(*each, high_watermark)
+        for each in product(capacities or _CAPACITIES, policies or ["lru"], page_sizes or [512])
+    ]
+    if plot is not None:
+        _check_can_plot()
+    if on_ray:
+        join(address, "raydix")
+    replays = _replay_all(requests, configs, on_ray)
+    rows = [each.figures() for each in replays]
+    if plot is not None:
+        _plot(plot, replays, requests)
+    show(rows, as_json, lambda: _table(rows))
+
+
+def _config(capacity: int, policy: str, page_size: int, high_watermark: float) -> CacheConfig:
+    from raydix.actors.replay import index_config
+
+    if capacity % page_size:
+        fitting = max(capacity // page_size, 1) * page_size
+        raise CommandError(
+            f"a capacity of {capacity} tokens is no multiple of the page, {page_size}", f"--capacity {fitting}", USAGE
+        )
+    try:
+        return index_config(capacity, page_size=page_size, policy=policy, high_watermark=high_watermark)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CommandError(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "raydix replay --help", USAGE
+        ) from None
+
+
+def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: bool) -> list[Replay]:
+    """Replay the trace against one cache after the other; how far it is, is shown on stderr."""
+    from raydix.actors.replay import replay
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    replays = []
+    with Progress(*columns, console=console(stderr=True)) as bars:
+        for config in configs:
+            name = f"{config.pool.num_slots:,} tokens, {config.eviction.policy}, pages of {config.page_size}"
+            bar = bars.add_task(name, total=len(trace))
+
+            def advance(done: int, bar: Any = bar) -> None:
+                bars.update(bar, completed=done)
+
+            replays.append(asyncio.run(replay(trace, config, on_ray=on_ray, progress=advance)))
+    return replays
+
+
+def _check_can_plot() -> None:
+    """Say before the work that its picture could not be drawn after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise CommandError("--plot needs matplotlib", "pip install 'raydix[plot]'", USAGE) from None
+
+
+def _plot(path: Path, replays: list[Replay], trace: list[TracedRequest]) -> None:
+    from raydix.actors.replay_plot import plot
+
+    try:
+        plot(path, replays, trace)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path}: {error}", "--plot rates.png", USAGE) from None
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = table_of(">capacity", "policy", ">page", ">hit rate", ">reused", ">evicted", ">too large", ">requests/s")
+    for row in rows:
+        table.add_row(
+            f"{row['capacity']:,}",
+            row["policy"],
+            f"{row['page_size']}",
+            f"{row['hit_rate_percent']:.2f} %",
+            _short(row["reused_tokens"]),
+            _short(row["evicted_tokens"]),
+            f"{row['too_large']}",
+            f"{row['requests_per_s']:,.0f}",
+        )
+    table.title = f"{rows[0]['requests']:,} requests, {_short(rows[0]['prompt_tokens'])} prompt tokens"
+    return table
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens / 1e6:,.1f}M" if tokens >= 1e6 else f"{tokens:,}"

@@ -1,0 +1,194 @@
+"""One process of the swarm: coroutines that compute, publish, hand over and read what others computed.
+
+    python swarm_client.py ADDRESS FOLDER PLACE SEED
+
+is a driver of its own; `SwarmActor` does the same in a Ray actor, whose death is watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from random import Random
+from zlib import crc32
+
+import ray
+import torch
+from board import DETAILS, IDLE, NUM_PLACES, OUTCOMES, PID, WAITING, WRITING, Board, Mailbox
+
+from raydix.actors import AttachedPool, Lease, PrefixCacheClient, WatchedActor
+from raydix.actors.transport import Transport
+from raydix.schemas import CacheUnavailable, LeaseGrant, Message, WaitingResponse
+
+CACHE = "swarm"
+NUM_LAYERS = 2
+NUM_COROUTINES = 4
+REQUESTS_PER_SESSION = 25  # of each coroutine
+
+COMPARED, GRANTED, ADOPTED, LOST, SESSIONS = DETAILS
+
+
+def stamped_kv(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """KV that tells from which tokens up to its own it was computed, `[NUM_LAYERS, len(tokens), 1, 1]` each."""
+    stamps, digest = [], 0
+    for token in tokens:
+        digest = crc32(bytes([token]), digest)
+        stamps.append(digest % 2**20)
+    row = torch.tensor(stamps, dtype=torch.float32)
+    k = torch.stack([row + layer for layer in range(NUM_LAYERS)])[:, :, None, None]
+    return k, -k
+
+
+class BoardedClient(PrefixCacheClient):
+    """A client that tells the board how many of its requests stand in line."""
+
+    def __init__(self, board: Board, place: int) -> None:
+        super().__init__(CACHE)
+        self._board, self._place = board, place
+
+    async def _admitted(self, response: Message, transport: Transport) -> Message:
+        if not isinstance(response, WaitingResponse):
+            return response
+        with self._board.doing(self._place, WAITING):
+            return await super()._admitted(response, transport)
+
+
+class SwarmClient:
+    """Works at one place of the swarm until the board is closed, with one session of the cache after another."""
+
+    def __init__(self, folder: str, place: int, seed: int) -> None:
+        self._board, self._mailbox, self._place = Board(folder), Mailbox(folder), place
+        self._rng = Random(seed)
+        self._maps = self._rng.random() < 0.7  # others copy
+        self._client: PrefixCacheClient
+        self._pool: AttachedPool | None = None
+
+    async def work(self) -> None:
+        """Have requests refused, cancelled and served; what is hit is compared."""
+        while not self._board.closed:
+            self._client, self._pool = BoardedClient(self._board, self._place), None
+            try:
+                async with self._client:
+                    self._board.add(self._place, SESSIONS)
+                    self._board[self._place, PID] = os.getpid()
+                    await asyncio.gather(*[self._requests() for _ in range(NUM_COROUTINES)])
+                    await self._hold_on()
+            except CacheUnavailable:
+                await asyncio.sleep(0.05)  # it restarts
+
+    async def _hold_on(self) -> None:
+        """When work has stopped: keep the session, so that whatever it were to hold still would be seen."""
+        self._board[self._place, IDLE] = self._board.stopped
+        while self._board.stopped and not self._board.closed:  # noqa: ASYNC110 -- another process closes it
+            await asyncio.sleep(0.02)
+
+    async def _requests(self) -> None:
+        for _ in range(REQUESTS_PER_SESSION):
+            if self._board.stopped:
+                return
+            restarts = self._board.restarts
+            task = asyncio.ensure_future(self._request())
+            if self._rng.random() < 0.1:
+                await asyncio.wait((task,), timeout=self._rng.random() * 0.05)
+                task.cancel()
+            await asyncio.wait((task,))
+            self._count(task, restarts)
+            await asyncio.sleep(0.05 * (self._board.restarts % 2))
+
+    def _count(self, task: asyncio.Task[None], restarts: int) -> None:
+        """One operation has ended, as it may; what else it ended with is a fault."""
+        if task.cancelled():
+            return self._board.add(self._place, "cancelled")
+        error = task.exception()
+        outcome = "served" if error is None else type(error).__name__
+        if outcome not in OUTCOMES or "AssertionError" in str(error):
+            task.result()
+            raise AssertionError(f"a request ended with {error!r}")
+        self._board.add(self._place, outcome)
+        was_up = restarts % 2 == 0 and restarts == self._board.restarts
+        if was_up and isinstance(error, CacheUnavailable) and "RpcError" in str(error):
+            self._board.add(self._place, LOST)
+        return None
+
+    async def _request(self) -> None:
+        rng = self._rng
+        letter = self._mailbox.take()
+        if letter is not None:
+            tokens, lease = await self._adopted(letter)
+        else:
+            group = [token for _ in range(rng.randint(1, 3)) for token in [rng.randint(1, 3)] * 4]
+            tokens = group + [rng.randint(1, 9) for _ in range(rng.randint(1, 20))]
+            lease = await self._client.acquire(tokens)
+        async with lease:
+            if letter is None and rng.random() < 0.2:
+                grant = await lease.grant()
+                self._mailbox.put((tokens, grant))
+                self._board.add(self._place, GRANTED)
+                return
+            await self._compute(lease, tokens)
+            await lease.insert(tokens)
+            if rng.random() < 0.3:
+                await lease.extend(4)
+            if rng.random() < 0.05:
+                await self._client.evict(16)
+
+    async def _adopted(self, letter: tuple[list[int], LeaseGrant]) -> tuple[list[int], Lease]:
+        tokens, grant = letter
+        try:
+            lease = await self._client.adopt(grant)
+        except (asyncio.CancelledError, CacheUnavailable):
+            self._mailbox.put(letter)  # it may still be the granter's
+            raise
+        self._board.add(self._place, ADOPTED)
+        return tokens, lease
+
+    async def _compute(self, lease: Lease, tokens: list[int]) -> None:
+        """Compare what is there and write what is not, layer by layer, as a model would."""
+        pool = await self._attached(lease)
+        k, v = stamped_kv(tokens)
+        hit, start = lease.slots[: lease.published_len], lease.published_len
+        rest = lease.slots[start : len(tokens)]
+        if not pool.mapped:
+            compare(tokens, *await pool.read_kv(lease, hit))
+            with self._board.doing(self._place, WRITING):
+                await pool.write_kv(lease, rest, k[:, start:], v[:, start:])
+        else:
+            found = [pool.gather(layer, hit) for layer in range(NUM_LAYERS)]
+            compare(tokens, torch.stack([k for k, _ in found]), torch.stack([v for _, v in found]))
+            with self._board.doing(self._place, WRITING):
+                for layer in range(NUM_LAYERS):
+                    pool.write(layer, rest, k[layer, start:], v[layer, start:])
+                    await asyncio.sleep(self._rng.random() * 0.01)
+        self._board.add(self._place, COMPARED, len(hit))
+
+    async def _attached(self, lease: Lease) -> AttachedPool:
+        if self._pool is None or self._pool.lost or self._pool.epoch != lease.epoch:
+            self._pool = await self._client.attach_pool(mapped=self._maps)
+        return self._pool
+
+
+def compare(tokens: list[int], k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise unless this KV was computed from these tokens, as many as there is of it."""
+    right_k, right_v = (right[:, : k.shape[1]] for right in stamped_kv(tokens))
+    if not (torch.equal(k, right_k) and torch.equal(v, right_v)):
+        raise AssertionError(f"{tokens[: k.shape[1]]} reads {k.flatten()}, not {right_k.flatten()}")
+
+
+class SwarmActor(WatchedActor):
+    """A `SwarmClient` in an actor."""
+
+    async def work(self, folder: str, place: int, seed: int) -> None:
+        await SwarmClient(folder, place, seed).work()
+
+
+def main(address: str, folder: str, place: str, seed: str) -> None:
+    """Be a driver of the Ray cluster at an address."""
+    assert int(place) < NUM_PLACES
+    ray.init(address=address, log_to_driver=False)
+    asyncio.run(SwarmClient(folder, int(place), int(seed)).work())
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

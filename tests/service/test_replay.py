@@ -1,0 +1,131 @@
+"""`raydix replay` counts exactly on a trace made by hand, compares side by side, and gives the published rates."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import run, run_json
+from traces import EVICTED, PROMPT_TOKENS, REUSED, write_trace
+
+from raydix.actors.trace import TracedRequest, TraceError, read_trace
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path)
+
+
+@pytest.mark.parametrize("where", [pytest.param([], id="here"), pytest.param(["--ray"], marks=pytest.mark.ray)])
+def test_a_trace_made_by_hand_gives_exact_counts(where: list[str], trace: Path, request: pytest.FixtureRequest) -> None:
+    if where:
+        request.getfixturevalue("ray_cluster")
+
+    (row,) = run_json("replay", trace, "--capacity", 4 * 512, *where)
+
+    assert (row["requests"], row["prompt_tokens"], row["too_large"]) == (8, PROMPT_TOKENS, 1)
+    assert (row["reused_tokens"], row["evicted_tokens"]) == (REUSED, EVICTED)
+    assert row["hit_rate_percent"] == pytest.approx(100 * REUSED / PROMPT_TOKENS)
+
+
+def test_every_combination_stands_in_the_table_side_by_side(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, [(600, [1, 9]), (512, [2]), (512, [1]), (512, [3]), (600, [1, 9])])
+    sweep = ("--capacity", 1024, "--capacity", 4096, "--policy", "lru", "--policy", "mru", "--page-size", 512)
+
+    rows = run_json("replay", trace, *sweep, "--page-size", 64)
+    text = run("replay", trace, *sweep).stdout
+
+    wanted = [(c, policy, page) for c in (1024, 4096) for policy in ("lru", "mru") for page in (512, 64)]
+    assert [(row["capacity"], row["policy"], row["page_size"]) for row in rows] == wanted
+    reused = {each: row["reused_tokens"] for each, row in zip(wanted, rows, strict=True)}
+    assert reused[1024, "lru", 512] == 1024  # 2 has to go
+    assert reused[1024, "mru", 512] == 512  # 1 has to go, used last
+    assert reused[4096, "lru", 64] == 1024 + 64  # of the partial block, too
+    printed = [line.split()[:3] for line in text.splitlines() if "512" in line]
+    assert printed == [
+        ["1,024", "lru", "512"],
+        ["1,024", "mru", "512"],
+        ["4,096", "lru", "512"],
+        ["4,096", "mru", "512"],
+    ]
+
+
+def test_a_limit_and_a_plot(trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "rates.png"
+
+    rows = run_json("replay", trace, "--limit", 3, "--capacity", 2048, "--capacity", 4096, "--plot", picture)
+
+    assert [(row["capacity"], row["requests"], row["evicted_tokens"]) for row in rows] == [(2048, 3, 512), (4096, 3, 0)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_background_eviction_can_be_switched_on(trace: Path) -> None:
+    (row,) = run_json("replay", trace, "--capacity", 2048, "--high-watermark", 0.5)
+
+    assert row["evicted_tokens"] > EVICTED
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--capacity", 1000), "a capacity of 1000 tokens is no multiple of the page, 512\n  try: --capacity 512"),
+        (("--capacity", 2048, "--policy", "lur"), "policy: Input should be 'lru', 'lfu'"),
+        (("--capacity", 2048, "--limit", 2, "--plot", "rates.nope"), "rates.nope: Format 'nope' is not supported"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_with_what_to_do(
+    trace: Path, options: tuple[object, ...], complaint: str
+) -> None:
+    assert f"error: {complaint}" in run("replay", trace, *options, exit_code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 2: Invalid JSON"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1}', "line 2: hash_ids: Field required"),
+        ('{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}', "line 2: input_length: "),
+        ('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [4]}', "600 tokens need 2 hash ids"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-4]}', "must not be negative"),
+    ],
+)
+def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [4]}\n' + line)
+
+    with pytest.raises(TraceError, match=complaint):
+        read_trace(path)
+    assert complaint in run("replay", path, exit_code=2).stderr
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("none", "No such file"), ("empty", "no requests in it")])
+def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, name: str, complaint: str) -> None:
+    (tmp_path / "empty").touch()
+
+    assert complaint in run("replay", tmp_path / name, exit_code=2).stderr
+
+
+def test_equal_ids_are_equal_blocks_and_other_ids_other_blocks() -> None:
+    def tokens(length: int, ids: list[int]) -> np.ndarray:
+        return TracedRequest(timestamp=0, input_length=length, output_length=0, hash_ids=ids).tokens()
+
+    one, other = tokens(1024, [182_789, 3]), tokens(700, [3, 182_789])
+
+    assert one.dtype == np.uint32
+    assert one[512:].tolist() == other[:512].tolist()
+    assert one[:188].tolist() == other[512:].tolist()
+    assert len(np.unique(one)) == 1024
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif("RAYDIX_TRACE" not in os.environ, reason="set RAYDIX_TRACE to Mooncake's conversation trace")
+def test_the_conversation_trace_gives_the_rates_of_a_whole_page_lru() -> None:
+    """An independent simulation of whole pages of 512 and least-recently-used leaves gave these rates."""
+    capacities = ("--capacity", 1_024_000, "--capacity", 4_096_000, "--capacity", 16_384_000)
+
+    rows = run_json("replay", os.environ["RAYDIX_TRACE"], *capacities)
+
+    assert [row["requests"] for row in rows] == [12_031] * 3
+    assert [row["hit_rate_percent"] for row in rows] == [pytest.approx(rate, abs=0.3) for rate in (5.6, 18.8, 34.4)]
