@@ -89,7 +89,8 @@ class CacheService:
         if self.feed is not None:
             self.core.tell_events(self.feed)
 
-        self.insight = Insight(self.core)
+        self.core.use_clock(clock)
+        self.insight = Insight(self.core, clock)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
             self.core.watches.append(self.ghost.curve)

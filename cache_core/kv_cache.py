@@ -381,6 +381,10 @@ class KVCache(LeasedCache):
         """What each namespace holds and where, from so many nodes or a few more."""
         return self.tree.sample(max_nodes) if isinstance(self.tree, TreeCache) else []
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Tell the times of evictions by this clock, in seconds."""
+        self.room.history.clock = clock
+
     def evictions(self) -> list[Departure]:
         """What was evicted of late, the latest last; 16,384 of it are remembered."""
         return self.room.history.evictions()

@@ -326,6 +326,9 @@ class LeasedCache(ABC):
         """What each namespace holds and where, from so many nodes or a few more; nothing where there is no tree."""
         return []
 
+    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027 -- most kinds have nothing to do
+        """Tell the times of evictions by this clock, in seconds; else by `time.monotonic`."""
+
     def evictions(self) -> list[Departure]:
         """What was evicted of late, the latest last, as far as that is remembered."""
         return []

@@ -14,8 +14,8 @@ from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import expand_rows, join_rows
 from raydix.cache_core.tree_explanation import explain_absence
-from raydix.cache_core.tree_sample import TreeBox, sample_tree
 from raydix.cache_core.tree_node import TreeNode, rows_of
+from raydix.cache_core.tree_sample import TreeBox, sample_tree
 
 
 class TreeMatch(BasePrefixCache):

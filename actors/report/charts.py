@@ -63,7 +63,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int 
     """A table of cells that are HTML already; columns from `numbers_from` on are aligned to the right."""
 
     def row(cells: Sequence[str], tag: str) -> str:
-        parts = (f'<{tag}{_column(head[place], place >= numbers_from)}>{cell}</{tag}>' for place, cell in enumerate(cells))
+        parts = (
+            f"<{tag}{_column(head[place], place >= numbers_from)}>{cell}</{tag}>" for place, cell in enumerate(cells)
+        )
         return f"<tr>{''.join(parts)}</tr>"
 
     return f"<table><thead>{row(head, 'th')}</thead><tbody>{''.join(row(each, 'td') for each in rows)}</tbody></table>"
@@ -90,6 +92,6 @@ def _line(style: str, points: Sequence[tuple[float, float]]) -> str:
     return f'<polyline class="{style}" points="{_joined(points)}"/>'
 
 
-def shortened(label: str, most: int = 60) -> str:
+def shortened(label: str, most: int = 40) -> str:
     """A label as HTML, its middle left out if it is long."""
     return escape(label if len(label) <= most else f"{label[: most // 2]}…{label[-most // 2 :]}")

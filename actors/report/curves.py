@@ -32,7 +32,8 @@ def pool_section(report: CacheReport, config: CacheConfig) -> str:
     entries = [(style, f"{text}: {values[-1]:,}") for style, text, values in kinds]
     free = num_slots - sum(values[-1] for _, _, values in kinds)
     text = f"<p class=faint>Free: {free:,} of {num_slots:,} slots. {'Dashed: the watermarks.' if dashed else ''}</p>"
-    return f"<h2>The pool over time</h2>{chart('slots in use over time', shapes, y_labels, x_labels)}{legend(entries)}{text}"
+    figure = chart("slots in use over time", shapes, y_labels, x_labels)
+    return f"<h2>The pool over time</h2>{figure}{legend(entries)}{text}"
 
 
 def ghost_section(stats: CacheStats, config: CacheConfig) -> str:
@@ -63,11 +64,14 @@ def _sizes(ghost: GhostStats, num_slots: int) -> str:
         size = factor * num_slots
         if ghost.num_slots[0] <= size <= ghost.num_slots[-1]:
             rate = ghost.hit_rate_at(size)
-            rows.append((f"{factor:g} ×", f"{size:,.0f}", percent(rate), points(rate - now) if factor != 1 else ""))
+            rows.append((f"{factor:g}x", f"{size:,.0f}", percent(rate), points(rate - now) if factor != 1 else ""))
     return table(("pool", "slots", "hit rate", "points"), rows)
 
 
 def _footnote(ghost: GhostStats, config: CacheConfig) -> str:
-    lru = "" if config.eviction.policy == "lru" else f" Of policy lru, whereas this cache's is {config.eviction.policy}."
+    lru = (
+        "" if config.eviction.policy == "lru" else f" Of policy lru, whereas this cache's is {config.eviction.policy}."
+    )
     sample = f"From {percent(ghost.sample_rate)} of the pages" if ghost.sample_rate < 1 else "From every page"
-    return f"<p class=faint>{sample} of {short_count(ghost.tokens_requested)} prompt tokens. Dashed: the pool as it is.{lru}</p>"
+    tokens = f"{sample} of {short_count(ghost.tokens_requested)} prompt tokens"
+    return f"<p class=faint>{tokens}. Dashed: the pool as it is.{lru}</p>"

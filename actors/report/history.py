@@ -59,9 +59,9 @@ class History:
         )
 
     def time_of(self, tick: int) -> float:
-        """When the cache's own clock showed `tick`, in seconds since this began; to the next point."""
+        """When the cache's own clock showed `tick`, in seconds since this began; as of the point before."""
         place = bisect_left(self._ticks, tick)
-        return self.points[place].at_s if place < len(self.points) else self.now_s
+        return self.points[place - 1].at_s if place else 0.0
 
     def time_at(self, at_s: float) -> float:
         """A time of the clock, in seconds since this began."""

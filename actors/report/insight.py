@@ -84,4 +84,6 @@ class Insight:
         ages = np.array([history.time_at(each.at_s) - history.time_of(each.used_at) for each in gone])
         counts = np.zeros(len(_AGES_S) + 1, np.int64)
         np.add.at(counts, np.searchsorted(_AGES_S, ages, side="right"), [each.num_tokens for each in gone])
-        return tuple(AgeCount(below_s=age, num_tokens=int(num)) for age, num in zip((*_AGES_S, None), counts, strict=True))
+        return tuple(
+            AgeCount(below_s=age, num_tokens=int(num)) for age, num in zip((*_AGES_S, None), counts, strict=True)
+        )

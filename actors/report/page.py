@@ -50,7 +50,9 @@ def _figures(report: CacheReport) -> str:
         ("open leases", f"{stats.open_leases:,}"),
         ("waiting", f"{stats.waiters:,}"),
     )
-    return f'<dl class="figures">{"".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)}</dl>'
+    return (
+        f'<dl class="figures">{"".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)}</dl>'
+    )
 
 
 def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> str:
@@ -60,7 +62,13 @@ def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> str:
     rows = []
     for each in namespaces:
         rate = each.tokens_reused / each.tokens_requested if each.tokens_requested else 0.0
-        cells = (shortened(each.label), bar(rate), percent(rate), f"{each.requests:,}", short_count(each.tokens_requested))
+        cells = (
+            shortened(each.label),
+            bar(rate),
+            percent(rate),
+            f"{each.requests:,}",
+            short_count(each.tokens_requested),
+        )
         rows.append(cells)
     return head + table(("namespace", "", "hit rate", "requests", "tokens"), rows, numbers_from=2)
 
@@ -73,11 +81,11 @@ def _eviction_ages(report: CacheReport) -> str:
     found = [place for place, each in enumerate(report.eviction_ages) if each.num_tokens]
     rows, since = [], report.eviction_ages[found[0] - 1].below_s if found[0] else None
     for each in report.eviction_ages[found[0] : found[-1] + 1]:
-        label = f"under {short_time(each.below_s)}" if each.below_s is not None else f"{short_time(since or 0)} and more"
+        label = (
+            f"under {short_time(each.below_s)}" if each.below_s is not None else f"{short_time(since or 0)} and more"
+        )
         share = each.num_tokens / total
         rows.append((label, bar(share), percent(share), short_count(each.num_tokens)))
         since = each.below_s or since
     text = "<p class=faint>Of the latest evictions. Short ages mean that the pool is too small for what comes back.</p>"
     return head + table(("unused for", "", "share", "tokens"), rows, numbers_from=2) + text
-
-

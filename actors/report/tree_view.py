@@ -75,8 +75,7 @@ def _namespaces(report: CacheReport) -> str:
             short_count(part.num_tokens),
             percent(min(1.0, part.num_tokens / total)),
             short_time(part.unused_s),
-            f"{part.num_locks}",
         )
         for number, part in enumerate(report.tree, start=1)
     ]
-    return table(("#", "namespace", "tokens", "share", "unused", "leases"), rows, numbers_from=2)
+    return table(("#", "namespace", "tokens", "share", "unused"), rows, numbers_from=2)
