@@ -15,8 +15,6 @@ from raydix.actors.cache_host import CacheHost, local_device
 from raydix.actors.death_watch import DeathWatch
 from raydix.actors.watched_actor import check_watchable
 from raydix.schemas import (
-    Batch,
-    BatchResponse,
     CacheConfig,
     CacheReport,
     CacheStats,
@@ -86,9 +84,10 @@ class PrefixCacheActor:
         """A sign of life; takes `stay_s`, so that the client notices at once if its session ends, or this actor."""
         await self._host.service.heartbeat(request, stay_s)
 
-    async def execute(self, *parts: Batch) -> BatchResponse:
-        """Execute a batch of requests in order, once those before it have been; it may come in several parts."""
-        return await self._host.service.execute_in_turn(parts)
+    @ray.method(enable_task_events=False)
+    async def execute(self, *parts: bytes) -> bytes:
+        """Execute a packed batch of requests in order, once those before it have been; a packed `BatchResponse`."""
+        return await self._host.service.execute_packed(*parts)
 
     async def wait(self, request: WaitRequest) -> Message:
         """Wait for the outcome of a request that stands in line."""

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from raydix.actors import wire
 from raydix.actors.core_factory import build_core
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
@@ -174,19 +175,22 @@ class CacheService:
 
     # ---------------------------------------------------------------- execution
 
-    async def execute_in_turn(self, parts: Sequence[Batch]) -> BatchResponse:
-        """Execute a numbered batch, given in parts, after the one that it names."""
-        _check_parts(parts)
-        session = self.session(parts[0].session_id, parts[0].epoch)
-        if parts[0].after > session.executed_seq:
-            turn = session.turns.setdefault(parts[0].after, asyncio.get_running_loop().create_future())
+    async def execute_packed(self, *parts: bytes) -> bytes:
+        """Execute a numbered batch that a call brought; a packed `BatchResponse`."""
+        return wire.pack(await self.execute_in_turn(arrived(Batch, wire.unpack(*parts))))
+
+    async def execute_in_turn(self, batch: Batch) -> BatchResponse:
+        """Execute a numbered batch after the one that it names."""
+        session = self.session(batch.session_id, batch.epoch)
+        if batch.after > session.executed_seq:
+            turn = session.turns.setdefault(batch.after, asyncio.get_running_loop().create_future())
             await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
-            session.turns.pop(parts[0].after, None)
+            session.turns.pop(batch.after, None)
         try:
-            return self.execute(parts[0].session_id, parts[0].epoch, [each for part in parts for each in part.requests])
+            return self.execute(batch.session_id, batch.epoch, batch.requests)
         finally:
-            session.executed_seq = max(session.executed_seq, parts[0].seq)
-            if (turn_of_next := session.turns.pop(parts[0].seq, None)) is not None:
+            session.executed_seq = max(session.executed_seq, batch.seq)
+            if (turn_of_next := session.turns.pop(batch.seq, None)) is not None:
                 turn_of_next.set_result(None)
 
     def execute(self, session_id: str, epoch: str, requests: Sequence[Message]) -> BatchResponse:
@@ -270,13 +274,6 @@ class CacheService:
             state=_pool_stats(core.state_sizes()),
             ghost=None if self.ghost is None else self.ghost.stats(),
         )
-
-
-def _check_parts(parts: Sequence[Batch]) -> None:
-    """Raise InvalidRequest unless these are the parts of one batch."""
-    places = {(arrived(Batch, part).session_id, part.epoch, part.seq, part.after) for part in parts}
-    if len(places) != 1:
-        raise InvalidRequest("a batch needs at least one part, and its parts name the same session, epoch and place")
 
 
 def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:

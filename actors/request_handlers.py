@@ -49,7 +49,7 @@ from raydix.schemas import (
     WithdrawRequest,
     unframe_namespace,
 )
-from raydix.schemas.message import Malformed
+from raydix.schemas.message import Malformed, restore
 
 DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _TAKING = (AcquireRequest, LockRequest, ExtendRequest)
@@ -161,9 +161,9 @@ class RequestHandlers:
         """
         pool = "slots"
         try:
-            self.core.check_len(total)
             if urgent or not len(self.line):
                 return attempt()
+            self.core.check_len(total)
         except OutOfSlotsError as error:
             needed, pool = error.needed, error.pool
             if not error.can_ever_fit:
@@ -207,13 +207,9 @@ class RequestHandlers:
         window = self._window(lease)
         if request.release:
             self.core.release(request.lease_id, session_id)
-        return InsertResponse(
-            prefix_len=done.prefix_len,
-            num_inserted=done.num_inserted,
-            num_duplicates=done.num_duplicates,
-            retired=done.retired,
-            repointed=_packed(done.repointed),
-            swa_page_starts=window,
+        repointed = _packed(done.repointed)
+        return restore(
+            InsertResponse, done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window
         )
 
     def _release_window(self, session_id: str, request: ReleaseWindowRequest) -> WindowResponse:
@@ -222,13 +218,9 @@ class RequestHandlers:
         return WindowResponse(swa_page_starts=self._window(lease))
 
     def _granted(self, lease: LeaseRecord) -> LeaseResponse:
-        return LeaseResponse(
-            lease_id=lease.lease_id,
-            prefix_len=lease.prefix_len,
-            num_slots=lease.num_slots,
-            page_starts=_packed(lease.starts),
-            swa_page_starts=self._window(lease),
-            state_slot=lease.state_slot,
+        starts, window = _packed(lease.starts), self._window(lease)
+        return restore(
+            LeaseResponse, lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot
         )
 
     def _window(self, lease: LeaseRecord) -> bytes:
@@ -298,10 +290,10 @@ class RequestHandlers:
 
 
 def _key(tokens: TokenIds, namespace: str | None, may_be_empty: bool = False) -> RadixKey:
-    if not tokens.is_whole() or not (may_be_empty or len(tokens)):
+    if not tokens.is_whole() or not (may_be_empty or tokens.data):
         raise InvalidRequest("the packed token ids are torn: pack them with TokenIds.pack")
     return RadixKey.from_packed(tokens.data, tokens.width, namespace)
 
 
 def _packed(starts: NDArray[np.int64]) -> bytes:
-    return starts.astype("<i4").tobytes()
+    return starts.astype("<i4").tobytes() if len(starts) else b""

@@ -15,6 +15,7 @@ from raydix.actors.typed_messages import build, expect
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,
+    CacheError,
     CacheStats,
     CacheUnavailable,
     CheckInvariantsRequest,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     import torch
 
     from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.transport import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +156,7 @@ class CacheVerbs(HandoverVerbs):
             release=release,
             publish_state=publish_state,
         )
-        return await self._whatever_becomes_of_the_caller(
+        return await self._noted(
             request, InsertResponse, lambda response: lease.note_inserted(response, packed, release)
         )
 
@@ -183,9 +185,7 @@ class CacheVerbs(HandoverVerbs):
         """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
         request = build(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
-        await self._whatever_becomes_of_the_caller(
-            request, WindowResponse, lambda response: lease.note_window(response.swa_page_starts)
-        )
+        await self._noted(request, WindowResponse, lambda response: lease.note_window(response.swa_page_starts))
 
     async def release(self, lease: Lease) -> None:
         """`Lease.release`."""
@@ -265,7 +265,7 @@ class CacheVerbs(HandoverVerbs):
         from raydix.actors.attached_pool import AttachedPool
 
         pool, _ = await self._ask_anew(lambda transport: AttachedPool.attach(self, transport, mapped))
-        self._pools.add(pool)
+        self._writers.pools.add(pool)
         return pool
 
     # ---------------------------------------------------------------- parts
@@ -273,26 +273,22 @@ class CacheVerbs(HandoverVerbs):
     async def _lease(self, request: AcquireRequest | LockRequest) -> Lease:
         try:
             response, transport = await self._call_anew(request)
-            granted = expect(LeaseResponse, await self._admitted(response, transport))
+            if not isinstance(response, LeaseResponse):
+                response = await self._admitted(response, transport)
+            granted = expect(LeaseResponse, response)
         except (asyncio.CancelledError, CacheUnavailable):
             self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
         return Lease(self, granted, request.tokens, transport, self._config.run_len)
 
-    async def _whatever_becomes_of_the_caller(self, request: Message, model: type[M], note: Callable[[M], None]) -> M:
+    async def _noted(self, request: Message, model: type[M], note: Callable[[M], None]) -> M:
         """The response to a request on a lease, noted even if the caller is cancelled meanwhile."""
         transport = self._transport
-        future = transport.submit(request)
         try:
-            response = expect(model, await asyncio.shield(future))
-        except asyncio.CancelledError:
-            future.add_done_callback(partial(_note_late, model, note))
-            raise
+            return expect(model, await transport.submit(request, partial(_tell, model, note)))
         except (StaleEpoch, LeaseExpired):
             self._note_loss(transport)
             raise
-        note(response)
-        return response
 
     async def _end(self, lease: Lease, request: ReleaseRequest | AbortRequest) -> None:
         if lease.client is not self:
@@ -303,18 +299,17 @@ class CacheVerbs(HandoverVerbs):
             await self.open()
         if not lease.end() or self._closed:
             return
-        future = self._transport.submit(request)
         try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError:
-            self._see_compensated(request, future)  # it may be lost on its way, and nobody else waits for it
-            raise
+            await self._transport.submit(request, partial(self._note_ended, request))
         except CacheUnavailable as error:
             logger.info("lease %s ended with its cache, or will when that answers: %s", lease.lease_id, error)
-            self._owe(request)
         except (StaleEpoch, LeaseExpired) as error:
             logger.info("lease %s ended with its session: %s", lease.lease_id, error)
             self._note_loss(self._transport)
+
+    def _note_ended(self, request: ReleaseRequest | AbortRequest, outcome: Outcome) -> None:
+        if isinstance(outcome, CacheUnavailable):  # it may be lost on its way
+            self._owe(request)
 
     def _new_lease_id(self) -> str:
         return f"{self._session_id}-{next(self._lease_numbers)}"
@@ -337,7 +332,6 @@ def _namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | Non
         raise InvalidRequest(str(error)) from None
 
 
-def _note_late(model: type[M], note: Callable[[M], None], done: asyncio.Future[Message]) -> None:
-    """A response came after its caller was cancelled: the request has taken effect all the same."""
-    if not done.cancelled() and done.exception() is None and isinstance(response := done.result(), model):
-        note(response)
+def _tell(model: type[M], note: Callable[[M], None], outcome: Outcome) -> None:
+    if not isinstance(outcome, CacheError):
+        note(expect(model, outcome))

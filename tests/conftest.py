@@ -5,6 +5,15 @@ from typing import Any
 
 import pytest
 
+WITH_CLUSTERS_OF_THEIR_OWN = ("chaos", "examples")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have each process of `make test` run whole files, and one of them all that shares the Ray cluster."""
+    for item in items:
+        shared = item.get_closest_marker("ray") and item.path.parent.name not in WITH_CLUSTERS_OF_THEIR_OWN
+        item.add_marker(pytest.mark.xdist_group("ray" if shared else item.path.name))
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked `gpu` where there is no CUDA device."""
