@@ -29,6 +29,7 @@ from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 from raydix.cache_core.tree_sample import TreeBox
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
@@ -388,6 +389,10 @@ class KVCache(LeasedCache):
     def evictions(self) -> list[Departure]:
         """What was evicted of late, the latest last; 16,384 of it are remembered."""
         return self.room.history.evictions()
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
+        return self.tree.outline(limits)
 
     # ---------------------------------------------------------------- parts
 

@@ -23,6 +23,7 @@ from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.request_watch import RequestWatch
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 from raydix.cache_core.tree_sample import TreeBox
 
 NO_STARTS: Starts = np.empty(0, np.int64)
@@ -332,6 +333,10 @@ class LeasedCache(ABC):
     def evictions(self) -> list[Departure]:
         """What was evicted of late, the latest last, as far as that is remembered."""
         return []
+
+    @abstractmethod
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
 
     @abstractmethod
     def published_len(self, lease: LeaseRecord) -> int:

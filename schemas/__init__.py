@@ -71,6 +71,7 @@ from raydix.schemas.responses import (
 )
 from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats
 from raydix.schemas.tokens import TokenIds
+from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
 
 __all__ = [
     "AbortRequest",
@@ -140,7 +141,10 @@ __all__ = [
     "StaleEpoch",
     "StatsRequest",
     "TokenIds",
+    "TreeBranch",
     "TreePart",
+    "TreeRequest",
+    "TreeResponse",
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",
