@@ -28,6 +28,7 @@ from raydix.schemas.lease_grant import LeaseGrant
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
+from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, TreePart
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
@@ -78,6 +79,7 @@ __all__ = [
     "AcquireRequest",
     "AdoptRequest",
     "AdoptResponse",
+    "AgeCount",
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
@@ -87,6 +89,7 @@ __all__ = [
     "CacheBusy",
     "CacheConfig",
     "CacheError",
+    "CacheReport",
     "CacheStats",
     "CacheUnavailable",
     "CheckInvariantsRequest",
@@ -104,6 +107,7 @@ __all__ = [
     "GhostConfig",
     "GhostStats",
     "GrantRequest",
+    "HistoryPoint",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -119,6 +123,7 @@ __all__ = [
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "NamespaceStats",
     "NextEvents",
     "OpenSession",
     "PoolConfig",
@@ -137,6 +142,7 @@ __all__ = [
     "StatsRequest",
     "TokenIds",
     "TreeBranch",
+    "TreePart",
     "TreeRequest",
     "TreeResponse",
     "UnknownLease",
