@@ -29,6 +29,7 @@ from raydix.schemas.lease_owner import LeaseOwner
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
+from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, TreePart
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
@@ -80,6 +81,7 @@ __all__ = [
     "AcquireRequest",
     "AdoptRequest",
     "AdoptResponse",
+    "AgeCount",
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
@@ -89,6 +91,7 @@ __all__ = [
     "CacheBusy",
     "CacheConfig",
     "CacheError",
+    "CacheReport",
     "CacheStats",
     "CacheUnavailable",
     "CheckInvariantsRequest",
@@ -106,6 +109,7 @@ __all__ = [
     "GhostConfig",
     "GhostStats",
     "GrantRequest",
+    "HistoryPoint",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -122,6 +126,7 @@ __all__ = [
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "NamespaceStats",
     "NextEvents",
     "OpenSession",
     "PoolConfig",
@@ -142,6 +147,7 @@ __all__ = [
     "TenantStats",
     "TokenIds",
     "TreeBranch",
+    "TreePart",
     "TreeRequest",
     "TreeResponse",
     "UnknownLease",
