@@ -1,4 +1,4 @@
-"""Workers at one small cache whose every operation may be cancelled: what `test_interleavings` shuffles."""
+"""Workers at one small cache whose every operation may be cancelled: shuffled by `test_3_no_slot_is_lost`."""
 
 from __future__ import annotations
 
