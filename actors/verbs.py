@@ -43,6 +43,8 @@ from raydix.schemas import (
     StaleEpoch,
     StatsRequest,
     TokenIds,
+    TreeRequest,
+    TreeResponse,
     UnknownLease,
     WindowResponse,
     WithdrawRequest,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     import torch
 
     from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.sync_client import SyncClient
     from raydix.actors.transport import Outcome
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,19 @@ class CacheVerbs(HandoverVerbs):
     def __init__(self, owner: str | None = None) -> None:
         super().__init__(owner)
         self._lease_numbers = count(1)
+        self._sync: SyncClient | None = None
+
+    @property
+    def sync(self) -> SyncClient:
+        """This client with plain calls that wait for their answers, for notebooks and scripts.
+
+        It runs on a loop in a thread of its own, so that it cannot be used by coroutines of another as well. Close it.
+        """
+        if self._sync is None:
+            from raydix.actors.sync_client import SyncClient
+
+            self._sync = SyncClient(self)
+        return self._sync
 
     async def match(
         self,
@@ -241,6 +257,19 @@ class CacheVerbs(HandoverVerbs):
         namespace = _namespace(extra_key, lora_id, cache_salt)
         response = await self._call(build(ExplainRequest, tokens=tokens, namespace=namespace))
         return expect(ExplainResponse, response)
+
+    async def tree(self, *, max_nodes: int = 200, max_depth: int = 64, max_width: int = 64) -> TreeResponse:
+        """The largest branches of what is cached, with sizes, locks, hits and ages: a probe.
+
+        The cache looks at 4,096 nodes at most, a few milliseconds, and says of which branches it saw all.
+
+        Args:
+            max_nodes: branches told.
+            max_depth: levels below the namespaces.
+            max_width: children told of each.
+        """
+        request = build(TreeRequest, max_nodes=max_nodes, max_depth=max_depth, max_width=max_width)
+        return expect(TreeResponse, await self._call(request))
 
     async def stats(self) -> CacheStats:
         """A snapshot of the cache's counts."""
