@@ -1,6 +1,6 @@
 """What travels between callers and a cache: messages, configuration, errors and statistics."""
 
-from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, PoolConfig
+from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, MetricsConfig, PoolConfig
 from raydix.schemas.errors import (
     CacheBusy,
     CacheError,
@@ -123,6 +123,7 @@ __all__ = [
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "MetricsConfig",
     "NamespaceStats",
     "NextEvents",
     "OpenSession",
