@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     import torch
 
     from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.sync_client import SyncClient
     from raydix.actors.transport import Outcome
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,19 @@ class CacheVerbs(HandoverVerbs):
     def __init__(self, owner: str | None = None) -> None:
         super().__init__(owner)
         self._lease_numbers = count(1)
+        self._sync: SyncClient | None = None
+
+    @property
+    def sync(self) -> SyncClient:
+        """This client with plain calls that wait for their answers, for notebooks and scripts.
+
+        It runs on a loop in a thread of its own, so that it cannot be used by coroutines of another as well. Close it.
+        """
+        if self._sync is None:
+            from raydix.actors.sync_client import SyncClient
+
+            self._sync = SyncClient(self)
+        return self._sync
 
     async def match(
         self,
