@@ -55,6 +55,18 @@ _PANELS = (
             for name in ("open_leases", "open_sessions", "waiters")
         ),
     ),
+    _Panel("Oldest lease", "s", ((f"max by (cache) (ray_raydix_oldest_lease_seconds{_OF})", "{{cache}}"),)),
+    _Panel(
+        "Tenants",
+        "short",
+        (
+            (f"sum by (cache, tenant) (ray_raydix_tenant_slots{_OF})", "{{cache}} {{tenant}} slots"),
+            (
+                f"sum by (cache, tenant) (increase(ray_raydix_tenant_evicted_tokens_total{_OF}[5m]))",
+                "{{cache}} {{tenant}} evicted in 5 min",
+            ),
+        ),
+    ),
     _Panel(
         "Requests per second",
         "reqps",

@@ -65,6 +65,18 @@ def _loop_lag(stats: CacheStats) -> Iterator[Sample]:
     yield (), stats.loop_lag_ms / 1000
 
 
+def _tenants(name: str) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(stats: CacheStats) -> Iterator[Sample]:
+        for tenant in stats.tenants:
+            yield (("tenant", tenant.name or "others"),), float(getattr(tenant, name))
+
+    return read
+
+
+def _oldest_lease(stats: CacheStats) -> Iterator[Sample]:
+    yield (), max((owner.oldest_s for owner in stats.owners), default=0.0)
+
+
 def _ghost(stats: CacheStats) -> Iterator[Sample]:
     for factor in GHOST_FACTORS if stats.ghost is not None else ():
         size = factor * stats.num_slots
@@ -82,6 +94,19 @@ METRICS = (
         ("pool", "use"),
     ),
     Metric("raydix_open_leases", "gauge", "leases that are open", _field("open_leases")),
+    Metric(
+        "raydix_oldest_lease_seconds",
+        "gauge",
+        "age of the oldest open lease, among the 32 owners with the most slots; 0 if none is",
+        _oldest_lease,
+    ),
+    Metric(
+        "raydix_tenant_slots",
+        "gauge",
+        "slots that a tenant holds, cached or leased",
+        _tenants("held_slots"),
+        ("tenant",),
+    ),
     Metric("raydix_open_sessions", "gauge", "clients with an open session", _field("open_sessions")),
     Metric("raydix_waiters", "gauge", "requests that wait for room", _field("waiters")),
     Metric("raydix_loop_lag_seconds", "gauge", "longest delay of the event loop within the last 5 to 10 s", _loop_lag),
@@ -107,6 +132,13 @@ METRICS = (
     Metric("raydix_inserted_tokens_total", "counter", "tokens published", _field("tokens_inserted")),
     Metric("raydix_duplicate_tokens_total", "counter", "tokens computed twice", _field("tokens_duplicate")),
     Metric("raydix_evicted_tokens_total", "counter", "tokens evicted, for whatever cause", _field("tokens_evicted")),
+    Metric(
+        "raydix_tenant_evicted_tokens_total",
+        "counter",
+        "of those, a tenant's",
+        _tenants("tokens_evicted"),
+        ("tenant",),
+    ),
     Metric("raydix_exhausted_total", "counter", "requests refused for want of room", _field("exhausted")),
     Metric("raydix_probes_total", "counter", "match calls", _field("probes")),
     Metric("raydix_batches_total", "counter", "messages executed", _field("batches")),
