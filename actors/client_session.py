@@ -198,7 +198,8 @@ class ClientSession:
         """The session is over: the next verb opens another, and pools of another life of the cache are gone."""
         if transport.lost is None or transport is not self._transport or not self._ready:
             return
-        logger.warning("session %s is lost: %s", transport.session_id, transport.lost)
+        about = {"session": transport.session_id, "epoch": transport.epoch}
+        logger.warning("session %s is lost: %s", transport.session_id, transport.lost, extra=about)
         self._ready, self._opening, self._lost = False, None, transport
         self._timer.stop()
         self._owed.clear()

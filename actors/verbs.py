@@ -334,9 +334,11 @@ class CacheVerbs(HandoverVerbs):
         try:
             await self._transport.submit(request, partial(self._note_ended, request))
         except CacheUnavailable as error:
-            logger.info("lease %s ended with its cache, or will when that answers: %s", lease.lease_id, error)
+            about = {"lease": lease.lease_id, "epoch": lease.epoch}
+            logger.info("lease %s ended with its cache, or will soon: %s", lease.lease_id, error, extra=about)
         except (StaleEpoch, LeaseExpired) as error:
-            logger.info("lease %s ended with its session: %s", lease.lease_id, error)
+            about = {"lease": lease.lease_id, "epoch": lease.epoch}
+            logger.info("lease %s ended with its session: %s", lease.lease_id, error, extra=about)
             self._note_loss(self._transport)
 
     def _note_ended(self, request: ReleaseRequest | AbortRequest, outcome: Outcome) -> None:
