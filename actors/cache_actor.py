@@ -16,6 +16,7 @@ from raydix.actors.death_watch import DeathWatch
 from raydix.actors.watched_actor import check_watchable
 from raydix.schemas import (
     CacheConfig,
+    CacheReport,
     CacheStats,
     CacheUnavailable,
     CloseSession,
@@ -115,6 +116,10 @@ class PrefixCacheActor:
     async def stats(self) -> CacheStats:
         """A snapshot, without a session."""
         return self._host.service.stats()
+
+    async def report(self) -> CacheReport:
+        """What the cache has been doing, for people; without a session."""
+        return self._host.service.report()
 
     async def noop(self) -> None:
         """Nothing: the floor that benchmarks compare with."""

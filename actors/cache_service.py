@@ -16,6 +16,7 @@ from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.ghost import Ghost
 from raydix.actors.loop_lag import LoopLag
+from raydix.actors.report.insight import Insight
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
 from raydix.actors.session_table import Session
@@ -29,6 +30,7 @@ from raydix.schemas import (
     BatchResponse,
     CacheConfig,
     CacheError,
+    CacheReport,
     CacheStats,
     CacheUnavailable,
     CloseSession,
@@ -88,6 +90,8 @@ class CacheService:
         if self.feed is not None:
             self.core.tell_events(self.feed)
 
+        self.core.use_clock(clock)
+        self.insight = Insight(self.core, clock)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
             self.core.watches.append(self.ghost.curve)
@@ -109,6 +113,7 @@ class CacheService:
         self.keeper.open(request)
         self.eviction_task.start()
         self.lag.start()
+        self.insight.start()
         return SessionResponse(epoch=self.epoch, config=self.config)
 
     def close_session(self, request: CloseSession) -> None:
@@ -165,6 +170,7 @@ class CacheService:
         if self.feed is not None:
             self.feed.close()
         self.lag.stop()
+        self.insight.stop()
         await self.eviction_task.stop()
 
     # ---------------------------------------------------------------- execution
@@ -229,6 +235,10 @@ class CacheService:
         if self.feed is None:
             return InvalidRequest(_NO_EVENTS)
         return self.feed.snapshot(self.core.resident_pages())
+
+    def report(self) -> CacheReport:
+        """What the cache has been doing. O(1): a few ms."""
+        return self.insight.report(self.stats())
 
     def stats(self) -> CacheStats:
         """A snapshot of every count."""

@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from raydix.actors.late_writers import LateWriters
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.process_life import own_life_path
 from raydix.schemas import (
@@ -30,7 +31,7 @@ from raydix.schemas import (
 )
 
 if TYPE_CHECKING:
-    from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.lease import Lease
     from raydix.actors.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class ClientSession:
         self._config: CacheConfig
         self._timer = LoopTimer(self._beat)
         self._beating: asyncio.Task[None] | None = None
-        self._pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
+        self._writers = LateWriters()
         self._compensations: set[asyncio.Future[Message]] = set()
         self._owed: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
 
@@ -100,16 +101,18 @@ class ClientSession:
         return self
 
     async def _open(self) -> None:
-        transport = self._make_transport()
-        if self._lost is not None:
+        transport, lost = self._make_transport(), self._lost
+        if lost is not None:
             self._session_id = uuid.uuid4().hex[:16]  # so that nothing that is late reaches the new session
         request = OpenSession(
             session_id=self._session_id,
             owner=self._owner,
-            replaces=None if self._lost is None else self._lost.session_id,
+            replaces=None if lost is None or self._writers.any_of(lost) else lost.session_id,
             life_path=self._own_life_path(),
         )
         response = await transport.open(request)
+        if lost is not None and request.replaces is None:
+            self._writers.wait_for(lost)
         self._transport, self._config = transport, response.config
         self._ready, self._lost = True, None
         self._timer.set(0.0)
@@ -135,10 +138,11 @@ class ClientSession:
         transport = self._transport if self._ready else self._lost
         if transport is None:
             return
-        try:
-            await transport.close()
-        except (CacheUnavailable, StaleEpoch):
-            logger.info("the cache was gone when session %s closed", transport.session_id)
+        for each in (*self._writers.take_all(), transport):
+            try:
+                await each.close()
+            except (CacheUnavailable, StaleEpoch):
+                logger.info("the cache was gone when session %s closed", each.session_id)
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -179,11 +183,12 @@ class ClientSession:
             return
         if error is None:
             self._pay_debts()
+            self._writers.tell_returned()
             self._timer.set(max(0.0, next_at - asyncio.get_running_loop().time()))
             return
         logger.debug("session %s: %s", transport.session_id, error)
         self._note_loss(transport)
-        for pool in list(self._pools):
+        for pool in list(self._writers.pools):
             pool.drop_if_orphaned()
         if transport.lost is None:
             self._timer.set(min(_RETRY_BEAT_S, self._beat_s))
@@ -197,8 +202,12 @@ class ClientSession:
         self._timer.stop()
         self._owed.clear()
         if isinstance(transport.lost, StaleEpoch):
-            for pool in [pool for pool in self._pools if pool.epoch == transport.epoch]:
+            for pool in [pool for pool in self._writers.pools if pool.epoch == transport.epoch]:
                 pool.drop(transport.lost)
+
+    def note_granted(self, lease: Lease) -> None:
+        """For the lease alone: it is there."""
+        self._writers.add(lease)
 
     # ---------------------------------------------------------------- requests
 

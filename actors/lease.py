@@ -58,11 +58,13 @@ class Lease:
         self._swa_slots: torch.Tensor | None = None
         self.state_slot = response.state_slot
         self._ended = False
+        self._knows_loss = False  # whoever holds this was told that it ended with its session
         self._extending = False
         self.lease_id = response.lease_id
         self.epoch = transport.epoch
         self.prefix_len = response.prefix_len
         self.published_len = response.prefix_len
+        client.note_granted(self)
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
@@ -180,7 +182,13 @@ class Lease:
         if self._ended:
             raise UnknownLease(f"lease {self.lease_id!r} has ended")
         if (lost := self.transport.lost) is not None:
+            self._knows_loss = True
             raise type(lost)(*lost.args)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether somebody may be writing its slots, not knowing better."""
+        return not self._ended and not self._knows_loss
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:

@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydix.actors.error_map import exhausted, to_cache_error
+from raydix.actors.tree_answer import tree_answer
 from raydix.actors.waiting_line import Attempt, WaitingLine
 from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.tree_outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
     Ack,
@@ -44,6 +46,8 @@ from raydix.schemas import (
     RetireRequest,
     RetireResponse,
     TokenIds,
+    TreeRequest,
+    TreeResponse,
     WaitingResponse,
     WindowResponse,
     WithdrawRequest,
@@ -89,6 +93,7 @@ class RequestHandlers:
             ResetRequest: self._reset,
             RetireRequest: self._retire,
             ExplainRequest: self._explain,
+            TreeRequest: self._tree,
             CheckInvariantsRequest: self._check_invariants,
         }
 
@@ -284,6 +289,10 @@ class RequestHandlers:
             other_lora_id=fields[1],
             other_cache_salt=fields[2],
         )
+
+    def _tree(self, session_id: str, request: TreeRequest) -> TreeResponse:
+        limits = OutlineLimits(request.max_nodes, request.max_depth, request.max_width)
+        return tree_answer(self.core.outline(limits))
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         self.core.check_invariants()

@@ -41,6 +41,8 @@ from raydix.schemas import (
     StaleEpoch,
     StatsRequest,
     TokenIds,
+    TreeRequest,
+    TreeResponse,
     UnknownLease,
     WindowResponse,
     WithdrawRequest,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
     from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.sync_client import SyncClient
     from raydix.actors.transport import Outcome
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,19 @@ class CacheVerbs(HandoverVerbs):
     def __init__(self, owner: str | None = None) -> None:
         super().__init__(owner)
         self._lease_numbers = count(1)
+        self._sync: SyncClient | None = None
+
+    @property
+    def sync(self) -> SyncClient:
+        """This client with plain calls that wait for their answers, for notebooks and scripts.
+
+        It runs on a loop in a thread of its own, so that it cannot be used by coroutines of another as well. Close it.
+        """
+        if self._sync is None:
+            from raydix.actors.sync_client import SyncClient
+
+            self._sync = SyncClient(self)
+        return self._sync
 
     async def match(
         self,
@@ -237,6 +253,19 @@ class CacheVerbs(HandoverVerbs):
         response = await self._call(build(ExplainRequest, tokens=tokens, namespace=namespace))
         return expect(ExplainResponse, response)
 
+    async def tree(self, *, max_nodes: int = 200, max_depth: int = 64, max_width: int = 64) -> TreeResponse:
+        """The largest branches of what is cached, with sizes, locks, hits and ages: a probe.
+
+        The cache looks at 4,096 nodes at most, a few milliseconds, and says of which branches it saw all.
+
+        Args:
+            max_nodes: branches told.
+            max_depth: levels below the namespaces.
+            max_width: children told of each.
+        """
+        request = build(TreeRequest, max_nodes=max_nodes, max_depth=max_depth, max_width=max_width)
+        return expect(TreeResponse, await self._call(request))
+
     async def stats(self) -> CacheStats:
         """A snapshot of the cache's counts."""
         return expect(CacheStats, await self._call(StatsRequest()))
@@ -262,7 +291,7 @@ class CacheVerbs(HandoverVerbs):
         from raydix.actors.attached_pool import AttachedPool
 
         pool, _ = await self._ask_anew(lambda transport: AttachedPool.attach(self, transport, mapped))
-        self._pools.add(pool)
+        self._writers.pools.add(pool)
         return pool
 
     # ---------------------------------------------------------------- parts

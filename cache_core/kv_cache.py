@@ -17,6 +17,7 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
 from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
+from raydix.cache_core.eviction_history import Departure
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord
@@ -28,6 +29,8 @@ from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
+from raydix.cache_core.tree_sample import TreeBox
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 __all__ = ["KVCache", "Published"]
@@ -369,6 +372,27 @@ class KVCache(LeasedCache):
         found = self.tree.explain(self._tree_key(key))
         found.num_tokens = len(key)
         return found
+
+    @property
+    def now(self) -> int:
+        """The tree's clock, in ticks; 0 where it has none."""
+        return self.tree.now if isinstance(self.tree, TreeCache) else 0
+
+    def sample_tree(self, max_nodes: int) -> list[TreeBox]:
+        """What each namespace holds and where, from so many nodes or a few more."""
+        return self.tree.sample(max_nodes) if isinstance(self.tree, TreeCache) else []
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Tell the times of evictions by this clock, in seconds."""
+        self.room.history.clock = clock
+
+    def evictions(self) -> list[Departure]:
+        """What was evicted of late, the latest last; 16,384 of it are remembered."""
+        return self.room.history.evictions()
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
+        return self.tree.outline(limits)
 
     # ---------------------------------------------------------------- parts
 

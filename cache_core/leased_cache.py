@@ -17,11 +17,14 @@ import torch
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import LeaseRangeError, UnknownLeaseError
+from raydix.cache_core.eviction_history import Departure
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.request_watch import RequestWatch
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
+from raydix.cache_core.tree_sample import TreeBox
 
 NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -314,6 +317,26 @@ class LeasedCache(ABC):
     @abstractmethod
     def explain(self, key: RadixKey) -> Explanation:
         """Where a match of `key` ends, and why it goes no further. Changes nothing."""
+
+    @property
+    def now(self) -> int:
+        """The cache's own clock, in ticks; 0 where it has none."""
+        return 0
+
+    def sample_tree(self, max_nodes: int) -> list[TreeBox]:
+        """What each namespace holds and where, from so many nodes or a few more; nothing where there is no tree."""
+        return []
+
+    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027 -- most kinds have nothing to do
+        """Tell the times of evictions by this clock, in seconds; else by `time.monotonic`."""
+
+    def evictions(self) -> list[Departure]:
+        """What was evicted of late, the latest last, as far as that is remembered."""
+        return []
+
+    @abstractmethod
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
 
     @abstractmethod
     def published_len(self, lease: LeaseRecord) -> int:

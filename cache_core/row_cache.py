@@ -30,6 +30,7 @@ from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import NO_STARTS, LeasedCache, Published
 from raydix.cache_core.row_room import RowRoom
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
 
 class RowLease(LeaseRecord):
@@ -257,6 +258,10 @@ class RowCache(LeasedCache):
         """Where a match of `key` ends, and as far as it can be told why. Changes nothing."""
         prefix_len, _ = self._longest_prefix(key)
         return Explanation.of_lengths(len(key), prefix_len, prefix_len, self.page_size)
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be found. Bounded work, however much is cached."""
+        return self.room.outline(limits)
 
     # ---------------------------------------------------------------- what a lease holds
 

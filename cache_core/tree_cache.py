@@ -20,9 +20,10 @@ from raydix.cache_core.full_component import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
-from raydix.cache_core.tree_format import format_tree
+from raydix.cache_core.tree_format import facts_of, format_tree
 from raydix.cache_core.tree_insert import TreeInsert
 from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_outline import Outline, OutlineLimits, outline
 
 
 class SlotPool(Protocol):
@@ -231,6 +232,12 @@ class TreeCache(TreeInsert):
     def pretty_print(self) -> None:
         """Print the tree: one line per node with its tokens, slots, locks, hits and age."""
         print("\n".join(format_tree(self._tree.tops.values(), self._clock)))
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
+        tops = self._tree.tops
+        nodes = outline(((top.space.extra_key, top) for top in tops.values()), facts_of, limits)
+        return Outline(nodes, self._clock, len(tops))
 
     def tree_starts(self) -> list[Starts]:
         """The page starts (or slots) of every node, matchable or retired. O(n)."""

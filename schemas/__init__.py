@@ -28,6 +28,7 @@ from raydix.schemas.lease_grant import LeaseGrant
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
+from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, TreePart
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
@@ -70,6 +71,7 @@ from raydix.schemas.responses import (
 )
 from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats
 from raydix.schemas.tokens import TokenIds
+from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
 
 __all__ = [
     "AbortRequest",
@@ -77,6 +79,7 @@ __all__ = [
     "AcquireRequest",
     "AdoptRequest",
     "AdoptResponse",
+    "AgeCount",
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
@@ -86,6 +89,7 @@ __all__ = [
     "CacheBusy",
     "CacheConfig",
     "CacheError",
+    "CacheReport",
     "CacheStats",
     "CacheUnavailable",
     "CheckInvariantsRequest",
@@ -103,6 +107,7 @@ __all__ = [
     "GhostConfig",
     "GhostStats",
     "GrantRequest",
+    "HistoryPoint",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -118,6 +123,7 @@ __all__ = [
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "NamespaceStats",
     "NextEvents",
     "OpenSession",
     "PoolConfig",
@@ -135,6 +141,10 @@ __all__ = [
     "StaleEpoch",
     "StatsRequest",
     "TokenIds",
+    "TreeBranch",
+    "TreePart",
+    "TreeRequest",
+    "TreeResponse",
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",

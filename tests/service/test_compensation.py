@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -252,6 +252,52 @@ async def test_a_client_that_comes_back_by_any_verb_gets_another_session() -> No
         await lease.release()
         assert (await again.insert([3])).num_inserted == 1
         await client.close()
+
+
+END_LATE: dict[str, Callable[[Lease], Any]] = {
+    "release": lambda lease: lease.release(),
+    "use": lambda lease: refused(lease.insert([1])),
+}
+
+
+async def refused(verb: Awaitable[Any]) -> None:
+    with pytest.raises(LeaseExpired):
+        await verb
+
+
+@pytest.mark.parametrize("end", END_LATE.values(), ids=END_LATE)
+async def test_what_is_mapped_stays_withheld_until_whoever_may_write_it_knows(end: Callable[[Lease], Any]) -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client = PrefixCacheClient(cache)
+        pool = await client.attach_pool()
+        lease = await client.acquire([1, 2])
+        await silent(cache, client)
+
+        again = await client.acquire([3])  # another coroutine of the same client, which is back with it
+
+        assert pool.mapped and (await cache.stats()).quarantined_slots == 2
+        await end(lease)
+        async with asyncio.timeout(20):
+            while (await cache.stats()).quarantined_slots:  # noqa: ASYNC110 -- with the next heartbeat
+                await asyncio.sleep(0.01)
+        await again.release()
+        await client.close()
+
+
+async def test_what_is_mapped_is_free_when_the_client_closes() -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client = PrefixCacheClient(cache)
+        pool = await client.attach_pool()
+        lease = await client.acquire([1, 2])
+        await silent(cache, client)
+        await client.open()
+        assert (await cache.stats()).quarantined_slots == 2
+
+        await client.close()
+
+        assert (await cache.stats()).free_slots == 8
+        assert pool.mapped
+        await lease.release()
 
 
 async def test_a_client_that_comes_back_only_to_close_is_rid_of_everything() -> None:

@@ -69,6 +69,7 @@ def run_shuffled(
     return result, floor
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("way", ["local", "lossy"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_nothing_is_lost_in_any_order_with_operations_cancelled(kind: KindUnderTest, way: str) -> None:

@@ -4,7 +4,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -69,6 +69,8 @@ def value_of(name: str, annotation: Any) -> Any:
         return BY_TYPE[annotation]
     if name in BY_NAME:
         return BY_NAME[name]
+    if get_origin(annotation) is tuple:
+        return (value_of(name, get_args(annotation)[0]),)
     return next(value_of(name, each) for each in get_args(annotation) if each is not type(None))
 
 
