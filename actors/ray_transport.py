@@ -154,7 +154,7 @@ class RayTransport:
         outcomes: Sequence[Any] = [CacheUnavailable("the request was given up on its way")] * len(entries)
         try:
             answer = await self._noting_loss(answer_to(sent))
-            outcomes = expect(BatchResponse, wire.unpack(answer)).responses
+            outcomes = expect(BatchResponse, wire.unpack(answer, torn=CacheError)).responses
             assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
         except CacheError as error:
             outcomes = [error] * len(entries)

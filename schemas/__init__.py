@@ -1,6 +1,6 @@
 """What travels between callers and a cache: messages, configuration, errors and statistics."""
 
-from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, PoolConfig
+from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, MetricsConfig, PoolConfig
 from raydix.schemas.errors import (
     CacheBusy,
     CacheError,
@@ -25,6 +25,7 @@ from raydix.schemas.events import (
 )
 from raydix.schemas.explain import ExplainRequest, ExplainResponse
 from raydix.schemas.lease_grant import LeaseGrant
+from raydix.schemas.lease_owner import LeaseOwner
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
@@ -69,7 +70,8 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
-from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats
+from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats, TenantStats
+from raydix.schemas.tenants import TenantConfig
 from raydix.schemas.tokens import TokenIds
 from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
 
@@ -118,11 +120,13 @@ __all__ = [
     "LeaseConfig",
     "LeaseExpired",
     "LeaseGrant",
+    "LeaseOwner",
     "LeaseResponse",
     "LockRequest",
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "MetricsConfig",
     "NamespaceStats",
     "NextEvents",
     "OpenSession",
@@ -140,6 +144,8 @@ __all__ = [
     "SessionResponse",
     "StaleEpoch",
     "StatsRequest",
+    "TenantConfig",
+    "TenantStats",
     "TokenIds",
     "TreeBranch",
     "TreePart",
