@@ -15,7 +15,9 @@ from raydix.actors.core_factory import build_core
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.ghost import Ghost
+from raydix.actors.lease_owners import LeaseOwners
 from raydix.actors.loop_lag import LoopLag
+from raydix.actors.refusals import Refusals
 from raydix.actors.report.insight import Insight
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
@@ -24,6 +26,7 @@ from raydix.actors.typed_messages import arrived, seconds
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import KVPool
 from raydix.cache_core.leased_cache import PoolSizes
+from raydix.cache_core.tenants import Tenant
 from raydix.schemas import (
     AdoptRequest,
     Batch,
@@ -47,12 +50,14 @@ from raydix.schemas import (
     SessionResponse,
     StaleEpoch,
     StatsRequest,
+    TenantStats,
     WaitRequest,
 )
 
 _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
+_NUM_OWNERS = 32  # told in statistics
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
 
@@ -84,8 +89,10 @@ class CacheService:
         self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
         self.sessions = self.keeper.sessions
         self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self.line.serve)
+        self._owners = LeaseOwners(self.core, self.sessions)
         self.lag = LoopLag()
-        self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
+        refusals = Refusals(self.core, self._owners)
+        self._handlers = RequestHandlers(self.core, self.line, refusals, config.leases.acquire_timeout_s)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
             self.core.tell_events(self.feed)
@@ -253,6 +260,7 @@ class CacheService:
             evictable_slots=core.evictable_size(),
             protected_slots=core.protected_size(),
             open_leases=len(core.leases),
+            owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
             waiters=len(self.line),
             expired_sessions=self.keeper.num_expired,
@@ -272,8 +280,20 @@ class CacheService:
             eviction_task=self.eviction_task.stats(),
             swa=_pool_stats(core.swa_sizes()),
             state=_pool_stats(core.state_sizes()),
+            tenants=tuple(map(_tenant_stats, core.tenants)),
             ghost=None if self.ghost is None else self.ghost.stats(),
         )
+
+
+def _tenant_stats(tenant: Tenant) -> TenantStats:
+    return TenantStats(
+        name=tenant.name,
+        held_slots=tenant.held,
+        evictable_slots=tenant.evictable,
+        floor_slots=tenant.floor,
+        cap_slots=tenant.cap,
+        tokens_evicted=tenant.evicted,
+    )
 
 
 def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:

@@ -86,7 +86,7 @@ class Lease:
         Raises:
             InvalidRequest: the cache has no sliding window.
         """
-        if not self._swa_page_starts:
+        if self._num_slots and not self._swa_page_starts:
             raise InvalidRequest("this cache has no sliding window")
         if self._swa_slots is None:
             import torch

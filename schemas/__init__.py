@@ -25,6 +25,7 @@ from raydix.schemas.events import (
 )
 from raydix.schemas.explain import ExplainRequest, ExplainResponse
 from raydix.schemas.lease_grant import LeaseGrant
+from raydix.schemas.lease_owner import LeaseOwner
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
@@ -69,7 +70,8 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
-from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats
+from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats, TenantStats
+from raydix.schemas.tenants import TenantConfig
 from raydix.schemas.tokens import TokenIds
 from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
 
@@ -118,6 +120,7 @@ __all__ = [
     "LeaseConfig",
     "LeaseExpired",
     "LeaseGrant",
+    "LeaseOwner",
     "LeaseResponse",
     "LockRequest",
     "MatchRequest",
@@ -140,6 +143,8 @@ __all__ = [
     "SessionResponse",
     "StaleEpoch",
     "StatsRequest",
+    "TenantConfig",
+    "TenantStats",
     "TokenIds",
     "TreeBranch",
     "TreePart",

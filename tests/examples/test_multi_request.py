@@ -43,6 +43,7 @@ def figures() -> dict[str, Any]:
 
 
 @pytest.mark.ray
+@pytest.mark.figures
 def test_a_small_load_keeps_every_promise_under_pressure(figures: dict[str, Any]) -> None:
     # How much sooner the first token comes is the demo's promise; here, beside other work, it is printed only.
     assert set(figures["not_kept"]) <= {"first token at least 3x sooner"}
@@ -60,6 +61,7 @@ def test_a_small_load_keeps_every_promise_under_pressure(figures: dict[str, Any]
 
 
 @pytest.mark.ray
+@pytest.mark.figures
 def test_the_figures_stand_in_a_table(figures: dict[str, Any]) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
 

@@ -20,7 +20,7 @@ import pytest
 from raydix.actors import PrefixCacheClient, start_cache
 from raydix.schemas import CacheBusy, CacheConfig, CacheStats, EvictionConfig, LeaseConfig, PoolConfig, PoolExhausted
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.figures]
 
 GATED = "RAYDIX_BENCH_GATE" in os.environ  # set by `make bench`
 OVERLOAD_S = 30.0 if GATED else 5.0
