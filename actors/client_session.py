@@ -19,6 +19,7 @@ from raydix.actors.process_life import own_life_path
 from raydix.schemas import (
     AbortRequest,
     CacheConfig,
+    CacheError,
     CacheUnavailable,
     InvalidRequest,
     LeaseExpired,
@@ -197,7 +198,8 @@ class ClientSession:
         """The session is over: the next verb opens another, and pools of another life of the cache are gone."""
         if transport.lost is None or transport is not self._transport or not self._ready:
             return
-        logger.warning("session %s is lost: %s", transport.session_id, transport.lost)
+        about = {"session": transport.session_id, "epoch": transport.epoch}
+        logger.warning("session %s is lost: %s", transport.session_id, transport.lost, extra=about)
         self._ready, self._opening, self._lost = False, None, transport
         self._timer.stop()
         self._owed.clear()
@@ -258,7 +260,7 @@ class ClientSession:
         self._compensations.discard(future)
         if not future.cancelled() and (error := future.exception()) is not None:
             logger.info("what was granted to a caller who is gone could not be undone: %s", error)
-            if isinstance(error, CacheUnavailable):
+            if may_have_taken_effect(error):
                 self._owe(request)
 
     def _owe(self, request: Undo) -> None:
@@ -274,6 +276,11 @@ class ClientSession:
     def _pay_debts(self) -> None:
         while self._owed and self._ready and not self._closed:
             self._compensate(self._owed.popitem()[1])
+
+
+def may_have_taken_effect(error: BaseException) -> bool:
+    """Whether what failed so may have been done: nobody waits for the answer, or none came that could be read."""
+    return isinstance(error, (asyncio.CancelledError, CacheUnavailable)) or type(error) is CacheError
 
 
 def _note_beat(

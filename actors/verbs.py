@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raydix.actors.client_session import may_have_taken_effect
 from raydix.actors.handover_verbs import HandoverVerbs
 from raydix.actors.lease import Lease
 from raydix.actors.typed_messages import build, expect
@@ -191,8 +192,9 @@ class CacheVerbs(HandoverVerbs):
             )
             try:
                 response = expect(ExtendResponse, await self._call_of_lease(request))
-            except (asyncio.CancelledError, CacheUnavailable):
-                self._compensate(WithdrawRequest(lease_id=lease.lease_id))
+            except (asyncio.CancelledError, CacheError) as error:
+                if may_have_taken_effect(error):
+                    self._compensate(WithdrawRequest(lease_id=lease.lease_id))
                 raise
             lease.note_extended(response, known_pages, request.num_slots)
         return lease.slots[covered : covered + num_tokens]
@@ -305,8 +307,9 @@ class CacheVerbs(HandoverVerbs):
             if not isinstance(response, LeaseResponse):
                 response = await self._admitted(response, transport)
             granted = expect(LeaseResponse, response)
-        except (asyncio.CancelledError, CacheUnavailable):
-            self._compensate(AbortRequest(lease_id=request.lease_id))
+        except (asyncio.CancelledError, CacheError) as error:
+            if may_have_taken_effect(error):
+                self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
         return Lease(self, granted, request.tokens, transport, self._config.run_len)
 
@@ -331,13 +334,15 @@ class CacheVerbs(HandoverVerbs):
         try:
             await self._transport.submit(request, partial(self._note_ended, request))
         except CacheUnavailable as error:
-            logger.info("lease %s ended with its cache, or will when that answers: %s", lease.lease_id, error)
+            about = {"lease": lease.lease_id, "epoch": lease.epoch}
+            logger.info("lease %s ended with its cache, or will soon: %s", lease.lease_id, error, extra=about)
         except (StaleEpoch, LeaseExpired) as error:
-            logger.info("lease %s ended with its session: %s", lease.lease_id, error)
+            about = {"lease": lease.lease_id, "epoch": lease.epoch}
+            logger.info("lease %s ended with its session: %s", lease.lease_id, error, extra=about)
             self._note_loss(self._transport)
 
     def _note_ended(self, request: ReleaseRequest | AbortRequest, outcome: Outcome) -> None:
-        if isinstance(outcome, CacheUnavailable):  # it may be lost on its way
+        if isinstance(outcome, CacheError) and may_have_taken_effect(outcome):  # it may be lost on its way
             self._owe(request)
 
     def _new_lease_id(self) -> str:

@@ -1,6 +1,6 @@
 """What travels between callers and a cache: messages, configuration, errors and statistics."""
 
-from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, PoolConfig
+from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, MetricsConfig, PoolConfig
 from raydix.schemas.errors import (
     CacheBusy,
     CacheError,
@@ -126,6 +126,7 @@ __all__ = [
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "MetricsConfig",
     "NamespaceStats",
     "NextEvents",
     "OpenSession",

@@ -90,6 +90,12 @@ class LeaseConfig(_Config):
     )
 
 
+class MetricsConfig(_Config):
+    """Ray's metrics of a cache actor, for Prometheus. They need the extra `raydix[metrics]`."""
+
+    interval_s: float = Field(default=5.0, gt=0, allow_inf_nan=False, description="between two looks at the counts")
+
+
 class GhostConfig(_Config):
     """Which other sizes of the pool `stats().ghost` tells the hit rate of."""
 
@@ -131,6 +137,10 @@ with warnings.catch_warnings():
         )
         ghost: GhostConfig | None = Field(
             default=None, description="tell what pools of other sizes would have hit; kinds radix, mamba and trie"
+        )
+        json_logs: bool = Field(default=False, description="a cache actor logs JSON lines, with its name and epoch")
+        metrics: MetricsConfig | None = Field(
+            default=None, description="publish the counts as Ray's metrics; by cache actors only"
         )
         validate: bool = Field(  # type: ignore[assignment]
             default=False,

@@ -7,6 +7,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -116,12 +117,13 @@ async def test_a_fault_in_sending_fails_the_requests_and_leaves_nobody_waiting(
 
 
 class LossyHandle:
-    """An actor's handle of which the answers to batches are lost while it is told so."""
+    """An actor's handle of which the answers to batches are lost, or cannot be read, while it is told so."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, error: type[CacheError] = CacheUnavailable) -> None:
         self._actor = actor
         self._actor_id = actor._actor_id
         self.lossy = False
+        self.error = error
 
     def __getattr__(self, method: str) -> Any:
         if method != "execute":
@@ -137,25 +139,27 @@ class Lossy:
         lossy = self._handle.lossy
         answer = await self._actor.execute.remote(*batches)
         if lossy:
-            raise CacheUnavailable("the answer was lost")
+            raise self._handle.error("the answer was lost")
         return answer
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("error", [CacheUnavailable, CacheError])
 @pytest.mark.parametrize("lost", ["the grant", "the end"])
 async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the_cache_answers_again(
-    ray_cache: Any, lost: str
+    ray_cache: Any, lost: str, error: type[CacheError]
 ) -> None:
-    handle = LossyHandle(ray_cache)
+    handle = LossyHandle(ray_cache, error)
     async with PrefixCacheClient(ray_cache) as witness, PrefixCacheClient(handle) as client:
         lease = await client.acquire([1, 2])
         execute, handle.lossy = client._transport, True
         if lost == "the grant":
-            with pytest.raises(CacheUnavailable):
+            with pytest.raises(error):
                 await client.acquire([3, 4])
         else:
-            execute._actor = Unreachable(ray_cache)  # type: ignore[attr-defined]
-        await lease.release()
+            execute._actor = Unreachable(ray_cache, error)  # type: ignore[attr-defined]
+        with suppress(CacheError):  # what is no want of an answer is told
+            await lease.release()
         assert client._owed or lost == "the grant"
         execute._actor, handle.lossy = handle, False  # type: ignore[attr-defined]
 
@@ -169,12 +173,15 @@ class Unreachable(LossyHandle):
     """An actor's handle whose batches never arrive."""
 
     def __getattr__(self, method: str) -> Any:
-        return Never() if method == "execute" else getattr(self._actor, method)
+        return Never(self.error) if method == "execute" else getattr(self._actor, method)
 
 
 class Never:
+    def __init__(self, error: type[CacheError]) -> None:
+        self._error = error
+
     async def remote(self, *batches: Any) -> Any:
-        raise CacheUnavailable("the batch was lost")
+        raise self._error("the batch was lost")
 
 
 # ---------------------------------------------------------------- dropped without a close

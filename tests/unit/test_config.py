@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, PoolConfig, TenantConfig
+from raydix.schemas import (
+    CacheConfig,
+    EvictionConfig,
+    GhostConfig,
+    LeaseConfig,
+    MetricsConfig,
+    PoolConfig,
+    TenantConfig,
+)
 
 POOL = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=3, head_dim=4)
 CONFIG = CacheConfig(page_size=4, pool=POOL)
@@ -186,6 +194,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "bigram": True,
         "events": True,
         "ghost": GhostConfig(),
+        "json_logs": True,
+        "metrics": MetricsConfig(),
         "tenants": (TenantConfig(name="a", floor_slots=8),),
         "validate": True,
         "fingerprint": "model-a",
