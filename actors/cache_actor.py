@@ -13,11 +13,11 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.cache_host import CacheHost, local_device
 from raydix.actors.death_watch import DeathWatch
+from raydix.actors.json_logs import log_as_json
 from raydix.actors.watched_actor import check_watchable
 from raydix.schemas import (
-    Batch,
-    BatchResponse,
     CacheConfig,
+    CacheReport,
     CacheStats,
     CacheUnavailable,
     CloseSession,
@@ -36,6 +36,8 @@ from raydix.schemas import (
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from raydix.actors.metrics.publisher import MetricsPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +64,21 @@ class PrefixCacheActor:
         self._host = _make_host(config, local_device(wanted), node_id)
         self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
         self._host.service.keeper.on_end = self._watch.unwatch
+        if config.json_logs:
+            log_as_json(cache=_own_name(), epoch=self._host.service.epoch)
+        self._metrics = self._make_metrics(config)
         logger.info("cache ready: epoch %s, %s", self._host.service.epoch, config)
+
+    def _make_metrics(self, config: CacheConfig) -> MetricsPublisher | None:
+        if config.metrics is None:
+            return None
+        from raydix.actors.metrics.publisher import MetricsPublisher
+
+        return MetricsPublisher(self._host.service.stats, _own_name(), config.metrics.interval_s)
 
     async def config_digest(self) -> str:
         """Which configuration this cache runs with; also says that it is ready."""
+        self._start_metrics()
         return self._host.service.config.digest()
 
     async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
@@ -73,9 +86,14 @@ class PrefixCacheActor:
         if owner is not None:
             check_watchable(owner)
         response = self._host.service.open_session(request)
+        self._start_metrics()  # after a restart nobody asks for the digest
         if owner is not None:
             self._watch.watch(owner, request.session_id)
         return response
+
+    def _start_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.start()
 
     async def close_session(self, request: CloseSession) -> None:
         """Close a client's session and end its leases."""
@@ -85,9 +103,10 @@ class PrefixCacheActor:
         """A sign of life; takes `stay_s`, so that the client notices at once if its session ends, or this actor."""
         await self._host.service.heartbeat(request, stay_s)
 
-    async def execute(self, *parts: Batch) -> BatchResponse:
-        """Execute a batch of requests in order, once those before it have been; it may come in several parts."""
-        return await self._host.service.execute_in_turn(parts)
+    @ray.method(enable_task_events=False)
+    async def execute(self, *parts: bytes) -> bytes:
+        """Execute a packed batch of requests in order, once those before it have been; a packed `BatchResponse`."""
+        return await self._host.service.execute_packed(*parts)
 
     async def wait(self, request: WaitRequest) -> Message:
         """Wait for the outcome of a request that stands in line."""
@@ -117,12 +136,18 @@ class PrefixCacheActor:
         """A snapshot, without a session."""
         return self._host.service.stats()
 
+    async def report(self) -> CacheReport:
+        """What the cache has been doing, for people; without a session."""
+        return self._host.service.report()
+
     async def noop(self) -> None:
         """Nothing: the floor that benchmarks compare with."""
 
     async def shutdown(self, drain_s: float) -> int:
         """Grant nothing new, give open leases `drain_s` to end, then end them; returns how many were cut short."""
         cut_short = await self._host.service.drain(drain_s)
+        if self._metrics is not None:
+            self._metrics.stop()
         await self._host.service.close()
         return cut_short
 
@@ -138,6 +163,12 @@ def _make_host(config: CacheConfig, device: torch.device, node_id: str) -> Cache
                 raise
             logger.warning("waiting for memory: %s", error)
             time.sleep(_MEMORY_POLL_S)
+
+
+def _own_name() -> str:
+    """The name that others find this actor by; its id if it has none."""
+    context = ray.get_runtime_context()
+    return context.get_actor_name() or context.get_actor_id() or ""
 
 
 def _has_restarted() -> bool:

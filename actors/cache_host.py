@@ -69,7 +69,7 @@ class CacheHost:
         try:
             lease = core.leases.get(request.lease_id, session.session_id)
         except UnknownLeaseError as error:
-            raise to_cache_error(error, core) from error
+            raise to_cache_error(error) from error
         slots = request.slots
         if slots.ndim != 1 or slots.dtype != np.int64:
             raise InvalidRequest(f"slots must be a 1-D row of int64, not {slots.dtype} of shape {slots.shape}")

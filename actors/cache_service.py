@@ -10,11 +10,15 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from raydix.actors import wire
 from raydix.actors.core_factory import build_core
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.ghost import Ghost
+from raydix.actors.lease_owners import LeaseOwners
 from raydix.actors.loop_lag import LoopLag
+from raydix.actors.refusals import Refusals
+from raydix.actors.report.insight import Insight
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
 from raydix.actors.session_table import Session
@@ -22,12 +26,14 @@ from raydix.actors.typed_messages import arrived, seconds
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import KVPool
 from raydix.cache_core.leased_cache import PoolSizes
+from raydix.cache_core.tenants import Tenant
 from raydix.schemas import (
     AdoptRequest,
     Batch,
     BatchResponse,
     CacheConfig,
     CacheError,
+    CacheReport,
     CacheStats,
     CacheUnavailable,
     CloseSession,
@@ -44,12 +50,14 @@ from raydix.schemas import (
     SessionResponse,
     StaleEpoch,
     StatsRequest,
+    TenantStats,
     WaitRequest,
 )
 
 _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
+_NUM_OWNERS = 32  # told in statistics
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
 
@@ -81,12 +89,16 @@ class CacheService:
         self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
         self.sessions = self.keeper.sessions
         self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self.line.serve)
+        self._owners = LeaseOwners(self.core, self.sessions)
         self.lag = LoopLag()
-        self._handlers = RequestHandlers(self.core, self.line, config.leases.acquire_timeout_s)
+        refusals = Refusals(self.core, self._owners)
+        self._handlers = RequestHandlers(self.core, self.line, refusals, config.leases.acquire_timeout_s)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
             self.core.tell_events(self.feed)
 
+        self.core.use_clock(clock)
+        self.insight = Insight(self.core, clock)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
             self.core.watches.append(self.ghost.curve)
@@ -108,6 +120,7 @@ class CacheService:
         self.keeper.open(request)
         self.eviction_task.start()
         self.lag.start()
+        self.insight.start()
         return SessionResponse(epoch=self.epoch, config=self.config)
 
     def close_session(self, request: CloseSession) -> None:
@@ -164,23 +177,27 @@ class CacheService:
         if self.feed is not None:
             self.feed.close()
         self.lag.stop()
+        self.insight.stop()
         await self.eviction_task.stop()
 
     # ---------------------------------------------------------------- execution
 
-    async def execute_in_turn(self, parts: Sequence[Batch]) -> BatchResponse:
-        """Execute a numbered batch, given in parts, after the one that it names."""
-        _check_parts(parts)
-        session = self.session(parts[0].session_id, parts[0].epoch)
-        if parts[0].after > session.executed_seq:
-            turn = session.turns.setdefault(parts[0].after, asyncio.get_running_loop().create_future())
+    async def execute_packed(self, *parts: bytes) -> bytes:
+        """Execute a numbered batch that a call brought; a packed `BatchResponse`."""
+        return wire.pack(await self.execute_in_turn(arrived(Batch, wire.unpack(*parts))))
+
+    async def execute_in_turn(self, batch: Batch) -> BatchResponse:
+        """Execute a numbered batch after the one that it names."""
+        session = self.session(batch.session_id, batch.epoch)
+        if batch.after > session.executed_seq:
+            turn = session.turns.setdefault(batch.after, asyncio.get_running_loop().create_future())
             await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
-            session.turns.pop(parts[0].after, None)
+            session.turns.pop(batch.after, None)
         try:
-            return self.execute(parts[0].session_id, parts[0].epoch, [each for part in parts for each in part.requests])
+            return self.execute(batch.session_id, batch.epoch, batch.requests)
         finally:
-            session.executed_seq = max(session.executed_seq, parts[0].seq)
-            if (turn_of_next := session.turns.pop(parts[0].seq, None)) is not None:
+            session.executed_seq = max(session.executed_seq, batch.seq)
+            if (turn_of_next := session.turns.pop(batch.seq, None)) is not None:
                 turn_of_next.set_result(None)
 
     def execute(self, session_id: str, epoch: str, requests: Sequence[Message]) -> BatchResponse:
@@ -226,6 +243,10 @@ class CacheService:
             return InvalidRequest(_NO_EVENTS)
         return self.feed.snapshot(self.core.resident_pages())
 
+    def report(self) -> CacheReport:
+        """What the cache has been doing. O(1): a few ms."""
+        return self.insight.report(self.stats())
+
     def stats(self) -> CacheStats:
         """A snapshot of every count."""
         core, counters = self.core, self.core.counters
@@ -239,6 +260,7 @@ class CacheService:
             evictable_slots=core.evictable_size(),
             protected_slots=core.protected_size(),
             open_leases=len(core.leases),
+            owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
             waiters=len(self.line),
             expired_sessions=self.keeper.num_expired,
@@ -258,15 +280,20 @@ class CacheService:
             eviction_task=self.eviction_task.stats(),
             swa=_pool_stats(core.swa_sizes()),
             state=_pool_stats(core.state_sizes()),
+            tenants=tuple(map(_tenant_stats, core.tenants)),
             ghost=None if self.ghost is None else self.ghost.stats(),
         )
 
 
-def _check_parts(parts: Sequence[Batch]) -> None:
-    """Raise InvalidRequest unless these are the parts of one batch."""
-    places = {(arrived(Batch, part).session_id, part.epoch, part.seq, part.after) for part in parts}
-    if len(places) != 1:
-        raise InvalidRequest("a batch needs at least one part, and its parts name the same session, epoch and place")
+def _tenant_stats(tenant: Tenant) -> TenantStats:
+    return TenantStats(
+        name=tenant.name,
+        held_slots=tenant.held,
+        evictable_slots=tenant.evictable,
+        floor_slots=tenant.floor,
+        cap_slots=tenant.cap,
+        tokens_evicted=tenant.evicted,
+    )
 
 
 def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:

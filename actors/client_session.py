@@ -8,16 +8,18 @@ import os
 import socket
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from raydix.actors.late_writers import LateWriters
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.process_life import own_life_path
 from raydix.schemas import (
     AbortRequest,
     CacheConfig,
+    CacheError,
     CacheUnavailable,
     InvalidRequest,
     LeaseExpired,
@@ -30,7 +32,7 @@ from raydix.schemas import (
 )
 
 if TYPE_CHECKING:
-    from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.lease import Lease
     from raydix.actors.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class ClientSession:
         self._config: CacheConfig
         self._timer = LoopTimer(self._beat)
         self._beating: asyncio.Task[None] | None = None
-        self._pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
+        self._writers = LateWriters()
         self._compensations: set[asyncio.Future[Message]] = set()
         self._owed: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
 
@@ -100,16 +102,18 @@ class ClientSession:
         return self
 
     async def _open(self) -> None:
-        transport = self._make_transport()
-        if self._lost is not None:
+        transport, lost = self._make_transport(), self._lost
+        if lost is not None:
             self._session_id = uuid.uuid4().hex[:16]  # so that nothing that is late reaches the new session
         request = OpenSession(
             session_id=self._session_id,
             owner=self._owner,
-            replaces=None if self._lost is None else self._lost.session_id,
+            replaces=None if lost is None or self._writers.any_of(lost) else lost.session_id,
             life_path=self._own_life_path(),
         )
         response = await transport.open(request)
+        if lost is not None and request.replaces is None:
+            self._writers.wait_for(lost)
         self._transport, self._config = transport, response.config
         self._ready, self._lost = True, None
         self._timer.set(0.0)
@@ -135,10 +139,11 @@ class ClientSession:
         transport = self._transport if self._ready else self._lost
         if transport is None:
             return
-        try:
-            await transport.close()
-        except (CacheUnavailable, StaleEpoch):
-            logger.info("the cache was gone when session %s closed", transport.session_id)
+        for each in (*self._writers.take_all(), transport):
+            try:
+                await each.close()
+            except (CacheUnavailable, StaleEpoch):
+                logger.info("the cache was gone when session %s closed", each.session_id)
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -179,11 +184,12 @@ class ClientSession:
             return
         if error is None:
             self._pay_debts()
+            self._writers.tell_returned()
             self._timer.set(max(0.0, next_at - asyncio.get_running_loop().time()))
             return
         logger.debug("session %s: %s", transport.session_id, error)
         self._note_loss(transport)
-        for pool in list(self._pools):
+        for pool in list(self._writers.pools):
             pool.drop_if_orphaned()
         if transport.lost is None:
             self._timer.set(min(_RETRY_BEAT_S, self._beat_s))
@@ -192,13 +198,18 @@ class ClientSession:
         """The session is over: the next verb opens another, and pools of another life of the cache are gone."""
         if transport.lost is None or transport is not self._transport or not self._ready:
             return
-        logger.warning("session %s is lost: %s", transport.session_id, transport.lost)
+        about = {"session": transport.session_id, "epoch": transport.epoch}
+        logger.warning("session %s is lost: %s", transport.session_id, transport.lost, extra=about)
         self._ready, self._opening, self._lost = False, None, transport
         self._timer.stop()
         self._owed.clear()
         if isinstance(transport.lost, StaleEpoch):
-            for pool in [pool for pool in self._pools if pool.epoch == transport.epoch]:
+            for pool in [pool for pool in self._writers.pools if pool.epoch == transport.epoch]:
                 pool.drop(transport.lost)
+
+    def note_granted(self, lease: Lease) -> None:
+        """For the lease alone: it is there."""
+        self._writers.add(lease)
 
     # ---------------------------------------------------------------- requests
 
@@ -206,9 +217,9 @@ class ClientSession:
         """The response to a request that names no lease: if the session is lost, another brings it."""
         return (await self._call_anew(request))[0]
 
-    async def _call_anew(self, request: Message) -> tuple[Message, Transport]:
+    def _call_anew(self, request: Message) -> Coroutine[Any, Any, tuple[Message, Transport]]:
         """The response to a request that names no lease of before, and the session that brought it."""
-        return await self._ask_anew(lambda transport: transport.submit(request))
+        return self._ask_anew(lambda transport: transport.submit(request))
 
     async def _ask_anew(self, ask: Callable[[Transport], Awaitable[T]]) -> tuple[T, Transport]:
         """What a session answers, and that session: another one if the present one turns out to be lost."""
@@ -241,18 +252,15 @@ class ClientSession:
     def _compensate(self, request: Undo) -> None:
         """Undo what may have been granted to a caller who is gone."""
         if self._ready:
-            self._see_compensated(request, self._transport.submit(request))
-
-    def _see_compensated(self, request: Undo, future: asyncio.Future[Message]) -> None:
-        """See to it that the cache is told, though whoever asked for it does not wait."""
-        self._compensations.add(future)
-        future.add_done_callback(partial(self._note_compensated, request))
+            future = self._transport.submit(request)
+            self._compensations.add(future)
+            future.add_done_callback(partial(self._note_compensated, request))
 
     def _note_compensated(self, request: Undo, future: asyncio.Future[Message]) -> None:
         self._compensations.discard(future)
         if not future.cancelled() and (error := future.exception()) is not None:
             logger.info("what was granted to a caller who is gone could not be undone: %s", error)
-            if isinstance(error, CacheUnavailable):
+            if may_have_taken_effect(error):
                 self._owe(request)
 
     def _owe(self, request: Undo) -> None:
@@ -268,6 +276,11 @@ class ClientSession:
     def _pay_debts(self) -> None:
         while self._owed and self._ready and not self._closed:
             self._compensate(self._owed.popitem()[1])
+
+
+def may_have_taken_effect(error: BaseException) -> bool:
+    """Whether what failed so may have been done: nobody waits for the answer, or none came that could be read."""
+    return isinstance(error, (asyncio.CancelledError, CacheUnavailable)) or type(error) is CacheError
 
 
 def _note_beat(

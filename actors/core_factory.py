@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from raydix.actors.eviction_task import PoolGauge
 from raydix.cache_core import (
@@ -20,6 +21,8 @@ from raydix.cache_core import (
 )
 from raydix.cache_core.content_check import ContentCheck
 from raydix.cache_core.pool_checks import PoolChecks, kv_tensors
+from raydix.cache_core.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import CacheConfig
 
@@ -76,7 +79,7 @@ def _build_tree(
         state = PoolGauge(marks, states.num_slots, states.available_size, lambda num: core.evict_states(num))
         gauges.append(state)
         state_floor = state.pressure_floor
-    core = KVCache(
+    core = _kind_of_core(config)(
         tree,
         allocator,
         gauges[0].pressure_floor,
@@ -89,6 +92,14 @@ def _build_tree(
         checks=PoolChecks(kv_pool, allocator, states) if kv_pool is not None and _checks(config, kv_pool) else None,
     )
     return core, gauges
+
+
+def _kind_of_core(config: CacheConfig) -> Callable[..., KVCache]:
+    """What to make of a tree and its allocator."""
+    if not config.tenants:
+        return KVCache
+    tenants = (Tenant(each.name, each.namespace, each.floor_slots, each.cap_slots) for each in config.tenants)
+    return partial(TenantKVCache, tenants=Tenants(tenants))
 
 
 def _checks(config: CacheConfig, pool: KVPool) -> bool:

@@ -11,7 +11,7 @@ from raydix.schemas import EvictionConfig, EvictionTaskStats
 
 logger = logging.getLogger(__name__)
 
-_TOKENS_PER_STEP = 512  # evicted between two looks at the clock
+_MIN_STEP, _MAX_STEP = 64, 16_384  # tokens evicted between two looks at the clock
 _BACKOFF_S = 0.1  # after a round that failed
 
 
@@ -36,6 +36,37 @@ class PoolGauge:
         self.evict = evict
 
 
+class Steps:
+    """The steps of a slice: as many tokens at once as go in a small part of it, for a call costs something, too.
+
+    Large nodes go in an instant, single tokens do not: how many tokens that is shows while it is done.
+
+    Attributes:
+        num_tokens: of the next step.
+    """
+
+    def __init__(self, slice_s: float) -> None:
+        self.num_tokens = _MIN_STEP
+        self._slice_s = slice_s
+        self._ends_at = self._last = 0.0
+
+    def begin(self) -> float:
+        """A slice begins; returns when."""
+        self._last = time.monotonic()
+        self._ends_at = self._last + self._slice_s
+        return self._last
+
+    def done(self) -> bool:
+        """A step has been made; returns whether the slice is over."""
+        now = time.monotonic()
+        took, self._last = now - self._last, now
+        if took > self._slice_s / 4:
+            self.num_tokens = max(_MIN_STEP, self.num_tokens // 2)
+        elif took < self._slice_s / 16:
+            self.num_tokens = min(_MAX_STEP, self.num_tokens * 2)
+        return now > self._ends_at
+
+
 class EvictionTask:
     """Sleeps until `wake`, then evicts down to the low watermark, in slices that let other work in between.
 
@@ -56,7 +87,7 @@ class EvictionTask:
         self.enabled = config.high_watermark < 1.0
         self._gauges = gauges if self.enabled else ()
         self._reclaim = reclaim
-        self._slice_s = config.slice_ms / 1000
+        self._steps = Steps(config.slice_ms / 1000)
         self._after_slice = after_slice
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -104,10 +135,10 @@ class EvictionTask:
 
     def _run_slice(self) -> tuple[int, bool]:
         """Evict for as long as a slice lasts; returns how many tokens, and whether the round is over."""
-        started = time.monotonic()
-        total, done = self._reclaim_retired(started)
+        started = self._steps.begin()
+        total, done = self._reclaim_retired()
         for gauge in self._gauges:
-            evicted, relieved = self._relieve(gauge, started)
+            evicted, relieved = self._relieve(gauge)
             total += evicted
             done = done and relieved
         self._slices += 1
@@ -115,23 +146,23 @@ class EvictionTask:
         self._longest_slice_s = max(self._longest_slice_s, time.monotonic() - started)
         return total, done
 
-    def _reclaim_retired(self, started: float) -> tuple[int, bool]:
+    def _reclaim_retired(self) -> tuple[int, bool]:
         """Free what was retired for as long as the slice lasts; returns how much, and whether nothing is left."""
         total = 0
-        while freed := self._reclaim(_TOKENS_PER_STEP):
+        while freed := self._reclaim(self._steps.num_tokens):
             total += freed
-            if time.monotonic() - started > self._slice_s:
+            if self._steps.done():
                 return total, False
         return total, True
 
-    def _relieve(self, gauge: PoolGauge, started: float) -> tuple[int, bool]:
+    def _relieve(self, gauge: PoolGauge) -> tuple[int, bool]:
         """Evict from one pool for as long as the slice lasts; returns how much, and whether nothing is left to do."""
         total, done = 0, gauge.free_slots() >= gauge.goal
         while not done:
-            evicted = gauge.evict(min(gauge.goal - gauge.free_slots(), _TOKENS_PER_STEP))
+            evicted = gauge.evict(min(gauge.goal - gauge.free_slots(), self._steps.num_tokens))
             total += evicted
             done = evicted == 0 or gauge.free_slots() >= gauge.goal
-            if time.monotonic() - started > self._slice_s:
+            if self._steps.done():
                 break
         return total, done
 

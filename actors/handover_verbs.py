@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
+from raydix.actors.client_session import may_have_taken_effect
 from raydix.actors.event_verbs import EventVerbs
 from raydix.actors.lease import Lease
 from raydix.actors.typed_messages import expect
@@ -12,7 +13,7 @@ from raydix.schemas import (
     AbortRequest,
     AdoptRequest,
     AdoptResponse,
-    CacheUnavailable,
+    CacheError,
     GrantRequest,
     InvalidRequest,
     LeaseGrant,
@@ -59,8 +60,9 @@ class HandoverVerbs(EventVerbs):
         request = AdoptRequest(lease_id=grant.lease_id, granter=grant.granter, granted_epoch=grant.epoch)
         try:
             response, transport = await self._call_anew(request)
-        except (asyncio.CancelledError, CacheUnavailable):
-            self._compensate(AbortRequest(lease_id=grant.lease_id))
+        except (asyncio.CancelledError, CacheError) as error:
+            if may_have_taken_effect(error):
+                self._compensate(AbortRequest(lease_id=grant.lease_id))
             raise
         adopted = expect(AdoptResponse, response)
         lease = Lease(cast("CacheVerbs", self), adopted.lease, adopted.tokens, transport, self._config.run_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,18 +51,24 @@ class Lease:
         self.transport = transport  # of the session that holds it
         self._run_len = run_len  # slots that each of the starts stands for
         self._tokens = tokens  # all ids that the cache has been sent of this request
-        self._starts = np.frombuffer(response.page_starts, "<i4").astype(np.int64)
+        self._page_starts = response.page_starts  # as granted
         self._num_slots = response.num_slots
         self._slots: torch.Tensor | None = None
-        self._swa_starts = np.frombuffer(response.swa_page_starts, "<i4")
+        self._swa_page_starts = response.swa_page_starts
         self._swa_slots: torch.Tensor | None = None
         self.state_slot = response.state_slot
         self._ended = False
+        self._knows_loss = False  # whoever holds this was told that it ended with its session
         self._extending = False
         self.lease_id = response.lease_id
         self.epoch = transport.epoch
         self.prefix_len = response.prefix_len
         self.published_len = response.prefix_len
+        client.note_granted(self)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        return np.frombuffer(self._page_starts, "<i4").astype(np.int64)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -79,13 +86,14 @@ class Lease:
         Raises:
             InvalidRequest: the cache has no sliding window.
         """
-        if not len(self._swa_starts):
+        if self._num_slots and not self._swa_page_starts:
             raise InvalidRequest("this cache has no sliding window")
         if self._swa_slots is None:
             import torch
 
-            held = np.repeat(self._swa_starts > 0, self._run_len)[: self._num_slots]
-            self._swa_slots = self._expand(self._swa_starts.astype(np.int64)) * torch.from_numpy(held)
+            starts = np.frombuffer(self._swa_page_starts, "<i4").astype(np.int64)
+            held = np.repeat(starts > 0, self._run_len)[: self._num_slots]
+            self._swa_slots = self._expand(starts) * torch.from_numpy(held)
         return self._swa_slots
 
     def _expand(self, starts: NDArray[np.int64]) -> torch.Tensor:
@@ -174,7 +182,13 @@ class Lease:
         if self._ended:
             raise UnknownLease(f"lease {self.lease_id!r} has ended")
         if (lost := self.transport.lost) is not None:
+            self._knows_loss = True
             raise type(lost)(*lost.args)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether somebody may be writing its slots, not knowing better."""
+        return not self._ended and not self._knows_loss
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
@@ -211,8 +225,8 @@ class Lease:
         self._ended = self._ended or release
         if len(tokens) > len(self._tokens):
             self._tokens = tokens
-        repointed = np.frombuffer(response.repointed, "<i4")
-        if len(repointed):
+        if response.repointed:
+            repointed = np.frombuffer(response.repointed, "<i4")
             first = self.published_len // self._run_len
             self._starts[first : first + len(repointed)] = repointed
             self._slots = None
@@ -221,7 +235,7 @@ class Lease:
 
     def note_window(self, swa_page_starts: bytes) -> None:
         """The window KV that the lease holds has changed."""
-        self._swa_starts = np.frombuffer(swa_page_starts, "<i4")
+        self._swa_page_starts = swa_page_starts
         self._swa_slots = None
 
     @contextmanager

@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from raydix.actors.verbs import CacheVerbs
-from raydix.schemas import CacheConfig
+from raydix.schemas import CacheConfig, CacheReport
 
 if TYPE_CHECKING:
     from raydix.actors.transport import Transport
@@ -37,6 +37,10 @@ class LocalPrefixCache(CacheVerbs):
         from raydix.actors.transport import LocalTransport
 
         return LocalTransport(self._host)
+
+    def report(self) -> CacheReport:
+        """What the cache has been doing, for `raydix.actors.report.page.render`. O(1): a few ms."""
+        return self._host.service.report()
 
     async def close(self, *, drain_s: float = 0) -> None:
         """Close the cache with all its sessions. Idempotent.

@@ -18,23 +18,22 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError, RaySystemError, RayTaskError
 
+from raydix.actors import wire
+from raydix.actors.transport import Note, settle
+from raydix.actors.typed_messages import expect
 from raydix.cache_core import KVPool
 from raydix.schemas import (
     AbortRequest,
-    AcquireRequest,
     Batch,
     BatchResponse,
     CacheBusy,
     CacheError,
     CacheUnavailable,
     CloseSession,
-    InsertRequest,
     InvalidRequest,
     KVEventBatch,
     KVResponse,
     LeaseExpired,
-    LockRequest,
-    MatchRequest,
     Message,
     NextEvents,
     OpenSession,
@@ -54,16 +53,16 @@ logger = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 2  # batches
 MAX_BATCH_REQUESTS = 512
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
-MAX_PART_BYTES = 90_000  # of one argument: Ray sends those of 100 KB and more through the object store
 MAX_QUEUED_REQUESTS = 16_384
 _ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, WithdrawRequest)  # what ends or gives up
-_REQUEST_BYTES = 160  # of a pickled request beside its tokens
 _RETRY_AFTER_S = 0.05
 _ANSWER_S = 5.0  # a heartbeat is given up after so long
 
 _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
-Entry = tuple[Message, "asyncio.Future[Message]"]
 T = TypeVar("T")
+
+
+Entry = tuple[Message, "asyncio.Future[Message]", Note | None]
 
 
 class RayTransport:
@@ -109,13 +108,13 @@ class RayTransport:
             self.lost = error
             raise
 
-    def submit(self, request: Message) -> asyncio.Future[Message]:
+    def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
         if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, _ALWAYS_QUEUED):
             raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", _RETRY_AFTER_S)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Message] = loop.create_future()
-        self._queue.append((request, future))
-        self._schedule_pump()
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._queue.append((request, future, note))
+        if not self._pump_scheduled:
+            self._schedule_pump()
         return future
 
     def _schedule_pump(self) -> None:
@@ -139,16 +138,15 @@ class RayTransport:
                 self._in_flight[self._last_seq] = task
 
     async def _send(self, entries: list[Entry], seq: int, after: int) -> None:
-        batches = [
-            Batch(session_id=self.session_id, epoch=self.epoch, requests=requests, seq=seq, after=after)
-            for requests in _parts(entries)
-        ]
         outcomes: Sequence[Any] = [CacheUnavailable("the request was given up on its way")] * len(entries)
         try:
-            response: BatchResponse = await self._noting_loss(call(self._actor.execute, *batches))
-            num_answers = len(response.responses)
-            assert num_answers == len(entries), f"{num_answers} answers to {len(entries)} requests"
-            outcomes = response.responses
+            requests = tuple([request for request, _, _ in entries])
+            batch = Batch.model_construct(
+                session_id=self.session_id, epoch=self.epoch, requests=requests, seq=seq, after=after
+            )
+            answer = await self._noting_loss(call(self._actor.execute, *wire.pack_parts(batch)))
+            outcomes = expect(BatchResponse, wire.unpack(answer)).responses
+            assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
         except CacheError as error:
             outcomes = [error] * len(entries)
         except Exception as error:  # a fault of this package: it must not leave anybody waiting
@@ -156,16 +154,18 @@ class RayTransport:
             outcomes = [CacheError(f"internal error of the client: {type(error).__name__}: {error}")] * len(entries)
         finally:
             del self._in_flight[seq]
-            _settle(entries, outcomes)
+            for (_, future, note), outcome in zip(entries, outcomes, strict=True):
+                settle(future, note, outcome)
         self._schedule_pump()
 
     def _next_entries(self, limit: int) -> list[Entry]:
         """The next requests in order; those given up before they were sent are dropped."""
         entries: list[Entry] = []
         while self._queue and len(entries) < limit:
-            request, future = self._queue.popleft()
-            if not future.cancelled():
-                entries.append((request, future))
+            entry = self._queue.popleft()
+            _, future, note = entry
+            if note is not None or not future.cancelled():
+                entries.append(entry)
         return entries
 
     async def wait(self, ticket: int) -> Message:
@@ -197,39 +197,6 @@ class RayTransport:
             await asyncio.sleep(0)  # what is queued is sent at the end of this tick
             await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
         await call(self._actor.close_session, CloseSession(session_id=self.session_id))
-
-
-def _parts(entries: list[Entry]) -> list[tuple[Message, ...]]:
-    """The requests in parts small enough for Ray to carry within the call, instead of through the object store."""
-    parts: list[list[Message]] = [[]]
-    num_bytes = 0
-    for request, _ in entries:
-        size = _REQUEST_BYTES + _token_bytes(request)
-        if parts[-1] and num_bytes + size > MAX_PART_BYTES:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(request)
-        num_bytes += size
-    return [tuple(part) for part in parts]
-
-
-def _token_bytes(request: Message) -> int:
-    match request:
-        case AcquireRequest() | LockRequest() | MatchRequest():
-            return len(request.tokens.data)
-        case InsertRequest():
-            return len(request.suffix.data)
-    return 0
-
-
-def _settle(entries: list[Entry], outcomes: Sequence[Any]) -> None:
-    for (_, future), outcome in zip(entries, outcomes, strict=True):
-        if future.done():
-            continue  # its caller gave up
-        if isinstance(outcome, CacheError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
 
 
 async def call(method: Any, *arguments: Any) -> Any:

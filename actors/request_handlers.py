@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.actors.error_map import exhausted, to_cache_error
-from raydix.actors.waiting_line import Attempt, WaitingLine
+from raydix.actors.error_map import to_cache_error
+from raydix.actors.refusals import Refusals
+from raydix.actors.tree_answer import tree_answer
+from raydix.actors.waiting_line import Attempt, Place, WaitingLine
 from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.tree_outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
     Ack,
@@ -44,12 +47,14 @@ from raydix.schemas import (
     RetireRequest,
     RetireResponse,
     TokenIds,
+    TreeRequest,
+    TreeResponse,
     WaitingResponse,
     WindowResponse,
     WithdrawRequest,
     unframe_namespace,
 )
-from raydix.schemas.message import Malformed
+from raydix.schemas.message import Malformed, restore
 
 DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _TAKING = (AcquireRequest, LockRequest, ExtendRequest)
@@ -64,14 +69,16 @@ class RequestHandlers:
     Args:
         core: the cache.
         line: where those wait who find no room.
+        refusals: what those are told who find none.
         acquire_timeout_s: how long they wait unless they say otherwise.
     """
 
-    def __init__(self, core: LeasedCache, line: WaitingLine, acquire_timeout_s: float) -> None:
+    def __init__(self, core: LeasedCache, line: WaitingLine, refusals: Refusals, acquire_timeout_s: float) -> None:
         self.core = core
         self.line = line
         self.draining = False
         self.num_exhausted = 0  # requests refused for want of room
+        self._refusals = refusals
         self._acquire_timeout_s = acquire_timeout_s
         self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
             MatchRequest: self._match,
@@ -89,6 +96,7 @@ class RequestHandlers:
             ResetRequest: self._reset,
             RetireRequest: self._retire,
             ExplainRequest: self._explain,
+            TreeRequest: self._tree,
             CheckInvariantsRequest: self._check_invariants,
         }
 
@@ -102,8 +110,10 @@ class RequestHandlers:
             return CacheUnavailable(DRAINING)
         try:
             return verb(session_id, request)
+        except OutOfSlotsError as error:
+            return self._refusals.of(error, None)
         except Exception as error:  # every failure becomes its caller's typed error
-            return to_cache_error(error, self.core)
+            return to_cache_error(error)
 
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
         match = self.core.match(_key(request.tokens, request.namespace))
@@ -126,13 +136,12 @@ class RequestHandlers:
             )
             return self._granted(lease)
 
-        needed = len(key) + request.new_tokens
-        return self._admit(session_id, request.lease_id, needed, needed, attempt, request.timeout_s)
+        num_tokens = len(key) + request.new_tokens
+        return self._admit(session_id, request.lease_id, key, num_tokens, attempt, request.timeout_s)
 
     def _extend(self, session_id: str, request: ExtendRequest) -> Message:
         lease = self.core.leases.get(request.lease_id, session_id)
         self.line.withdraw(session_id, request.lease_id)  # an earlier growth whose caller is gone
-        missing = request.num_slots - lease.num_slots
 
         def attempt() -> Message:
             lease = self.core.leases.get(request.lease_id, session_id)
@@ -142,47 +151,57 @@ class RequestHandlers:
             return ExtendResponse(num_slots=lease.num_slots, page_starts=added, swa_page_starts=self._window(lease))
 
         return self._admit(
-            session_id, request.lease_id, missing, request.num_slots, attempt, request.timeout_s, urgent=True
+            session_id, request.lease_id, lease.key, request.num_slots, attempt, request.timeout_s, grows=True
         )
 
     def _admit(
         self,
         session_id: str,
         lease_id: str,
-        needed: int,
-        total: int,
+        key: RadixKey,
+        num_tokens: int,
         attempt: Attempt,
         timeout_s: float | None,
-        urgent: bool = False,
+        grows: bool = False,
     ) -> Message:
-        """Serve a request that needs room at once, or put it in line.
+        """Serve a request for a lease over so many tokens at once, or put it in line.
 
-        New leases never overtake those in line. A lease that grows does: those in line wait for it to end.
+        New leases never overtake those in line who wait for the same. A lease that grows does: those in line wait for
+        it to end. So does one that stays within its tenant's floor, which others must make room for.
         """
-        pool = "slots"
         try:
-            self.core.check_len(total)
-            if urgent or not len(self.line):
+            if grows or not len(self.line) or self._may_overtake(key, num_tokens):
                 return attempt()
+            self.core.check_len(num_tokens, key)
+            shortage = OutOfSlotsError(
+                num_tokens, self.core.free_slots, self.core.evictable_size(), self.core.num_slots
+            )
         except OutOfSlotsError as error:
-            needed, pool = error.needed, error.pool
-            if not error.can_ever_fit:
-                raise self._refusal(needed, pool, can_ever_fit=False) from error
+            shortage = error.with_traceback(None)
         if timeout_s is None:
             timeout_s = self._acquire_timeout_s
-        if timeout_s == 0:
-            raise self._refusal(needed, pool)
+        if timeout_s == 0 or not shortage.can_ever_fit:
+            raise self._refusal(key, shortage)
+        place = Place(self.core.tenant_of(key.extra_key), grows, partial(self.core.is_within_floor, key, num_tokens))
         ticket, position = self.line.join(
             session_id,
             lease_id,
-            partial(self._attempt_late, attempt),
+            place,
+            partial(self._attempt_late, key, attempt),
             timeout_s,
-            lambda: self._refusal(needed, pool),
-            urgent,
+            partial(self._refusal, key),
+            shortage,
         )
         return WaitingResponse(ticket=ticket, position=position)
 
-    def _attempt_late(self, attempt: Attempt) -> Message:
+    def _may_overtake(self, key: RadixKey, num_tokens: int) -> bool:
+        """Whether a new lease may be tried though others wait."""
+        tenant = self.core.tenant_of(key.extra_key)
+        if self.line.is_waiting(tenant):
+            return False
+        return self.line.wait_for_their_own() or self.core.is_within_floor(key, num_tokens)
+
+    def _attempt_late(self, key: RadixKey, attempt: Attempt) -> Message:
         """An attempt from the line: what else it may fail with than want of room is its caller's to hear.
 
         So is that there never can be room, which may show only now: others would wait behind it in vain.
@@ -192,13 +211,13 @@ class RequestHandlers:
         except OutOfSlotsError as error:
             if error.can_ever_fit:
                 raise
-            raise self._refusal(error.needed, error.pool, can_ever_fit=False) from error
+            raise self._refusal(key, error) from None
         except CoreError as error:
-            raise to_cache_error(error, self.core) from error
+            raise to_cache_error(error) from error
 
-    def _refusal(self, needed: int, pool: str, can_ever_fit: bool = True) -> PoolExhausted:
+    def _refusal(self, key: RadixKey, shortage: OutOfSlotsError) -> PoolExhausted:
         self.num_exhausted += 1
-        return exhausted(self.core, needed, pool, can_ever_fit)
+        return self._refusals.of(shortage, key.extra_key)
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         lease = self.core.leases.get(request.lease_id, session_id)
@@ -207,13 +226,9 @@ class RequestHandlers:
         window = self._window(lease)
         if request.release:
             self.core.release(request.lease_id, session_id)
-        return InsertResponse(
-            prefix_len=done.prefix_len,
-            num_inserted=done.num_inserted,
-            num_duplicates=done.num_duplicates,
-            retired=done.retired,
-            repointed=_packed(done.repointed),
-            swa_page_starts=window,
+        repointed = _packed(done.repointed)
+        return restore(
+            InsertResponse, done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window
         )
 
     def _release_window(self, session_id: str, request: ReleaseWindowRequest) -> WindowResponse:
@@ -222,13 +237,9 @@ class RequestHandlers:
         return WindowResponse(swa_page_starts=self._window(lease))
 
     def _granted(self, lease: LeaseRecord) -> LeaseResponse:
-        return LeaseResponse(
-            lease_id=lease.lease_id,
-            prefix_len=lease.prefix_len,
-            num_slots=lease.num_slots,
-            page_starts=_packed(lease.starts),
-            swa_page_starts=self._window(lease),
-            state_slot=lease.state_slot,
+        starts, window = _packed(lease.starts), self._window(lease)
+        return restore(
+            LeaseResponse, lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot
         )
 
     def _window(self, lease: LeaseRecord) -> bytes:
@@ -292,16 +303,20 @@ class RequestHandlers:
             other_cache_salt=fields[2],
         )
 
+    def _tree(self, session_id: str, request: TreeRequest) -> TreeResponse:
+        limits = OutlineLimits(request.max_nodes, request.max_depth, request.max_width)
+        return tree_answer(self.core.outline(limits))
+
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         self.core.check_invariants()
         return Ack()
 
 
 def _key(tokens: TokenIds, namespace: str | None, may_be_empty: bool = False) -> RadixKey:
-    if not tokens.is_whole() or not (may_be_empty or len(tokens)):
+    if not tokens.is_whole() or not (may_be_empty or tokens.data):
         raise InvalidRequest("the packed token ids are torn: pack them with TokenIds.pack")
     return RadixKey.from_packed(tokens.data, tokens.width, namespace)
 
 
 def _packed(starts: NDArray[np.int64]) -> bytes:
-    return starts.astype("<i4").tobytes()
+    return starts.astype("<i4").tobytes() if len(starts) else b""

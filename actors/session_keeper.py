@@ -121,7 +121,8 @@ class SessionKeeper:
             self.close(session_id)
 
     def _vanish(self, session: Session, error: LeaseExpired) -> None:
-        logger.warning("%s (%s): its leases have ended", error, session.owner)
+        about = {"session": session.session_id, "owner": session.owner}
+        logger.warning("%s (%s): its leases have ended", error, session.owner, extra=about)
         self.sessions.vanish(session)
         self._line.withdraw(session.session_id, error=error)
         self._core.quarantine_session(session.session_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from raydix.actors.cache_host import CacheHost
@@ -24,6 +25,9 @@ from raydix.schemas import (
     WriteKV,
 )
 
+Outcome = Message | CacheError
+Note = Callable[[Outcome], None]
+
 
 class Transport(Protocol):
     """Carries the requests of one session. Every failure is a `CacheError`.
@@ -44,8 +48,12 @@ class Transport(Protocol):
     async def beat(self, stay_s: float) -> None:
         """Say that the client lives. Takes up to `stay_s`, and ends at once if the session does, or the cache."""
 
-    def submit(self, request: Message) -> asyncio.Future[Message]:
-        """Send a request after those submitted before it; the future brings the response or a `CacheError`."""
+    def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
+        """Send a request after those submitted before it; the future brings the response or a `CacheError`.
+
+        A request whose future was cancelled before it went is not sent, unless there is a `note`: that is told of
+        whatever becomes of the request, before the future is.
+        """
 
     async def wait(self, ticket: int) -> Message:
         """The outcome of a request that stands in line."""
@@ -86,19 +94,16 @@ class LocalTransport:
     async def beat(self, stay_s: float) -> None:
         self._check_open()
 
-    def submit(self, request: Message) -> asyncio.Future[Message]:
+    def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        response: Message | CacheError
+        response: Outcome
         try:
             (response,) = self._host.service.execute(self.session_id, self.epoch, (request,)).responses
         except CacheError as error:  # of the session, not of the request
             if isinstance(error, (StaleEpoch, LeaseExpired)):
                 self.lost = error
             response = error
-        if isinstance(response, CacheError):
-            future.set_exception(response)
-        else:
-            future.set_result(response)
+        settle(future, note, response)
         return future
 
     async def wait(self, ticket: int) -> Message:
@@ -131,3 +136,18 @@ class LocalTransport:
         except (StaleEpoch, LeaseExpired) as error:
             self.lost = error
             raise
+
+
+def settle(future: asyncio.Future[Message], note: Note | None, outcome: Outcome) -> None:
+    """Tell of what has become of a request. If its caller gave up, the note alone is told."""
+    if note is not None:
+        try:
+            note(outcome)
+        except CacheError as error:
+            outcome = error
+    if future.done():
+        return
+    if isinstance(outcome, CacheError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -44,7 +44,7 @@ def seconds(given: object) -> float:
     raise InvalidRequest(f"this call takes a finite number of seconds, not {given!r}")
 
 
-def expect(model: type[M], response: Message) -> M:
+def expect(model: type[M], response: object) -> M:
     """The response, if it is of the model that was due."""
     if not isinstance(response, model):
         raise CacheError(f"the cache answered {type(response).__name__} where {model.__name__} was due")

@@ -9,12 +9,14 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raydix.actors.client_session import may_have_taken_effect
 from raydix.actors.handover_verbs import HandoverVerbs
 from raydix.actors.lease import Lease
 from raydix.actors.typed_messages import build, expect
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,
+    CacheError,
     CacheStats,
     CacheUnavailable,
     CheckInvariantsRequest,
@@ -41,6 +43,8 @@ from raydix.schemas import (
     StaleEpoch,
     StatsRequest,
     TokenIds,
+    TreeRequest,
+    TreeResponse,
     UnknownLease,
     WindowResponse,
     WithdrawRequest,
@@ -51,6 +55,8 @@ if TYPE_CHECKING:
     import torch
 
     from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.sync_client import SyncClient
+    from raydix.actors.transport import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +69,19 @@ class CacheVerbs(HandoverVerbs):
     def __init__(self, owner: str | None = None) -> None:
         super().__init__(owner)
         self._lease_numbers = count(1)
+        self._sync: SyncClient | None = None
+
+    @property
+    def sync(self) -> SyncClient:
+        """This client with plain calls that wait for their answers, for notebooks and scripts.
+
+        It runs on a loop in a thread of its own, so that it cannot be used by coroutines of another as well. Close it.
+        """
+        if self._sync is None:
+            from raydix.actors.sync_client import SyncClient
+
+            self._sync = SyncClient(self)
+        return self._sync
 
     async def match(
         self,
@@ -154,7 +173,7 @@ class CacheVerbs(HandoverVerbs):
             release=release,
             publish_state=publish_state,
         )
-        return await self._whatever_becomes_of_the_caller(
+        return await self._noted(
             request, InsertResponse, lambda response: lease.note_inserted(response, packed, release)
         )
 
@@ -173,8 +192,9 @@ class CacheVerbs(HandoverVerbs):
             )
             try:
                 response = expect(ExtendResponse, await self._call_of_lease(request))
-            except (asyncio.CancelledError, CacheUnavailable):
-                self._compensate(WithdrawRequest(lease_id=lease.lease_id))
+            except (asyncio.CancelledError, CacheError) as error:
+                if may_have_taken_effect(error):
+                    self._compensate(WithdrawRequest(lease_id=lease.lease_id))
                 raise
             lease.note_extended(response, known_pages, request.num_slots)
         return lease.slots[covered : covered + num_tokens]
@@ -183,9 +203,7 @@ class CacheVerbs(HandoverVerbs):
         """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
         request = build(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
-        await self._whatever_becomes_of_the_caller(
-            request, WindowResponse, lambda response: lease.note_window(response.swa_page_starts)
-        )
+        await self._noted(request, WindowResponse, lambda response: lease.note_window(response.swa_page_starts))
 
     async def release(self, lease: Lease) -> None:
         """`Lease.release`."""
@@ -240,6 +258,19 @@ class CacheVerbs(HandoverVerbs):
         response = await self._call(build(ExplainRequest, tokens=tokens, namespace=namespace))
         return expect(ExplainResponse, response)
 
+    async def tree(self, *, max_nodes: int = 200, max_depth: int = 64, max_width: int = 64) -> TreeResponse:
+        """The largest branches of what is cached, with sizes, locks, hits and ages: a probe.
+
+        The cache looks at 4,096 nodes at most, a few milliseconds, and says of which branches it saw all.
+
+        Args:
+            max_nodes: branches told.
+            max_depth: levels below the namespaces.
+            max_width: children told of each.
+        """
+        request = build(TreeRequest, max_nodes=max_nodes, max_depth=max_depth, max_width=max_width)
+        return expect(TreeResponse, await self._call(request))
+
     async def stats(self) -> CacheStats:
         """A snapshot of the cache's counts."""
         return expect(CacheStats, await self._call(StatsRequest()))
@@ -265,7 +296,7 @@ class CacheVerbs(HandoverVerbs):
         from raydix.actors.attached_pool import AttachedPool
 
         pool, _ = await self._ask_anew(lambda transport: AttachedPool.attach(self, transport, mapped))
-        self._pools.add(pool)
+        self._writers.pools.add(pool)
         return pool
 
     # ---------------------------------------------------------------- parts
@@ -273,26 +304,23 @@ class CacheVerbs(HandoverVerbs):
     async def _lease(self, request: AcquireRequest | LockRequest) -> Lease:
         try:
             response, transport = await self._call_anew(request)
-            granted = expect(LeaseResponse, await self._admitted(response, transport))
-        except (asyncio.CancelledError, CacheUnavailable):
-            self._compensate(AbortRequest(lease_id=request.lease_id))
+            if not isinstance(response, LeaseResponse):
+                response = await self._admitted(response, transport)
+            granted = expect(LeaseResponse, response)
+        except (asyncio.CancelledError, CacheError) as error:
+            if may_have_taken_effect(error):
+                self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
         return Lease(self, granted, request.tokens, transport, self._config.run_len)
 
-    async def _whatever_becomes_of_the_caller(self, request: Message, model: type[M], note: Callable[[M], None]) -> M:
+    async def _noted(self, request: Message, model: type[M], note: Callable[[M], None]) -> M:
         """The response to a request on a lease, noted even if the caller is cancelled meanwhile."""
         transport = self._transport
-        future = transport.submit(request)
         try:
-            response = expect(model, await asyncio.shield(future))
-        except asyncio.CancelledError:
-            future.add_done_callback(partial(_note_late, model, note))
-            raise
+            return expect(model, await transport.submit(request, partial(_tell, model, note)))
         except (StaleEpoch, LeaseExpired):
             self._note_loss(transport)
             raise
-        note(response)
-        return response
 
     async def _end(self, lease: Lease, request: ReleaseRequest | AbortRequest) -> None:
         if lease.client is not self:
@@ -303,18 +331,19 @@ class CacheVerbs(HandoverVerbs):
             await self.open()
         if not lease.end() or self._closed:
             return
-        future = self._transport.submit(request)
         try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError:
-            self._see_compensated(request, future)  # it may be lost on its way, and nobody else waits for it
-            raise
+            await self._transport.submit(request, partial(self._note_ended, request))
         except CacheUnavailable as error:
-            logger.info("lease %s ended with its cache, or will when that answers: %s", lease.lease_id, error)
-            self._owe(request)
+            about = {"lease": lease.lease_id, "epoch": lease.epoch}
+            logger.info("lease %s ended with its cache, or will soon: %s", lease.lease_id, error, extra=about)
         except (StaleEpoch, LeaseExpired) as error:
-            logger.info("lease %s ended with its session: %s", lease.lease_id, error)
+            about = {"lease": lease.lease_id, "epoch": lease.epoch}
+            logger.info("lease %s ended with its session: %s", lease.lease_id, error, extra=about)
             self._note_loss(self._transport)
+
+    def _note_ended(self, request: ReleaseRequest | AbortRequest, outcome: Outcome) -> None:
+        if isinstance(outcome, CacheError) and may_have_taken_effect(outcome):  # it may be lost on its way
+            self._owe(request)
 
     def _new_lease_id(self) -> str:
         return f"{self._session_id}-{next(self._lease_numbers)}"
@@ -337,7 +366,6 @@ def _namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | Non
         raise InvalidRequest(str(error)) from None
 
 
-def _note_late(model: type[M], note: Callable[[M], None], done: asyncio.Future[Message]) -> None:
-    """A response came after its caller was cancelled: the request has taken effect all the same."""
-    if not done.cancelled() and done.exception() is None and isinstance(response := done.result(), model):
-        note(response)
+def _tell(model: type[M], note: Callable[[M], None], outcome: Outcome) -> None:
+    if not isinstance(outcome, CacheError):
+        note(expect(model, outcome))

@@ -1,11 +1,17 @@
-"""The line of those who wait for room in the pool: first in, first out, each with a deadline."""
+"""The line of those who wait for room in the pool: first in, first out, each with a deadline.
+
+Where tenants share the pool, nobody waits for what another lacks: one at its cap holds up its own tenant alone, and
+whoever stays within a floor goes before those of other tenants who wait for the pool.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 from raydix.cache_core import OutOfSlotsError
 from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease
@@ -15,6 +21,14 @@ _RETRY_AFTER_S = 0.1
 Attempt = Callable[[], Message]  # raises OutOfSlotsError while there is no room
 
 
+class Place(NamedTuple):
+    """Where a request stands in line."""
+
+    tenant: str | None
+    urgent: bool  # a running lease that grows: it goes before new ones, which wait for it to end
+    is_within_floor: Callable[[], bool]  # whether its tenant need not wait for others
+
+
 @dataclass(eq=False, slots=True)
 class Waiter:
     """One request in line."""
@@ -22,8 +36,9 @@ class Waiter:
     ticket: int
     session_id: str
     lease_id: str
+    place: Place
     attempt: Attempt
-    urgent: bool  # a running lease that grows: it goes before new ones, which wait for it to end
+    shortage: OutOfSlotsError  # what it found when it was last tried
     outcome: asyncio.Future[Message] = field(init=False)
     timer: asyncio.TimerHandle = field(init=False)
 
@@ -37,51 +52,84 @@ class WaitingLine:
     def __init__(self, max_waiters: int) -> None:
         self._max_waiters = max_waiters
         self._line: list[Waiter] = []
+        self._waiting: Counter[str | None] = Counter()  # by tenant
         self._by_ticket: dict[int, Waiter] = {}
         self._next_ticket = count(1)
 
     def __len__(self) -> int:
         return len(self._line)
 
+    def is_waiting(self, tenant: str | None) -> bool:
+        """Whether somebody of that tenant stands in line."""
+        return tenant in self._waiting
+
+    def wait_for_their_own(self) -> bool:
+        """Whether everybody in line waits for a tenant's cap, or behind somebody of the same tenant who does."""
+        at_cap: set[str | None] = set()
+        for waiter in self._line:
+            if waiter.shortage.tenant is not None:
+                at_cap.add(waiter.place.tenant)
+            elif waiter.place.tenant not in at_cap:
+                return False
+        return True
+
     def join(
         self,
         session_id: str,
         lease_id: str,
+        place: Place,
         attempt: Attempt,
         timeout_s: float,
-        refusal: Callable[[], Exception],
-        urgent: bool = False,
+        refusal: Callable[[OutOfSlotsError], Exception],
+        shortage: OutOfSlotsError,
     ) -> tuple[int, int]:
-        """Stand in line for `timeout_s`, then fail with `refusal()`. Returns the ticket and how many stand before.
+        """Stand in line for `timeout_s`, then fail with the `refusal` of the last shortage.
+
+        Returns the ticket and how many stand before.
 
         Raises:
-            CacheBusy: the line is full.
+            CacheBusy: the line is full: so many of that tenant wait.
         """
         for waiter in self._line:  # a retry of a request that waits already
-            if (waiter.session_id, waiter.lease_id, waiter.urgent) == (session_id, lease_id, urgent):
+            if (waiter.session_id, waiter.lease_id, waiter.place.urgent) == (session_id, lease_id, place.urgent):
                 return waiter.ticket, self._line.index(waiter)
-        if len(self._line) >= self._max_waiters:
-            raise CacheBusy(f"{len(self._line)} requests wait for room already", _RETRY_AFTER_S)
+        if self._waiting[place.tenant] >= self._max_waiters:
+            raise CacheBusy(f"{self._waiting[place.tenant]} requests wait for room already", _RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
-        waiter = Waiter(next(self._next_ticket), session_id, lease_id, attempt, urgent)
+        waiter = Waiter(next(self._next_ticket), session_id, lease_id, place, attempt, shortage)
         waiter.outcome = loop.create_future()
         waiter.timer = loop.call_later(timeout_s, self._expire, waiter, refusal)
-        position = sum(other.urgent for other in self._line) if urgent else len(self._line)
+        position = sum(other.place.urgent for other in self._line) if place.urgent else len(self._line)
         self._line.insert(position, waiter)
+        self._waiting[place.tenant] += 1
         self._by_ticket[waiter.ticket] = waiter
         return waiter.ticket, position
 
     def serve(self) -> None:
-        """Serve from the front as many as there is room for; nobody overtakes."""
-        while self._line:
-            waiter = self._line[0]
-            try:
-                outcome: Message | Exception = waiter.attempt()
-            except OutOfSlotsError:
-                return
-            except Exception as error:  # its own mistake, found out late: it alone fails
-                outcome = error
-            self._settle(waiter, outcome)
+        """Serve from the front as many as there is room for; nobody overtakes who waits for the same."""
+        position, is_full = 0, False
+        passed: set[str | None] = set()  # tenants of whom somebody was passed over
+        while position < len(self._line) and len(passed) < len(self._waiting):
+            waiter = self._line[position]
+            if waiter.place.tenant not in passed:
+                if not is_full or waiter.place.is_within_floor():
+                    if self._try(waiter):
+                        continue
+                    is_full = is_full or waiter.shortage.tenant is None
+                passed.add(waiter.place.tenant)
+            position += 1
+
+    def _try(self, waiter: Waiter) -> bool:
+        """Try to serve one; False if there is no room for it."""
+        try:
+            outcome: Message | Exception = waiter.attempt()
+        except OutOfSlotsError as error:
+            waiter.shortage = error.with_traceback(None)
+            return False
+        except Exception as error:  # its own mistake, found out late: it alone fails
+            outcome = error
+        self._settle(waiter, outcome)
+        return True
 
     async def outcome(self, session_id: str, ticket: int) -> Message:
         """Wait for the outcome of a ticket and collect it. If the wait is cancelled, the ticket stays in line.
@@ -118,13 +166,16 @@ class WaitingLine:
         for waiter in list(self._line):
             self._settle(waiter, error)
 
-    def _expire(self, waiter: Waiter, refusal: Callable[[], Exception]) -> None:
-        self._settle(waiter, refusal())
+    def _expire(self, waiter: Waiter, refusal: Callable[[OutOfSlotsError], Exception]) -> None:
+        self._settle(waiter, refusal(waiter.shortage))
         self.serve()  # the next in line may need less
 
     def _settle(self, waiter: Waiter, outcome: Message | Exception) -> None:
         waiter.timer.cancel()
         self._line.remove(waiter)
+        self._waiting[waiter.place.tenant] -= 1
+        if not self._waiting[waiter.place.tenant]:
+            del self._waiting[waiter.place.tenant]
         if isinstance(outcome, Exception):
             waiter.outcome.set_exception(outcome)
             waiter.outcome.exception()  # seen, even if nobody collects it

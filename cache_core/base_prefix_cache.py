@@ -15,6 +15,7 @@ from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
 __all__ = [
     "BasePrefixCache",
@@ -114,6 +115,10 @@ class BasePrefixCache(ABC):
         """Where a match of `key` ends, and why it goes no further. Changes nothing."""
         found = self.peek_prefix(key)
         return Explanation.of_lengths(len(key), found.prefix_len, found.full_prefix_len, self.page_size)
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched, in bounded work; of a cache that keeps nothing, none."""
+        return Outline([], 0, 0)
 
     def keep_history(self, history: EvictionHistory) -> None:  # noqa: B027 -- most kinds of cache have no use for it
         """Note in `history` what is evicted and retired from now on, for `explain`."""

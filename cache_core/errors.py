@@ -42,16 +42,20 @@ class LeaseRangeError(CoreError, ValueError):
 class OutOfSlotsError(CoreError):
     """The pool cannot serve a request, even after evicting all it may evict. Nothing was taken.
 
-    Counts are in what `pool` holds: "slots", "window slots" or "states". `capacity` is the whole pool.
+    Counts are in what `pool` holds: "slots", "window slots" or "states". `capacity` is the whole pool. Where it is the
+    cap of a tenant that leaves no room, they are of its share: `capacity` is the cap, and `evictable` its own.
     """
 
-    def __init__(self, needed: int, free: int, evictable: int, capacity: int, pool: str = "slots") -> None:
-        super().__init__(needed, free, evictable, capacity, pool)
+    def __init__(
+        self, needed: int, free: int, evictable: int, capacity: int, pool: str = "slots", tenant: str | None = None
+    ) -> None:
+        super().__init__(needed, free, evictable, capacity, pool, tenant)
         self.needed = needed
         self.free = free
         self.evictable = evictable
         self.capacity = capacity
         self.pool = pool
+        self.tenant = tenant
 
     @property
     def can_ever_fit(self) -> bool:

@@ -17,6 +17,8 @@ class Departure(NamedTuple):
 
     at_s: float  # by the history's clock
     cause: str
+    used_at: int = 0  # ticks of the tree's clock: the last use of what went
+    num_tokens: int = 0
 
 
 class EvictionHistory:
@@ -43,11 +45,11 @@ class EvictionHistory:
     def note_evicted(self, node: TreeNode, page_bytes: int) -> None:
         """A node left its tree."""
         assert node.parent is not None
-        self._note(self._evicted, (place_of(node.parent), hash(node.data[:page_bytes])), self.cause)
+        self._note(self._evicted, (place_of(node.parent), hash(node.data[:page_bytes])), self._departure(node))
 
     def note_retired(self, extra_key: str | None) -> None:
         """A namespace was made unmatchable."""
-        self._note(self._retired, extra_key, "retired")
+        self._note(self._retired, extra_key, Departure(self.clock(), "retired"))
 
     def evicted(self, above: Hashable, page: bytes) -> Departure | None:
         """When the page with these packed ids that followed a place was evicted, if that is remembered."""
@@ -57,8 +59,15 @@ class EvictionHistory:
         """When a namespace was last retired, if that is remembered."""
         return self._retired.get(extra_key)
 
-    def _note(self, departures: OrderedDict[Any, Departure], place: Hashable, cause: str) -> None:
-        departures[place] = Departure(self.clock(), cause)
+    def evictions(self) -> list[Departure]:
+        """What was evicted, as far as it is remembered, the latest last."""
+        return list(self._evicted.values())
+
+    def _departure(self, node: TreeNode) -> Departure:
+        return Departure(self.clock(), self.cause, node.own_access_time, len(node))
+
+    def _note(self, departures: OrderedDict[Any, Departure], place: Hashable, departure: Departure) -> None:
+        departures[place] = departure
         departures.move_to_end(place)
         if len(departures) > self._max_entries:
             departures.popitem(last=False)

@@ -63,6 +63,15 @@ class EvictionQueue:
             self.discard(node)
             self._place(node, key)
 
+    def first(self) -> tuple[Rank, int, TreeNode] | None:
+        """The candidate of the lowest rank, and before it what orders it among all nodes; None if there is none."""
+        late: tuple[Rank, int, TreeNode] | None = self._late.first()
+        if self._row:
+            node, key = next(iter(self._row.items()))
+            if late is None or key < late[:2]:
+                return (*key, node)
+        return late
+
     def pop(self) -> TreeNode | None:
         """Take out the candidate of the lowest rank; None if there is none."""
         late = self._late.first()

@@ -34,7 +34,7 @@ class Explanation:
     prefix_len: int  # leading tokens that can be used
     full_prefix_len: int  # leading tokens whose full KV is there
     reason: Reason
-    cause: str | None = None  # of an eviction: "watermark", "shortfall" or "request"
+    cause: str | None = None  # of an eviction: "watermark", "shortfall", "cap" or "request"
     seconds_ago: float | None = None  # of an eviction or a retirement
     elsewhere: Elsewhere | None = None  # where most of the tokens are, if other namespaces have more
 

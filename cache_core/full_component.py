@@ -19,6 +19,7 @@ from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.retired_nodes import RetiredNodes
 from raydix.cache_core.slot_rows import SLOT_BYTES, Row, expand_rows
+from raydix.cache_core.tenants import TenantQueues, TenantRetired
 from raydix.cache_core.tree_node import TreeNode
 
 
@@ -56,8 +57,9 @@ class FullComponent:
         self.protected = 0  # tokens
         self._tree = tree
         self._aux = aux  # told of nodes that leave
-        self._queue = EvictionQueue(policy.rank)
-        self.retired = RetiredNodes()  # they go before all others
+        self.policy = policy
+        self._queue: EvictionQueue | TenantQueues = EvictionQueue(policy.rank)
+        self.retired: RetiredNodes | TenantRetired = RetiredNodes()  # they go before all others
 
     def add(self, leaf: TreeNode) -> None:
         """A new, unlocked leaf."""
@@ -137,6 +139,10 @@ class FullComponent:
         self._queue.clear()
         self.retired.clear()
         self.evictable = self.protected = 0
+
+    def may_take(self, leaf: TreeNode) -> bool:
+        """Whether an unlocked leaf may go whole, as far as its full KV is concerned."""
+        return True
 
     def take_out(self, leaf: TreeNode, victims: Victims) -> None:
         """Take an unlocked leaf out of the tree, with all it holds; its parent may be the next candidate."""

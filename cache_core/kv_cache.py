@@ -11,12 +11,14 @@ Synchronous, so every operation is atomic for whoever calls it from one thread. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, RadixKey, Starts
 from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
+from raydix.cache_core.eviction_history import Departure
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord
@@ -28,6 +30,8 @@ from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
+from raydix.cache_core.tree_sample import TreeBox
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
 __all__ = ["KVCache", "Published"]
@@ -70,7 +74,7 @@ class KVCache(LeasedCache):
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
-        self.room = SlotRoom(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
+        self.room = self._make_room(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
         self.room.checks = checks
         tree.keep_history(self.room.history)
         self._on_pressure = on_pressure
@@ -78,6 +82,9 @@ class KVCache(LeasedCache):
         self._swa_pressure_floor = swa_pressure_floor
         self._state_pressure_floor = state_pressure_floor
         self._bigram = bigram
+
+    def _make_room(self, *parts: Any) -> SlotRoom:
+        return SlotRoom(*parts)
 
     # ---------------------------------------------------------------- sizes
 
@@ -133,9 +140,16 @@ class KVCache(LeasedCache):
         self.counters.probes += 1
         return self.tree.peek_prefix(self._tree_key(key))
 
-    def check_len(self, num_tokens: int) -> None:
-        """Raise OutOfSlotsError if the pool has fewer slots than so many tokens need."""
-        self.room.check_capacity(-(-num_tokens // self.page_size))
+    def check_len(self, num_tokens: int, key: RadixKey) -> None:
+        """Raise OutOfSlotsError if the pools have fewer slots than so many tokens need, given what of `key` is cached.
+
+        Cached tokens need no window slots of the lease's own.
+        """
+        num_pages = -(-num_tokens // self.page_size)
+        self.room.check_capacity(num_pages)
+        if self.room.exceeds_window(num_pages):
+            prefix_len = self.tree.peek_prefix(self._tree_key(key)).prefix_len
+            self.room.check_window_capacity(num_pages - prefix_len // self.page_size)
 
     def acquire(
         self,
@@ -224,6 +238,9 @@ class KVCache(LeasedCache):
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
         self.room.check_capacity(num_pages)
+        if self.swa_allocator is not None and self.room.exceeds_window(num_pages):
+            held = np.count_nonzero(self.swa_allocator.swa_starts(lease.private_starts))
+            self.room.check_window_capacity(int(held) + num_pages - len(lease.starts))
         added = self.room.take_pages(num_pages - len(lease.starts))
         lease.starts = np.concatenate((lease.starts, added))
         lease.num_slots += num_tokens
@@ -369,6 +386,27 @@ class KVCache(LeasedCache):
         found = self.tree.explain(self._tree_key(key))
         found.num_tokens = len(key)
         return found
+
+    @property
+    def now(self) -> int:
+        """The tree's clock, in ticks; 0 where it has none."""
+        return self.tree.now if isinstance(self.tree, TreeCache) else 0
+
+    def sample_tree(self, max_nodes: int) -> list[TreeBox]:
+        """What each namespace holds and where, from so many nodes or a few more."""
+        return self.tree.sample(max_nodes) if isinstance(self.tree, TreeCache) else []
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Tell the times of evictions by this clock, in seconds."""
+        self.room.history.clock = clock
+
+    def evictions(self) -> list[Departure]:
+        """What was evicted of late, the latest last; 16,384 of it are remembered."""
+        return self.room.history.evictions()
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
+        return self.tree.outline(limits)
 
     # ---------------------------------------------------------------- parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class LeaseRecord:
         "receipt",
         "retired",
         "session_id",
+        "since",
         "starts",
         "state_slot",
         "swa_freed_len",
@@ -54,6 +56,7 @@ class LeaseRecord:
     ) -> None:
         self.lease_id = lease_id
         self.session_id = session_id
+        self.since = monotonic()  # when it was granted
         self.key = key
         self.node = node  # the locked node that ends the published part; the root, or None, if nothing is
         self.receipt = receipt  # what unlocking it takes

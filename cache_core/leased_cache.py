@@ -17,11 +17,15 @@ import torch
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import LeaseRangeError, UnknownLeaseError
+from raydix.cache_core.eviction_history import Departure
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.request_watch import RequestWatch
+from raydix.cache_core.tenants import Tenant
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
+from raydix.cache_core.tree_sample import TreeBox
 
 NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -45,6 +49,7 @@ class PoolSizes(NamedTuple):
     evictable: int
     protected: int
     quarantined: int = 0
+    kept: int = 0  # what no lease holds, but a floor of another tenant keeps
 
 
 class LeasedCache(ABC):
@@ -56,8 +61,11 @@ class LeasedCache(ABC):
         leases: the open ones.
         quarantine: those of vanished sessions, whose private slots are withheld.
         counters: what has happened since the start.
+        tenants: who shares the slots by floors and caps, the rest at last; empty if nobody has any.
         watches: told of every request.
     """
+
+    tenants: Iterable[Tenant] = ()
 
     num_slots: int
     page_size: int
@@ -101,8 +109,20 @@ class LeasedCache(ABC):
         """Slots that cannot be evicted because leases hold them."""
         return self.private_slots + self.protected_size()
 
-    def sizes_of(self, pool: str) -> PoolSizes:
-        """The pool that an `OutOfSlotsError` names."""
+    def tenant_of(self, extra_key: str | None) -> str | None:
+        """The tenant whose namespace that is; None: nobody's in particular."""
+        return None
+
+    def share_of(self, name: str) -> PoolSizes:
+        """The share of a tenant that has a cap, as if it were a pool of that size."""
+        raise AssertionError(f"there is no tenant {name!r}")
+
+    def is_within_floor(self, key: RadixKey, num_tokens: int) -> bool:
+        """Whether the tenant of `key` holds no more than its floor with a lease over so many tokens."""
+        return False
+
+    def sizes_of(self, pool: str, extra_key: str | None = None) -> PoolSizes:
+        """The pool that an `OutOfSlotsError` names, as a request of that namespace finds it."""
         sizes = {"window slots": self.swa_sizes, "states": self.state_sizes}.get(pool, lambda: None)()
         return sizes or PoolSizes(self.num_slots, self.free_slots, self.evictable_size(), self.protected_size())
 
@@ -121,11 +141,11 @@ class LeasedCache(ABC):
         """A probe: what `acquire` would find, without any effect."""
 
     @abstractmethod
-    def check_len(self, num_tokens: int) -> None:
-        """Raise unless an empty cache has room for a lease over so many tokens.
+    def check_len(self, num_tokens: int, key: RadixKey) -> None:
+        """Raise unless a cache with nothing else in it has room for a lease of `key` over so many tokens.
 
         Raises:
-            OutOfSlotsError: the pool is too small; `can_ever_fit` is False.
+            OutOfSlotsError: a pool is too small; `can_ever_fit` is False.
             LeaseRangeError: no lease of this cache may be so long.
         """
 
@@ -314,6 +334,30 @@ class LeasedCache(ABC):
     @abstractmethod
     def explain(self, key: RadixKey) -> Explanation:
         """Where a match of `key` ends, and why it goes no further. Changes nothing."""
+
+    def lease_size(self, lease: LeaseRecord) -> int:
+        """Slots that a lease covers, with those it shares."""
+        return len(lease.starts) * self.page_size
+
+    @property
+    def now(self) -> int:
+        """The cache's own clock, in ticks; 0 where it has none."""
+        return 0
+
+    def sample_tree(self, max_nodes: int) -> list[TreeBox]:
+        """What each namespace holds and where, from so many nodes or a few more; nothing where there is no tree."""
+        return []
+
+    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027 -- most kinds have nothing to do
+        """Tell the times of evictions by this clock, in seconds; else by `time.monotonic`."""
+
+    def evictions(self) -> list[Departure]:
+        """What was evicted of late, the latest last, as far as that is remembered."""
+        return []
+
+    @abstractmethod
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
 
     @abstractmethod
     def published_len(self, lease: LeaseRecord) -> int:

@@ -60,6 +60,11 @@ class RadixTrie:
 
     # ---------------------------------------------------------------- match and insert
 
+    @property
+    def clock(self) -> int:
+        """Ticks at each use; what `last_access_time` is in."""
+        return self._clock
+
     def match_prefix(self, tokens: Any, node: TrieNode | None = None) -> tuple[TrieNode, list[Any]]:
         """The longest prefix of `tokens` that is in the trie below `node`, floored to whole pages.
 

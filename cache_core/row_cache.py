@@ -30,6 +30,7 @@ from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import NO_STARTS, LeasedCache, Published
 from raydix.cache_core.row_room import RowRoom
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
 
 class RowLease(LeaseRecord):
@@ -122,8 +123,11 @@ class RowCache(LeasedCache):
         prefix_len, row = self._longest_prefix(key)
         return MatchResult(torch.arange(prefix_len) + row * self.max_seq_len, None, prefix_len, None, prefix_len)
 
-    def check_len(self, num_tokens: int) -> None:
+    def check_len(self, num_tokens: int, key: RadixKey) -> None:
         """Raise LeaseRangeError if so many tokens do not fit into a row."""
+        self._check_fits(num_tokens)
+
+    def _check_fits(self, num_tokens: int) -> None:
         if num_tokens > self.max_seq_len:
             raise LeaseRangeError(f"{num_tokens} tokens do not fit into a row: max_seq_len is {self.max_seq_len}")
 
@@ -152,7 +156,7 @@ class RowCache(LeasedCache):
         if new_tokens < 0:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
         num_slots = len(key) + new_tokens
-        self.check_len(num_slots)
+        self._check_fits(num_slots)
         return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, priority)
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
@@ -201,7 +205,7 @@ class RowCache(LeasedCache):
         lease = self.leases.get(lease_id, session_id)
         if num_tokens < 0:
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
-        self.check_len(lease.num_slots + num_tokens)
+        self._check_fits(lease.num_slots + num_tokens)
         lease.num_slots += num_tokens
         return NO_STARTS
 
@@ -242,6 +246,10 @@ class RowCache(LeasedCache):
     def _private_size(self, lease: LeaseRecord) -> int:
         return self.max_seq_len
 
+    def lease_size(self, lease: LeaseRecord) -> int:
+        """Slots of the lease's row."""
+        return self.max_seq_len
+
     def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Empty cached rows, whole ones, least recently used first, of at least `num_tokens` slots; returns of how
         many: fewer if no more rows are cached."""
@@ -257,6 +265,10 @@ class RowCache(LeasedCache):
         """Where a match of `key` ends, and as far as it can be told why. Changes nothing."""
         prefix_len, _ = self._longest_prefix(key)
         return Explanation.of_lengths(len(key), prefix_len, prefix_len, self.page_size)
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be found. Bounded work, however much is cached."""
+        return self.room.outline(limits)
 
     # ---------------------------------------------------------------- what a lease holds
 

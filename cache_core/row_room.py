@@ -22,6 +22,7 @@ from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.memory_pool import wait_for_device
 from raydix.cache_core.slot_cache import FoundRow, PrefixCacheManager
+from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
 
 class RowRoom:
@@ -54,6 +55,10 @@ class RowRoom:
         self._num_layers = self._kv_cache[0].shape[2]
         self._counters = counters
         self._check = check
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be found."""
+        return self._records.outline(limits)
 
     @property
     def taken_rows(self) -> int:

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.tree_outline import SHOWN, NodeFacts
 
 WIDTH = 8  # bytes of each id in the tree
-_SHOWN = 8  # tokens and rows shown of a node
 
 
 class Row:
@@ -158,7 +158,7 @@ class RowTree:
             parent = node.parent
             if depth == 1 and parent is not None and next(iter(parent.children.values())) is node:
                 yield f"namespace {node.namespace!r}"
-            tokens = RadixKey.from_packed(node.data, WIDTH)[: _SHOWN + 1].token_ids
+            tokens = RadixKey.from_packed(node.data, WIDTH)[: SHOWN + 1].token_ids
             pins = f" pinned x{node.lock_ref}" if node.lock_ref else ""
             age = now - node.last_used
             yield f"{'  ' * depth}{_head(tokens)} len={len(node)} rows={_head(list(node.rows))}{pins} age={age}"
@@ -184,6 +184,12 @@ class RowTree:
         assert num_tokens == self.num_tokens, f"rule 5: {num_tokens=}, but {self.num_tokens=}"
 
 
+def facts_of(node: RowNode) -> NodeFacts:
+    """What a node tells of itself in an outline."""
+    ids = np.frombuffer(node.data[: SHOWN * WIDTH], np.uint64).tolist()
+    return NodeFacts(ids, len(node), node.lock_ref, None, node.last_used)
+
+
 def _common_tokens(data: bytes, pos: int, run: bytes) -> int:
     """Leading tokens that `data[pos:]` and `run` share; they are not all of the run's."""
     num_tokens = min(len(data) - pos, len(run)) // WIDTH
@@ -193,5 +199,5 @@ def _common_tokens(data: bytes, pos: int, run: bytes) -> int:
 
 
 def _head(items: Sequence[object]) -> str:
-    shown = " ".join(map(str, items[:_SHOWN]))
-    return f"[{shown}{' ...' if len(items) > _SHOWN else ''}]"
+    shown = " ".join(map(str, items[:SHOWN]))
+    return f"[{shown}{' ...' if len(items) > SHOWN else ''}]"

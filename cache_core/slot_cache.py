@@ -24,7 +24,8 @@ from raydix.cache_core.bitmask_slots import SlotAllocator
 from raydix.cache_core.errors import InvalidKeyError, LockError, SlotError, StaleNodeError
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.row_index import RowIndex
-from raydix.cache_core.row_tree import WIDTH, Row, RowNode
+from raydix.cache_core.row_tree import WIDTH, Row, RowNode, facts_of
+from raydix.cache_core.tree_outline import Outline, OutlineLimits, outline
 
 __all__ = ["FoundRow", "PrefixCacheManager", "SlotAllocator"]
 
@@ -292,6 +293,11 @@ class PrefixCacheManager:
             self.allocator.check_range(slot)
         elif slot < 0:
             raise SlotError(f"slot {slot} is negative")
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches, stale versions included. Bounded work."""
+        tops = self._index.tree.tops
+        return Outline(outline(tops.items(), facts_of, limits), self._index.clock, len(tops))
 
     def pretty_format(self) -> str:
         """One line per run, indented by depth: tokens, length, rows, pins, and age in ticks of the clock."""

@@ -66,12 +66,21 @@ class SlotRoom:
         if num_pages * self._page_size > self._allocator.num_slots:
             self._refuse(num_pages)
 
+    def exceeds_window(self, num_pages: int) -> bool:
+        """Whether so many pages are more than there are window slots for."""
+        return self._swa is not None and num_pages * self._page_size > self._swa.num_swa_slots
+
+    def check_window_capacity(self, num_pages: int) -> None:
+        """Raise OutOfSlotsError if so many pages with window slots can never be had."""
+        if self.exceeds_window(num_pages):
+            self._refuse(num_pages, window=True)
+
     def check_pages(self, num_pages: int) -> None:
         """Raise OutOfSlotsError if so many private pages cannot be had now, not even by evicting. Nothing changes."""
         needed = max(0, num_pages) * self._page_size
         if self._swa is not None and needed > self._swa.swa_available_size() + self._tree.swa_evictable_size():
             self._refuse(num_pages, window=True)
-        if needed > self._allocator.available_size() + self._tree.evictable_size():
+        if needed > self._allocator.available_size() + self._evictable_size():
             self._refuse(num_pages)
 
     def held_by_prefix(self, pool: str, prefix_len: int) -> int:
@@ -189,8 +198,12 @@ class SlotRoom:
             free, evictable = self._swa.swa_available_size(), self._tree.swa_evictable_size()
             raise OutOfSlotsError(needed, free, evictable, self._swa.num_swa_slots, "window slots")
         raise OutOfSlotsError(
-            needed, self._allocator.available_size(), self._tree.evictable_size(), self._allocator.num_slots
+            needed, self._allocator.available_size(), self._evictable_size(), self._allocator.num_slots
         )
+
+    def _evictable_size(self) -> int:
+        """Slots that can be evicted for whoever asks."""
+        return self._tree.evictable_size()
 
     def check(self, leases: Iterable[LeaseRecord]) -> None:
         """Raise AssertionError unless every window half and every state is free, private or in the tree, once. O(n)."""

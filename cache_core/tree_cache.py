@@ -20,9 +20,12 @@ from raydix.cache_core.full_component import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
-from raydix.cache_core.tree_format import format_tree
+from raydix.cache_core.tenant_component import TenantComponent
+from raydix.cache_core.tenants import Tenant, Tenants
+from raydix.cache_core.tree_format import facts_of, format_tree
 from raydix.cache_core.tree_insert import TreeInsert
 from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_outline import Outline, OutlineLimits, outline
 
 
 class SlotPool(Protocol):
@@ -121,13 +124,28 @@ class TreeCache(TreeInsert):
         """Let each component give up its own until it has given up so much since the start."""
         for place, (component, goal) in enumerate(zip(self._aux, goals, strict=True)):
             while component.num_freed < goal and (node := component.pop_victim()) is not None:
-                if not node.children and not node.lock_ref:
+                if not node.children and not node.lock_ref and self._full.may_take(node):
                     self._full.take_out(node, victims)
                     continue
                 for each in self._aux[place:]:
                     each.drop(node)
         for component in self._aux:
             component.give_back()
+
+    def divide(self, tenants: Tenants) -> None:
+        """Keep the floors of these tenants from now on, and count what they hold. Before anything is inserted."""
+        assert not self._all_tops(), "the tree is not empty"
+        self._full = TenantComponent(self._tree, self._full.policy, self._aux, tenants)
+
+    def evict_own(self, tenant: Tenant, num_tokens: int) -> int:
+        """Free at least so many slots that a tenant has in the tree and nobody has locked; returns how many.
+
+        There must be as many. Retired ones go first, then whole leaves, in the policy's order.
+        """
+        assert isinstance(self._full, TenantComponent)
+        victims = self._full.evict_own(tenant, num_tokens)
+        self._give_back(victims)
+        return victims.num_tokens
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
         """Free the unlocked nodes of retired namespaces, `max_tokens` or a node more of them; returns tokens."""
@@ -231,6 +249,12 @@ class TreeCache(TreeInsert):
     def pretty_print(self) -> None:
         """Print the tree: one line per node with its tokens, slots, locks, hits and age."""
         print("\n".join(format_tree(self._tree.tops.values(), self._clock)))
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches of what can be matched. Bounded work, however much is cached."""
+        tops = self._tree.tops
+        nodes = outline(((top.space.extra_key, top) for top in tops.values()), facts_of, limits)
+        return Outline(nodes, self._clock, len(tops))
 
     def tree_starts(self) -> list[Starts]:
         """The page starts (or slots) of every node, matchable or retired. O(n)."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
+from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.tree_node import TreeNode, Use, uses_in
-
-_SHOWN = 8  # tokens and slots shown of a node
+from raydix.cache_core.tree_outline import SHOWN, NodeFacts
 
 
 def format_tree(tops: Iterable[TreeNode], now: int) -> Iterator[str]:
@@ -23,6 +23,14 @@ def format_tree(tops: Iterable[TreeNode], now: int) -> Iterator[str]:
             node, depth = stack.pop()
             yield "  " * depth + _line(node, uses[node], now)
             stack.extend((child, depth + 1) for child in reversed(node.children.values()))
+
+
+def facts_of(node: TreeNode) -> NodeFacts:
+    """What a node tells of itself in an outline. Of tuples, their first ids."""
+    space = node.space
+    first = RadixKey.from_packed(node.data[: SHOWN * space.unit], space.width, space.extra_key, space.arity)
+    ids = [each[0] if isinstance(each, tuple) else each for each in first.token_ids] if node.data else []
+    return NodeFacts(ids, len(node), node.lock_ref, node.own_hits, node.own_access_time)
 
 
 def _line(node: TreeNode, use: Use, now: int) -> str:
@@ -43,5 +51,5 @@ def _marks(node: TreeNode) -> Iterator[str]:
 
 
 def _head(items: list[int] | list[tuple[int, ...]]) -> str:
-    shown = " ".join(map(str, items[:_SHOWN]))
-    return f"[{shown}{' ...' if len(items) > _SHOWN else ''}]"
+    shown = " ".join(map(str, items[:SHOWN]))
+    return f"[{shown}{' ...' if len(items) > SHOWN else ''}]"

@@ -15,6 +15,7 @@ from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import expand_rows, join_rows
 from raydix.cache_core.tree_explanation import explain_absence
 from raydix.cache_core.tree_node import TreeNode, rows_of
+from raydix.cache_core.tree_sample import TreeBox, sample_tree
 
 
 class TreeMatch(BasePrefixCache):
@@ -75,6 +76,15 @@ class TreeMatch(BasePrefixCache):
         whole = path if path[-1].end == end else path[:-1]
         last_node = whole[-1] if whole else self.root
         return MatchResult(indices, last_node, end, self._branching(end, full_end), full_end)
+
+    @property
+    def now(self) -> int:
+        """The time of the last match or insert, in ticks of the cache's own clock."""
+        return self._clock
+
+    def sample(self, max_nodes: int) -> list[TreeBox]:
+        """What each namespace holds and where, from so many nodes or a few more: O(max_nodes)."""
+        return sample_tree(self._tree.tops.values(), max_nodes)
 
     # ---------------------------------------------------------------- reasons
 

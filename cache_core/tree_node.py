@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import Row, expand_row
+
+if TYPE_CHECKING:
+    from raydix.cache_core.tenants import Tenant
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +25,8 @@ class Namespace:
     width: int  # bytes an id; rises from 4 to 8 when the first wide id is inserted
     unit: int  # bytes of one token of a key: `width` times the ids of a tuple
     tree: object | None = None  # where its nodes can be matched; None once reset or retired
+    tenant: Tenant | None = None  # who holds its slots; known once it is asked for
+    evictable: int = 0  # tokens of its nodes without locks; counted where there are tenants
 
     @property
     def live(self) -> bool:

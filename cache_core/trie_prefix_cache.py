@@ -28,6 +28,7 @@ from raydix.cache_core.base_prefix_cache import (
 from raydix.cache_core.errors import LockError
 from raydix.cache_core.radix_trie import RadixTrie
 from raydix.cache_core.slot_rows import as_slots, expand_pages
+from raydix.cache_core.tree_outline import SHOWN, NodeFacts, Outline, OutlineLimits, outline
 from raydix.cache_core.trie_node import TrieNode
 
 
@@ -201,6 +202,10 @@ class TriePrefixCache(BasePrefixCache):
         tries = (self._trie, *self._retired)
         return [np.array(node.blocks, np.int64) for trie in tries for node in trie.nodes() if node.blocks]
 
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """The largest branches, of all namespaces together. Bounded work, however much is cached."""
+        return Outline(outline([(None, self._trie.root)], _facts_of, limits), self._trie.clock, 1)
+
     def pretty_print(self) -> None:
         """Print the trie."""
         self._trie.pretty_print()
@@ -230,3 +235,16 @@ def _space_of(token: Hashable) -> tuple[str | None, int]:
     if not isinstance(token, tuple) or isinstance(token[0], int):
         return None, 0
     return (token[0], 0) if len(token) == 2 else (token[0], token[1])
+
+
+def _facts_of(node: TrieNode) -> NodeFacts:
+    return NodeFacts(
+        list(map(_id_of, node.tokens[:SHOWN])), len(node.tokens), len(node.users), None, node.last_access_time
+    )
+
+
+def _id_of(token: Any) -> int:
+    """The id of a token in the trie, whatever it carries along; of a pair, the first."""
+    if isinstance(token, tuple) and not isinstance(token[0], int):
+        token = token[-1]
+    return int(token[0] if isinstance(token, tuple) else token)

@@ -1,6 +1,6 @@
 """What travels between callers and a cache: messages, configuration, errors and statistics."""
 
-from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, PoolConfig
+from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, MetricsConfig, PoolConfig
 from raydix.schemas.errors import (
     CacheBusy,
     CacheError,
@@ -25,9 +25,11 @@ from raydix.schemas.events import (
 )
 from raydix.schemas.explain import ExplainRequest, ExplainResponse
 from raydix.schemas.lease_grant import LeaseGrant
+from raydix.schemas.lease_owner import LeaseOwner
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
+from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, TreePart
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
@@ -68,8 +70,10 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
-from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats
+from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats, TenantStats
+from raydix.schemas.tenants import TenantConfig
 from raydix.schemas.tokens import TokenIds
+from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
 
 __all__ = [
     "AbortRequest",
@@ -77,6 +81,7 @@ __all__ = [
     "AcquireRequest",
     "AdoptRequest",
     "AdoptResponse",
+    "AgeCount",
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
@@ -86,6 +91,7 @@ __all__ = [
     "CacheBusy",
     "CacheConfig",
     "CacheError",
+    "CacheReport",
     "CacheStats",
     "CacheUnavailable",
     "CheckInvariantsRequest",
@@ -103,6 +109,7 @@ __all__ = [
     "GhostConfig",
     "GhostStats",
     "GrantRequest",
+    "HistoryPoint",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -113,11 +120,14 @@ __all__ = [
     "LeaseConfig",
     "LeaseExpired",
     "LeaseGrant",
+    "LeaseOwner",
     "LeaseResponse",
     "LockRequest",
     "MatchRequest",
     "MatchResponse",
     "Message",
+    "MetricsConfig",
+    "NamespaceStats",
     "NextEvents",
     "OpenSession",
     "PoolConfig",
@@ -134,7 +144,13 @@ __all__ = [
     "SessionResponse",
     "StaleEpoch",
     "StatsRequest",
+    "TenantConfig",
+    "TenantStats",
     "TokenIds",
+    "TreeBranch",
+    "TreePart",
+    "TreeRequest",
+    "TreeResponse",
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",

@@ -8,6 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from raydix.schemas.tenants import TenantConfig, check_tenants
+
 MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
 
 
@@ -83,7 +85,15 @@ class LeaseConfig(_Config):
     remembered_leases: int = Field(
         default=65_536, ge=1, description="ended leases remembered, so that what comes late for them has no effect"
     )
-    max_waiters: int = Field(default=1024, ge=0, description="acquires that may wait at once; beyond it CacheBusy")
+    max_waiters: int = Field(
+        default=1024, ge=0, description="acquires that may wait at once, of each tenant; beyond it CacheBusy"
+    )
+
+
+class MetricsConfig(_Config):
+    """Ray's metrics of a cache actor, for Prometheus. They need the extra `raydix[metrics]`."""
+
+    interval_s: float = Field(default=5.0, gt=0, allow_inf_nan=False, description="between two looks at the counts")
 
 
 class GhostConfig(_Config):
@@ -119,11 +129,18 @@ with warnings.catch_warnings():
         pool: PoolConfig
         eviction: EvictionConfig = EvictionConfig()
         leases: LeaseConfig = LeaseConfig()
+        tenants: tuple[TenantConfig, ...] = Field(
+            default=(), description="namespaces with a floor or a cap of slots; kinds radix and mamba"
+        )
         events: bool = Field(
             default=False, description="tell of blocks that come and go; costs a hash of each page inserted"
         )
         ghost: GhostConfig | None = Field(
             default=None, description="tell what pools of other sizes would have hit; kinds radix, mamba and trie"
+        )
+        json_logs: bool = Field(default=False, description="a cache actor logs JSON lines, with its name and epoch")
+        metrics: MetricsConfig | None = Field(
+            default=None, description="publish the counts as Ray's metrics; by cache actors only"
         )
         validate: bool = Field(  # type: ignore[assignment]
             default=False,
@@ -184,6 +201,13 @@ with warnings.catch_warnings():
         def _kind_tells_events(self) -> Self:
             if self.events and self.kind not in ("radix", "mamba", "chunk"):
                 raise ValueError(f"events are told by the kinds 'radix', 'mamba' and 'chunk', not by {self.kind!r}")
+            return self
+
+        @model_validator(mode="after")
+        def _kind_has_tenants(self) -> Self:
+            if self.tenants and self.kind not in ("radix", "mamba"):
+                raise ValueError(f"tenants are for kinds 'radix' and 'mamba', not {self.kind!r}")
+            check_tenants(self.tenants, self.pool.num_slots, self.page_size)
             return self
 
         @model_validator(mode="after")

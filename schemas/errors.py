@@ -16,6 +16,8 @@ arguments does not survive Ray's pickling.
 
 from __future__ import annotations
 
+from raydix.schemas.lease_owner import LeaseOwner
+
 
 class CacheError(Exception):
     """Base of every error a cache raises."""
@@ -32,8 +34,10 @@ class PoolExhausted(CacheError):
     """The pool has no room for a request, even after evicting all it may evict. Nothing was taken.
 
     All counts are in what `pool` holds: "slots" of tokens, "window slots" or "states". `held_slots` is what
-    `open_leases` leases hold, locked in the tree or privately.
-    `can_ever_fit=False` means that the request is larger than the whole pool: waiting cannot help.
+    `open_leases` leases hold, locked in the tree or privately; `owners` whose leases cover the most slots, the largest
+    first. `kept_slots` is what no lease holds, but other tenants' floors keep. Where `tenant` is named, its cap leaves
+    no room: then all counts are of its share.
+    `can_ever_fit=False` means that the request is larger than the whole pool, or its share: waiting cannot help.
     """
 
     def __init__(
@@ -45,8 +49,13 @@ class PoolExhausted(CacheError):
         open_leases: int,
         can_ever_fit: bool = True,
         pool: str = "slots",
+        owners: tuple[LeaseOwner, ...] = (),
+        tenant: str | None = None,
+        kept_slots: int = 0,
     ) -> None:
-        super().__init__(needed, free, evictable, held_slots, open_leases, can_ever_fit, pool)
+        super().__init__(
+            needed, free, evictable, held_slots, open_leases, can_ever_fit, pool, owners, tenant, kept_slots
+        )
         self.needed = needed
         self.free = free
         self.evictable = evictable
@@ -54,17 +63,23 @@ class PoolExhausted(CacheError):
         self.open_leases = open_leases
         self.can_ever_fit = can_ever_fit
         self.pool = pool
+        self.owners = owners
+        self.tenant = tenant
+        self.kept_slots = kept_slots
 
     def __str__(self) -> str:
-        size = _POOL_SIZES.get(self.pool, "the pool")
+        size = _POOL_SIZES.get(self.pool, "the pool") if self.tenant is None else "its cap_slots"
         advice = (
             f"release leases, raise timeout_s, or enlarge {size}"
             if self.can_ever_fit
             else f"it can never fit: shorten the request or enlarge {size}"
         )
+        share = "" if self.tenant is None else f" of the share of tenant {self.tenant!r}"
+        kept = f"; {self.kept_slots} kept for other tenants" if self.kept_slots else ""
+        most = f": {', '.join(map(str, self.owners))}" if self.owners else ""
         return (
-            f"needs {self.needed} {self.pool}, but {self.free} are free and {self.evictable} evictable "
-            f"({self.held_slots} held by {self.open_leases} leases); {advice}"
+            f"needs {self.needed} {self.pool}{share}, but {self.free} are free and {self.evictable} evictable "
+            f"({self.held_slots} held by {self.open_leases} leases{most}{kept}); {advice}"
         )
 
 

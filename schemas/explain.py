@@ -50,7 +50,7 @@ class ExplainResponse(Message):
     prefix_len: int = Field(description="leading tokens whose KV can be used now")
     full_prefix_len: int = Field(description="leading tokens whose full-attention KV is there")
     reason: ExplainReason
-    cause: str | None = Field(default=None, description="of an eviction: watermark, shortfall or request")
+    cause: str | None = Field(default=None, description="of an eviction: watermark, shortfall, cap or request")
     seconds_ago: float | None = Field(default=None, description="of an eviction or a retirement")
     other_prefix_len: int = Field(default=0, description="leading tokens that are there in another namespace, if more")
     other_extra_key: str | None = Field(default=None, description="that namespace's fields")

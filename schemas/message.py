@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+M = TypeVar("M", bound="Message")
 
 
 class Message(BaseModel):
@@ -16,7 +19,14 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), *self.__dict__.values())
+        return _receive, (type(self), *self.__dict__.values())
+
+
+class Answer(Message):
+    """What the cache says: its client takes it as it is, without validating it again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore, (type(self), *self.__dict__.values())
 
 
 class Malformed(Message):
@@ -37,10 +47,30 @@ def first_fault(error: ValidationError) -> str:
     return f"{where}: {fault}" if where else fault
 
 
-def _restore(model: type[Message], *values: Any) -> Message:
-    """The message, validated: as quick as setting its fields by hand."""
+def restore(model: type[M], *values: Any) -> M:
+    """A message of the values of all its fields, in order, which are taken as they are."""
+    message = model.__new__(model)
+    names, are_set = _fields(model)
+    _set(message, "__dict__", dict(zip(names, values, strict=True)))
+    _set(message, "__pydantic_fields_set__", are_set)
+    _set(message, "__pydantic_extra__", None)
+    _set(message, "__pydantic_private__", None)
+    return message
+
+
+_set = object.__setattr__
+
+
+@cache
+def _fields(model: type[Message]) -> tuple[tuple[str, ...], set[str]]:
+    """A model's fields in order, and as the set that all its messages share."""
+    return tuple(model.model_fields), set(model.model_fields)
+
+
+def _receive(model: type[Message], *values: Any) -> Message:
+    """The message, validated."""
     try:
-        fields = dict(zip(model.__pydantic_fields__, values, strict=True))
+        fields = dict(zip(_fields(model)[0], values, strict=True))
         message: Message = model.__pydantic_validator__.validate_python(fields)
     except ValidationError as error:
         return Malformed(model=model.__name__, fault=first_fault(error))

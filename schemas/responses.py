@@ -9,18 +9,18 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from raydix.schemas.config import CacheConfig
-from raydix.schemas.message import Message
+from raydix.schemas.message import Answer
 from raydix.schemas.tokens import TokenIds
 
 
-class SessionResponse(Message):
+class SessionResponse(Answer):
     """A session is open. Its epoch goes into every later message."""
 
     epoch: str = Field(description="this life of the cache; a restarted cache has another")
     config: CacheConfig
 
 
-class MatchResponse(Message):
+class MatchResponse(Answer):
     """What a probe found."""
 
     prefix_len: int = Field(description="leading tokens whose KV can be used now; a multiple of page_size")
@@ -31,7 +31,7 @@ class MatchResponse(Message):
     )
 
 
-class LeaseResponse(Message):
+class LeaseResponse(Answer):
     """A lease is granted."""
 
     lease_id: str
@@ -45,7 +45,7 @@ class LeaseResponse(Message):
     state_slot: int | None = Field(default=None, description="the lease's own recurrent state")
 
 
-class AdoptResponse(Message):
+class AdoptResponse(Answer):
     """A lease has a new owner."""
 
     lease: LeaseResponse
@@ -53,14 +53,14 @@ class AdoptResponse(Message):
     published_len: int = Field(description="leading tokens that are in the tree")
 
 
-class WaitingResponse(Message):
+class WaitingResponse(Answer):
     """There is no room now; the request stands in line. A `WaitRequest` with its ticket brings the outcome."""
 
     ticket: int
     position: int = Field(description="how many wait before it")
 
 
-class ExtendResponse(Message):
+class ExtendResponse(Answer):
     """More private slots."""
 
     num_slots: int = Field(description="slots the lease now covers")
@@ -68,7 +68,7 @@ class ExtendResponse(Message):
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 
-class InsertResponse(Message):
+class InsertResponse(Answer):
     """What publishing did. The first four fields are for the caller, the others for its client."""
 
     prefix_len: int = Field(description="leading tokens that were in the tree already")
@@ -81,36 +81,36 @@ class InsertResponse(Message):
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 
-class WindowResponse(Message):
+class WindowResponse(Answer):
     """A lease's sliding-window KV as it is now."""
 
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 
-class EvictResponse(Message):
+class EvictResponse(Answer):
     """What an eviction freed."""
 
     num_evicted: int = Field(description="tokens whose slots are free now")
 
 
-class RetireResponse(Message):
+class RetireResponse(Answer):
     """What a retirement did."""
 
     num_namespaces: int = Field(description="namespaces that held something, and can no longer be matched")
 
 
-class Ack(Message):
+class Ack(Answer):
     """Done, with nothing to tell."""
 
 
-class BatchResponse(Message):
+class BatchResponse(Answer):
     """The responses to a batch, one per request and in its order; `CacheError`s stand for failures."""
 
     epoch: str
     responses: tuple[Any, ...]
 
 
-class KVResponse(Message):
+class KVResponse(Answer):
     """The KV of some slots: raw bytes of `[num_layers, n, num_kv_heads, dim]` in the pool's dtype, as uint8."""
 
     k: NDArray[np.uint8]

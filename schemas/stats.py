@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
+from raydix.schemas.lease_owner import LeaseOwner
 from raydix.schemas.message import Message
 
 
@@ -31,6 +32,17 @@ class PoolStats(Message):
     quarantined_slots: int
     evictable_slots: int
     protected_slots: int
+
+
+class TenantStats(Message):
+    """What one tenant holds of the slots, and may."""
+
+    name: str | None = Field(description="None: all namespaces that are no tenant's")
+    held_slots: int = Field(description="in the tree, by its leases, and withheld of those that vanished")
+    evictable_slots: int = Field(description="of held_slots, those in the tree that no lease has locked")
+    floor_slots: int
+    cap_slots: int | None
+    tokens_evicted: int = Field(description="for whomever; not what was retired")
 
 
 class GhostStats(Message):
@@ -61,6 +73,7 @@ class CacheStats(Message):
     evictable_slots: int = Field(description="of tree_slots, those no lease has locked")
     protected_slots: int = Field(description="of tree_slots, those a lease has locked")
     open_leases: int
+    owners: tuple[LeaseOwner, ...] = Field(description="whose leases cover most slots, the largest first; at most 32")
     open_sessions: int
     waiters: int
     expired_sessions: int = Field(description="clients that were silent for too long")
@@ -80,6 +93,7 @@ class CacheStats(Message):
     eviction_task: EvictionTaskStats
     swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")
     state: PoolStats | None = Field(default=None, description="the recurrent states, if there are any")
+    tenants: tuple[TenantStats, ...] = Field(default=(), description="if there are any, as configured; then the rest")
     ghost: GhostStats | None = Field(default=None, description="other sizes of the pool, if `CacheConfig.ghost` is set")
 
     @property

@@ -37,6 +37,8 @@ class TokenIds:
         Raises:
             ValueError: an id is negative, fractional or too large, or the ids are not a 1-D row of integers.
         """
+        if type(ids) is np.ndarray:
+            return cls._pack_array(ids)
         if isinstance(ids, TokenIds):
             if not ids.is_whole():
                 raise ValueError("the packed token ids are torn: pack them with TokenIds.pack")

@@ -176,7 +176,7 @@ def reached_kinds(*traits: Trait, faulty: Mapping[Trait, str] | None = None) -> 
     """Each kind with all these traits, reached in each way: parameters for the fixture `cache`."""
     ways: dict[Access, tuple[KindUnderTest, ...]] = {
         "local": KINDS + PAGES_OF_ONE,
-        "client": KINDS + PAGES_OF_ONE,
+        "client": (KINDS[0], hybrid(4, 6)),  # in process it is a session more, and the same calls as "local"
         "ray": KINDS,
     }
     params = []

@@ -181,4 +181,10 @@ class CacheUnderTest:
         assert not any(pool.private_slots or pool.protected_slots for pool in pools_of(stats)), stats
 
 
+def unchecked(kind: KindUnderTest) -> CacheUnderTest:
+    """One in process that does not check itself: for planted faults, so that what finds them is the test."""
+    config = kind.cache_config().model_copy(update={"validate": False})
+    return CacheUnderTest.reached("local", config, None, kind)
+
+
 Reached = Callable[[KindUnderTest], AbstractAsyncContextManager[CacheUnderTest]]

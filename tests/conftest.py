@@ -5,6 +5,25 @@ from typing import Any
 
 import pytest
 
+WITH_CLUSTERS_OF_THEIR_OWN = ("chaos", "examples")
+FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have each process of `make test` run whole files, and one of them all that shares the Ray cluster."""
+    for item in items:
+        shared = item.get_closest_marker("ray") and item.path.parent.name not in WITH_CLUSTERS_OF_THEIR_OWN
+        item.add_marker(pytest.mark.xdist_group("ray" if shared else item.path.name))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show what tests counted and measured, though they passed, and in whichever process."""
+    told = [each for each in terminalreporter.stats.get("passed", ()) if FIGURES & set(each.keywords)]
+    for report in told:
+        for title, text in report.sections:
+            if title == "Captured stdout call":
+                terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {text.strip()}")
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked `gpu` where there is no CUDA device."""

@@ -1,4 +1,4 @@
-"""Workers at one small cache whose every operation may be cancelled: what `test_interleavings` shuffles."""
+"""Workers at one small cache whose every operation may be cancelled: shuffled by `test_3_no_slot_is_lost`."""
 
 from __future__ import annotations
 
@@ -145,8 +145,7 @@ class Worker:
         if verb == "leave":
             return await self.leave(cancel_at)
         if verb == "fall silent":
-            self.client._timer.stop()
-            await asyncio.sleep(self.rng.randrange(10))
+            await self.fall_silent()
             return 0
         operation = {
             "match": lambda: self.client.match(self.tokens()),
@@ -157,6 +156,13 @@ class Worker:
             "stats": lambda: self.client.stats(),
         }[verb]
         return (await self.floor.attempt(operation(), cancel_at))[1]
+
+    async def fall_silent(self) -> None:
+        """Give no sign of life for a while, which may be longer than the time to live."""
+        self.client._timer.stop()
+        if self.client._beating is not None:
+            self.client._beating.cancel()  # else its answer starts the timer again
+        await asyncio.sleep(self.rng.randrange(10))
 
     async def begin(self, verb: str, cancel_at: int) -> int:
         tokens, lora_id = self.tokens(), self.rng.choice((None, "a"))

@@ -52,7 +52,7 @@ class PairedRowCache:
         if expected is None:
             with pytest.raises(OutOfSlotsError) as caught:
                 self.cache.acquire(lease_id, session, RadixKey(tokens, namespace), new_tokens, limit)
-            assert caught.value.args == (self.row_len, 0, 0, self.cache.num_slots, "slots")
+            assert caught.value.args == (self.row_len, 0, 0, self.cache.num_slots, "slots", None)
             return self.check()
         self.cache.acquire(lease_id, session, RadixKey(tokens, namespace), new_tokens, limit)
         expected.covered = covered

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from itertools import chain
 from typing import Any, NamedTuple
 
 from cache_under_test import CacheUnderTest
 
-from raydix.actors import Lease, LocalPrefixCache
+from raydix.actors import Lease, LocalPrefixCache, wire
 from raydix.actors.ray_transport import call
 from raydix.actors.verbs import CacheVerbs
-from raydix.schemas import Batch, ReadKV, WaitRequest, WriteKV
+from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
 
-COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions"}
+COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions", "loop_lag_ms", "owners"}
 
 
 class Scene(NamedTuple):
@@ -37,13 +38,19 @@ class Wire:
         self.session = {"session_id": sender._session_id, "epoch": sender._epoch}
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The cache's answer."""
+        """The cache's answer; a batch goes packed."""
+        if method == "execute":
+            packed = [wire.pack_parts(each) if isinstance(each, Message) else [each] for each in arguments]
+            return wire.unpack(await self._call("execute", *chain.from_iterable(packed)))
+        return await self._call(method, *arguments)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
         if not isinstance(self._cache, LocalPrefixCache):
             return await call(getattr(self._cache, method), *arguments)
         host, arrived = self._cache._host, pickle.loads(pickle.dumps(arguments))
         match method:
             case "execute":
-                return await host.service.execute_in_turn(arrived)
+                return await host.service.execute_packed(*arrived)
             case "read_kv" | "write_kv":
                 return getattr(host, method)(*arrived)
             case "shutdown":

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from raydix.actors.cli import caches, check, explain, replay, start, stats, stop
+from raydix.actors.cli import caches, check, dashboard, explain, replay, report, start, stats, stop, tree
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.output import report_failure
 
@@ -16,10 +16,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "start": start.start,
     "list": caches.list_caches,
     "stats": stats.stats,
+    "tree": tree.tree,
     "explain": explain.explain,
+    "dashboard": dashboard.dashboard,
     "check": check.check,
     "stop": stop.stop,
     "replay": replay.replay,
+    "report": report.report,
 }
 
 

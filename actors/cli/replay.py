@@ -52,14 +52,9 @@ def replay(
 
     A hit is a whole page, and every request publishes its prompt. No GPU and no Ray are needed.
     """
-    try:
-        requests = read_trace(trace, limit)
-    except TraceError as error:
-        raise CommandError(
-            str(error), "one JSON object a line: timestamp, input_length, output_length, hash_ids", USAGE
-        ) from None
+    requests = requests_of(trace, limit)
     configs = [
-        _config(*each, high_watermark)
+        checked_config(*each, high_watermark)
         for each in product(capacities or _CAPACITIES, policies or ["lru"], page_sizes or [512])
     ]
     if plot is not None:
@@ -73,7 +68,26 @@ def replay(
     show(rows, as_json, lambda: _table(rows))
 
 
-def _config(capacity: int, policy: str, page_size: int, high_watermark: float) -> CacheConfig:
+def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
+    """The first requests of a trace, or all.
+
+    Raises:
+        CommandError: it cannot be read.
+    """
+    try:
+        return read_trace(trace, limit)
+    except TraceError as error:
+        raise CommandError(
+            str(error), "one JSON object a line: timestamp, input_length, output_length, hash_ids", USAGE
+        ) from None
+
+
+def checked_config(capacity: int, policy: str, page_size: int, high_watermark: float) -> CacheConfig:
+    """An index-only cache.
+
+    Raises:
+        CommandError: there is no such cache.
+    """
     from raydix.actors.replay import index_config
 
     if capacity % page_size:

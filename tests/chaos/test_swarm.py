@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.figures
+
 SWARM = Path(__file__).with_name("swarm.py")
 NUM_PLACES = 12
 

@@ -23,6 +23,7 @@ SMALL = {
 
 
 @pytest.mark.ray
+@pytest.mark.figures
 def test_a_small_load_keeps_every_promise_under_pressure(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     options = [str(each) for option in SMALL.items() for each in option]

@@ -265,12 +265,12 @@ def an_insert_forgets_the_tokens_it_was_told(patch: Patch) -> None:
 
 @fault
 def a_lease_may_be_longer_than_a_row(patch: Patch) -> None:
-    patch.setattr(RowCache, "check_len", lambda cache, num_tokens: None)
+    patch.setattr(RowCache, "_check_fits", lambda cache, num_tokens: None)
 
 
 @fault
 def a_full_row_is_refused(patch: Patch) -> None:
-    around(patch, RowCache, "check_len", lambda original, cache, num_tokens: original(cache, num_tokens + 1))
+    around(patch, RowCache, "_check_fits", lambda original, cache, num_tokens: original(cache, num_tokens + 1))
 
 
 @fault

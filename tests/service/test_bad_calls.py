@@ -42,9 +42,10 @@ def kv(**changed: Any) -> dict[str, Any]:
 
 
 BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
-    "no parts": (lambda wire: wire.call("execute"), InvalidRequest, "at least one part"),
-    "no batch": (lambda wire: wire.call("execute", 7), InvalidRequest, "takes a Batch, not int"),
-    "bytes": (lambda wire: wire.call("execute", pickle.dumps(PROBE)), InvalidRequest, "takes a Batch, not bytes"),
+    "no parts": (lambda wire: wire.call("execute"), InvalidRequest, "in 0 parts is torn"),
+    "no batch": (lambda wire: wire.call("execute", 7), InvalidRequest, "in 1 parts is torn: TypeError"),
+    "torn": (lambda wire: wire.call("execute", pickle.dumps(PROBE)[:-9]), InvalidRequest, "torn: UnpicklingError"),
+    "no message": (lambda wire: wire.call("execute", pickle.dumps(7)), InvalidRequest, "takes a Batch, not int"),
     "a request": (lambda wire: wire.call("execute", PROBE), InvalidRequest, "takes a Batch, not MatchRequest"),
     "no fields": (lambda wire: wire.call("execute", Batch.model_construct()), InvalidRequest, "malformed Batch"),
     "a field more": (
@@ -63,17 +64,6 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
     "after itself": (lambda wire: wire.execute(PROBE, seq=2**40, after=2**40), InvalidRequest, "cannot wait for batch"),
     "after a later one": (lambda wire: wire.execute(PROBE, seq=1, after=9), InvalidRequest, "cannot wait for batch"),
     "after one, unnumbered": (lambda wire: wire.execute(PROBE, after=1), InvalidRequest, "cannot wait for batch"),
-    "parts of two sessions": (
-        lambda wire: wire.call("execute", wire.batch(PROBE), wire.batch(PROBE, session_id="other")),
-        InvalidRequest,
-        "name the same session",
-    ),
-    "parts of two places": (
-        lambda wire: wire.call("execute", wire.batch(PROBE), wire.batch(PROBE, seq=3)),
-        InvalidRequest,
-        "name the same session, epoch and place",
-    ),
-    "a part that is none": (lambda wire: wire.call("execute", wire.batch(PROBE), None), InvalidRequest, "not NoneType"),
     "an unknown session": (
         lambda wire: wire.execute(PROBE, session_id="nobody"),
         InvalidRequest,

@@ -11,8 +11,9 @@ import pytest
 from cache_under_test import CacheUnderTest, Pages, small_config
 from ray.exceptions import PendingCallsLimitExceeded, RaySystemError
 
-from raydix.actors import PrefixCacheClient, cache_service, ray_transport
+from raydix.actors import PrefixCacheClient, cache_service, ray_transport, wire
 from raydix.actors.cache_service import CacheService
+from raydix.actors.typed_messages import arrived
 from raydix.schemas import (
     Ack,
     Batch,
@@ -312,18 +313,18 @@ class SlowHandle(RefusingHandle):
 
     def __init__(self) -> None:
         super().__init__(RuntimeError("not asked for here"))
-        self.batches: list[tuple[Batch, asyncio.Future[BatchResponse]]] = []
+        self.batches: list[tuple[Batch, asyncio.Future[bytes]]] = []
 
     def __getattr__(self, method: str) -> Any:
         return Remote(self._execute) if method == "execute" else super().__getattr__(method)
 
-    def _execute(self, batch: Batch) -> asyncio.Future[BatchResponse]:
-        self.batches.append((batch, asyncio.get_running_loop().create_future()))
+    def _execute(self, *parts: bytes) -> asyncio.Future[bytes]:
+        self.batches.append((arrived(Batch, wire.unpack(*parts)), asyncio.get_running_loop().create_future()))
         return self.batches[-1][1]
 
     def answer(self, number: int) -> None:
         batch, answer = self.batches[number]
-        answer.set_result(BatchResponse(epoch="e", responses=tuple(Ack() for _ in batch.requests)))
+        answer.set_result(wire.pack(BatchResponse(epoch="e", responses=tuple(Ack() for _ in batch.requests))))
 
 
 async def test_each_batch_names_the_one_that_must_go_before_it() -> None:
@@ -363,8 +364,8 @@ async def service() -> AsyncIterator[CacheService]:
     service.core.check_invariants()
 
 
-def batch(service: CacheService, seq: int, after: int, *requests: Any) -> tuple[Batch]:
-    return (Batch(session_id="s", epoch=service.epoch, requests=requests, seq=seq, after=after),)
+def batch(service: CacheService, seq: int, after: int, *requests: Any) -> Batch:
+    return Batch(session_id="s", epoch=service.epoch, requests=requests, seq=seq, after=after)
 
 
 async def test_a_batch_that_arrives_early_waits_for_the_one_before_it(service: CacheService) -> None:
@@ -407,17 +408,17 @@ async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(service: CacheS
     broken = Batch.model_construct(session_id="s", epoch=service.epoch, requests=None, seq=1, after=0)
 
     with pytest.raises(TypeError):
-        await service.execute_in_turn((broken,))
+        await service.execute_in_turn(broken)
 
     async with asyncio.timeout(1):
         await next_one
 
 
-async def test_the_parts_of_a_batch_are_executed_as_one(service: CacheService) -> None:
-    (first,), (second,) = batch(service, 1, 0, PROBE, LOOK), batch(service, 1, 0, PROBE, LOOK)
+def test_a_batch_travels_in_parts_that_ray_carries_within_the_call(service: CacheService) -> None:
+    sent = batch(service, 1, 0, *[MatchRequest(tokens=range(number, 60_000)) for number in range(3)], LOOK)
 
-    answer = await service.execute_in_turn((first, second))
+    parts = wire.pack_parts(sent)
 
-    assert len(answer.responses) == 4
-    assert (answer.responses[1].probes, answer.responses[3].probes) == (1, 2)
-    assert service.stats().batches == 1
+    assert len(parts) == 9  # of 720 KB and a little
+    assert max(map(len, parts)) <= wire.MAX_PART_BYTES
+    assert wire.unpack(*parts) == sent

@@ -178,6 +178,20 @@ def test_explain_says_what_is_wrong_with_the_tokens(busy: list[str], text: str, 
     assert complaint in run("explain", *busy, "--tokens", "-", stdin=text, exit_code=exit_code).stderr
 
 
+def test_tree_draws_what_is_cached(busy: list[str]) -> None:
+    namespace, node = run_json("tree", *busy)["branches"]
+
+    assert (namespace["num_tokens_below"], namespace["num_nodes"], namespace["is_whole"]) == (16, 2, True)
+    assert (node["parent"], node["num_tokens"], node["tokens"]) == (0, 16, list(range(1, 9)))
+    lines = run("tree", *busy).stdout.splitlines()
+    assert lines == [
+        "kv-0: 1 namespaces",
+        "└── no namespace: 16 tokens in 1 nodes",
+        "    └── [1 2 3 4 5 6 7 8 ...] 16 tokens, 0 hits, age 0",
+    ]
+    assert run("tree", *busy, "--depth", 0).stdout.splitlines()[-1] == "    └── 1 more"
+
+
 def test_check_verifies_a_live_cache(busy: list[str]) -> None:
     assert run_json("check", *busy)["ok"] is True
     assert run("check", *busy).stdout.startswith("kv-0: every rule holds, verified in ")

@@ -6,14 +6,24 @@ import asyncio
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from cache_under_test import CacheUnderTest, Pages, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, ray_transport
-from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, LeaseConfig, LeaseExpired, PoolConfig
+from raydix.actors.transport import settle
+from raydix.schemas import (
+    CacheConfig,
+    CacheError,
+    CacheUnavailable,
+    LeaseConfig,
+    LeaseExpired,
+    PoolConfig,
+    WindowResponse,
+)
 
 QUICK = small_config().model_copy(update={"leases": LeaseConfig(session_ttl_s=0.3, quarantine_grace_s=300)})
 
@@ -60,7 +70,8 @@ async def test_window_kv_given_up_by_a_caller_who_was_cancelled_is_no_longer_the
         lease = await cache.acquire([1, 2, 3, 4, 5, 6])
         submit = cache._transport.submit
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        cache._transport.submit = lambda request: answer  # type: ignore[method-assign, assignment]
+        notes: list[Any] = []
+        cache._transport.submit = lambda request, note: notes.append(note) or answer  # type: ignore[method-assign]
         task = asyncio.create_task(lease.release_window(6))
         await asyncio.sleep(0)
         cache._transport.submit = submit  # type: ignore[method-assign]
@@ -71,10 +82,8 @@ async def test_window_kv_given_up_by_a_caller_who_was_cancelled_is_no_longer_the
         task.cancel()
         await asyncio.wait((task,))
 
-        from raydix.schemas import WindowResponse
-
-        answer.set_result(WindowResponse(swa_page_starts=b"".join(n.to_bytes(4, "little") for n in expected)))
-        await asyncio.sleep(0)
+        late = WindowResponse(swa_page_starts=b"".join(n.to_bytes(4, "little") for n in expected))
+        settle(answer, notes[0], late)
 
         assert lease.swa_slots.tolist() == expected
         assert expected[:4] == [0, 0, 0, 0]
@@ -108,12 +117,13 @@ async def test_a_fault_in_sending_fails_the_requests_and_leaves_nobody_waiting(
 
 
 class LossyHandle:
-    """An actor's handle of which the answers to batches are lost while it is told so."""
+    """An actor's handle of which the answers to batches are lost, or cannot be read, while it is told so."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, error: type[CacheError] = CacheUnavailable) -> None:
         self._actor = actor
         self._actor_id = actor._actor_id
         self.lossy = False
+        self.error = error
 
     def __getattr__(self, method: str) -> Any:
         if method != "execute":
@@ -129,25 +139,27 @@ class Lossy:
         lossy = self._handle.lossy
         answer = await self._actor.execute.remote(*batches)
         if lossy:
-            raise CacheUnavailable("the answer was lost")
+            raise self._handle.error("the answer was lost")
         return answer
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("error", [CacheUnavailable, CacheError])
 @pytest.mark.parametrize("lost", ["the grant", "the end"])
 async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the_cache_answers_again(
-    ray_cache: Any, lost: str
+    ray_cache: Any, lost: str, error: type[CacheError]
 ) -> None:
-    handle = LossyHandle(ray_cache)
+    handle = LossyHandle(ray_cache, error)
     async with PrefixCacheClient(ray_cache) as witness, PrefixCacheClient(handle) as client:
         lease = await client.acquire([1, 2])
         execute, handle.lossy = client._transport, True
         if lost == "the grant":
-            with pytest.raises(CacheUnavailable):
+            with pytest.raises(error):
                 await client.acquire([3, 4])
         else:
-            execute._actor = Unreachable(ray_cache)  # type: ignore[attr-defined]
-        await lease.release()
+            execute._actor = Unreachable(ray_cache, error)  # type: ignore[attr-defined]
+        with suppress(CacheError):  # what is no want of an answer is told
+            await lease.release()
         assert client._owed or lost == "the grant"
         execute._actor, handle.lossy = handle, False  # type: ignore[attr-defined]
 
@@ -161,12 +173,15 @@ class Unreachable(LossyHandle):
     """An actor's handle whose batches never arrive."""
 
     def __getattr__(self, method: str) -> Any:
-        return Never() if method == "execute" else getattr(self._actor, method)
+        return Never(self.error) if method == "execute" else getattr(self._actor, method)
 
 
 class Never:
+    def __init__(self, error: type[CacheError]) -> None:
+        self._error = error
+
     async def remote(self, *batches: Any) -> Any:
-        raise CacheUnavailable("the batch was lost")
+        raise self._error("the batch was lost")
 
 
 # ---------------------------------------------------------------- dropped without a close
@@ -243,6 +258,52 @@ async def test_a_client_that_comes_back_by_any_verb_gets_another_session() -> No
         await lease.release()
         assert (await again.insert([3])).num_inserted == 1
         await client.close()
+
+
+END_LATE: dict[str, Callable[[Lease], Any]] = {
+    "release": lambda lease: lease.release(),
+    "use": lambda lease: refused(lease.insert([1])),
+}
+
+
+async def refused(verb: Awaitable[Any]) -> None:
+    with pytest.raises(LeaseExpired):
+        await verb
+
+
+@pytest.mark.parametrize("end", END_LATE.values(), ids=END_LATE)
+async def test_what_is_mapped_stays_withheld_until_whoever_may_write_it_knows(end: Callable[[Lease], Any]) -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client = PrefixCacheClient(cache)
+        pool = await client.attach_pool()
+        lease = await client.acquire([1, 2])
+        await silent(cache, client)
+
+        again = await client.acquire([3])  # another coroutine of the same client, which is back with it
+
+        assert pool.mapped and (await cache.stats()).quarantined_slots == 2
+        await end(lease)
+        async with asyncio.timeout(20):
+            while (await cache.stats()).quarantined_slots:  # noqa: ASYNC110 -- with the next heartbeat
+                await asyncio.sleep(0.01)
+        await again.release()
+        await client.close()
+
+
+async def test_what_is_mapped_is_free_when_the_client_closes() -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client = PrefixCacheClient(cache)
+        pool = await client.attach_pool()
+        lease = await client.acquire([1, 2])
+        await silent(cache, client)
+        await client.open()
+        assert (await cache.stats()).quarantined_slots == 2
+
+        await client.close()
+
+        assert (await cache.stats()).free_slots == 8
+        assert pool.mapped
+        await lease.release()
 
 
 async def test_a_client_that_comes_back_only_to_close_is_rid_of_everything() -> None:

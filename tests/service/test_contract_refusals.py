@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from cache_kinds import MAX_WAITERS, counts_pages, has_no_window, has_states, only, shares
 from cache_under_test import CacheUnderTest
+from wire import counts
 
 from raydix.actors import Lease
 from raydix.schemas import CacheBusy, InvalidRequest, PoolExhausted, UnknownLease
-
-COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "open_sessions"}
 
 # ---------------------------------------------------------------- mistakes
 
@@ -44,12 +43,12 @@ MISUSES: dict[str, Misuse] = {  # of a lease for pages 1, 2, 3
 async def test_a_mistake_is_refused_and_changes_nothing(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2)
     lease = await cache.client.acquire(cache.tokens(1, 2, 3))
-    slots, before = lease.slots.tolist(), await counts(cache)
+    slots, before = lease.slots.tolist(), await counts(cache.client)
 
     for name, misuse in MISUSES.items():
         with pytest.raises(InvalidRequest):
             await misuse(cache, lease)
-        assert await counts(cache) == before, name
+        assert await counts(cache.client) == before, name
 
     assert lease.slots.tolist() == slots
     await cache.insert(lease, 1, 2, 3, release=True)  # the lease is as good as ever
@@ -60,7 +59,7 @@ async def test_another_clients_lease_is_unknown(cache: CacheUnderTest) -> None:
     lease = await cache.client.acquire(cache.tokens(1, 2))
     other = cache.another_client()
     await other.open()
-    before = await counts(cache)
+    before = await counts(cache.client)
 
     uses: list[Callable[[], Awaitable[Any]]] = [
         lambda: other.insert(lease, cache.tokens(1, 2)),
@@ -74,14 +73,14 @@ async def test_another_clients_lease_is_unknown(cache: CacheUnderTest) -> None:
         with pytest.raises(UnknownLease, match="belongs to another client"):
             await use()
 
-    assert await counts(cache) == before
+    assert await counts(cache.client) == before
 
 
 @only(has_states)
 async def test_a_state_is_published_after_whole_pages_at_the_end_of_the_leases_tokens(cache: CacheUnderTest) -> None:
     lease = await cache.client.acquire(cache.tokens(1, 2, 3))
     await cache.insert(lease, 1, 2)
-    before = await counts(cache)
+    before = await counts(cache.client)
 
     with pytest.raises(InvalidRequest, match="at the end of its tokens"):
         await cache.insert(lease, 1)
@@ -89,7 +88,7 @@ async def test_a_state_is_published_after_whole_pages_at_the_end_of_the_leases_t
         with pytest.raises(InvalidRequest, match="after whole pages"):
             await lease.insert(cache.tokens(1, 2, 3)[:-1], publish_state=True)
 
-    assert await counts(cache) == before
+    assert await counts(cache.client) == before
 
 
 @only(has_no_window)
@@ -98,18 +97,13 @@ async def test_without_a_window_there_are_no_window_slots_and_giving_them_up_has
 ) -> None:
     await cache.publish(1, 2)
     lease = await cache.client.acquire(cache.tokens(1, 2, 3))
-    before = await counts(cache)
+    before = await counts(cache.client)
 
     await lease.release_window(len(lease))
 
-    assert await counts(cache) == before
+    assert await counts(cache.client) == before
     with pytest.raises(InvalidRequest, match="no sliding window"):
         _ = lease.swa_slots
-
-
-async def counts(cache: CacheUnderTest) -> dict[str, Any]:
-    """All that `stats` tells but what counts refused requests, too."""
-    return (await cache.client.stats()).model_dump(exclude=COUNTED_ANYWAY)
 
 
 # ---------------------------------------------------------------- more than there is

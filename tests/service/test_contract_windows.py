@@ -128,6 +128,41 @@ async def test_more_window_slots_than_there_are_can_never_be_had(reached: Reache
         assert await cache.is_empty()
 
 
+async def test_what_can_never_be_had_is_refused_though_others_wait(reached: Reached) -> None:
+    async with reached(TIGHT_WINDOW) as cache:
+        held = await cache.client.acquire(cache.tokens(1, 2, 3))
+        (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(4, 5)))
+
+        for tokens in (cache.tokens(*range(1, 6)), cache.tokens(*range(1, 10))):  # window slots, slots
+            with pytest.raises(PoolExhausted) as caught:
+                await cache.client.acquire(tokens)
+            assert (caught.value.needed, caught.value.can_ever_fit) == (len(tokens), False)
+
+        await held.release()
+        await waiting
+
+
+async def test_what_is_cached_needs_no_window_slots_of_its_own(reached: Reached) -> None:
+    async with reached(TIGHT_WINDOW) as cache:
+        for stop in range(1, 5):
+            await cache.publish(*range(1, stop + 1))
+        lease = await cache.client.acquire(cache.tokens(*range(1, 5)), new_tokens=2 * cache.page_size)
+
+        assert lease.prefix_len == 4 * cache.page_size
+
+
+async def test_a_lease_cannot_grow_beyond_the_window_slots_that_there_are(reached: Reached) -> None:
+    async with reached(TIGHT_WINDOW) as cache:
+        lease = await cache.client.acquire(cache.tokens(1, 2, 3))
+
+        with pytest.raises(PoolExhausted) as caught:
+            await lease.extend(2 * cache.page_size)
+
+        error = caught.value
+        assert (error.pool, error.needed, error.can_ever_fit) == ("window slots", 5 * cache.page_size, False)
+        assert len(lease) == 3 * cache.page_size
+
+
 async def test_who_lacks_window_slots_waits_for_them(reached: Reached) -> None:
     async with reached(TIGHT_WINDOW) as cache:
         held = await cache.client.acquire(cache.tokens(1, 2, 3))

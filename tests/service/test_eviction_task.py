@@ -13,7 +13,7 @@ import pytest
 
 import raydix.actors.eviction_task as eviction_module
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.eviction_task import EvictionTask
+from raydix.actors.eviction_task import EvictionTask, Steps
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig
 
 HIGH, LOW = 0.8, 0.5  # of ten slots: woken by the ninth in use, done at five
@@ -276,17 +276,30 @@ async def test_a_mass_eviction_is_cut_in_slices_that_end_on_time(monkeypatch: py
     monkeypatch.setattr(eviction_module, "time", Clock())
     async with full_of_leaves(slice_ms=1) as (cache, lease):
         await lease.extend(1)
-        await settle(cache)
+        await until(cache, lambda stats: stats.eviction_task.rounds == 1)
 
         stats = await cache.stats()
 
         task = stats.eviction_task
         assert stats.free_slots == 4500
         assert (task.rounds, task.tokens_evicted) == (1, 4401)
-        steps_a_slice = 2  # of 512 tokens each: the second one passes the millisecond
-        assert task.slices == 5
-        assert 4401 <= 5 * steps_a_slice * 512 < 4401 + 1024
+        assert task.slices == 35  # of two steps of 64 tokens each: the second one passes the millisecond
         assert 1.2 <= task.longest_slice_ms <= 2.4
+
+
+def test_steps_grow_while_they_are_quick_and_shrink_when_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(eviction_module, "time", clock)
+    quick, slow = Steps(slice_s=1.0), Steps(slice_s=0.001)
+    quick.begin()
+
+    grown = [(quick.done(), quick.num_tokens)[1] for _ in range(10)]
+    slow.num_tokens = 512
+    slow.begin()
+    shrunk = [(slow.done(), slow.num_tokens) for _ in range(4)]
+
+    assert grown == [128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 16_384, 16_384]
+    assert shrunk == [(False, 256), (True, 128), (True, 64), (True, 64)]
 
 
 async def test_a_probe_is_answered_between_any_two_slices() -> None:

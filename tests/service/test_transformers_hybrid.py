@@ -16,6 +16,8 @@ from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, InvalidRequest
 
+pytestmark = pytest.mark.figures
+
 PROMPT = random_prompt(24)
 NUM_NEW = 6
 OTHER = [95 - PROMPT[-1]]  # a token that parts from the prompt anywhere

@@ -17,6 +17,8 @@ from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, ConfigMismatch, EvictionConfig, PoolExhausted
 
+pytestmark = pytest.mark.figures
+
 PROMPT = random_prompt(3 * WINDOW)
 NUM_NEW = 12  # decoding leaves a window behind, too
 

@@ -17,6 +17,8 @@ from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, EvictionConfig, InvalidRequest, PoolConfig, PoolExhausted
 
+pytestmark = pytest.mark.figures
+
 NUM_SLOTS = 1024
 
 

@@ -134,17 +134,23 @@ async def test_who_waited_hits_what_was_published_meanwhile(cache1: CacheUnderTe
 
 async def test_who_turns_out_never_to_fit_is_told_so_in_turn_and_holds_up_nobody(reached: Reached) -> None:
     async with reached(window(1, 2, num_swa_pages=4)) as cache:
-        (held,) = await fill(cache, 4)
+        prefix = await cache.hold(2, 2)
+        (held,) = await fill(cache, 2)
         first, vast, last = await cache.in_line(
-            *(cache.client.acquire([token] * size) for token, size in ((1, 2), (2, 5), (3, 2)))
+            cache.client.acquire([1, 1]),
+            cache.client.acquire([2] * 5, max_prefix_len=0),  # with the prefix, it could have fitted
+            cache.client.acquire([3, 3]),
         )
 
         await held.release()
 
-        assert (len(await first), len(await last)) == (2, 2)
+        served = await first
         with pytest.raises(PoolExhausted, match="window slots") as caught:
             await vast
         assert (caught.value.needed, caught.value.can_ever_fit) == (5, False)
+        await served.release()
+        assert len(await last) == 2
+        await prefix.release()
 
 
 async def test_what_does_not_fit_beside_the_window_of_its_own_prefix_never_fits(reached: Reached) -> None:
@@ -262,7 +268,7 @@ async def test_a_lease_that_grew_in_vain_is_as_before(cache1: CacheUnderTest) ->
 async def test_when_the_first_gives_up_those_behind_are_served(cache1: CacheUnderTest) -> None:
     await fill(cache1, 6)
     large, small = await cache1.in_line(
-        cache1.client.acquire([1] * 3, timeout_s=0.3), cache1.client.acquire([2] * 2, timeout_s=20)
+        cache1.client.acquire([1] * 3, timeout_s=1.5), cache1.client.acquire([2] * 2, timeout_s=20)
     )
 
     with pytest.raises(PoolExhausted):

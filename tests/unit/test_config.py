@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
+from raydix.schemas import (
+    CacheConfig,
+    EvictionConfig,
+    GhostConfig,
+    LeaseConfig,
+    MetricsConfig,
+    PoolConfig,
+    TenantConfig,
+)
 
 POOL = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=3, head_dim=4)
 CONFIG = CacheConfig(page_size=4, pool=POOL)
@@ -83,6 +91,46 @@ def test_defaults_are_those_of_the_design() -> None:
             "by 'lru' alone",
         ),
         (CacheConfig, {"pool": POOL, "kind": "chunk", "eviction": {"policy": "mru"}}, "'chunk' evicts by 'lru' alone"),
+        (TenantConfig, {"floor_slots": 8}, "name"),
+        (TenantConfig, {"name": ""}, "name"),
+        (TenantConfig, {"name": "a", "floor_slots": -1}, "floor_slots"),
+        (TenantConfig, {"name": "a", "cap_slots": 0}, "cap_slots"),
+        (TenantConfig, {"name": "a", "floor_slots": 9, "cap_slots": 8}, r"floor_slots \(9\) must not be above cap"),
+        (TenantConfig, {"name": "a", "extra_key": "x" * 5000}, "extra_key has 5000 characters"),
+        (TenantConfig, {"name": "a", "tokens": 8}, "tokens"),
+        (CacheConfig, {"pool": POOL, "kind": "trie", "tenants": [{"name": "a"}]}, "not 'trie'"),
+        (CacheConfig, {"pool": POOL, "kind": "chunk", "tenants": [{"name": "a"}]}, "not 'chunk'"),
+        (
+            CacheConfig,
+            {"pool": POOL, "kind": "slots", "max_seq_len": 8, "tenants": [{"name": "a"}]},
+            "tenants are for kinds",
+        ),
+        (
+            CacheConfig,
+            {"pool": POOL, "tenants": [{"name": "a"}, {"name": "a", "lora_id": "b"}]},
+            "2 tenants have the same name: 'a'",
+        ),
+        (
+            CacheConfig,
+            {"pool": POOL, "tenants": [{"name": "a", "lora_id": "c"}, {"name": "b", "lora_id": "c"}]},
+            "2 tenants have the same namespace",
+        ),
+        (
+            CacheConfig,
+            {"pool": POOL, "page_size": 4, "tenants": [{"name": "a", "floor_slots": 6}]},
+            r"multiples of page_size \(4\)",
+        ),
+        (
+            CacheConfig,
+            {"pool": POOL, "page_size": 4, "tenants": [{"name": "a", "cap_slots": 6}]},
+            r"multiples of page_size \(4\)",
+        ),
+        (CacheConfig, {"pool": POOL, "tenants": [{"name": "a", "cap_slots": 65}]}, r"above num_slots \(64\)"),
+        (
+            CacheConfig,
+            {"pool": POOL, "tenants": [{"name": n, "lora_id": n, "floor_slots": 33} for n in "ab"]},
+            "floors add up to 66 slots, but num_slots is 64",
+        ),
         (CacheConfig, {"pool": POOL, "pagesize": 4}, "pagesize"),
         (CacheConfig, {"pool": {"num_slots": 0}}, "num_slots"),
     ],
@@ -145,6 +193,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "max_seq_len": 32,
         "bigram": True,
         "events": True,
+        "ghost": GhostConfig(),
+        "json_logs": True,
+        "metrics": MetricsConfig(),
+        "tenants": (TenantConfig(name="a", floor_slots=8),),
         "validate": True,
         "fingerprint": "model-a",
     },

@@ -9,7 +9,7 @@ import pytest
 from raydix import cache_core, schemas
 from raydix.cache_core import CoreError, OutOfSlotsError
 from raydix.cache_core import errors as core_errors
-from raydix.schemas import CacheBusy, CacheError, PoolExhausted, StaleEpoch
+from raydix.schemas import CacheBusy, CacheError, LeaseOwner, PoolExhausted, StaleEpoch
 from raydix.schemas import errors as service_errors
 
 
@@ -21,10 +21,10 @@ def subclasses(base: type[Exception]) -> list[type[Exception]]:
 
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "PoolExhausted": (6, 2, 1, 5, 3, False),
+    "PoolExhausted": (6, 2, 1, 5, 3, False, "slots", (LeaseOwner(owner="a", leases=2, slots=4, oldest_s=7),), "t", 9),
     "StaleEpoch": ("e1", "e2"),
     "CacheBusy": ("1024 acquires wait already", 0.25),
-    "OutOfSlotsError": (6, 2, 1, 8),
+    "OutOfSlotsError": (6, 2, 1, 8, "states", "t"),
 }
 EVERY_ERROR = [
     kind(*ARGUMENTS.get(kind.__name__, ("what went wrong",)))
@@ -112,6 +112,26 @@ def test_an_exhausted_pool_tells_who_has_it_and_what_helps() -> None:
         "needs 6 slots, but 2 are free and 1 evictable (5 held by 3 leases); "
         "release leases, raise timeout_s, or enlarge PoolConfig.num_slots"
     )
+
+
+def test_an_exhausted_pool_names_the_owners_of_its_leases() -> None:
+    owners = (
+        LeaseOwner(owner="trainer", leases=2, slots=4, oldest_s=61.4),
+        LeaseOwner(owner="node:17", leases=1, slots=1, oldest_s=0.2),
+    )
+
+    assert str(PoolExhausted(6, 2, 1, 5, 3, True, "slots", owners, None, 7)) == (
+        "needs 6 slots, but 2 are free and 1 evictable (5 held by 3 leases: trainer 4 slots by 2, up to 61 s old, "
+        "node:17 1 slots by 1, up to 0 s old; 7 kept for other tenants); "
+        "release leases, raise timeout_s, or enlarge PoolConfig.num_slots"
+    )
+
+
+def test_an_exhausted_share_names_its_tenant() -> None:
+    error = PoolExhausted(6, 2, 1, 5, 3, False, "slots", (), "noisy")
+
+    assert str(error).startswith("needs 6 slots of the share of tenant 'noisy', but 2 are free")
+    assert str(error).endswith("it can never fit: shorten the request or enlarge its cap_slots")
 
 
 def test_what_can_never_fit_is_told_so() -> None:

@@ -4,7 +4,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from raydix.schemas import (
     EvictRequest,
     ExtendRequest,
     InsertRequest,
+    LeaseOwner,
     LockRequest,
     MatchRequest,
     MatchResponse,
@@ -28,6 +29,7 @@ from raydix.schemas import (
     OpenSession,
     PoolConfig,
     ReleaseRequest,
+    TenantStats,
     TokenIds,
     UnknownLease,
 )
@@ -47,6 +49,8 @@ BY_NAME: dict[str, Any] = {
     "namespace": "-1:a-",
     "reason": "evicted",
     "events": (BlockStored(block_hashes=[-5], parent_block_hash=7, token_ids=[1], block_size=1, medium="GPU"),),
+    "owners": (LeaseOwner(owner="a", leases=2, slots=32, oldest_s=1.5),),
+    "tenants": (TenantStats(name="a", held_slots=3, evictable_slots=2, floor_slots=1, cap_slots=5, tokens_evicted=7),),
     "block_hashes": [2**63 - 1, -(2**63)],
 }
 BY_TYPE: dict[Any, Any] = {
@@ -69,6 +73,8 @@ def value_of(name: str, annotation: Any) -> Any:
         return BY_TYPE[annotation]
     if name in BY_NAME:
         return BY_NAME[name]
+    if get_origin(annotation) is tuple:
+        return (value_of(name, get_args(annotation)[0]),)
     return next(value_of(name, each) for each in get_args(annotation) if each is not type(None))
 
 

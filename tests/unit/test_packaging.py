@@ -49,12 +49,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_exactly_our_packages_with_their_types(wheel: Path) -> None:
+def test_the_wheel_holds_exactly_our_packages_with_their_types_and_data(wheel: Path) -> None:
     expected = {
         f"raydix/{path.relative_to(ROOT).as_posix()}"
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html", ".json") or path.name == "py.typed"
     }
     assert {f"raydix/{package}/py.typed" for package in PACKAGES} <= expected
 

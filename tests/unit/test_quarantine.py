@@ -116,11 +116,11 @@ def test_a_leases_own_state_is_withheld(make: Callable[..., KVCache]) -> None:
     cache.quarantine_session("s")
 
     assert count(cache) == (6, 0, 0, 2)
-    assert cache.state_sizes() == (2, 0, 0, 0, 2)
+    assert cache.state_sizes() == (2, 0, 0, 0, 2, 0)
     with pytest.raises(OutOfSlotsError):
         cache.lock("n", "t", key(1))
     cache.free_withheld("s")
-    assert cache.state_sizes() == (2, 2, 0, 0, 0)
+    assert cache.state_sizes() == (2, 2, 0, 0, 0, 0)
     assert count(cache) == (8, 0, 0, 0)
 
 

@@ -313,12 +313,12 @@ def test_what_does_not_fit_into_a_row_is_refused_before_anything_changes(cache: 
         lambda: take(cache, "a", *range(7)),
         lambda: take(cache, "a", 1, 2, new_tokens=5),
         lambda: take(cache, "a", 1, new_tokens=-1),
-        lambda: cache.check_len(7),
+        lambda: cache.check_len(7, key(1)),
     ):
         with pytest.raises(LeaseRangeError):
             too_long()
 
-    cache.check_len(6)
+    cache.check_len(6, key(1))
     assert count(cache) == (2, 0, 1)
     assert cache.counters.acquires == 1
     assert take(cache, "a", 1, 2, new_tokens=4).num_slots == 6

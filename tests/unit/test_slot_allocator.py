@@ -108,7 +108,7 @@ def test_a_request_without_room_takes_nothing(pool: TokenToKVPoolAllocator) -> N
     with pytest.raises(OutOfSlotsError) as caught:
         pool.alloc(5)
 
-    assert caught.value.args == (6, 4, 0, 8, "slots")  # needed, free, evictable, capacity
+    assert caught.value.args == (6, 4, 0, 8, "slots", None)  # needed, free, evictable, capacity
     assert caught.value.can_ever_fit
     assert state(pool) == before
 

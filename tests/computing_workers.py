@@ -1,12 +1,10 @@
-"""Whatever workers do, what they hit is what was computed for those very tokens. See `test_contract_match`."""
+"""Workers at one cache that compute KV which tells of its tokens, and look at whatever they hit or hold."""
 
 from __future__ import annotations
 
 from random import Random
 
-import pytest
-from cache_kinds import TIGHT_STATES, TIGHT_WINDOW, KindUnderTest
-from cache_under_test import CacheUnderTest, Reached, check_sizes
+from cache_under_test import CacheUnderTest, check_sizes
 from stamped_kv import check_kv, check_state, compute
 
 from raydix.actors import AttachedPool, Lease
@@ -29,6 +27,7 @@ class Worker:
         tokens = self.cache.tokens(*(self.rng.randint(1, 2) for _ in range(self.rng.randint(1, 4))))
         tokens = tokens[: len(tokens) - self.rng.randrange(self.cache.page_size)]
         salt, limit = self.rng.choice(["", "x"]), len(tokens) - 1 or None
+        await self.probe(tokens, salt)
         try:
             lease = await self.client.acquire(tokens, lora_id=salt or None, max_prefix_len=limit, timeout_s=0)
         except PoolExhausted:
@@ -42,6 +41,17 @@ class Worker:
         if self.rng.random() < 0.7:
             await self.end_one()
         return lease.prefix_len
+
+    async def probe(self, tokens: list[int], salt: str) -> None:
+        """What a match reports can be held and read."""
+        found = await self.client.match(tokens, lora_id=salt or None)
+        try:
+            lease = await self.client.lock(tokens, lora_id=salt or None)
+        except PoolExhausted:  # no row or state for one more
+            return
+        assert lease.prefix_len == found.prefix_len, "what was reported is not there"
+        await check_kv(self.cache, self.pool, lease, tokens[: lease.prefix_len], salt)
+        await lease.release()
 
     async def serve(self, lease: Lease, tokens: list[int], salt: str) -> None:
         """Compute up to the last whole page, publish, then the rest."""
@@ -88,15 +98,3 @@ async def work(cache: CacheUnderTest, num_steps: int) -> int:
     for worker in workers:
         await worker.check()
     return reused
-
-
-async def test_every_hit_reads_what_was_computed_for_that_very_prefix(cache: CacheUnderTest) -> None:
-    reused = await work(cache, num_steps=50)
-
-    assert (reused > 0) == cache.kind.shares
-
-
-@pytest.mark.parametrize("kind", [TIGHT_WINDOW, TIGHT_STATES], ids=str)
-async def test_so_it_is_where_windows_or_states_run_out_before_slots_do(reached: Reached, kind: KindUnderTest) -> None:
-    async with reached(kind) as cache:
-        assert await work(cache, num_steps=50) > 0

@@ -1,14 +1,14 @@
 """On an hour of real traffic, the ghost of one run tells the hit rates of larger pools."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from raydix.actors.core_factory import build_core
 from raydix.actors.ghost import Ghost
+from raydix.actors.trace import read_trace
 from raydix.cache_core import RadixKey
 from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, PoolConfig
 
@@ -34,10 +34,8 @@ def hit_rate(num_slots: int, prompts: Sequence[RadixKey], ghost: Ghost | None = 
 
 
 @pytest.mark.skipif(TRACE is None, reason="RAYDIX_TRACE names no trace")
-def test_a_run_with_a_million_tokens_tells_the_hit_rates_with_two_and_four(
-    load_example: Callable[[str], ModuleType],
-) -> None:
-    prompts = [RadixKey(each.tokens()) for each in load_example("replay_trace").read_trace(Path(str(TRACE)))]
+def test_a_run_with_a_million_tokens_tells_the_hit_rates_with_two_and_four() -> None:
+    prompts = [RadixKey(each.tokens()) for each in read_trace(Path(str(TRACE)))]
     ghost = Ghost(config_of(NUM_SLOTS), GhostConfig())
 
     now = hit_rate(NUM_SLOTS, prompts, ghost)

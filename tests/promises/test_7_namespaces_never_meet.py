@@ -1,14 +1,18 @@
-"""Namespaces that cannot be confused: whatever characters their three parts hold, and whatever arity their keys have.
+"""Namespaces (`extra_key`) never share a node, a hash or an event.
 
-Then each layer is broken once, and a claim must see it.
+First through the verbs, in caches of every kind; then for whatever characters the three parts of a namespace hold, and
+whatever arity keys have; then each layer is broken once, and a claim must see it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from cache_kinds import only, pages_of_several, shares
+from cache_under_test import CacheUnderTest, small_config
 from claims import refute, uphold
 from hypothesis import strategies as st
 from namespace_claims import (
@@ -24,14 +28,60 @@ from namespace_claims import (
 )
 from reference_keys import framed
 
+from raydix.actors import LocalPrefixCache
 from raydix.cache_core import RadixKey, page_hashes
 from raydix.cache_core.hashing import hash_page, namespace_seed
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
-from raydix.schemas import frame_namespace, namespace
+from raydix.schemas import BlockStored, frame_namespace, namespace
 from raydix.schemas.namespace import unframe_namespace
 
 Patch = pytest.MonkeyPatch
+FRAME = dict.fromkeys(("extra_key", "lora_id", "cache_salt"))
+
+
+ALIKE = [  # the same text, cut at other places
+    {},
+    {"extra_key": ""},
+    {"extra_key": "ab"},
+    {"lora_id": "ab"},
+    {"cache_salt": "ab"},
+    {"extra_key": "a", "lora_id": "b"},
+    {"lora_id": "a", "cache_salt": "b"},
+    {"extra_key": "1:a-1:b"},
+]
+
+
+@only(shares, pages_of_several)
+async def test_what_one_namespace_stored_no_other_hits_and_retiring_one_leaves_the_others(
+    cache: CacheUnderTest,
+) -> None:
+    for spaces in pairwise(ALIKE):  # no more fit in at once
+        for space in spaces:
+            assert await cache.matched(1, 2, **space) == 0
+            await cache.publish(1, 2, **space)
+        if first := spaces[0]:
+            await cache.client.retire(**first)
+            assert await cache.matched(1, 2, **first) == 0
+        assert await cache.matched(1, 2, **spaces[1]) == cache.reusable(2)
+        await cache.client.reset()
+
+
+async def test_no_event_tells_of_two_namespaces_and_no_hash_is_told_twice() -> None:
+    async with LocalPrefixCache(small_config(4).model_copy(update={"events": True})) as cache:
+        for space in ALIKE:
+            lease = await cache.acquire([1] * 8, **space)
+            await lease.insert([1] * 8, release=True)
+            await cache.evict(8)
+        told: dict[int, str | None] = {}
+        async for batch in cache.events(after_seq=0):
+            for event in batch.events:
+                for block_hash in event.block_hashes if isinstance(event, BlockStored) else ():
+                    assert told.setdefault(block_hash, event.namespace) == event.namespace
+            break
+
+    assert len(told) == 2 * len(ALIKE)
+    assert set(told.values()) == {frame_namespace(**FRAME | space) for space in ALIKE}
 
 
 def test_a_frame_is_as_defined_and_gives_its_triple_back() -> None:

@@ -1,0 +1,69 @@
+"""`raydix report`: what a cache has been doing, or would have done with recorded traffic, as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raydix.actors.cli.cluster import Address, Namespace, ask, cache_handle, join
+from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.output import AsJson, show
+from raydix.actors.cli.replay import checked_config, requests_of
+
+if TYPE_CHECKING:
+    from raydix.schemas import CacheConfig, CacheReport
+
+
+def report(
+    source: Annotated[str, typer.Argument(metavar="NAME|TRACE", help="A running cache, or a file of traffic.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")] = Path(
+        "report.html"
+    ),
+    capacity: Annotated[
+        int, typer.Option(min=1, metavar="TOKENS", help="Of the cache that a trace is replayed on.")
+    ] = 1_024_000,
+    page_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of that cache.")] = 512,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="Of that cache.")] = "lru",
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Take the first N requests of a trace.")] = None,
+    address: Address = None,
+    namespace: Namespace = "raydix",
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained page: pool, hit rates, larger pools, what is cached, and how old evicted tokens were.
+
+    Of a cache that runs, or of one that a file of recorded traffic is replayed on, here and without Ray.
+    """
+    if (path := Path(source)).is_file():
+        told, config = _of_trace(path, capacity, page_size, policy, limit)
+    else:
+        told, config = _of_cache(source, address, namespace)
+    _write(out, told, config, source)
+    show({"path": str(out), "report": told.model_dump(mode="json")}, as_json, lambda: f"{out}: open it in a browser")
+
+
+def _of_cache(name: str, address: str | None, namespace: str) -> tuple[CacheReport, CacheConfig]:
+    join(address, namespace)
+    cache = cache_handle(name, namespace)
+    return ask(cache.report.remote()), ask(cache.pool_handle.remote()).config
+
+
+def _of_trace(
+    path: Path, capacity: int, page_size: int, policy: str, limit: int | None
+) -> tuple[CacheReport, CacheConfig]:
+    from raydix.actors.report.of_trace import report_of_trace
+    from raydix.schemas import GhostConfig
+
+    trace = requests_of(path, limit)
+    config = checked_config(capacity, policy, page_size, 1.0).model_copy(update={"ghost": GhostConfig()})
+    return report_of_trace(trace, config), config
+
+
+def _write(out: Path, told: CacheReport, config: CacheConfig, source: str) -> None:
+    from raydix.actors.report.page import render
+
+    try:
+        out.write_text(render(told, config, title=Path(source).name), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{out}: {error.strerror}", "--out report.html", USAGE) from None

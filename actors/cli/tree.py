@@ -1,0 +1,79 @@
+"""`raydix tree`: what is cached, as a tree."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+from rich.tree import Tree
+
+from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
+from raydix.actors.cli.output import AsJson, show
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from raydix.schemas import TreeBranch, TreeResponse
+
+
+def tree(
+    name: CacheName,
+    depth: Annotated[int, typer.Option(min=0, max=4096, help="Levels below the namespaces.")] = 4,
+    width: Annotated[int, typer.Option(min=1, max=4096, help="Children shown of a node, the largest.")] = 8,
+    num_nodes: Annotated[int, typer.Option("--nodes", min=1, max=4096, help="Nodes shown in all.")] = 60,
+    address: Address = None,
+    namespace: Namespace = "raydix",
+    as_json: AsJson = False,
+) -> None:
+    """Show the tree: of each node its first tokens, size, locks, hits and age, and what is below it.
+
+    The cache looks at 4,096 nodes at most; sizes that may be larger are marked with +. Age counts uses of the cache.
+    """
+    join(address, namespace)
+    answer = asyncio.run(_ask(cache_handle(name, namespace), num_nodes, depth, width))
+    show(answer, as_json, lambda: _drawn(name, answer))
+
+
+async def _ask(cache: ActorHandle[Any], num_nodes: int, depth: int, width: int) -> TreeResponse:
+    from raydix.actors import PrefixCacheClient
+
+    async with PrefixCacheClient(cache, owner="raydix tree") as client:
+        return await client.tree(max_nodes=num_nodes, max_depth=depth, max_width=width)
+
+
+def _drawn(name: str, answer: TreeResponse) -> Tree:
+    root = Tree(
+        Text(f"{name}: {answer.num_namespaces:,} namespaces" if answer.branches else f"{name}: nothing is cached")
+    )
+    drawn: list[Tree] = []
+    shown = [0] * len(answer.branches)
+    for each in answer.branches:
+        above = root if each.parent is None else drawn[each.parent]
+        drawn.append(above.add(Text(_namespace(each) if each.parent is None else _line(each))))
+        if each.parent is not None:
+            shown[each.parent] += 1
+    for each, node, num in zip(answer.branches, drawn, shown, strict=True):
+        if hidden := each.num_children - num:
+            node.add(Text(f"{hidden:,} more", style="dim"))
+    return root
+
+
+def _namespace(branch: TreeBranch) -> str:
+    fields = {"extra_key": branch.extra_key, "lora_id": branch.lora_id, "cache_salt": branch.cache_salt}
+    given = ", ".join(f"{field}={value!r}" for field, value in fields.items() if value is not None)
+    return f"{given or 'no namespace'}: {_below(branch)}"
+
+
+def _line(branch: TreeBranch) -> str:
+    tokens = " ".join(map(str, branch.tokens)) + (" ..." if branch.num_tokens > len(branch.tokens) else "")
+    below = f", {_below(branch)} from here on" if branch.num_children else ""
+    locks = f", {branch.num_locks:,} locks" if branch.num_locks else ""
+    return f"[{tokens}] {branch.num_tokens:,} tokens{locks}, {branch.num_hits:,} hits, age {branch.age:,}{below}"
+
+
+def _below(branch: TreeBranch) -> str:
+    more = "" if branch.is_whole else "+"
+    num_nodes = branch.num_nodes - (branch.parent is None)
+    return f"{branch.num_tokens_below:,}{more} tokens in {num_nodes:,}{more} nodes"

@@ -1,0 +1,67 @@
+"""`LateWriters`: who may still be writing through a lease that is over."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import TYPE_CHECKING
+
+from raydix.schemas import CacheUnavailable
+
+if TYPE_CHECKING:
+    from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.lease import Lease
+    from raydix.actors.transport import Transport
+
+
+class LateWriters:
+    """The leases of a client, and those of its lost sessions of which it has not told the cache that it is back.
+
+    A session that fell silent has expired, but its coroutines and threads may be in the middle of a computation that
+    ends in mapped memory. The cache withholds those slots until the client is back: not before they all know.
+
+    Attributes:
+        pools: those that the client has attached.
+    """
+
+    def __init__(self) -> None:
+        self.pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._late: list[Transport] = []
+        self._returning: set[asyncio.Task[None]] = set()
+
+    def add(self, lease: Lease) -> None:
+        """A lease was granted."""
+        self._leases.add(lease)
+
+    def any_of(self, transport: Transport) -> bool:
+        """Whether somebody may be writing mapped memory through a lease of that lost session, not knowing."""
+        return any(pool.mapped for pool in self.pools) and any(
+            lease.may_write for lease in self._leases if lease.transport is transport
+        )
+
+    def wait_for(self, transport: Transport) -> None:
+        """Somebody may: remember to tell the cache when nobody does any more."""
+        self._late.append(transport)
+
+    def tell_returned(self) -> None:
+        """Tell the cache of the sessions through which nobody writes any more: what it withholds of them is free."""
+        late, self._late = self._late, []
+        for transport in late:
+            if self.any_of(transport):
+                self._late.append(transport)
+            else:
+                returning = asyncio.get_running_loop().create_task(self._close(transport))
+                self._returning.add(returning)
+                returning.add_done_callback(self._returning.discard)
+
+    async def _close(self, transport: Transport) -> None:
+        try:
+            await transport.close()
+        except CacheUnavailable:
+            self._late.append(transport)  # for the next time
+
+    def take_all(self) -> list[Transport]:
+        """All sessions that wait: their client closes."""
+        late, self._late = self._late, []
+        return late

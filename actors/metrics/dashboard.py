@@ -1,0 +1,152 @@
+"""A Grafana dashboard of all caches of a cluster, for the data source that Ray provisions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_WIDTH, _HEIGHT = 12, 8  # of a panel; Grafana's grid is 24 wide
+_OF = '{cache=~"$cache"}'
+
+
+class _Panel(NamedTuple):
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]  # PromQL, and what its lines are called
+    stacked: bool = False
+
+
+_PANELS = (
+    _Panel(
+        "Slots by use",
+        "short",
+        ((f"sum by (cache, pool, use) (ray_raydix_slots{_OF})", "{{cache}} {{pool}} {{use}}"),),
+        True,
+    ),
+    _Panel(
+        "Hit rate",
+        "percentunit",
+        (
+            (
+                f"sum by (cache) (rate(ray_raydix_reused_tokens_total{_OF}[$__rate_interval])) / "
+                f"sum by (cache) (rate(ray_raydix_requested_tokens_total{_OF}[$__rate_interval]))",
+                "{{cache}}",
+            ),
+        ),
+    ),
+    _Panel(
+        "Hit rate of pools of other sizes",
+        "percentunit",
+        ((f"max by (cache, factor) (ray_raydix_ghost_hit_rate{_OF})", "{{cache}} x{{factor}}"),),
+    ),
+    _Panel(
+        "Tokens per second",
+        "short",
+        tuple(
+            (f"sum by (cache) (rate(ray_raydix_{name}_tokens_total{_OF}[$__rate_interval]))", f"{{{{cache}}}} {name}")
+            for name in ("requested", "reused", "inserted", "duplicate", "evicted")
+        ),
+    ),
+    _Panel(
+        "Leases, sessions, waiters",
+        "short",
+        tuple(
+            (f"sum by (cache) (ray_raydix_{name}{_OF})", f"{{{{cache}}}} {name.replace('_', ' ')}")
+            for name in ("open_leases", "open_sessions", "waiters")
+        ),
+    ),
+    _Panel("Oldest lease", "s", ((f"max by (cache) (ray_raydix_oldest_lease_seconds{_OF})", "{{cache}}"),)),
+    _Panel(
+        "Tenants",
+        "short",
+        (
+            (f"sum by (cache, tenant) (ray_raydix_tenant_slots{_OF})", "{{cache}} {{tenant}} slots"),
+            (
+                f"sum by (cache, tenant) (increase(ray_raydix_tenant_evicted_tokens_total{_OF}[5m]))",
+                "{{cache}} {{tenant}} evicted in 5 min",
+            ),
+        ),
+    ),
+    _Panel(
+        "Requests per second",
+        "reqps",
+        tuple(
+            (f"sum by (cache) (rate(ray_raydix_{name}_total{_OF}[$__rate_interval]))", f"{{{{cache}}}} {name}")
+            for name in ("acquires", "hits", "probes", "requests", "batches", "exhausted")
+        ),
+    ),
+    _Panel(
+        "Event loop",
+        "s",
+        (
+            (f"max by (cache) (ray_raydix_loop_lag_seconds{_OF})", "{{cache}} longest delay"),
+            (f"max by (cache) (ray_raydix_eviction_longest_slice_seconds{_OF})", "{{cache}} longest eviction slice"),
+        ),
+    ),
+    _Panel(
+        "Background eviction, and sessions that were lost",
+        "short",
+        (
+            (f"min by (cache) (ray_raydix_eviction_task_alive{_OF})", "{{cache}} task alive"),
+            (f"sum by (cache) (increase(ray_raydix_eviction_rounds_total{_OF}[5m]))", "{{cache}} rounds"),
+            (f"sum by (cache) (increase(ray_raydix_eviction_failures_total{_OF}[5m]))", "{{cache}} failures"),
+            (f"sum by (cache, how) (increase(ray_raydix_sessions_lost_total{_OF}[5m]))", "{{cache}} {{how}}"),
+        ),
+    ),
+)
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard as Grafana's JSON: pick the data source and the caches at its top."""
+    return {
+        "title": "Raydix caches",
+        "uid": "raydix",
+        "tags": ["ray", "raydix"],
+        "schemaVersion": 38,
+        "version": 1,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": [_source_variable(), _cache_variable()]},
+        "panels": [_panel(place, panel) for place, panel in enumerate(_PANELS)],
+    }
+
+
+def _source_variable() -> dict[str, Any]:
+    return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+
+
+def _cache_variable() -> dict[str, Any]:
+    query = "label_values(ray_raydix_slots, cache)"
+    return {
+        "name": "cache",
+        "label": "Cache",
+        "type": "query",
+        "datasource": _SOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": "cache"},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+    }
+
+
+def _panel(place: int, panel: _Panel) -> dict[str, Any]:
+    custom: dict[str, Any] = {"fillOpacity": 10, "showPoints": "never"}
+    if panel.stacked:
+        custom |= {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}}
+    return {
+        "id": place + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "datasource": _SOURCE,
+        "gridPos": {"x": place % 2 * _WIDTH, "y": place // 2 * _HEIGHT, "w": _WIDTH, "h": _HEIGHT},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + number), "datasource": _SOURCE, "expr": query, "legendFormat": name}
+            for number, (query, name) in enumerate(panel.queries)
+        ],
+    }

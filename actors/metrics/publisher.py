@@ -1,0 +1,87 @@
+"""`MetricsPublisher`: hands a cache's counts to Ray's metrics on a timer, which exports them to Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from ray.util.metrics import Counter, Gauge
+
+from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.metrics.table import METRICS, Labels, Metric
+from raydix.schemas import CacheStats, CacheUnavailable
+
+_NEEDED = ("aiohttp", "opencensus", "opentelemetry.sdk", "prometheus_client")  # by Ray's agent, which exports
+
+
+class MetricsPublisher:
+    """Publishes every `interval_s`, so that no request pays for it.
+
+    Args:
+        stats: the counts now.
+        cache: the label of this cache: its name.
+        interval_s: seconds between two looks.
+
+    Raises:
+        CacheUnavailable: what Ray needs to export metrics is not installed here.
+    """
+
+    def __init__(self, stats: Callable[[], CacheStats], cache: str, interval_s: float) -> None:
+        if missing := [name for name in _NEEDED if not _is_installed(name)]:
+            raise CacheUnavailable(
+                f"CacheConfig.metrics is set, but Ray cannot export metrics without {', '.join(missing)}: "
+                "pip install 'raydix[metrics]' on every node, and start Ray anew"
+            )
+        self._stats = stats
+        self._interval_s = interval_s
+        self._cache = cache
+        self._gauges = {each.name: Gauge(each.name, each.meaning, _tags(each)) for each in METRICS if _is_gauge(each)}
+        self._counters = {
+            each.name: Counter(each.name, each.meaning, _tags(each)) for each in METRICS if not _is_gauge(each)
+        }
+        self._counted: dict[tuple[str, Labels], float] = {}
+        self._timer = LoopTimer(self._tick)
+
+    def start(self) -> None:
+        """Begin, on the running loop; no effect if it runs already."""
+        if not self._timer.is_set:
+            self._timer.set(self._tick())
+
+    def stop(self) -> None:
+        """Publish what there is, then no more."""
+        if self._timer.is_set:
+            self.publish()
+        self._timer.stop()
+
+    def _tick(self) -> float:
+        self.publish()
+        return self._interval_s
+
+    def publish(self) -> None:
+        """Hand every metric to Ray, as it is now. Some 100 us."""
+        stats = self._stats()
+        for metric in METRICS:
+            for labels, value in metric.read(stats):
+                tags = {"cache": self._cache, **dict(labels)}
+                if metric.kind == "gauge":
+                    self._gauges[metric.name].set(value, tags)
+                    continue
+                rise = value - self._counted.get((metric.name, labels), 0.0)
+                if rise > 0:  # Ray takes no 0
+                    self._counted[metric.name, labels] = value
+                    self._counters[metric.name].inc(rise, tags)
+
+
+def _tags(metric: Metric) -> tuple[str, ...]:
+    return ("cache", *metric.labels)
+
+
+def _is_gauge(metric: Metric) -> bool:
+    return metric.kind == "gauge"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is not
+        return False

@@ -1,0 +1,165 @@
+"""Which metrics there are, what each means, and where in `CacheStats` it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from raydix.schemas import CacheStats, PoolStats
+
+Labels = tuple[tuple[str, str], ...]
+Sample = tuple[Labels, float]
+
+GHOST_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
+EXPORTED_PREFIX = "ray_"  # Ray puts it before every name
+_USES = ("free", "private", "evictable", "protected", "quarantined")
+
+
+class Metric(NamedTuple):
+    """One metric: gauges are set to what they are now, counters rise from the cache's start."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    meaning: str
+    read: Callable[[CacheStats], Iterator[Sample]]
+    labels: tuple[str, ...] = ()  # beside `cache`
+
+    @property
+    def exported_name(self) -> str:
+        """What Prometheus calls it."""
+        return EXPORTED_PREFIX + self.name
+
+
+def _field(name: str) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(stats: CacheStats) -> Iterator[Sample]:
+        yield (), float(getattr(stats, name))
+
+    return read
+
+
+def _of_task(name: str, scale: float = 1.0) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(stats: CacheStats) -> Iterator[Sample]:
+        yield (), scale * float(getattr(stats.eviction_task, name))
+
+    return read
+
+
+def _slots(stats: CacheStats) -> Iterator[Sample]:
+    pools: tuple[tuple[str, CacheStats | PoolStats | None], ...] = (
+        ("kv", stats),
+        ("window", stats.swa),
+        ("state", stats.state),
+    )
+    for name, pool in pools:
+        if pool is not None:
+            for use in _USES:
+                yield (("pool", name), ("use", use)), float(getattr(pool, f"{use}_slots"))
+
+
+def _sessions_lost(stats: CacheStats) -> Iterator[Sample]:
+    yield (("how", "died"),), float(stats.dead_sessions)
+    yield (("how", "silent"),), float(stats.expired_sessions)
+
+
+def _loop_lag(stats: CacheStats) -> Iterator[Sample]:
+    yield (), stats.loop_lag_ms / 1000
+
+
+def _tenants(name: str) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(stats: CacheStats) -> Iterator[Sample]:
+        for tenant in stats.tenants:
+            yield (("tenant", tenant.name or "others"),), float(getattr(tenant, name))
+
+    return read
+
+
+def _oldest_lease(stats: CacheStats) -> Iterator[Sample]:
+    yield (), max((owner.oldest_s for owner in stats.owners), default=0.0)
+
+
+def _ghost(stats: CacheStats) -> Iterator[Sample]:
+    for factor in GHOST_FACTORS if stats.ghost is not None else ():
+        size = factor * stats.num_slots
+        if stats.ghost is not None and stats.ghost.num_slots[0] <= size <= stats.ghost.num_slots[-1]:
+            yield (("factor", f"{factor:g}"),), stats.ghost.hit_rate_at(size)
+
+
+METRICS = (
+    Metric(
+        "raydix_slots",
+        "gauge",
+        "slots by pool (kv, window, state) and use (free, private to leases, evictable, protected by leases, "
+        "quarantined); the sum over uses is the pool's size",
+        _slots,
+        ("pool", "use"),
+    ),
+    Metric("raydix_open_leases", "gauge", "leases that are open", _field("open_leases")),
+    Metric(
+        "raydix_oldest_lease_seconds",
+        "gauge",
+        "age of the oldest open lease, among the 32 owners with the most slots; 0 if none is",
+        _oldest_lease,
+    ),
+    Metric(
+        "raydix_tenant_slots",
+        "gauge",
+        "slots that a tenant holds, cached or leased",
+        _tenants("held_slots"),
+        ("tenant",),
+    ),
+    Metric("raydix_open_sessions", "gauge", "clients with an open session", _field("open_sessions")),
+    Metric("raydix_waiters", "gauge", "requests that wait for room", _field("waiters")),
+    Metric("raydix_loop_lag_seconds", "gauge", "longest delay of the event loop within the last 5 to 10 s", _loop_lag),
+    Metric("raydix_eviction_task_alive", "gauge", "1 while the background eviction task runs", _of_task("alive")),
+    Metric(
+        "raydix_eviction_longest_slice_seconds",
+        "gauge",
+        "longest time that background eviction held the event loop",
+        _of_task("longest_slice_ms", 0.001),
+    ),
+    Metric(
+        "raydix_ghost_hit_rate",
+        "gauge",
+        "hit rate, 0 to 1, that a pool of `factor` times this size would have had since the start; with "
+        "CacheConfig.ghost only",
+        _ghost,
+        ("factor",),
+    ),
+    Metric("raydix_acquires_total", "counter", "leases granted by acquire or lock", _field("acquires")),
+    Metric("raydix_hits_total", "counter", "of those, the ones that found a prefix", _field("hits")),
+    Metric("raydix_requested_tokens_total", "counter", "prompt tokens of granted leases", _field("tokens_requested")),
+    Metric("raydix_reused_tokens_total", "counter", "of those, the tokens whose KV was there", _field("tokens_reused")),
+    Metric("raydix_inserted_tokens_total", "counter", "tokens published", _field("tokens_inserted")),
+    Metric("raydix_duplicate_tokens_total", "counter", "tokens computed twice", _field("tokens_duplicate")),
+    Metric("raydix_evicted_tokens_total", "counter", "tokens evicted, for whatever cause", _field("tokens_evicted")),
+    Metric(
+        "raydix_tenant_evicted_tokens_total",
+        "counter",
+        "of those, a tenant's",
+        _tenants("tokens_evicted"),
+        ("tenant",),
+    ),
+    Metric("raydix_exhausted_total", "counter", "requests refused for want of room", _field("exhausted")),
+    Metric("raydix_probes_total", "counter", "match calls", _field("probes")),
+    Metric("raydix_batches_total", "counter", "messages executed", _field("batches")),
+    Metric("raydix_requests_total", "counter", "requests that those carried", _field("requests")),
+    Metric(
+        "raydix_sessions_lost_total",
+        "counter",
+        "sessions that ended because their owner died, or was silent for too long",
+        _sessions_lost,
+        ("how",),
+    ),
+    Metric("raydix_eviction_rounds_total", "counter", "rounds of background eviction", _of_task("rounds")),
+    Metric("raydix_eviction_failures_total", "counter", "rounds that failed, and were survived", _of_task("failures")),
+)
+
+
+def markdown() -> str:
+    """The table for people."""
+    head = "| metric | kind | labels beside `cache` | meaning |\n|---|---|---|---|\n"
+    rows = []
+    for each in METRICS:
+        labels = ", ".join(f"`{label}`" for label in each.labels)
+        rows.append(f"| `{each.exported_name}` | {each.kind} | {labels} | {each.meaning} |")
+    return head + "\n".join(rows) + "\n"

@@ -1,0 +1,1 @@
+"""What a cache has been doing, as one page: gathered where it runs (`Insight`), drawn by `page.render`."""

@@ -1,0 +1,68 @@
+"""`History`: a cache's counts over its life, in a bounded number of points."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from raydix.cache_core import LeasedCache
+from raydix.schemas import HistoryPoint
+
+_MAX_POINTS = 512
+
+
+class History:
+    """Points at equal distances; once there are too many, every second one goes and the distance doubles.
+
+    Args:
+        core: the cache.
+        clock: seconds, of any origin.
+        interval_s: distance of the first points.
+    """
+
+    def __init__(self, core: LeasedCache, clock: Callable[[], float], interval_s: float = 1.0) -> None:
+        self.interval_s = interval_s
+        self.points: list[HistoryPoint] = []
+        self._core = core
+        self._clock = clock
+        self._began_at = clock()
+        self._ticks: list[int] = []  # of the cache's own clock, at each point
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._began_at
+
+    def note(self) -> None:
+        """Add a point for now, if the last one is old enough."""
+        now = self.now_s
+        if self.points and now < self.points[-1].at_s + self.interval_s * 0.999:
+            return
+        if len(self.points) >= _MAX_POINTS:
+            self.points, self._ticks = self.points[::2], self._ticks[::2]
+            self.interval_s *= 2
+        self.points.append(self.point())
+        self._ticks.append(self._core.now)
+
+    def point(self) -> HistoryPoint:
+        """The counts now."""
+        core, counters = self._core, self._core.counters
+        return HistoryPoint(
+            at_s=self.now_s,
+            private_slots=core.private_slots,
+            evictable_slots=core.evictable_size(),
+            protected_slots=core.protected_size(),
+            quarantined_slots=core.quarantined_slots,
+            tokens_requested=counters.tokens_requested,
+            tokens_reused=counters.tokens_reused,
+            tokens_evicted=counters.tokens_evicted,
+        )
+
+    def time_of(self, tick: int) -> float:
+        """When the cache's own clock showed `tick`, in seconds since this began; as of the point before."""
+        place = bisect_left(self._ticks, tick)
+        return self.points[place - 1].at_s if place else 0.0
+
+    def time_at(self, at_s: float) -> float:
+        """A time of the clock, in seconds since this began."""
+        return at_s - self._began_at

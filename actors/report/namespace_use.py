@@ -1,0 +1,68 @@
+"""`NamespaceUse`: how well each namespace's requests hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raydix.cache_core.lease_table import LeaseRecord
+from raydix.schemas import NamespaceStats, unframe_namespace
+
+_KEPT = 256  # namespaces; twice as many at times
+
+_Counts = list[int]  # requests, tokens requested, tokens reused
+
+
+class NamespaceUse:
+    """Watches requests (`RequestWatch`) and counts by namespace, those with the most tokens; the others together."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str | None, _Counts] = {}
+        self._others: _Counts = [0, 0, 0]
+
+    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        """A lease began."""
+        counts = self._counts.get(lease.key.extra_key)
+        if counts is None:
+            if len(self._counts) >= 2 * _KEPT:
+                self._fold()
+            counts = self._counts[lease.key.extra_key] = [0, 0, 0]
+        counts[0] += 1
+        counts[1] += len(lease.key)
+        counts[2] += lease.prefix_len
+
+    def published(self, lease: LeaseRecord) -> None:
+        """Of no interest."""
+
+    def ended(self, lease: LeaseRecord) -> None:
+        """Of no interest."""
+
+    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
+        """Of no interest: what was hit was hit."""
+
+    def stats(self, most: int) -> tuple[NamespaceStats, ...]:
+        """The counts of the `most` namespaces with the most tokens, then those of all others."""
+        ranked = self._ranked()
+        rows = [_stats(namespace_label(extra_key), counts) for extra_key, counts in ranked[:most]]
+        others = [sum(each) for each in zip(self._others, *(counts for _, counts in ranked[most:]), strict=True)]
+        return (*rows, _stats("all others", others)) if others[0] else tuple(rows)
+
+    def _ranked(self) -> list[tuple[str | None, _Counts]]:
+        return sorted(self._counts.items(), key=lambda item: item[1][1], reverse=True)
+
+    def _fold(self) -> None:
+        ranked = self._ranked()
+        self._counts = dict(ranked[:_KEPT])
+        for _, counts in ranked[_KEPT:]:
+            self._others = [sum(pair) for pair in zip(self._others, counts, strict=True)]
+
+
+def namespace_label(extra_key: str | None) -> str:
+    """What people call a namespace: the fields that make it."""
+    if extra_key is None:
+        return "default"
+    named = zip(("extra_key", "lora_id", "cache_salt"), unframe_namespace(extra_key), strict=True)
+    return ", ".join(f"{name}={field}" for name, field in named if field is not None)
+
+
+def _stats(label: str, counts: list[int]) -> NamespaceStats:
+    return NamespaceStats(label=label, requests=counts[0], tokens_requested=counts[1], tokens_reused=counts[2])

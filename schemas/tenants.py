@@ -1,0 +1,60 @@
+"""Tenants: namespaces that have a floor or a cap of slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from raydix.schemas.namespace import frame_namespace
+
+
+class TenantConfig(BaseModel):
+    """One namespace and the slots that it may hold, in the tree and by its leases. Others share without limits.
+
+    What is below the floor is kept from others once the tenant has it; what it does not use, they may borrow. Only full
+    slots count, neither window slots nor states.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=256, description="for people: shown in statistics and errors")
+    extra_key: str | None = Field(default=None, description="its namespace, as in requests")
+    lora_id: str | None = None
+    cache_salt: str | None = None
+    floor_slots: int = Field(default=0, ge=0, description="others evict none of the first so many slots that it holds")
+    cap_slots: int | None = Field(default=None, gt=0, description="it never holds more; None: as many as there are")
+
+    @model_validator(mode="after")
+    def _floor_below_cap(self) -> Self:
+        if self.cap_slots is not None and self.floor_slots > self.cap_slots:
+            raise ValueError(f"floor_slots ({self.floor_slots}) must not be above cap_slots ({self.cap_slots})")
+        return self
+
+    @model_validator(mode="after")
+    def _namespace_can_be_framed(self) -> Self:
+        frame_namespace(self.extra_key, self.lora_id, self.cache_salt)
+        return self
+
+    @property
+    def namespace(self) -> str | None:
+        """The framed key of its namespace."""
+        return frame_namespace(self.extra_key, self.lora_id, self.cache_salt)
+
+
+def check_tenants(tenants: Sequence[TenantConfig], num_slots: int, page_size: int) -> None:
+    """Raise ValueError unless these can share a pool of so many slots."""
+    for what in ("name", "namespace"):
+        for value, count in Counter(getattr(tenant, what) for tenant in tenants).items():
+            if count > 1:
+                raise ValueError(f"{count} tenants have the same {what}: {value!r}")
+    for tenant in tenants:
+        if tenant.floor_slots % page_size or (tenant.cap_slots or 0) % page_size:
+            raise ValueError(f"floor and cap of tenant {tenant.name!r} must be multiples of page_size ({page_size})")
+        if (tenant.cap_slots or 0) > num_slots:
+            raise ValueError(f"cap_slots of tenant {tenant.name!r} must not be above num_slots ({num_slots})")
+    floors = sum(tenant.floor_slots for tenant in tenants)
+    if floors > num_slots:
+        raise ValueError(f"the tenants' floors add up to {floors} slots, but num_slots is {num_slots}")

@@ -1,0 +1,61 @@
+"""Fixtures: caches for tests of the service and its promises, reached in process, through a client, and through Ray."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from cache_kinds import Access, KindUnderTest, radix, reached_kinds
+from cache_under_test import CacheUnderTest, Reached
+from wire import Scene, counts
+
+
+@asynccontextmanager
+async def under_test(
+    request: pytest.FixtureRequest, kind: KindUnderTest, access: Access
+) -> AsyncIterator[CacheUnderTest]:
+    running_cache = request.getfixturevalue("running_cache") if access == "ray" else None  # others need no Ray
+    cache = CacheUnderTest.reached(access, kind.cache_config(), running_cache, kind)
+    yield cache
+    await cache.close()
+
+
+@pytest.fixture(params=reached_kinds())
+async def cache(request: pytest.FixtureRequest) -> AsyncIterator[CacheUnderTest]:
+    """An empty cache of eight pages, of each kind and reached in each way; `cache_kinds.only` selects kinds."""
+    kind, access = request.param
+    async with under_test(request, kind, access) as cache:
+        yield cache
+
+
+@pytest.fixture(params=["local", "client", pytest.param("ray", marks=pytest.mark.ray)])
+def access(request: pytest.FixtureRequest) -> Access:
+    """How the cache is reached."""
+    return request.param
+
+
+@pytest.fixture
+def reached(request: pytest.FixtureRequest, access: Access) -> Reached:
+    """Makes an empty cache of a kind, which must be left with nothing held."""
+    return lambda kind: under_test(request, kind, access)
+
+
+@pytest.fixture
+async def cache1(reached: Reached) -> AsyncIterator[CacheUnderTest]:
+    """Of kind "radix", with pages of one token, for what neither kinds nor pages make a difference to."""
+    async with reached(radix(1)) as cache:
+        yield cache
+
+
+@pytest.fixture
+async def scene(cache1: CacheUnderTest) -> AsyncIterator[Scene]:
+    """For mistakes: afterwards all is as it was before them, and the lease as good as ever."""
+    await cache1.publish(5, 6)
+    lease = await cache1.client.acquire([5, 6, 7])
+    slots, before = lease.slots.tolist(), await counts(cache1.client)
+
+    yield Scene(cache1, cache1.client, lease)
+
+    assert await counts(cache1.client) == before
+    await cache1.client.check_invariants()
+    assert lease.slots.tolist() == slots
+    assert (await lease.insert([5, 6, 7])).num_inserted == 1

@@ -1,0 +1,88 @@
+"""A match never reports KV that is not there, for that namespace and that exact token sequence.
+
+Workers compute KV that tells which tokens it belongs to, layer by layer, and bit by bit they read whatever a match
+reports, in caches of every kind that evict, split and forget all the while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cache_kinds import TIGHT_STATES, TIGHT_WINDOW, KindUnderTest, radix
+from cache_under_test import CacheUnderTest, Reached, unchecked
+from computing_workers import work
+
+from raydix.actors import verbs
+from raydix.actors.request_handlers import RequestHandlers
+from raydix.cache_core import KVCache, RadixKey
+from raydix.schemas import MatchRequest, MatchResponse
+
+Patch = pytest.MonkeyPatch
+
+
+async def test_every_hit_reads_what_was_computed_for_that_very_prefix(cache: CacheUnderTest) -> None:
+    reused = await work(cache, num_steps=40)
+
+    assert (reused > 0) == cache.kind.shares
+
+
+@pytest.mark.parametrize("kind", [TIGHT_WINDOW, TIGHT_STATES], ids=str)
+async def test_so_it_is_where_windows_or_states_run_out_before_slots_do(reached: Reached, kind: KindUnderTest) -> None:
+    async with reached(kind) as cache:
+        assert await work(cache, num_steps=40) > 0
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def a_hit_is_a_page_too_long(patch: Patch) -> None:
+    acquire = KVCache.acquire
+
+    def too_long(core: KVCache, lease_id: str, session_id: str, key: RadixKey, *arguments: Any) -> Any:
+        lease = acquire(core, lease_id, session_id, key, *arguments)
+        lease.prefix_len = min(lease.prefix_len + core.page_size, len(key) // core.page_size * core.page_size)
+        return lease
+
+    patch.setattr(KVCache, "acquire", too_long)
+
+
+def a_probe_promises_a_page_too_many(patch: Patch) -> None:
+    match = RequestHandlers._match
+
+    def too_many(handlers: RequestHandlers, session_id: str, request: MatchRequest) -> MatchResponse:
+        whole = len(request.tokens) // handlers.core.page_size * handlers.core.page_size
+        return match(handlers, session_id, request).model_copy(update={"prefix_len": whole})
+
+    patch.setattr(RequestHandlers, "_match", too_many)
+
+
+def namespaces_do_not_count(patch: Patch) -> None:
+    patch.setattr(verbs, "frame_namespace", lambda *parts: None)
+
+
+def the_order_of_pages_does_not_count(patch: Patch) -> None:
+    from_packed = RadixKey.from_packed.__func__  # type: ignore[attr-defined]
+
+    def unordered(cls: type[RadixKey], data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> Any:
+        return from_packed(cls, b"".join(sorted(data[at : at + 4] for at in range(0, len(data), 4))), 4, extra_key)
+
+    patch.setattr(RadixKey, "from_packed", classmethod(unordered))
+
+
+FAULTS = [
+    a_hit_is_a_page_too_long,
+    a_probe_promises_a_page_too_many,
+    namespaces_do_not_count,
+    the_order_of_pages_does_not_count,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+async def test_a_hit_that_is_not_real_is_seen(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    cache = unchecked(radix(4))
+
+    with pytest.raises(AssertionError, match=r"is not there|K of layer"):
+        await work(cache, num_steps=60)

@@ -1,0 +1,85 @@
+"""Statistics and refusals tell whose leases hold the pool."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from cache_under_test import CacheUnderTest, small_config
+
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.schemas import PoolExhausted
+
+
+def named_client(cache: CacheUnderTest, owner: str) -> PrefixCacheClient:
+    client = PrefixCacheClient(cache.cache, owner=owner)
+    cache._clients.append(client)
+    return client
+
+
+async def test_owners_are_told_with_their_leases_the_largest_first(cache1: CacheUnderTest) -> None:
+    trainer, again = named_client(cache1, "trainer"), named_client(cache1, "trainer")
+    server = named_client(cache1, "server")
+    await trainer.acquire([1])
+    await again.acquire([2])
+    await server.acquire([3, 3, 3])
+
+    owners = (await cache1.client.stats()).owners
+
+    assert [(each.owner, each.leases, each.slots) for each in owners] == [("server", 1, 3), ("trainer", 2, 2)]
+    assert all(each.oldest_s >= 0 for each in owners)
+
+
+async def test_slots_that_leases_share_are_counted_for_each(cache1: CacheUnderTest) -> None:
+    await cache1.publish(1, 2)
+    for _ in range(2):
+        await named_client(cache1, "reader").lock([1, 2])
+
+    (reader,) = (await cache1.client.stats()).owners
+
+    assert (reader.leases, reader.slots) == (2, 4)
+
+
+async def test_who_finds_no_room_is_told_who_has_it(cache1: CacheUnderTest) -> None:
+    for number in range(4):
+        await named_client(cache1, f"worker-{number}").acquire([number] * (number + 1 if number < 3 else 1))
+    await cache1.client.acquire([9])
+
+    for timeout_s in (0, 0.01):  # refused at once, and in line
+        with pytest.raises(PoolExhausted, match="held by 5 leases: worker-2 3 slots by 1, up to") as caught:
+            await cache1.client.acquire([5], timeout_s=timeout_s)
+
+        assert [(each.owner, each.slots) for each in caught.value.owners[:2]] == [("worker-2", 3), ("worker-1", 2)]
+        assert len(caught.value.owners) == 3  # not everybody
+
+
+async def test_an_owner_without_a_name_is_its_process(cache1: CacheUnderTest) -> None:
+    await cache1.another_client().acquire([1])
+
+    (owner,) = (await cache1.client.stats()).owners
+
+    assert owner.owner.endswith(f":{os.getpid()}")
+
+
+async def test_leases_are_their_owners_that_hold_them_now(cache1: CacheUnderTest) -> None:
+    scheduler, worker = named_client(cache1, "scheduler"), named_client(cache1, "worker")
+    lease = await scheduler.acquire([1, 2])
+    adopted = await worker.adopt(await lease.grant())
+    assert [each.owner for each in (await cache1.client.stats()).owners] == ["worker"]
+
+    await adopted.release()
+
+    assert (await cache1.client.stats()).owners == ()
+
+
+async def test_the_age_is_that_of_the_oldest_lease() -> None:
+    async with LocalPrefixCache(small_config()) as cache:
+        for number in range(2):
+            await cache.acquire([number])
+        first, second = cache._host.service.core.leases
+        first.since -= 100
+        second.since -= 5000
+
+        (owner,) = (await cache.stats()).owners
+
+        assert 5000 <= owner.oldest_s < 5100

@@ -1,0 +1,153 @@
+"""`client.sync`: the same verbs as plain calls, in process and on Ray, also beside a loop that runs."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cache_under_test import small_config
+
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.sync_client import SyncClient
+from raydix.actors.verbs import CacheVerbs
+from raydix.schemas import InvalidRequest, PoolExhausted
+
+CONFIG = small_config(4)  # eight pages of four
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def cache(request: pytest.FixtureRequest) -> Iterator[SyncClient]:
+    """A client of an empty cache, which must be left with nothing held."""
+    if request.param == "local":
+        client: CacheVerbs = LocalPrefixCache(CONFIG)
+    else:
+        client = PrefixCacheClient(request.getfixturevalue("running_cache")(CONFIG))
+    with client.sync as cache:
+        yield cache
+        cache.reset()
+        cache.check_invariants()
+        stats = cache.stats()
+        assert (stats.free_slots, stats.open_leases, stats.waiters) == (32, 0, 0)
+
+
+def test_the_verbs_wait_for_their_answers(cache: SyncClient) -> None:
+    with cache.acquire(PROMPT, new_tokens=2) as lease:
+        assert (lease.prefix_len, len(lease), lease.slots.shape) == (0, 11, (11,))
+        assert lease.insert(PROMPT).num_inserted == 8
+        assert lease.published_len == 8
+        assert len(lease.extend(3)) == 3
+
+    assert cache.match(PROMPT).prefix_len == 8
+    assert str(cache.explain(PROMPT)).startswith("8 of 9 tokens hit")
+    assert cache.tree().branches[0].num_tokens_below == 8
+    with cache.lock(PROMPT) as lease:
+        assert lease.prefix_len == 8
+        assert cache.stats().protected_slots == 8
+    assert cache.evict(1).num_evicted == 8
+    assert cache.config == CONFIG
+
+
+async def test_it_works_where_a_loop_runs_already(cache: SyncClient) -> None:
+    with cache.acquire(PROMPT) as lease:
+        lease.insert(PROMPT)
+    assert cache.match(PROMPT).prefix_len == 8
+
+
+def test_a_block_that_raises_aborts_and_errors_are_the_caches_own(cache: SyncClient) -> None:
+    with pytest.raises(ZeroDivisionError), cache.acquire(PROMPT):
+        raise ZeroDivisionError
+    with pytest.raises(PoolExhausted, match="can never fit"):
+        cache.acquire(range(1, 100))
+    with pytest.raises(InvalidRequest, match="token"):
+        cache.match([])
+
+
+def test_a_lease_can_be_handed_over(cache: SyncClient) -> None:
+    lease = cache.acquire(PROMPT)
+    with cache.adopt(lease.grant()) as adopted:
+        assert adopted.lease_id == lease.lease_id
+        assert len(adopted) == 9
+
+
+def test_the_pool_is_read_and_written(cache: SyncClient) -> None:
+    pool = cache.attach_pool()
+    shape = (CONFIG.pool.num_layers, 4, 1)
+    k, v = torch.rand(*shape, CONFIG.pool.head_dim), torch.rand(*shape, CONFIG.pool.v_head_dim or 0)
+
+    with cache.acquire(PROMPT) as lease:
+        pool.write_kv(lease, lease.slots[:4], k, v)
+        read_k, read_v = pool.read_kv(lease, lease.slots[:4])
+        assert torch.equal(read_k, k)
+        assert torch.equal(read_v, v)
+        if pool.mapped:
+            assert torch.equal(pool.gather(1, lease.slots[:4])[0], k[1])
+
+
+def interrupt_when(cache: SyncClient, reached: Callable[[Any], bool]) -> threading.Thread:
+    """Ctrl-C as soon as the statistics say so."""
+
+    def watch() -> None:
+        while not reached(cache.stats()):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_while_waiting_for_room_leaves_nothing_behind(cache: SyncClient) -> None:
+    with cache.acquire([1], new_tokens=31):
+        watching = interrupt_when(cache, lambda stats: stats.waiters == 1)
+
+        with pytest.raises(KeyboardInterrupt):
+            cache.acquire(PROMPT)
+
+        watching.join()
+        assert (cache.stats().waiters, cache.stats().open_leases) == (0, 1)
+    assert cache.stats().open_leases == 0
+
+
+def test_closing_ends_what_is_held_and_the_thread() -> None:
+    cache = LocalPrefixCache(CONFIG)
+    cache.sync.acquire(PROMPT)
+
+    cache.sync.close()
+    cache.sync.close()
+
+    assert cache._host.service.stats().open_leases == 0
+    assert not [each for each in threading.enumerate() if each.name == "raydix-sync"]
+    with pytest.raises(InvalidRequest, match="closed"):
+        cache.sync.match(PROMPT)
+    cache.sync.thread.stop()
+
+
+async def test_a_client_that_coroutines_use_cannot_be_used_by_plain_calls_too() -> None:
+    async with LocalPrefixCache(CONFIG) as cache:
+        with pytest.raises(InvalidRequest, match="another event loop"):
+            cache.sync.match(PROMPT)
+        cache.sync.thread.stop()
+
+
+def test_every_verb_of_a_client_has_its_plain_twin_with_the_same_parameters() -> None:
+    of_leases = {"insert", "extend", "release", "release_window", "abort", "unlock", "grant", "note_granted"}
+    verbs = {
+        name: verb
+        for name, verb in inspect.getmembers(CacheVerbs, inspect.isfunction)
+        if not name.startswith("_") and name not in of_leases
+    }
+
+    assert {"match", "acquire", "stats", "events", "close"} <= verbs.keys()
+    for name, verb in verbs.items():
+        plain = getattr(SyncClient, name)
+        assert list(inspect.signature(plain).parameters) == list(inspect.signature(verb).parameters), name
+        assert not inspect.iscoroutinefunction(inspect.unwrap(plain) if name in ("open", "close") else plain), name
+        assert plain.__doc__, name
