@@ -205,8 +205,8 @@ def steady_figures(num_requests: int, num_traced: int) -> list[Figure]:
 
 def figures(quick: bool, num_requests: int | None = None) -> list[Figure]:
     """All of them."""
-    largest, num_measured, num_tokens = (100_000, 1_000, 1_000_000) if quick else (1_000_000, 2_000, 10_000_000)
-    steady = (10_000, 0) if quick else (50_000, 10_000)
+    largest, num_measured, num_tokens = (100_000, 500, 500_000) if quick else (1_000_000, 2_000, 10_000_000)
+    steady = (5_000, 0) if quick else (50_000, 10_000)
     return (
         size_figures(largest, num_measured)
         + memory_figures(num_tokens)

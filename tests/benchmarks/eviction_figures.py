@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.bench_eviction import KINDS, MAX_RATIO, measure_sizes, ratio_of
+from benchmarks.bench_eviction import KINDS, MAX_RATIO, NUM_CALLS, measure_sizes, ratio_of
 from benchmarks.figures import Figure
 
 
@@ -11,7 +11,7 @@ def figures(quick: bool) -> list[Figure]:
     smallest, largest = 1_000, 10_000 if quick else 100_000
     found = []
     for kind in KINDS:
-        measured = measure_sizes(kind, (smallest, largest))
+        measured = measure_sizes(kind, (smallest, largest), num_calls=5 if quick else NUM_CALLS)
         found.append(
             Figure(
                 "eviction",
