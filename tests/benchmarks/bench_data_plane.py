@@ -91,7 +91,8 @@ def plane_figures(plane: Plane, num_rounds: int, where: str, goals: bool = True)
         rate, ratio = plane.num_bytes / median(times[name]) / 1e9, median_ratio(times, name, floor)
         if name not in ("memcpy", "clone"):
             least = GOALS.get(name) if goals else None
-            yield Figure("data plane", f"{name}, {where}", rate, "GB/s", ratio, floor, at_least=least)
+            gate = GATES.get(least) if least else None
+            yield Figure("data plane", f"{name}, {where}", rate, "GB/s", ratio, floor, at_least=least, gate=gate)
 
 
 # ---------------------------------------------------------------- rows and states
@@ -120,7 +121,7 @@ def copy_figures(num_rounds: int) -> Iterator[Figure]:
         ("copy_states", "copy_states, 8 layers of 1.5 MiB", "state", state),
     ):
         rate, ratio = size / median(times[name]) / 1e9, median_ratio(times, name, floor)
-        yield Figure("data plane", what, rate, "GB/s", ratio, "memcpy", at_least=0.7)
+        yield Figure("data plane", what, rate, "GB/s", ratio, "memcpy", at_least=0.7, gate=GATES[0.7])
 
 
 # ---------------------------------------------------------------- through the actor

@@ -136,7 +136,7 @@ def memory_figures(num_tokens: int) -> list[Figure]:
         where = f"pages of {page_size}, {held.num_tokens / 1e6:.1f}M tokens in {held.num_nodes:,} nodes"
         per_token, per_node = held.num_bytes / held.num_tokens, held.num_bytes / held.num_nodes
         goal = MAX_TOKEN_BYTES if page_size > 1 else None
-        found.append(Figure("scale", f"memory, {where}", per_token, "B/token", at_most=goal))
+        found.append(Figure("scale", f"memory, {where}", per_token, "B/token", at_most=goal, gate=goal))
         found.append(Figure("scale", "  of that a node", per_node, "B/node"))
     return found
 
@@ -199,7 +199,7 @@ def steady_figures(num_requests: int, num_traced: int) -> list[Figure]:
     found = [Figure("scale", what, growth.resident_bytes / 2**20, "MiB", at_most=MAX_GROWN_MIB)]
     if num_traced:
         what, value = f"left behind by each of {num_traced:,} requests", growth.traced_bytes / num_traced
-        found.append(Figure("scale", what, value, "B", at_most=MAX_LEFT_BYTES))
+        found.append(Figure("scale", what, value, "B", at_most=MAX_LEFT_BYTES, gate=8 * MAX_LEFT_BYTES))
     return found
 
 

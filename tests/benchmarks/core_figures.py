@@ -17,9 +17,13 @@ MAX_TAIL = 5.0  # p99 of a match, in its medians
 
 def figures(quick: bool) -> list[Figure]:
     """Every workload that can be made here."""
-    torch.set_num_threads(1)
     scale, num_rounds = (0.1, 2) if quick else (0.5, 5)
-    return [figure for name in known_workloads() for figure in _of_workload(list(rows_of(name, scale, num_rounds)))]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [figure for name in known_workloads() for figure in _of_workload(list(rows_of(name, scale, num_rounds)))]
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _of_workload(rows: list[Row]) -> Iterator[Figure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,14 @@ def ray_started() -> Iterator[None]:
 
     mine = not ray.is_initialized()
     if mine:
-        ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+        ray.init(
+            num_cpus=4,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     yield
     if mine:
         ray.shutdown()
