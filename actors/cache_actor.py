@@ -28,8 +28,10 @@ from raydix.schemas import (
     OpenSession,
     PoolHandle,
     ReadKV,
+    RecordingStatus,
     SessionRef,
     SessionResponse,
+    StartRecording,
     WaitRequest,
     WriteKV,
 )
@@ -135,6 +137,18 @@ class PrefixCacheActor:
     async def stats(self) -> CacheStats:
         """A snapshot, without a session."""
         return self._host.service.stats()
+
+    async def start_recording(self, request: StartRecording) -> None:
+        """Record requests to a file on this node from now on."""
+        self._host.service.start_recording(request)
+
+    async def recording(self) -> RecordingStatus | None:
+        """How the recording fares; None if there is none."""
+        return self._host.service.recording()
+
+    async def stop_recording(self) -> RecordingStatus:
+        """End the recording; its file is whole then."""
+        return await self._host.service.stop_recording()
 
     async def report(self) -> CacheReport:
         """What the cache has been doing, for people; without a session."""

@@ -22,6 +22,7 @@ from raydix.actors.report.insight import Insight
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
 from raydix.actors.session_table import Session
+from raydix.actors.traffic_recorder import TrafficRecorder
 from raydix.actors.typed_messages import arrived, seconds
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import KVPool
@@ -46,9 +47,11 @@ from raydix.schemas import (
     NextEvents,
     OpenSession,
     PoolStats,
+    RecordingStatus,
     SessionRef,
     SessionResponse,
     StaleEpoch,
+    StartRecording,
     StatsRequest,
     TenantStats,
     WaitRequest,
@@ -99,6 +102,8 @@ class CacheService:
 
         self.core.use_clock(clock)
         self.insight = Insight(self.core, clock)
+        self._clock = clock
+        self._recorder: TrafficRecorder | None = None
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
             self.core.watches.append(self.ghost.curve)
@@ -178,6 +183,8 @@ class CacheService:
             self.feed.close()
         self.lag.stop()
         self.insight.stop()
+        if self._recorder is not None:
+            await self.stop_recording()
         await self.eviction_task.stop()
 
     # ---------------------------------------------------------------- execution
@@ -242,6 +249,33 @@ class CacheService:
         if self.feed is None:
             return InvalidRequest(_NO_EVENTS)
         return self.feed.snapshot(self.core.resident_pages())
+
+    def start_recording(self, request: StartRecording) -> None:
+        """Record requests from now on.
+
+        Raises:
+            InvalidRequest: there is a recording already, or its file cannot be made.
+        """
+        if self._recorder is not None:
+            raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path}: stop it first")
+        self._recorder = TrafficRecorder(request, self._clock)
+        self.core.watches.append(self._recorder)
+
+    def recording(self) -> RecordingStatus | None:
+        """How the recording fares; None if there is none."""
+        return None if self._recorder is None else self._recorder.status()
+
+    async def stop_recording(self) -> RecordingStatus:
+        """End the recording and write its file, in a thread.
+
+        Raises:
+            InvalidRequest: there is none.
+        """
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise InvalidRequest("there is no recording to stop")
+        self.core.watches.remove(recorder)
+        return await asyncio.to_thread(recorder.finish)
 
     def report(self) -> CacheReport:
         """What the cache has been doing. O(1): a few ms."""

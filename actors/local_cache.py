@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from raydix.actors.verbs import CacheVerbs
-from raydix.schemas import CacheConfig, CacheReport
+from raydix.schemas import CacheConfig, CacheReport, RecordingStatus, StartRecording
 
 if TYPE_CHECKING:
     from raydix.actors.transport import Transport
@@ -41,6 +41,22 @@ class LocalPrefixCache(CacheVerbs):
     def report(self) -> CacheReport:
         """What the cache has been doing, for `raydix.actors.report.page.render`. O(1): a few ms."""
         return self._host.service.report()
+
+    def start_recording(self, request: StartRecording) -> None:
+        """Record requests to a file from now on, in the Mooncake format: lengths, times, hashes; no token ids.
+
+        Raises:
+            InvalidRequest: there is a recording already, or its file cannot be made.
+        """
+        self._host.service.start_recording(request)
+
+    async def stop_recording(self) -> RecordingStatus:
+        """End the recording; its file is whole then.
+
+        Raises:
+            InvalidRequest: there is none.
+        """
+        return await self._host.service.stop_recording()
 
     async def close(self, *, drain_s: float = 0) -> None:
         """Close the cache with all its sessions. Idempotent.

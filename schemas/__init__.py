@@ -29,6 +29,7 @@ from raydix.schemas.lease_owner import LeaseOwner
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
+from raydix.schemas.recording import RecordingStatus, StartRecording
 from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, TreePart
 from raydix.schemas.requests import (
     AbortRequest,
@@ -135,6 +136,7 @@ __all__ = [
     "PoolHandle",
     "PoolStats",
     "ReadKV",
+    "RecordingStatus",
     "ReleaseRequest",
     "ReleaseWindowRequest",
     "ResetRequest",
@@ -143,6 +145,7 @@ __all__ = [
     "SessionRef",
     "SessionResponse",
     "StaleEpoch",
+    "StartRecording",
     "StatsRequest",
     "TenantConfig",
     "TenantStats",

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from raydix.actors.cli import caches, check, dashboard, explain, replay, report, start, stats, stop, tree
+from raydix.actors.cli import caches, check, dashboard, explain, record, replay, report, start, stats, stop, tree
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.output import report_failure
 
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "dashboard": dashboard.dashboard,
     "check": check.check,
     "stop": stop.stop,
+    "record": record.record,
     "replay": replay.replay,
     "report": report.report,
 }

@@ -1,0 +1,75 @@
+"""`TrafficRecorder`: records the requests of a running cache, for `raydix replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from raydix.actors.traffic_writer import Recorded, TrafficWriter
+from raydix.cache_core import RadixKey
+from raydix.cache_core.lease_table import LeaseRecord
+from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
+
+
+class TrafficRecorder:
+    """Watches requests (`RequestWatch`): a prompt as it was acquired, and how many tokens were published behind it.
+
+    On the cache's path it costs a microsecond; all else is the writer's, in its thread.
+
+    Args:
+        request: where to, and how much.
+        clock: seconds, of any origin.
+
+    Raises:
+        InvalidRequest: the file cannot be made.
+    """
+
+    def __init__(self, request: StartRecording, clock: Callable[[], float]) -> None:
+        try:
+            self._writer = TrafficWriter(Path(request.path))
+        except OSError as error:
+            raise InvalidRequest(f"cannot record to {request.path!r} on the cache's node: {error.strerror}") from None
+        self._request = request
+        self._clock = clock
+        self._began_at = clock()
+        self._open: dict[LeaseRecord, tuple[float, RadixKey]] = {}
+        self._num_begun = 0
+
+    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        """A request begins."""
+        since = self._clock() - self._began_at
+        if self._num_begun < self._request.max_requests and since < self._request.max_seconds:
+            self._num_begun += 1
+            self._open[lease] = since, lease.key
+
+    def published(self, lease: LeaseRecord) -> None:
+        """Nothing to do: the lease knows how long it has become."""
+
+    def ended(self, lease: LeaseRecord) -> None:
+        """A request is over."""
+        if (begun := self._open.pop(lease, None)) is not None:
+            self._writer.take(_recorded(lease, *begun))
+
+    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
+        """Nothing to do."""
+
+    def finish(self) -> RecordingStatus:
+        """Write the file, with the requests that are under way as they are. Waits for the disk: not on the loop."""
+        last = [_recorded(lease, *begun) for lease, begun in self._open.items()]
+        self._open.clear()
+        self._writer.finish(last)
+        return self.status()
+
+    def status(self) -> RecordingStatus:
+        """How it fares."""
+        return RecordingStatus(
+            path=str(self._writer.path),
+            seconds=self._clock() - self._began_at,
+            requests=self._writer.num_written,
+            dropped=self._writer.num_dropped,
+            error=self._writer.error,
+        )
+
+
+def _recorded(lease: LeaseRecord, since: float, prompt: RadixKey) -> Recorded:
+    return Recorded(round(1000 * since), prompt, max(0, len(lease.key) - len(prompt)))

@@ -1,0 +1,25 @@
+"""Recording a cache's traffic."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from raydix.schemas.message import Message
+
+
+class StartRecording(Message):
+    """Record requests to a file on the cache's node, in the Mooncake format: lengths, times, hashes; no token ids."""
+
+    path: str = Field(min_length=1, description="on the cache's node; what is there is overwritten once all is written")
+    max_requests: int = Field(default=100_000, ge=1, description="requests beyond them are not recorded")
+    max_seconds: float = Field(default=3600.0, gt=0, allow_inf_nan=False, description="nor those that begin later")
+
+
+class RecordingStatus(Message):
+    """How a recording fares, or what became of it."""
+
+    path: str
+    seconds: float = Field(description="since it began")
+    requests: int = Field(description="that have ended and were recorded")
+    dropped: int = Field(description="not recorded, as the writer was too slow, or could not write")
+    error: str | None = Field(default=None, description="why it could not write")

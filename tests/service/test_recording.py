@@ -1,0 +1,210 @@
+"""Recorded traffic is what was asked, without its tokens; it never makes the cache wait, and replays as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import ray
+from command_line import run, run_json
+
+from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache_async
+from raydix.actors.cache_service import CacheService
+from raydix.actors.replay import index_config
+from raydix.actors.report.of_trace import report_of_trace
+from raydix.actors.trace import read_trace
+from raydix.actors.traffic_writer import Recorded, TrafficWriter
+from raydix.cache_core import RadixKey
+from raydix.schemas import CacheConfig, EvictionConfig, InvalidRequest, PoolConfig, StartRecording
+
+CONFIG = CacheConfig(
+    page_size=512, pool=PoolConfig(num_slots=512 * 64, device="cpu"), eviction=EvictionConfig(high_watermark=1.0)
+)
+A, B = list(range(512)), list(range(7, 519))
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def service(clock: Clock) -> CacheService:
+    return CacheService(CONFIG, "epoch", clock=clock)
+
+
+def begin(service: CacheService, name: str, prompt: list[int], extra_key: str | None = None) -> None:
+    service.core.acquire(name, "session", RadixKey(prompt, extra_key), new_tokens=1024)
+
+
+def end(service: CacheService, name: str, output: tuple[int, ...] = ()) -> None:
+    lease = service.core.leases.get(name, "session")
+    suffix = RadixKey(list(output), lease.key.extra_key)
+    service.core.insert(name, "session", len(lease.key) + len(suffix), suffix)
+    service.core.release(name, "session")
+
+
+async def test_a_recording_tells_when_how_long_and_what_is_shared(
+    service: CacheService, clock: Clock, tmp_path: Path
+) -> None:
+    begin(service, "before", A)
+    service.start_recording(StartRecording(path=str(tmp_path / "t.jsonl")))
+    end(service, "before")
+    begin(service, "long", [*A, *B, 1, 2, 3])
+    clock.now_s += 0.5
+    begin(service, "short", [*A, 5])
+    clock.now_s += 1
+    begin(service, "other", [*A, 5], extra_key="tenant")
+    end(service, "short", output=tuple(range(40)))
+    end(service, "long")
+    end(service, "other")
+    begin(service, "open", [2**40, *A])
+
+    status = await service.stop_recording()
+
+    assert (status.requests, status.dropped, status.error) == (4, 0, None)
+    long, short, other, last = read_trace(tmp_path / "t.jsonl")
+    assert [each.timestamp for each in (long, short, other, last)] == [0, 500, 1500, 1500]
+    assert [each.input_length for each in (long, short, other, last)] == [1027, 513, 513, 513]
+    assert [each.output_length for each in (long, short, other, last)] == [0, 40, 0, 0]
+    assert long.hash_ids[0] == short.hash_ids[0]
+    ids = {*long.hash_ids, *short.hash_ids, *other.hash_ids, *last.hash_ids}
+    assert len(ids) == 3 + 2 + 2 + 2 - 1
+    assert service.core.watches == [watch for watch in service.core.watches if "Recorder" not in type(watch).__name__]
+    service.core.release("open", "session")
+
+
+async def test_a_recording_replays_with_the_hits_that_the_cache_had(service: CacheService, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    service.start_recording(StartRecording(path=str(path)))
+    for number in range(40):
+        prompt = [token for block in range(number % 5 + 1) for token in range(block + number % 3, block + 512)]
+        begin(service, f"{number}", [*prompt, number])
+        end(service, f"{number}")
+    await service.stop_recording()
+
+    replayed = report_of_trace(read_trace(path), index_config(512 * 64)).stats
+
+    stats = service.stats()
+    assert stats.tokens_reused > 0
+    assert (replayed.tokens_requested, replayed.tokens_reused) == (stats.tokens_requested, stats.tokens_reused)
+
+
+async def test_two_recordings_have_no_ids_in_common(service: CacheService, tmp_path: Path) -> None:
+    ids = []
+    for name in ("a", "b"):
+        service.start_recording(StartRecording(path=str(tmp_path / name)))
+        begin(service, name, A)
+        end(service, name)
+        await service.stop_recording()
+        ids += read_trace(tmp_path / name)[0].hash_ids
+
+    assert len(set(ids)) == 2
+
+
+async def test_it_ends_by_itself(service: CacheService, clock: Clock, tmp_path: Path) -> None:
+    for name, limits in (("few", {"max_requests": 2}), ("soon", {"max_seconds": 1.0})):
+        service.start_recording(StartRecording(path=str(tmp_path / name), **limits))
+        for number in range(5):
+            begin(service, f"{name}{number}", A)
+            end(service, f"{name}{number}")
+            clock.now_s += 0.6
+        assert (await service.stop_recording()).requests == 2
+
+
+async def test_there_is_one_recording_at_a_time(service: CacheService, tmp_path: Path) -> None:
+    request = StartRecording(path=str(tmp_path / "t.jsonl"))
+    with pytest.raises(InvalidRequest, match="no recording to stop"):
+        await service.stop_recording()
+    with pytest.raises(InvalidRequest, match="No such file"):
+        service.start_recording(StartRecording(path=str(tmp_path / "no" / "t.jsonl")))
+    assert service.recording() is None
+
+    service.start_recording(request)
+    with pytest.raises(InvalidRequest, match="stop it first"):
+        service.start_recording(request)
+
+    await service.close()
+    assert service.recording() is None
+    assert (tmp_path / "t.jsonl").read_bytes() == b""
+
+
+async def test_a_cache_without_ray_records_too(tmp_path: Path) -> None:
+    async with LocalPrefixCache(CONFIG) as cache:
+        cache.start_recording(StartRecording(path=str(tmp_path / "t.jsonl")))
+        await (await cache.acquire(A)).insert(A, release=True)
+
+        assert (await cache.stop_recording()).requests == 1
+
+
+def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    request = Recorded(0, RadixKey(A), 0)
+    monkeypatch.setattr("raydix.actors.traffic_writer._MAX_QUEUED_BYTES", len(request.prompt.data) - 1)
+    writer = TrafficWriter(tmp_path / "t.jsonl")
+
+    taken = [writer.take(request) for _ in range(3)]
+    writer.finish(())
+
+    assert taken == [False] * 3
+    assert (writer.num_written, writer.num_dropped, writer.error) == (0, 3, None)
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+    writer = TrafficWriter(tmp_path / "t.jsonl")
+    writer._file.close()
+    writer._file = open("/dev/full", "wb", buffering=0)
+
+    writer.finish([Recorded(0, RadixKey(A), 0)] * 2)
+
+    assert "No space left" in str(writer.error)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+async def running(ray_cluster: None) -> AsyncIterator[tuple[ray.actor.ActorHandle, list[str]]]:
+    namespace = f"record-{uuid4().hex[:8]}"
+    cache = await start_cache_async(CONFIG, name="kv-0", namespace=namespace)
+    yield cache, ["kv-0", "--namespace", namespace]
+    await asyncio.to_thread(shutdown_cache, cache)
+
+
+@pytest.mark.ray
+async def test_a_cache_actor_records_and_the_command_replays(
+    running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path
+) -> None:
+    cache, named = running
+    path = tmp_path / "t.jsonl"
+    await cache.start_recording.remote(StartRecording(path=str(path)))
+    async with PrefixCacheClient(cache) as client:
+        for _ in range(3):
+            await (await client.acquire(A)).insert(A, release=True)
+    refused = await asyncio.to_thread(run_json, "record", *named, "-o", path, "--seconds", 0, exit_code=1)
+
+    status = await cache.stop_recording.remote()
+
+    assert "stop it first" in refused["error"]["message"]
+    assert status.requests == 3
+    (row,) = await asyncio.to_thread(run_json, "replay", path, "--capacity", 1024)
+    assert (row["requests"], row["reused_tokens"]) == (3, 1024)
+
+
+@pytest.mark.ray
+async def test_the_command_records_for_a_while(
+    running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path
+) -> None:
+    _, named = running
+
+    told = await asyncio.to_thread(run, "record", *named, "-o", tmp_path / "t.jsonl", "--seconds", 0.1)
+
+    assert f"{tmp_path / 't.jsonl'}: 0 requests" in told.stdout.replace("\n", "")
+    assert (tmp_path / "t.jsonl").exists()
