@@ -29,6 +29,7 @@ from raydix.schemas import CacheConfig, PoolConfig
 PAGE, NUM_HEADS, HEAD_DIM = 16, 8, 128
 NUM_SLOTS = 2**16  # 128 MiB of K, and as much of V
 LAYOUTS = ("contiguous", "pages of 16, scattered", "single slots, scattered")
+GATES = {0.7: 0.5, 0.4: 0.25}  # by goal
 GOALS = {
     f"{verb}, {layout}": goal for verb in ("write", "gather") for layout, goal in zip(LAYOUTS, (0.7, 0.4), strict=False)
 }
