@@ -32,7 +32,7 @@ $(DEV): $(STAMP)
 venv: $(STAMP)  ## make .venv with the package (editable) and all that tests and examples need
 
 demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends with a table
-	$(BIN)/python examples/multi_request.py $(ARGS)
+	$(BIN)/raydix demo $(ARGS)
 
 test: $(STAMP)  ## all tests but the long ones; those for a GPU skip where there is none
 	$(BIN)/pytest -n $(TESTERS) --dist loadgroup -m "not long" $(ARGS)
