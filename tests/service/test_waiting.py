@@ -134,7 +134,7 @@ async def test_who_waited_hits_what_was_published_meanwhile(cache1: CacheUnderTe
 
 async def test_who_turns_out_never_to_fit_is_told_so_in_turn_and_holds_up_nobody(reached: Reached) -> None:
     async with reached(window(1, 2, num_swa_pages=4)) as cache:
-        prefix = await cache.hold(2, 2)
+        prefix = await cache.hold(2, 2, 2)
         (held,) = await fill(cache, 2)
         first, vast, last = await cache.in_line(
             cache.client.acquire([1, 1]),
