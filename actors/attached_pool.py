@@ -103,9 +103,14 @@ class AttachedPool:
         """
         self._mapped_pool().write(layer, slots, k, v)
 
-    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V of slots in one layer, `[n, num_kv_heads, dim]` each."""
-        return self._mapped_pool().gather(layer, slots)
+    def gather(
+        self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V of slots in one layer, `[n, num_kv_heads, dim]` each, in `out` where it is given.
+
+        New memory costs several times the copy where it is large, so who gathers often keeps its own.
+        """
+        return self._mapped_pool().gather(layer, slots, out)
 
     async def write_kv(self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write KV of all layers, `[num_layers, n, num_kv_heads, dim]` each, into private slots of a lease.
@@ -153,8 +158,8 @@ class AttachedPool:
             )
             response = await transport.read_kv(request)
             for target, data in ((k, response.k), (v, response.v)):
-                part = target[:, start:stop]
-                part.copy_(torch.from_numpy(data.copy()).view(layout.dtype).view(part.shape))
+                part = target[:, start:stop].view(torch.uint8).numpy()
+                part[:] = data.reshape(part.shape)
         return k, v
 
     def _transport_of(self, lease: Lease) -> Transport:

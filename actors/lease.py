@@ -213,14 +213,14 @@ class Lease:
         Raises:
             InvalidRequest: more tokens than the lease covers, or other tokens than it was acquired for.
         """
-        if len(tokens) > self._num_slots:
-            raise InvalidRequest(f"cannot insert {len(tokens)} tokens: the lease covers {self._num_slots}, extend it")
-        known = self._tokens
+        num_tokens, known = len(tokens), self._tokens
+        if num_tokens > self._num_slots:
+            raise InvalidRequest(f"cannot insert {num_tokens} tokens: the lease covers {self._num_slots}, extend it")
         if not (tokens.starts_with(known) or known.starts_with(tokens)):
             raise InvalidRequest("the tokens to insert must begin with those that the lease was acquired for")
-        return tokens.slice(min(len(known), len(tokens)), len(tokens))
+        return tokens.slice(min(len(known), num_tokens), num_tokens)
 
-    def note_inserted(self, response: InsertResponse, tokens: TokenIds, release: bool) -> None:
+    def note_inserted(self, tokens: TokenIds, release: bool, response: InsertResponse) -> None:
         """Pages went to the tree, and some may now be the tree's own instead of ours."""
         self._ended = self._ended or release
         if len(tokens) > len(self._tokens):
@@ -231,7 +231,8 @@ class Lease:
             self._starts[first : first + len(repointed)] = repointed
             self._slots = None
         self.published_len += response.num_inserted + response.num_duplicates
-        self.note_window(response.swa_page_starts)
+        if response.swa_page_starts:
+            self.note_window(response.swa_page_starts)
 
     def note_window(self, swa_page_starts: bytes) -> None:
         """The window KV that the lease holds has changed."""

@@ -25,18 +25,21 @@ class LeaseOwners:
 
     def largest(self, limit: int, counts: Callable[[LeaseRecord], bool] | None = None) -> tuple[LeaseOwner, ...]:
         """Those whose leases cover the most slots, of the leases that count. O(leases)."""
-        held: dict[str, list[float]] = {}  # by owner: leases, slots, when the oldest was granted
-        for lease in self._core.leases:
-            if counts is None or counts(lease):
-                session = self._sessions.find(lease.session_id)
-                owner = lease.session_id if session is None else session.owner
-                entry = held.setdefault(owner, [0, 0, lease.since])
-                entry[0] += 1
-                entry[1] += self._core.lease_size(lease)
-                entry[2] = min(entry[2], lease.since)
-        now = time.monotonic()
+        by_session: dict[str, list[LeaseRecord]] = {}
+        for lease in self._core.leases if counts is None else filter(counts, self._core.leases):
+            by_session.setdefault(lease.session_id, []).append(lease)
+        by_owner: dict[str, list[LeaseRecord]] = {}
+        for session_id, leases in by_session.items():
+            session = self._sessions.find(session_id)
+            by_owner.setdefault(session_id if session is None else session.owner, []).extend(leases)
+        now, size = time.monotonic(), self._core.lease_size
         owners = [
-            LeaseOwner(owner=owner, leases=int(leases), slots=int(slots), oldest_s=now - since)
-            for owner, (leases, slots, since) in held.items()
+            LeaseOwner(
+                owner=owner,
+                leases=len(leases),
+                slots=sum(map(size, leases)),
+                oldest_s=now - min(lease.since for lease in leases),
+            )
+            for owner, leases in by_owner.items()
         ]
         return tuple(sorted(owners, key=lambda owner: -owner.slots)[:limit])

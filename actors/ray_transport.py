@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -134,18 +134,27 @@ class RayTransport:
             entries = self._next_entries(min(share, MAX_BATCH_REQUESTS))
             if entries:
                 after, self._last_seq = max(self._in_flight, default=0), self._last_seq + 1
-                task = asyncio.get_running_loop().create_task(self._send(entries, self._last_seq, after))
+                answer = self._send(entries, self._last_seq, after)
+                task = asyncio.get_running_loop().create_task(self._collect(entries, self._last_seq, answer))
                 self._in_flight[self._last_seq] = task
 
-    async def _send(self, entries: list[Entry], seq: int, after: int) -> None:
+    def _send(self, entries: list[Entry], seq: int, after: int) -> Awaitable[bytes]:
+        """Send a batch here and now; what is wrong with that is told with the answer."""
+        requests = tuple([request for request, _, _ in entries])
+        batch = Batch.model_construct(
+            session_id=self.session_id, epoch=self.epoch, requests=requests, seq=seq, after=after
+        )
+        try:
+            answer: Awaitable[bytes] = self._actor.execute.remote(*wire.pack_parts(batch))
+        except Exception as error:
+            return _failed(error)
+        return answer
+
+    async def _collect(self, entries: list[Entry], seq: int, sent: Awaitable[bytes]) -> None:
         outcomes: Sequence[Any] = [CacheUnavailable("the request was given up on its way")] * len(entries)
         try:
-            requests = tuple([request for request, _, _ in entries])
-            batch = Batch.model_construct(
-                session_id=self.session_id, epoch=self.epoch, requests=requests, seq=seq, after=after
-            )
-            answer = await self._noting_loss(call(self._actor.execute, *wire.pack_parts(batch)))
-            outcomes = expect(BatchResponse, wire.unpack(answer)).responses
+            answer = await self._noting_loss(answer_to(sent))
+            outcomes = expect(BatchResponse, wire.unpack(answer, torn=CacheError)).responses
             assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
         except CacheError as error:
             outcomes = [error] * len(entries)
@@ -206,9 +215,22 @@ async def call(method: Any, *arguments: Any) -> Any:
         CacheError: whatever went wrong.
     """
     try:
-        return await method.remote(*arguments)
+        sent = method.remote(*arguments)
     except (RayError, CacheError) as error:
         raise from_ray(error) from None
+    return await answer_to(sent)
+
+
+async def answer_to(sent: Awaitable[T]) -> T:
+    """The result of an actor call that is on its way; Ray's own errors become the cache's."""
+    try:
+        return await sent
+    except (RayError, CacheError) as error:
+        raise from_ray(error) from None
+
+
+async def _failed(error: Exception) -> bytes:
+    raise error
 
 
 def from_ray(error: BaseException) -> CacheError:

@@ -27,18 +27,18 @@ class Refusals:
         core, tenant = self._core, shortage.tenant
         sizes = core.sizes_of(shortage.pool, extra_key) if tenant is None else core.share_of(tenant)
 
-        def counts(lease: LeaseRecord) -> bool:
-            return tenant is None or core.tenant_of(lease.key.extra_key) == tenant
+        def is_theirs(lease: LeaseRecord) -> bool:
+            return core.tenant_of(lease.key.extra_key) == tenant
 
         return PoolExhausted(
             shortage.needed,
             sizes.free,
             sizes.evictable,
             sizes.num_slots - sizes.free - sizes.evictable - sizes.kept,
-            len(core.leases) if tenant is None else sum(map(counts, core.leases)),
+            len(core.leases) if tenant is None else sum(map(is_theirs, core.leases)),
             shortage.can_ever_fit,
             shortage.pool,
-            self._owners.largest(_NUM_OWNERS, counts),
+            self._owners.largest(_NUM_OWNERS, None if tenant is None else is_theirs),
             tenant,
             sizes.kept,
         )

@@ -221,12 +221,12 @@ class RequestHandlers:
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         lease = self.core.leases.get(request.lease_id, session_id)
-        suffix = _key(request.suffix, lease.key.extra_key, may_be_empty=True)
+        suffix = _key(request.suffix, lease.key.extra_key)
         done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix, request.publish_state)
         window = self._window(lease)
         if request.release:
             self.core.release(request.lease_id, session_id)
-        repointed = _packed(done.repointed)
+        repointed = _packed(done.repointed) if len(done.repointed) else b""
         return restore(
             InsertResponse, done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window
         )
@@ -244,7 +244,8 @@ class RequestHandlers:
 
     def _window(self, lease: LeaseRecord) -> bytes:
         """The lease's window pages, packed; nothing without a sliding window."""
-        return _packed(self.core.swa_starts(lease))
+        starts = self.core.swa_starts(lease)
+        return _packed(starts) if len(starts) else b""
 
     def _withdraw(self, session_id: str, request: WithdrawRequest) -> Ack:
         self.line.withdraw(session_id, request.lease_id)
@@ -312,11 +313,9 @@ class RequestHandlers:
         return Ack()
 
 
-def _key(tokens: TokenIds, namespace: str | None, may_be_empty: bool = False) -> RadixKey:
-    if not tokens.is_whole() or not (may_be_empty or tokens.data):
-        raise InvalidRequest("the packed token ids are torn: pack them with TokenIds.pack")
+def _key(tokens: TokenIds, namespace: str | None) -> RadixKey:
     return RadixKey.from_packed(tokens.data, tokens.width, namespace)
 
 
 def _packed(starts: NDArray[np.int64]) -> bytes:
-    return starts.astype("<i4").tobytes() if len(starts) else b""
+    return starts.astype("<i4").tobytes()

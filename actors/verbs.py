@@ -173,9 +173,7 @@ class CacheVerbs(HandoverVerbs):
             release=release,
             publish_state=publish_state,
         )
-        return await self._noted(
-            request, InsertResponse, lambda response: lease.note_inserted(response, packed, release)
-        )
+        return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, release))
 
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """`Lease.extend`."""
@@ -306,12 +304,12 @@ class CacheVerbs(HandoverVerbs):
             response, transport = await self._call_anew(request)
             if not isinstance(response, LeaseResponse):
                 response = await self._admitted(response, transport)
-            granted = expect(LeaseResponse, response)
+                response = expect(LeaseResponse, response)
         except (asyncio.CancelledError, CacheError) as error:
             if may_have_taken_effect(error):
                 self._compensate(AbortRequest(lease_id=request.lease_id))
             raise
-        return Lease(self, granted, request.tokens, transport, self._config.run_len)
+        return Lease(self, response, request.tokens, transport, self._config.run_len)
 
     async def _noted(self, request: Message, model: type[M], note: Callable[[M], None]) -> M:
         """The response to a request on a lease, noted even if the caller is cancelled meanwhile."""
@@ -367,5 +365,5 @@ def _namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | Non
 
 
 def _tell(model: type[M], note: Callable[[M], None], outcome: Outcome) -> None:
-    if not isinstance(outcome, CacheError):
-        note(expect(model, outcome))
+    if isinstance(outcome, model):
+        note(outcome)

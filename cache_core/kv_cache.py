@@ -143,13 +143,14 @@ class KVCache(LeasedCache):
     def check_len(self, num_tokens: int, key: RadixKey) -> None:
         """Raise OutOfSlotsError if the pools have fewer slots than so many tokens need, given what of `key` is cached.
 
-        Cached tokens need no window slots of the lease's own.
+        Of what is cached, the last window alone takes window slots.
         """
         num_pages = -(-num_tokens // self.page_size)
         self.room.check_capacity(num_pages)
         if self.room.exceeds_window(num_pages):
             prefix_len = self.tree.peek_prefix(self._tree_key(key)).prefix_len
-            self.room.check_window_capacity(num_pages - prefix_len // self.page_size)
+            spared = prefix_len - self.room.held_by_prefix("window slots", prefix_len)
+            self.room.check_window_capacity(num_pages - spared // self.page_size)
 
     def acquire(
         self,

@@ -7,6 +7,8 @@ from math import prod
 
 import torch
 
+from raydix.cache_core.row_copy import check_shapes, put_rows, take_rows
+
 _ALIGNMENT = 256  # bytes; each tensor starts on such a boundary
 
 
@@ -114,6 +116,7 @@ class KVPool:
         elif storage.numel() < layout.num_bytes:
             raise ValueError(f"the pool needs {layout.num_bytes} bytes, not {storage.numel()}")
         self.storage = storage
+        self._page_size = 1 if layout.max_seq_len else layout.page_size  # of slots that lie together
         layers = layout.views(storage)
         none = torch.empty(0, dtype=layout.dtype, device=storage.device)
         has_kv = [layout.kind(layer) != "state" for layer in range(layout.num_layers)]
@@ -136,16 +139,31 @@ class KVPool:
         """Copy KV into slots of one layer. `k`: [n, num_kv_heads, head_dim], `v`: [n, num_kv_heads, v_head_dim].
 
         `slots` is int64 of length n: window slots for a sliding-window layer. The caller answers for holding them. One
-        copy, cast to the pool's dtype.
+        copy, cast to the pool's dtype: of slots that follow one another or fill whole pages as fast as memory allows.
+
+        Raises:
+            ValueError: a shape does not fit; nothing was written.
         """
         slots = slots.to(self.storage.device)
-        _bits(self.k[layer]).index_copy_(0, slots, _bits(k.to(self.layout.dtype)))
-        _bits(self.v[layer]).index_copy_(0, slots, _bits(v.to(self.layout.dtype)))
+        check_shapes(slots, (k, self.k[layer]), (v, self.v[layer]))
+        put_rows(self.k[layer], slots, k.to(self.layout.dtype), self._page_size)
+        put_rows(self.v[layer], slots, v.to(self.layout.dtype), self._page_size)
 
-    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V of `slots` (int64, length n) in one layer, `[n, num_kv_heads, dim]` each."""
+    def gather(
+        self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V of `slots` (int64, length n) in one layer, `[n, num_kv_heads, dim]` each.
+
+        `out`: contiguous tensors of these shapes and the pool's dtype, to copy into; they are returned. New memory
+        costs several times the copy where it is large, so who gathers often keeps its own.
+        """
         slots = slots.to(self.storage.device)
-        return self.k[layer].index_select(0, slots), self.v[layer].index_select(0, slots)
+        k, v = self.k[layer], self.v[layer]
+        k_out, v_out = out or (k.new_empty(len(slots), *k.shape[1:]), v.new_empty(len(slots), *v.shape[1:]))
+        check_shapes(slots, (k_out, k), (v_out, v))
+        take_rows(k, slots, k_out, self._page_size)
+        take_rows(v, slots, v_out, self._page_size)
+        return k_out, v_out
 
     def read_all(self, slots: torch.Tensor, swa_slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the K and V of `slots` in all layers, `[num_layers, n, num_kv_heads, dim]` each.
@@ -154,10 +172,14 @@ class KVPool:
         """
         layout = self.layout
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
-        k = torch.zeros(*shape, layout.head_dim, dtype=layout.dtype, device=self.storage.device)
-        v = torch.zeros(*shape, layout.v_head_dim, dtype=layout.dtype, device=self.storage.device)
-        for layer in layout.kv_layers:
-            k[layer], v[layer] = self.gather(layer, self._rows(layer, slots, swa_slots))
+        k = torch.empty(*shape, layout.head_dim, dtype=layout.dtype, device=self.storage.device)
+        v = torch.empty(*shape, layout.v_head_dim, dtype=layout.dtype, device=self.storage.device)
+        for layer in range(layout.num_layers):
+            if layout.kind(layer) == "state":
+                k[layer].zero_()
+                v[layer].zero_()
+            else:
+                self.gather(layer, self._rows(layer, slots, swa_slots), (k[layer], v[layer]))
         return k, v
 
     def write_all(
@@ -179,8 +201,3 @@ def wait_for_device(tensor: torch.Tensor) -> None:
     """Until a GPU has done what was asked of it: others read and overwrite slots as soon as they are told of them."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
-
-
-def _bits(rows: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that every kernel can copy: 8-bit floats as bytes."""
-    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows

@@ -14,7 +14,7 @@ from raydix.schemas.tokens import TokenIds
 
 
 def _not_empty(tokens: TokenIds) -> TokenIds:
-    if len(tokens) == 0:
+    if not tokens.data:
         raise ValueError("at least one token id is needed")
     return tokens
 

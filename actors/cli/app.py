@@ -8,11 +8,25 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from raydix.actors.cli import caches, check, dashboard, explain, record, replay, report, start, stats, stop, tree
+from raydix.actors.cli import (
+    caches,
+    check,
+    dashboard,
+    demo,
+    explain,
+    record,
+    replay,
+    report,
+    start,
+    stats,
+    stop,
+    tree,
+)
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.output import report_failure
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo.demo,
     "start": start.start,
     "list": caches.list_caches,
     "stats": stats.stats,

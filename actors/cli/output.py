@@ -52,7 +52,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 def console(stderr: bool = False) -> Console:
     """Where people read. Made anew, as stdout may be another one by now."""
-    return Console(stderr=stderr, highlight=False)
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)  # names may hold brackets
 
 
 def report_failure(ctx: typer.Context, failure: Failure) -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 from raydix.schemas import CacheConfig, CacheStats, PoolStats
 
 _BAR = 40  # characters
+_MOST_OWNERS = 8
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
         if pool is not None:
             table.add_row(title, _pool_line(pool))
     _add_traffic(table, now, before)
+    _add_holders(table, stats)
+    _add_ghost(table, stats)
     _add_health(table, now)
     return Group(Text(head, style="bold"), table)
 
@@ -109,10 +112,35 @@ def _recent_rate(stats: CacheStats, before: CacheStats) -> str:
     return f" ({(stats.tokens_reused - before.tokens_reused) / requested:.1%} just now)"
 
 
+def _add_holders(table: Table, stats: CacheStats) -> None:
+    """Who holds how much, for how long, and whose share it is."""
+    oldest = max((owner.oldest_s for owner in stats.owners), default=None)
+    age = "" if oldest is None else f", the oldest {oldest:,.0f} s old"
+    table.add_row("leases", f"{stats.open_leases:,} open{age}; {stats.waiters:,} wait for room")
+    for owner in stats.owners[:_MOST_OWNERS]:
+        table.add_row(
+            "", f"{owner.owner}: {owner.leases:,} leases, {owner.slots:,} slots, up to {owner.oldest_s:,.0f} s"
+        )
+    if len(stats.owners) > _MOST_OWNERS:
+        table.add_row("", f"{len(stats.owners) - _MOST_OWNERS:,} more owners")
+    for tenant in stats.tenants:
+        cap = "no cap" if tenant.cap_slots is None else f"cap {tenant.cap_slots:,}"
+        name = "all others" if tenant.name is None else tenant.name
+        table.add_row("tenant", f"{name}: {tenant.held_slots:,} slots (floor {tenant.floor_slots:,}, {cap})")
+
+
+def _add_ghost(table: Table, stats: CacheStats) -> None:
+    """What half and twice the pool would have hit."""
+    if (ghost := stats.ghost) is not None and ghost.tokens_requested:
+        here = ghost.hit_rate_at(stats.num_slots)
+        other = [f"{factor:g}x {ghost.hit_rate_at(factor * stats.num_slots) - here:+.1%}" for factor in (0.5, 2, 4)]
+        table.add_row("what if", f"hit rate of other pools: {', '.join(other)} of tokens")
+
+
 def _add_health(table: Table, now: Snapshot) -> None:
     stats, task = now.stats, now.stats.eviction_task
-    table.add_row("leases", f"{stats.open_leases:,} open in {stats.open_sessions:,} sessions, {stats.waiters:,} wait")
-    table.add_row("sessions", f"{stats.dead_sessions:,} died, {stats.expired_sessions:,} fell silent")
+    gone = f"{stats.dead_sessions:,} died, {stats.expired_sessions:,} fell silent"
+    table.add_row("sessions", f"{stats.open_sessions:,} open, {gone}")
     state = "off" if not task.enabled else "alive" if task.alive else "not running"
     failures = f", {task.failures:,} failures, the last: {task.last_error}" if task.failures else ""
     table.add_row(

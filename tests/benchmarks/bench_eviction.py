@@ -184,14 +184,14 @@ def no_collection() -> Iterator[None]:
     gc.collect()
 
 
-def measure(kind: str, num_nodes: int) -> Measured:
+def measure(kind: str, num_nodes: int, num_calls: int = NUM_CALLS) -> Measured:
     """Calls that take a slice each, in trees that lose a quarter of their nodes at most, or one slice."""
     calls: list[float] = []
     victims: list[int] = []
     with no_collection():
-        while len(calls) < NUM_CALLS and sum(calls) < MAX_SECONDS:
+        while len(calls) < num_calls and sum(calls) < MAX_SECONDS:
             evict = KINDS[kind](num_nodes)
-            for _ in range(min(max(1, num_nodes // (4 * SLICE)), NUM_CALLS - len(calls))):
+            for _ in range(min(max(1, num_nodes // (4 * SLICE)), num_calls - len(calls))):
                 started = time.thread_time()
                 victims.append(evict(SLICE))
                 calls.append(time.thread_time() - started)
@@ -201,12 +201,12 @@ def measure(kind: str, num_nodes: int) -> Measured:
     return Measured(num_nodes, 1e6 * median(calls) / SLICE, 1e3 * max(calls), tuple(victims))
 
 
-def measure_sizes(kind: str, sizes: Sequence[int]) -> list[Measured]:
+def measure_sizes(kind: str, sizes: Sequence[int], num_calls: int = NUM_CALLS) -> list[Measured]:
     """One after the other, until a call takes too long for a larger tree."""
     measured: list[Measured] = []
     for num_nodes in sizes:
         if not measured or measured[-1].us_per_victim * SLICE < 1e6 * MAX_CALL_S:
-            measured.append(measure(kind, num_nodes))
+            measured.append(measure(kind, num_nodes, num_calls))
     return measured
 
 

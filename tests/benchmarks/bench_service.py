@@ -1,118 +1,120 @@
 """How fast a cache actor serves whole requests, against the fastest thing that Ray can do: a call that does nothing.
 
-    python tests/benchmarks/bench_service.py
+    python -m benchmarks.bench_service [--quick] [--json FILE]
 
-prints the rates by the number of coroutines that share one client. `raydix` must be installed.
+in the folder of the tests prints, of prompts of 1,024 fresh tokens: the rates by the number of coroutines that share
+one client, and of several processes; how long an acquire takes, alone, among others and under pressure; and how long
+the cache's loop is held at once while a large tree goes. `raydix` must be installed.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
-from statistics import median
-from typing import Any, NamedTuple
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+from benchmarks import service_latency, service_stalls
+from benchmarks.service_rates import by_concurrency, by_processes
 
-from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache
+from raydix.actors import shutdown_cache, start_cache
 from raydix.schemas import CacheConfig, PoolConfig
 
-PROMPT_LEN = 1024
 CONFIG = CacheConfig(page_size=16, pool=PoolConfig(num_slots=2**19, device="cpu"))  # under pressure after 460 prompts
 
 
-class Rates(NamedTuple):
-    """What was done a second, in one round or in the median of several."""
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
 
-    cycles: float  # acquire, and an insert that releases: two messages
-    apart: float  # acquire, insert and release: three messages
-    noops: float  # calls that do nothing
-    cycles_per_noop: float
-    apart_per_noop: float
-
-
-class ServiceBenchmark:
-    """One client in this process, and the actor it talks to."""
-
-    def __init__(self, actor: Any, client: PrefixCacheClient) -> None:
-        self._actor = actor
-        self._client = client
-        self._rng = np.random.default_rng(0)
-
-    async def cycle(self, prompt: Any) -> None:
-        """One request: acquire, insert what was computed, and release in the same message."""
-        lease = await self._client.acquire(prompt)
-        await lease.insert(prompt, release=True)
-
-    async def cycle_apart(self, prompt: Any) -> None:
-        """The same with a release of its own."""
-        lease = await self._client.acquire(prompt)
-        await lease.insert(prompt)
-        await lease.release()
-
-    async def noop(self, _: Any) -> None:
-        """The floor."""
-        await self._actor.noop.remote()
-
-    async def round(self, num_coroutines: int, num_cycles: int, num_noops: int) -> Rates:
-        """One measurement of each, `num_coroutines` at a time, of fresh prompts."""
-        cycles = await _rate(self.cycle, self._prompts(num_cycles), num_coroutines)
-        noops = await _rate(self.noop, range(num_noops), num_coroutines)
-        apart = await _rate(self.cycle_apart, self._prompts(num_cycles), num_coroutines)
-        return Rates(cycles, apart, noops, cycles / noops, apart / noops)
-
-    async def rounds(self, num_rounds: int, num_coroutines: int, num_cycles: int, num_noops: int) -> list[Rates]:
-        """Several rounds, the three in turns, after one that does not count."""
-        await self.round(num_coroutines, num_cycles, num_noops)
-        return [await self.round(num_coroutines, num_cycles, num_noops) for _ in range(num_rounds)]
-
-    def _prompts(self, count: int) -> list[Any]:
-        return list(self._rng.integers(0, 128_000, (count, PROMPT_LEN), np.int32))
+    concurrencies: tuple[int, ...] = (1, 8, 64, 256)
+    processes: tuple[int, ...] = (1, 2, 4)
+    rounds: int = 7
+    cycles: int = 1500  # of a round
+    each: int = 4000  # cycles of each process in a round
+    samples: int = 500  # of a latency
+    nodes: int = 1_000_000  # that are evicted
+    tokens: int = 1_000_000  # that are retired
 
 
-async def _rate(work: Callable[[Any], Awaitable[None]], items: Any, num_coroutines: int) -> float:
-    """Items worked off a second by so many coroutines."""
-    left = iter(items)
-
-    async def worker() -> None:
-        for item in left:
-            await work(item)
-
-    started = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(num_coroutines)))
-    return len(items) / (time.perf_counter() - started)
+QUICK = Scale(rounds=3, cycles=600, each=1500, samples=200, nodes=100_000, tokens=200_000)
+TINY = Scale((1, 8), (1, 2), 1, 16, 128, 10, 2_000, 20_480)
 
 
-def median_of(rounds: list[Rates]) -> Rates:
-    """The median of each column."""
-    return Rates(*map(median, zip(*rounds, strict=True)))
+def figures(scale: Scale) -> dict[str, Any]:
+    """Everything, as plain numbers. Ray must run; the caches it starts are gone afterwards."""
+    actor = start_cache(CONFIG)
+    calm = start_cache(CONFIG.model_copy(update={"pool": _large_enough(scale.cycles)}))
+    rounds = scale.rounds
+    try:
+        return {
+            "throughput": asyncio.run(by_concurrency(actor, scale.concurrencies, rounds, scale.cycles)),
+            "processes": by_processes(actor, scale.processes, rounds, scale.each),
+            "latency": [asyncio.run(service_latency.among(actor, others, scale.samples)) for others in (0, 16)],
+            "pressure": asyncio.run(service_latency.under_pressure(calm, actor, rounds, 16, scale.cycles)),
+            "stalls": {
+                "eviction": asyncio.run(service_stalls.of_eviction(scale.nodes)),
+                "retirement": asyncio.run(service_stalls.of_retirement(scale.tokens)),
+            },
+        }
+    finally:
+        shutdown_cache(actor)
+        shutdown_cache(calm)
 
 
-async def print_table(actor: Any) -> None:
-    """The rates by concurrency."""
-    print("prompts of 1,024 fresh tokens; a second, medians of 7 rounds; in brackets, in the time of one no-op call")
-    print(f"{'coroutines':>10} {'no-op calls':>12} {'whole requests':>20} {'with its own release':>24}")
-    async with PrefixCacheClient(actor) as client:
-        benchmark = ServiceBenchmark(actor, client)
-        for num_coroutines, num_cycles, num_noops in ((1, 150, 300), (8, 500, 500), (64, 1000, 600), (256, 1500, 800)):
-            rates = median_of(await benchmark.rounds(7, num_coroutines, num_cycles, num_noops))
-            whole = f"{rates.cycles:,.0f} ({rates.cycles_per_noop:.2f})"
-            apart = f"{rates.apart:,.0f} ({rates.apart_per_noop:.2f})"
-            print(f"{num_coroutines:>10} {rates.noops:>12,.0f} {whole:>20} {apart:>24}", flush=True)
-        stats = await client.stats()
-    print(f"{stats.tokens_evicted:,} tokens were evicted in the background, {stats.exhausted} requests refused")
+def _large_enough(num_prompts: int) -> PoolConfig:
+    """A pool that so many prompts do not bring under pressure."""
+    return PoolConfig(num_slots=2 * 1024 * num_prompts, device="cpu")
+
+
+def lines(measured: dict[str, Any]) -> list[str]:
+    """The figures as tables."""
+    text = ["a second, in brackets in the time of one no-op call; prompts of 1,024 fresh tokens"]
+    text.append(f"{'coroutines':>10} {'no-op calls':>12} {'whole requests':>20} {'release apart':>20} {'a batch':>8}")
+    for row in measured["throughput"]:
+        whole = f"{row['cycles']:,.0f} ({row['cycles_per_noop']:.2f})"
+        apart = f"{row['apart']:,.0f} ({row['apart_per_noop']:.2f})"
+        text.append(f"{row['coroutines']:>10} {row['noops']:>12,.0f} {whole:>20} {apart:>20} {row['batch']:>8.1f}")
+    text += [
+        f"{row['processes']} client processes: {row['cycles']:,.0f} ({row['per_one']:.2f} of one)"
+        for row in measured["processes"]
+    ]
+    for row in measured["latency"]:
+        acquire, noop = row["acquire"], row["noop"]
+        text.append(
+            f"acquire among {row['others']} others: p50 {acquire['p50_ms']:.2f}, p99 {acquire['p99_ms']:.2f} ms; "
+            f"no-op call {noop['p50_ms']:.2f}, {noop['p99_ms']:.2f} ms; p50 in no-ops {row['p50_per_noop']:.2f}"
+        )
+    pressure = measured["pressure"]
+    text.append(
+        f"p99 of acquire while evicting {pressure['pressed_p99_ms']:.2f} ms, without {pressure['calm_p99_ms']:.2f} ms: "
+        f"{pressure['ratio']:.2f} times"
+    )
+    for name, held in measured["stalls"].items():
+        what = f"{held['nodes']:,} nodes evicted" if name == "eviction" else f"{held['tokens']:,} tokens retired"
+        text.append(
+            f"{what} in {held['seconds']:.2f} s: loop held p50 {held['p50_ms']:.2f}, p99 {held['p99_ms']:.2f}, "
+            f"at most {held['max_ms']:.2f} ms (by the wall {held['wall_p99_ms']:.2f}, {held['wall_max_ms']:.2f})"
+        )
+    return text
 
 
 def main() -> None:
     """Measure on a cluster of this machine."""
     import ray
 
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="less of everything")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    arguments = parser.parse_args()
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
-    actor = start_cache(CONFIG)
-    asyncio.run(print_table(actor))
-    shutdown_cache(actor)
+    measured = figures(QUICK if arguments.quick else Scale())
     ray.shutdown()
+    print("\n".join(lines(measured)))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import os
+import sys
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import pytest
-from benchmarks.bench_service import CONFIG, ServiceBenchmark, median_of
+from benchmarks.bench_service import CONFIG, TINY, figures, lines
+from benchmarks.service_rates import ServiceBenchmark, median_of
+from cache_in_process import HandleInProcess
 
-from raydix.actors import PrefixCacheClient
+from raydix import actors, schemas
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
 
 NUM_ROUNDS, NUM_CYCLES, NUM_NOOPS = 9, 768, 512
 GATED = "RAYDIX_BENCH_GATE" in os.environ  # set by `make bench`: elsewhere the figures are printed, not judged
 MAX_TRIES = 3 if GATED else 1  # on a machine that does other things besides
+COUNTED = tuple(os.path.dirname(str(package.__file__)) for package in (actors, schemas))
+MAX_CALLS = 90  # of functions of the client and the service, for a whole request; a few more than it is now
 
 
 @pytest.fixture
@@ -54,3 +63,52 @@ async def test_64_coroutines_complete_two_whole_requests_in_the_time_of_one_call
     assert stats.acquires - before.acquires == tries * (NUM_ROUNDS + 1) * 2 * NUM_CYCLES
     assert (stats.exhausted, stats.open_leases, stats.private_slots) == (0, 0, 0)
     assert ratio >= 2 or not GATED
+
+
+@pytest.mark.ray
+@pytest.mark.benchmark
+def test_the_benchmark_gives_every_figure_and_prints_it(ray_cluster: None) -> None:
+    measured = figures(TINY)
+
+    print("\n" + "\n".join(lines(measured)))
+    assert json.loads(json.dumps(measured)) == measured
+    assert [row["coroutines"] for row in measured["throughput"]] == [1, 8]
+    assert measured["throughput"][0]["batch"] == 1
+    assert [row["processes"] for row in measured["processes"]] == [1, 2]
+    assert [row["others"] for row in measured["latency"]] == [0, 16]
+    assert measured["pressure"]["tokens_evicted"] > 0
+    held = measured["stalls"]
+    assert (held["eviction"]["nodes"], held["retirement"]["tokens"]) == (2_000, 20_480)
+    assert held["eviction"]["turns"] > 1
+
+
+def test_a_whole_request_makes_no_more_calls_than_it_did() -> None:
+    calls = asyncio.run(count_calls(num_coroutines=32, num_cycles=256))
+
+    print(f"\n{calls:.1f} calls a request")
+    assert calls <= MAX_CALLS
+
+
+async def count_calls(num_coroutines: int, num_cycles: int) -> float:
+    """Calls of functions of the client and the service for a whole request; not those of the core."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(COUNTED)
+
+    async with LocalPrefixCache(CONFIG) as cache:
+        handle = HandleInProcess(cache, Random(0))
+        async with PrefixCacheClient(handle) as client:
+            benchmark = ServiceBenchmark(handle, client)
+            prompts = iter(benchmark.prompts(num_cycles))
+
+            async def worker() -> None:
+                for prompt in prompts:
+                    await benchmark.cycle(prompt)
+
+            sys.setprofile(count)
+            await asyncio.gather(*(worker() for _ in range(num_coroutines)))
+            sys.setprofile(None)
+            assert (await client.stats()).acquires == num_cycles
+    return calls / num_cycles

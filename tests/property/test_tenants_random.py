@@ -36,8 +36,9 @@ def test_floors_and_caps_hold_whatever_tenants_do(page_size: int, policy: str) -
     assert len(traffic.done) == 14, f"something never happened: {traffic.done}"
 
 
-def test_floors_and_caps_hold_where_states_run_short_as_well() -> None:
-    traffic = TenantTraffic(make_cache(1, "lru", with_states=True), random.Random(3))
+@pytest.mark.parametrize("short_of", [{"with_states": True}, {"window_pages": 40}, {"window_pages": 15}])
+def test_floors_and_caps_hold_where_windows_and_states_run_short_as_well(short_of: dict[str, Any]) -> None:
+    traffic = TenantTraffic(make_cache(1, "lru", **short_of), random.Random(3))
 
     drive(traffic, 500)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -139,6 +140,9 @@ def test_stats_are_those_of_the_cache(busy: list[str]) -> None:
     text = run("stats", *busy).stdout
     assert "37.5% of 64 slots in use; eviction above 90%, down to 80%" in text
     assert "40 free, 8 private, 16 cached (0 locked), 0 quarantined" in text
+    assert [(each["owner"], each["leases"], each["slots"]) for each in stats["owners"]] == [("a worker", 1, 8)]
+    assert re.search(r"leases +1 open, the oldest \d+ s old; 0 wait for room", text)
+    assert re.search(r"a worker: 1 leases, 8 slots, up to \d+ s", text)
 
 
 def test_watched_stats_go_on_a_document_a_line(busy: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Nothing is lost when a client's process is killed, stopped, or hands its lease over."""
+"""Nothing is lost when a client's process ends, is stopped, or hands its lease over; killed, see `tests/promises`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 from cache_under_test import small_config
-from client_processes import Doing, all_free, kill_while, start_client, until
+from client_processes import all_free, kill_while, start_client, until
 
 from raydix.actors import PrefixCacheClient, WatchedActor
 from raydix.schemas import CacheConfig, InvalidRequest, LeaseConfig, LeaseExpired
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.ray
 PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # so that nothing but a death frees anything
 HASTY = LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=300)
 HASTIEST = LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=0.2)
-DOINGS: list[Doing] = ["holding", "waiting", "writing"]
 
 Start = Callable[[LeaseConfig], Any]
 
@@ -57,21 +56,6 @@ async def hasty(start: Start) -> AsyncIterator[tuple[Any, PrefixCacheClient]]:
 
 
 # ---------------------------------------------------------------- watched actors
-
-
-@pytest.mark.parametrize("doing", DOINGS)
-@pytest.mark.parametrize("max_restarts", [0, 1], ids=["for good", "restartable"])
-async def test_what_a_killed_actor_held_is_free_though_it_has_time_left(
-    patient: tuple[Any, PrefixCacheClient], doing: Doing, max_restarts: int
-) -> None:
-    cache, client = patient
-    process = start_client(watched=True, max_restarts=max_restarts)
-
-    await kill_while(cache, process, doing, client)
-
-    stats = await until(client, all_free)
-    assert stats.free_slots == 8
-    ray.kill(process)
 
 
 async def test_an_actor_that_ends_as_it_should_is_noticed_too(patient: tuple[Any, PrefixCacheClient]) -> None:
@@ -144,18 +128,6 @@ def test_parking_cannot_be_made_synchronous() -> None:
 
 
 # ---------------------------------------------------------------- plain processes
-
-
-@pytest.mark.parametrize("doing", DOINGS)
-async def test_what_a_killed_process_held_is_free_after_its_time_to_live(
-    hasty: tuple[Any, PrefixCacheClient], doing: Doing
-) -> None:
-    cache, client = hasty
-
-    await kill_while(cache, start_client(watched=False), doing, client)
-
-    stats = await until(client, all_free)
-    assert stats.free_slots == 8
 
 
 async def test_a_process_that_stands_still_loses_its_lease_but_its_slots_are_withheld_until_it_is_back(

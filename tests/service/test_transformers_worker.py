@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tiny_llama import LLAMA, continuation, random_llama, random_prompt
 from transformers import LlamaForCausalLM
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
+from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, EvictionConfig, InvalidRequest, PoolConfig, PoolExhausted
 
 pytestmark = pytest.mark.figures
@@ -332,125 +332,3 @@ async def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
 def test_without_a_cache_use_cache_must_be_off() -> None:
     with pytest.raises(InvalidRequest, match="use_cache=False"):
         TransformersWorker(None, model=LLAMA)
-
-
-# ---------------------------------------------------------------- two workers on Ray
-
-PROMPT_LEN = {1: 24, 16: 72}
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """The arithmetic of the workers below, whose processes have one thread each."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-class Cluster:
-    """A cache on Ray, and two workers there: one computes and publishes, the other reads."""
-
-    def __init__(self, page_size: int) -> None:
-        import ray
-
-        from raydix.actors import start_cache
-
-        self.page_size = page_size
-        self.cache = start_cache(config_of(page_size))
-        make = ray.remote(TransformersWorker).options(num_cpus=1).remote
-        self.writer, self.reader = (make(self.cache, model=LLAMA, mapped=True, num_threads=1) for _ in range(2))
-        ray.get([self.writer.open.remote(), self.reader.open.remote()])
-
-    def stop(self) -> None:
-        import ray
-
-        from raydix.actors import shutdown_cache
-
-        shutdown_cache(self.cache)
-        ray.kill(self.writer)
-        ray.kill(self.reader)
-
-
-@pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
-def cluster(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Cluster]:
-    cluster = Cluster(request.param)
-    yield cluster
-    cluster.stop()
-
-
-async def largest_differences(
-    cluster: Cluster, read: Callable[..., Awaitable[Generation]], model: LlamaForCausalLM, name: str
-) -> tuple[float, float]:
-    """How far the reader's logits are, over all cuts, from a `DynamicCache` cut there and from a prefill in one."""
-    prompt = random_prompt(PROMPT_LEN[cluster.page_size])
-    in_one, _ = continuation(model, prompt, 0, num_new=4)
-    differences = []
-    for cut in range(cluster.page_size, len(prompt), cluster.page_size):
-        namespace = f"{name}-{cut}"
-        written = await cluster.writer.generate.remote(prompt[:cut], 1, extra_key=namespace)
-        found = await read(prompt, 4, extra_key=namespace, return_logits=True)
-
-        expected, generated = continuation(model, prompt, cut, num_new=4)
-        assert (written.prefix_len, written.num_computed, found.prefix_len) == (0, cut, cut)
-        assert found.logits is not None
-        assert list(found.token_ids) == generated
-        differences.append([(found.logits - logits).abs().max().item() for logits in (expected, in_one[cut:])])
-    cut_there, at_once = zip(*differences, strict=True)
-    print(f"page size {cluster.page_size}, {name}, {len(differences)} cuts: {max(cut_there)}, {max(at_once):.1e}")
-    return max(cut_there), max(at_once)
-
-
-@pytest.mark.ray
-async def test_logits_over_a_prefix_that_another_worker_wrote_are_those_of_a_dynamic_cache(
-    cluster: Cluster, model: LlamaForCausalLM, one_thread: None
-) -> None:
-    cut_there, in_one = await largest_differences(cluster, cluster.reader.generate.remote, model, "mapped")
-
-    assert cut_there == 0
-    assert in_one < 1e-4
-
-
-@pytest.mark.ray
-async def test_a_worker_that_declines_to_map_reads_the_same_bits(
-    cluster: Cluster, model: LlamaForCausalLM, one_thread: None
-) -> None:
-    async with TransformersWorker(cluster.cache, model=LLAMA, mapped=False, num_threads=1) as worker:
-        cut_there, in_one = await largest_differences(cluster, worker.generate, model, "copied")
-
-    assert cut_there == 0
-    assert in_one < 1e-4
-
-
-@pytest.mark.ray
-async def test_errors_cross_ray_and_nothing_is_left_behind(cluster: Cluster) -> None:
-    from raydix.actors import PrefixCacheClient
-
-    with pytest.raises(InvalidRequest, match="vocabulary"):
-        await cluster.reader.generate.remote([1000], 1)
-    async with PrefixCacheClient(cluster.cache) as client:
-        stats = await client.stats()
-        await client.check_invariants()
-
-    assert (stats.open_leases, stats.private_slots) == (0, 0)
-
-
-@pytest.mark.ray
-async def test_a_request_cancelled_on_ray_leaves_no_lease(cluster: Cluster) -> None:
-    import ray
-
-    from raydix.actors import PrefixCacheClient
-
-    async with PrefixCacheClient(cluster.cache) as client:
-        request = cluster.reader.generate.remote(random_prompt(16, seed=9), 240)  # takes a second or so
-        while not (await client.stats()).open_leases:
-            pass
-
-        ray.cancel(request)
-        with pytest.raises(ray.exceptions.TaskCancelledError):
-            await request
-        while (await client.stats()).open_leases:  # Ray may answer before the request has ended
-            pass
-
-        assert (await client.stats()).private_slots == 0
-        await client.check_invariants()

@@ -134,7 +134,7 @@ async def test_who_waited_hits_what_was_published_meanwhile(cache1: CacheUnderTe
 
 async def test_who_turns_out_never_to_fit_is_told_so_in_turn_and_holds_up_nobody(reached: Reached) -> None:
     async with reached(window(1, 2, num_swa_pages=4)) as cache:
-        prefix = await cache.hold(2, 2)
+        prefix = await cache.hold(2, 2, 2)
         (held,) = await fill(cache, 2)
         first, vast, last = await cache.in_line(
             cache.client.acquire([1, 1]),
@@ -245,7 +245,7 @@ async def test_who_waits_in_vain_is_refused_at_the_deadline_with_what_holds_then
     with pytest.raises(PoolExhausted) as caught:
         await cache1.client.acquire([1, 2, 3], timeout_s=0.2)
 
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 20
     error = caught.value
     assert (error.needed, error.free, error.held_slots, error.open_leases) == (3, 0, 8, 2)
     assert await cache1.pages() == Pages(free=0, private=8, leases=2)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from raydix.cache_core import RadixCache, RadixKey, TreeNode
 from raydix.cache_core.eviction_policy import LRU
+from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.tenants import Tenant, Tenants
 
 NUM_LEAVES = 2_000
 NUM_VICTIMS = 16
@@ -46,3 +50,25 @@ def test_a_call_looks_at_a_few_leaves_even_where_all_were_used_since_the_last() 
     assert cache.evict(NUM_VICTIMS).full_evicted == NUM_VICTIMS
 
     assert policy.asked <= MOST_ASKED
+
+
+def test_with_tenants_a_call_looks_at_one_leaf_of_each_beside_for_each_victim(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, names, looks = CountingLRU(), "abcd", 0
+    cache = RadixCache(eviction_policy=policy)
+    cache.divide(Tenants(Tenant(name, name, floor=NUM_LEAVES // 8) for name in names))
+    for leaf in range(NUM_LEAVES):
+        cache.insert(RadixKey([leaf], names[leaf % 4]))
+    first = EvictionQueue.first
+
+    def counted(queue: EvictionQueue) -> object:
+        nonlocal looks
+        looks += 1
+        return first(queue)
+
+    monkeypatch.setattr(EvictionQueue, "first", counted)
+    policy.asked = 0
+
+    assert cache.evict(NUM_VICTIMS).full_evicted == NUM_VICTIMS
+
+    assert policy.asked <= MOST_ASKED
+    assert looks == NUM_VICTIMS * len(names)

@@ -34,11 +34,13 @@ from raydix.schemas import (
     UnknownLease,
 )
 from raydix.schemas.message import Malformed
+from raydix.schemas.report import TreePart
 
 PUBLIC = [getattr(schemas, name) for name in schemas.__all__]
 EVERY_MESSAGE = [each for each in PUBLIC if inspect.isclass(each) and issubclass(each, Message) and each is not Message]
 every_message = pytest.mark.parametrize("model", EVERY_MESSAGE, ids=lambda model: model.__name__)
 
+LEAF = TreePart(namespace="a", num_tokens=2, own_tokens=2, num_nodes=1, unused_s=0.5, num_locks=0, parts=())
 BY_NAME: dict[str, Any] = {
     "requests": (ReleaseRequest(lease_id="l"), MatchRequest(tokens=[1, 2])),
     "responses": (MatchResponse(prefix_len=4, full_prefix_len=4), UnknownLease("l has ended")),
@@ -47,6 +49,7 @@ BY_NAME: dict[str, Any] = {
     "v": np.arange(4, dtype=np.uint8),
     "device_type": "cpu",
     "namespace": "-1:a-",
+    "parts": (LEAF,),
     "reason": "evicted",
     "events": (BlockStored(block_hashes=[-5], parent_block_hash=7, token_ids=[1], block_size=1, medium="GPU"),),
     "owners": (LeaseOwner(owner="a", leases=2, slots=32, oldest_s=1.5),),

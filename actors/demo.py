@@ -1,0 +1,188 @@
+"""The demo: many conversations, several workers, one prefix cache; what sharing saves, and that it changes no answer.
+
+A Ray actor owns the cache and its KV, in shared memory. Each worker, an actor too, runs a Llama-like model of random
+weights, the same in all of them. Conversations begin with one of a few system prompts, some far more popular than
+others. Each turn goes to a worker drawn at random, so what is reused is mostly another worker's work. The pool is
+smaller than what the conversations would like to keep, so the cache has to evict.
+
+Then the same conversations run once more with every prompt computed from scratch. The two runs must give the same
+answers, token by token. The time to first token counts from the moment a worker begins to serve a request: waiting for
+a busy worker is left out, waiting for the cache is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from raydix.actors.client import PrefixCacheClient
+from raydix.actors.demo_workload import PAGE_SIZE, VOCABULARY, Conversation, Workload, draw_conversations, wanted_slots
+from raydix.actors.deploy import shutdown_cache, start_cache_async
+from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
+from raydix.schemas import CacheConfig, CacheStats
+
+MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half a second
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "initializer_range": 0.05,  # larger than usual, so that an answer depends on all of its prompt
+}
+
+
+@dataclass
+class Turn:
+    """One request, as it was served."""
+
+    prompt_len: int
+    answer: Generation
+    shares_prefix: bool  # with an earlier one: False for the very first use of a system prompt
+
+
+@dataclass
+class Run:
+    """All conversations, served once."""
+
+    turns: dict[tuple[int, int], Turn] = field(default_factory=dict)  # by conversation and turn
+    seconds: float = 0.0
+    peak_slots: int = 0  # most slots in use, as seen after each turn
+    peak_waiters: int = 0  # most acquires that waited for room, likewise
+
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts so far."""
+        return sum(turn.prompt_len for turn in self.turns.values())
+
+    def reused_tokens(self) -> int:
+        """Of those, the ones whose KV was in the cache."""
+        return sum(turn.answer.prefix_len for turn in self.turns.values())
+
+    def hit_rate(self) -> float:
+        """Reused tokens as a share of the prompts'."""
+        return self.reused_tokens() / self.prompt_tokens()
+
+    def first_token_ms(self) -> NDArray[np.float64]:
+        """Times to first token of the turns that share a prefix with an earlier one."""
+        times = [turn.answer.time_to_first_token_s for turn in self.turns.values() if turn.shares_prefix]
+        return 1000 * np.array(times)
+
+    def note_pool(self, stats: CacheStats) -> None:
+        """See how full the pool is."""
+        self.peak_slots = max(self.peak_slots, stats.num_slots - stats.free_slots)
+        self.peak_waiters = max(self.peak_waiters, stats.waiters)
+
+
+class Workers:
+    """The model workers of one cache. Each serves one request at a time; the others stand in line for it."""
+
+    def __init__(self, cache: Any, load: Workload) -> None:
+        start: Any = ray.remote(TransformersWorker).options(num_cpus=1)
+        options = {"model": MODEL, "seed": load.seed, "dtype": "float32", "device": "cpu", "num_threads": 1}
+        self.actors = [start.remote(cache, owner=f"worker {number}", **options) for number in range(load.workers)]
+        self._lines = [asyncio.Semaphore(1) for _ in self.actors]
+        self._answer_len = load.answer_len
+
+    async def generate(self, worker: int, prompt: NDArray[np.int64], reuse: bool) -> Generation:
+        """Have one of them continue a prompt."""
+        async with self._lines[worker]:
+            answer: Generation = await self.actors[worker].generate.remote(prompt, self._answer_len, reuse=reuse)
+        return answer
+
+
+async def serve(
+    conversations: Sequence[Conversation], workers: Workers, client: PrefixCacheClient, reuse: bool, progress: Progress
+) -> Run:
+    """Hold all conversations at once: in each, a turn follows when the one before is answered."""
+    run = Run()
+    bar = progress.add_task("", total=sum(len(each.messages) for each in conversations))
+
+    async def hold(index: int, conversation: Conversation) -> None:
+        history = conversation.system_prompt
+        for number, (message, worker) in enumerate(zip(conversation.messages, conversation.workers, strict=True)):
+            prompt = np.concatenate((history, message))
+            answer = await workers.generate(worker, prompt, reuse)
+            history = np.concatenate((prompt, answer.token_ids))
+            run.turns[index, number] = Turn(len(prompt), answer, number > 0 or not conversation.is_first)
+            run.note_pool(await client.stats())
+            name = f"cache {'on' if reuse else 'off'}, hit rate {run.hit_rate():.0%}"
+            progress.update(bar, description=name, completed=len(run.turns))
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for index, conversation in enumerate(conversations):
+            group.create_task(hold(index, conversation))
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
+    """Serve the conversations with the cache, then without; returns the figures. How far it is goes to the console."""
+    conversations = draw_conversations(load)
+    pool = pool_config_for(MODEL, load.pool_tokens, dtype="float32", device="cpu")
+    cache = await start_cache_async(CacheConfig(page_size=PAGE_SIZE, pool=pool))
+    workers = Workers(cache, load)
+    columns = (TextColumn("{task.description:23}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        loading = progress.add_task("workers load the model", total=None)
+        await asyncio.gather(*(actor.open.remote() for actor in workers.actors))
+        progress.remove_task(loading)
+        async with PrefixCacheClient(cache) as client:
+            on = await serve(conversations, workers, client, True, progress)
+            await client.check_invariants()
+            stats = await client.stats()
+            off = await serve(conversations, workers, client, False, progress)
+    await asyncio.to_thread(shutdown_cache, cache)
+    return summary(on, off, stats) | {"wanted_slots": wanted_slots(conversations, load.answer_len)}
+
+
+def summary(on: Run, off: Run, stats: CacheStats) -> dict[str, Any]:
+    """The figures. Times to first token are those of the turns that share a prefix with an earlier one."""
+    ms_on, ms_off = on.first_token_ms(), off.first_token_ms()
+    return {
+        "turns": len(on.turns),
+        "identical_turns": sum(on.turns[key].answer.token_ids == off.turns[key].answer.token_ids for key in on.turns),
+        "shared_prefix_turns": len(ms_on),
+        "hit_rate": on.hit_rate(),
+        "prompt_tokens": on.prompt_tokens(),
+        "reused_tokens": on.reused_tokens(),
+        "computed_tokens": on.prompt_tokens() - on.reused_tokens(),
+        "first_token_ms_on": _spread(ms_on),
+        "first_token_ms_off": _spread(ms_off),
+        "first_token_speedup": float(ms_off.mean() / ms_on.mean()),
+        "seconds_on": on.seconds,
+        "seconds_off": off.seconds,
+        "evicted_tokens": stats.tokens_evicted,
+        "evicted_by_task": stats.eviction_task.tokens_evicted,
+        "pool_slots": stats.num_slots,
+        "peak_slots": on.peak_slots,
+        "acquires": stats.acquires,
+        "peak_waiters": on.peak_waiters,
+        "acquires_refused": stats.exhausted,
+    }
+
+
+def _spread(values: NDArray[np.float64]) -> dict[str, float]:
+    p50, p95 = np.percentile(values, (50, 95))
+    return {"mean": float(values.mean()), "p50": float(p50), "p95": float(p95)}
+
+
+def broken_promises(figures: dict[str, Any]) -> list[str]:
+    """What the cache should have done and did not."""
+    promises = {
+        "hit rate above 60 %": figures["hit_rate"] > 0.6,
+        "first token at least 3x sooner": figures["first_token_speedup"] >= 3,
+        "greedy answers identical with and without the cache": figures["identical_turns"] == figures["turns"],
+    }
+    return [promise for promise, kept in promises.items() if not kept]

@@ -1,0 +1,216 @@
+"""How fast KV gets into the pool's memory and out of it, against a memcpy of as many bytes in the same rounds.
+
+    python -m benchmarks.bench_data_plane [--quick]
+
+in the folder of the tests. The pool is a cache actor's, mapped into this process; the last lines copy through the
+actor. On a GPU, where there is one, the same pool lies there and the memcpy is the device's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
+from benchmarks.local_ray import ray_started
+
+from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache
+from raydix.actors.attached_pool import AttachedPool
+from raydix.cache_core import MambaPool, PrefixCacheManager, RadixKey
+from raydix.cache_core.memory_pool import KVPool, PoolLayout
+from raydix.schemas import CacheConfig, PoolConfig
+
+PAGE, NUM_HEADS, HEAD_DIM = 16, 8, 128
+NUM_SLOTS = 2**16  # 128 MiB of K, and as much of V
+LAYOUTS = ("contiguous", "pages of 16, scattered", "single slots, scattered")
+GATES = {0.7: 0.5, 0.4: 0.25}  # by goal
+GOALS = {
+    f"{verb}, {layout}": goal for verb in ("write", "gather") for layout, goal in zip(LAYOUTS, (0.7, 0.4), strict=False)
+}
+Works = dict[str, Callable[[], object]]
+
+
+class Plane:
+    """A mapped pool, KV of `num_tokens` beside it, and three ways in which their slots may lie."""
+
+    def __init__(self, pool: AttachedPool | KVPool, num_tokens: int) -> None:
+        self.pool = pool
+        self.k, self.v = (torch.ones_like(rows[:num_tokens]) for rows in (pool.k[0], pool.v[0]))
+        self.out = torch.empty_like(self.k), torch.empty_like(self.v)
+        self.num_bytes = self.k.nbytes + self.v.nbytes
+        rng, device = np.random.default_rng(0), self.k.device
+        num_slots = len(pool.k[0]) - PAGE
+        pages = 1 + rng.permutation(num_slots // PAGE)[: num_tokens // PAGE]
+        scattered = PAGE + rng.permutation(num_slots)[:num_tokens]
+        rows = np.arange(PAGE, PAGE + num_tokens), (pages[:, None] * PAGE + np.arange(PAGE)).ravel(), scattered
+        self.slots = {name: torch.from_numpy(row).to(device) for name, row in zip(LAYOUTS, rows, strict=True)}
+
+    def works(self) -> Works:
+        """What is measured: into the pool and out of it, and the memcpys beside which it is set."""
+        works: Works = {"memcpy": self._memcpy, "clone": lambda: (self.k.clone(), self.v.clone())}
+        for name, slots in self.slots.items():
+            works[f"write, {name}"] = partial(self.pool.write, 0, slots, self.k, self.v)
+            works[f"gather, {name}"] = partial(self.pool.gather, 0, slots, self.out)
+        works["gather into new memory, contiguous"] = partial(self.pool.gather, 0, self.slots["contiguous"])
+        return {name: self._waiting(work) for name, work in works.items()}
+
+    def check(self) -> None:
+        """Raise AssertionError if what is gathered is not what was written."""
+        for slots in self.slots.values():
+            self.pool.write(0, slots, torch.rand_like(self.k), torch.rand_like(self.v))
+            k, v = self.pool.gather(0, slots)
+            assert k.equal(self.pool.k[0][slots]), "K was not gathered as it lies"
+            assert v.equal(self.pool.v[0][slots]), "V was not gathered as it lies"
+
+    def _memcpy(self) -> None:
+        self.out[0].copy_(self.k)
+        self.out[1].copy_(self.v)
+
+    def _waiting(self, work: Callable[[], object]) -> Callable[[], object]:
+        if not self.k.is_cuda:
+            return work
+
+        def waiting() -> None:
+            work()
+            torch.cuda.synchronize()
+
+        return waiting
+
+
+def plane_figures(plane: Plane, num_rounds: int, where: str, goals: bool = True) -> Iterator[Figure]:
+    """The ways into a mapped pool and out of it."""
+    plane.check()
+    times = times_in_turns(plane.works(), num_rounds)
+    for name in times:
+        floor = "clone" if "new memory" in name else "memcpy"
+        rate, ratio = plane.num_bytes / median(times[name]) / 1e9, median_ratio(times, name, floor)
+        if name not in ("memcpy", "clone"):
+            least = GOALS.get(name) if goals else None
+            gate = GATES.get(least) if least else None
+            yield Figure("data plane", f"{name}, {where}", rate, "GB/s", ratio, floor, at_least=least, gate=gate)
+
+
+# ---------------------------------------------------------------- rows and states
+
+
+def copy_figures(num_rounds: int) -> Iterator[Figure]:
+    """What the cache itself copies: a prefix from row to row, and a state from slot to slot."""
+    length, num_layers = 2048, 4
+    layout = PoolLayout(4 * length, PAGE, num_layers, NUM_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16, max_seq_len=length)
+    pool, manager = KVPool(layout), PrefixCacheManager(max_capacity=length)
+    prefix = RadixKey(np.arange(length, dtype=np.int32))
+    manager.insert(prefix, 0, length)
+    states = MambaPool(2, [[(48, 64, 128)]] * 8)
+    row = pool.storage.nbytes // 4
+    state = sum(tensor[1].nbytes for tensors in states.layers for tensor in tensors)
+    a, b = torch.ones(row, dtype=torch.uint8), torch.ones(row, dtype=torch.uint8)
+    works: Works = {
+        "row": lambda: a.copy_(b),
+        "state": lambda: a[:state].copy_(b[:state]),
+        "copy_kv": lambda: manager.copy_kv(prefix, 1, pool.by_sequence(), num_layers),
+        "copy_states": lambda: states.copy_states(1, 2),
+    }
+    times = times_in_turns(works, num_rounds)
+    for name, what, floor, size in (
+        ("copy_kv", "copy_kv, a row of 2,048 tokens in 4 layers", "row", row),
+        ("copy_states", "copy_states, 8 layers of 1.5 MiB", "state", state),
+    ):
+        rate, ratio = size / median(times[name]) / 1e9, median_ratio(times, name, floor)
+        yield Figure("data plane", what, rate, "GB/s", ratio, "memcpy", at_least=0.7, gate=GATES[0.7])
+
+
+# ---------------------------------------------------------------- through the actor
+
+
+async def actor_figures(client: PrefixCacheClient, plane: Plane, num_rounds: int) -> list[Figure]:
+    """KV copied through the cache actor, for workers that cannot map its pool."""
+    pool = await client.attach_pool(mapped=False)
+    num_tokens = len(plane.k)
+    floor = median(times_in_turns({"memcpy": plane.works()["memcpy"]}, num_rounds)["memcpy"])
+    lease = await client.acquire(np.arange(num_tokens, dtype=np.int32))
+    writes, reads = [], []
+    loop = asyncio.get_running_loop()
+    async with lease:
+        for _ in range(num_rounds):
+            started = loop.time()
+            await pool.write_kv(lease, lease.slots, plane.k[None], plane.v[None])
+            written = loop.time()
+            k, v = await pool.read_kv(lease, lease.slots)
+            reads.append(loop.time() - written)
+            writes.append(written - started)
+            assert k[0].equal(plane.k), "K came back changed"
+            assert v[0].equal(plane.v), "V came back changed"
+    return [
+        Figure(
+            "data plane",
+            f"{name} through the actor, {num_tokens:,} tokens",
+            plane.num_bytes / median(times) / 1e9,
+            "GB/s",
+            floor / median(times),
+            "memcpy",
+        )
+        for name, times in (("write_kv", writes), ("read_kv", reads))
+    ]
+
+
+def figures(quick: bool) -> list[Figure]:
+    """All of them, on a cluster of this machine."""
+    with ray_started():
+        return asyncio.run(_figures(quick))
+
+
+async def _figures(quick: bool) -> list[Figure]:
+    num_tokens, num_rounds = (4_096, 5) if quick else (16_384, 15)
+    config = CacheConfig(
+        page_size=PAGE,
+        pool=PoolConfig(
+            num_slots=NUM_SLOTS, num_layers=1, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype="bfloat16", device="cpu"
+        ),
+    )
+    actor = start_cache(config)
+    found: list[Figure] = []
+    num_threads = torch.get_num_threads()
+    try:
+        async with PrefixCacheClient(actor) as client:
+            plane = Plane(await client.attach_pool(mapped=True), num_tokens)
+            for count in sorted({1, num_threads}):
+                torch.set_num_threads(count)
+                where = f"{count} thread{'s' * (count > 1)}"
+                found += plane_figures(plane, num_rounds, where, goals=count == 1)
+            torch.set_num_threads(1)
+            found += copy_figures(num_rounds)
+            found += await actor_figures(client, plane, max(3, num_rounds // 3))
+    finally:
+        torch.set_num_threads(num_threads)
+        shutdown_cache(actor)
+    return found + gpu_figures(num_tokens, num_rounds)
+
+
+def gpu_figures(num_tokens: int, num_rounds: int) -> list[Figure]:
+    """The same in a pool on the GPU; none where there is none."""
+    if not torch.cuda.is_available():
+        return []
+    layout = PoolLayout(NUM_SLOTS, PAGE, 1, NUM_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)
+    plane = Plane(KVPool(layout, "cuda"), num_tokens)
+    name: Any = torch.cuda.get_device_name()
+    return [
+        Figure(each.group, each.what, each.value, each.unit, each.ratio, each.to, at_least=0.8)
+        for each in plane_figures(plane, num_rounds, str(name))
+    ]
+
+
+def main() -> None:
+    """The table."""
+    print(HEADING)
+    for figure in figures("--quick" in sys.argv):
+        print(figure.line())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""What a request costs in trees of a thousand nodes and of a million, and what tokens and nodes take in memory.
+
+    python -m benchmarks.bench_scale [--quick] [--requests 1000000]
+
+in the folder of the tests. The last line serves requests in a steady state, and looks at what the process takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import tracemalloc
+from pathlib import Path
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from benchmarks.bench_eviction import no_collection
+from benchmarks.figures import HEADING, Figure
+from numpy.typing import NDArray
+
+from raydix.actors import LocalPrefixCache
+from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator
+from raydix.schemas import CacheConfig, LeaseConfig, PoolConfig
+
+PAGE = 16
+HALF = 32  # tokens: of a template, of what follows it, and of what a request adds
+FANOUT = 8  # that follow each template
+MAX_GROWTH = 1.5  # of a request, from the smallest tree to the largest
+MAX_TOKEN_BYTES = 12.0
+WARM_UP = 20_000  # requests
+MAX_GROWN_MIB = 4.0  # in a steady state: the allocator takes a mebibyte at a time
+MAX_LEFT_BYTES = 8.0  # by a request
+Tokens = NDArray[np.int32]
+
+
+class Costs(NamedTuple):
+    """Medians in microseconds."""
+
+    match: float
+    insert: float
+
+
+def in_tree_of(num_nodes: int, page_size: int, num_requests: int) -> Costs:
+    """Requests of equal shape: 96 tokens, of which 64 are found, in two nodes; as many are evicted as are added."""
+    rng = np.random.default_rng(num_nodes)
+    cache = RadixCache(page_size)
+    slots = torch.arange(page_size, page_size + 3 * HALF)
+    templates = _ids(rng, num_nodes // (FANOUT + 1), HALF)
+    follows = _ids(rng, len(templates) * FANOUT, HALF)
+    with no_collection():
+        for at, follow in enumerate(follows):
+            cache.insert(RadixKey(np.concatenate((templates[at % len(templates)], follow))), slots[: 2 * HALF])
+        times = []
+        for at in rng.integers(0, len(follows), num_requests):
+            whole = np.concatenate((templates[at % len(templates)], follows[at], _ids(rng, 1, HALF)[0]))
+            started = perf_counter_ns()
+            found = cache.match_prefix(RadixKey(whole))
+            matched = perf_counter_ns()
+            cache.insert(RadixKey(whole), slots, from_node=found.last_node)
+            times.append((matched - started, perf_counter_ns() - matched))
+            if found.prefix_len == 2 * HALF:
+                cache.evict(HALF)
+        del cache
+    match, insert = np.median(times, 0) / 1e3
+    return Costs(float(match), float(insert))
+
+
+def _ids(rng: np.random.Generator, *shape: int) -> Tokens:
+    return rng.integers(0, 2**31 - 1, shape, np.int32)
+
+
+def size_figures(largest: int, num_requests: int) -> list[Figure]:
+    """Match and insert, from a thousand nodes to so many."""
+    sizes = [size for size in (1_000, 10_000, 100_000, 1_000_000) if size <= largest]
+    found = []
+    for page_size in (1, PAGE):
+        costs = [in_tree_of(size, page_size, num_requests) for size in sizes]
+        for phase, smallest in zip(Costs._fields, costs[0], strict=True):
+            for size, cost in zip(sizes[1:], costs[1:], strict=True):
+                value = getattr(cost, phase)
+                what = f"{phase}, pages of {page_size}, in {size:,} nodes"
+                ratio = value / smallest
+                found.append(Figure("scale", what, value, "us", ratio, "1,000 nodes", at_most=MAX_GROWTH))
+    return found
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Held(NamedTuple):
+    """What a cache and its allocator take, beside the tensors of the pool."""
+
+    num_bytes: int
+    num_tokens: int
+    num_nodes: int
+
+
+def of_conversations(num_tokens: int, page_size: int) -> Held:
+    """Conversations of eight turns of about 260 tokens under common system prompts, until so many tokens are cached."""
+    rng = np.random.default_rng(7)
+    systems = _ids(rng, 8, 1_000)
+    gc.collect()
+    tracemalloc.start()
+    pool = TokenToKVPoolAllocator((num_tokens + 4_096) // page_size * page_size, page_size)
+    cache = RadixCache(page_size, token_to_kv_pool_allocator=pool)
+    number = 0
+    while cache.total_size() < num_tokens:
+        history = systems[number % len(systems)]
+        for _ in range(8):
+            history = np.concatenate((history, _ids(rng, int(rng.integers(160, 360)))))
+            _publish(cache, pool, history)
+        number += 1
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return Held(held, cache.total_size(), len(cache.tree_starts()))
+
+
+def _publish(cache: RadixCache, pool: TokenToKVPoolAllocator, tokens: Tokens) -> None:
+    """What a request does, but for the lock."""
+    found = cache.match_prefix(RadixKey(tokens))
+    slots = torch.cat((found.indices, pool.alloc(len(tokens) - found.prefix_len)))
+    cache.insert(RadixKey(tokens), slots, from_node=found.last_node)
+    pool.free(slots[len(tokens) // pool.page_size * pool.page_size :])
+
+
+def memory_figures(num_tokens: int) -> list[Figure]:
+    """Bytes of a token and of a node."""
+    found = []
+    for page_size in (PAGE, 1):
+        held = of_conversations(num_tokens if page_size > 1 else num_tokens // 4, page_size)
+        where = f"pages of {page_size}, {held.num_tokens / 1e6:.1f}M tokens in {held.num_nodes:,} nodes"
+        per_token, per_node = held.num_bytes / held.num_tokens, held.num_bytes / held.num_nodes
+        goal = MAX_TOKEN_BYTES if page_size > 1 else None
+        found.append(Figure("scale", f"memory, {where}", per_token, "B/token", at_most=goal, gate=goal))
+        found.append(Figure("scale", "  of that a node", per_node, "B/node"))
+    return found
+
+
+# ---------------------------------------------------------------- steady state
+
+
+def resident_bytes() -> int:
+    """What the process has of the machine's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Growth(NamedTuple):
+    """What a process took more of after so many requests."""
+
+    resident_bytes: int
+    traced_bytes: int
+    num_traced: int  # requests; 0: nothing was traced
+
+
+async def steady_state(num_requests: int, num_traced: int, num_before: int = WARM_UP) -> Growth:
+    """Serve so many requests under eviction, then some under tracemalloc, which makes them slow.
+
+    As many as `num_before` go before either, until all that has a limit has reached it: what is remembered of
+    evictions, say; and, before what is traced, until all that is held was made under its eyes.
+    """
+    leases = LeaseConfig(remembered_leases=1_024)
+    pool = PoolConfig(num_slots=2**14, num_layers=0, device="cpu")
+    rng = np.random.default_rng(3)
+    templates = _ids(rng, 64, 128)
+
+    async def serve(cache: LocalPrefixCache, count: int) -> None:
+        for at in rng.integers(0, len(templates), count):
+            prompt = np.concatenate((templates[at], _ids(rng, 64)))
+            lease = await cache.acquire(prompt)
+            await lease.insert(prompt, release=True)
+        gc.collect()
+
+    async with LocalPrefixCache(CacheConfig(page_size=PAGE, pool=pool, leases=leases)) as cache:
+        await serve(cache, num_before)
+        resident = resident_bytes()
+        await serve(cache, num_requests)
+        resident, traced = resident_bytes() - resident, 0
+        if num_traced:
+            tracemalloc.start()
+            await serve(cache, num_before)
+            traced = tracemalloc.get_traced_memory()[0]
+            await serve(cache, num_traced)
+            traced = tracemalloc.get_traced_memory()[0] - traced
+            tracemalloc.stop()
+        stats = await cache.stats()
+    assert stats.tokens_evicted >= 2 * HALF * num_requests - pool.num_slots, "the pool was never full"
+    return Growth(resident, traced, num_traced)
+
+
+def steady_figures(num_requests: int, num_traced: int) -> list[Figure]:
+    """Growth in a steady state."""
+    growth = asyncio.run(steady_state(num_requests, num_traced))
+    what = f"resident memory grown by {num_requests:,} requests"
+    found = [Figure("scale", what, growth.resident_bytes / 2**20, "MiB", at_most=MAX_GROWN_MIB)]
+    if num_traced:
+        what, value = f"left behind by each of {num_traced:,} requests", growth.traced_bytes / num_traced
+        found.append(Figure("scale", what, value, "B", at_most=MAX_LEFT_BYTES, gate=8 * MAX_LEFT_BYTES))
+    return found
+
+
+def figures(quick: bool, num_requests: int | None = None) -> list[Figure]:
+    """All of them."""
+    largest, num_measured, num_tokens = (100_000, 500, 500_000) if quick else (1_000_000, 2_000, 10_000_000)
+    steady = (5_000, 0) if quick else (50_000, 10_000)
+    return (
+        size_figures(largest, num_measured)
+        + memory_figures(num_tokens)
+        + steady_figures(num_requests or steady[0], steady[1])
+    )
+
+
+def main() -> None:
+    """The table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--requests", type=int, help="of the steady state")
+    args = parser.parse_args()
+    print(HEADING)
+    for figure in figures(args.quick, args.requests):
+        print(figure.line())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The core's figures: microseconds a request, against the least that any cache would have to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from benchmarks.bench_core import Row, rows_of
+from benchmarks.core_workloads import known_workloads
+from benchmarks.figures import Figure
+
+MAX_PER_FLOOR = {"chat": 7.0, "documents": 2.5, "short": 4.5, "traced": 3.5, "pressed": 6.0}
+GATES = {"chat": 7.0, "documents": 4.0, "short": 10.0, "pressed": 14.0, "chains": 14.0}
+MAX_PACKINGS = {"traced": 2.0}
+MAX_TAIL = 5.0  # p99 of a match, in its medians
+
+
+def figures(quick: bool) -> list[Figure]:
+    """Every workload that can be made here."""
+    scale, num_rounds = (0.1, 2) if quick else (0.5, 5)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [figure for name in known_workloads() for figure in _of_workload(list(rows_of(name, scale, num_rounds)))]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _of_workload(rows: list[Row]) -> Iterator[Figure]:
+    name = rows[0].workload
+    for row in rows:
+        if row.form == "numpy":
+            what = f"{name}, pages of {row.page_size}, a request"
+            gate = GATES.get(name) if row.page_size == 1 else None
+            goal = MAX_PER_FLOOR.get(name, 14.0)
+            yield Figure("core", what, row.total, "us", row.per_floor, "floor", at_most=goal, gate=gate)
+    lists = max((row for row in rows if row.packings is not None), key=lambda row: row.packings or 0)
+    yield Figure(
+        "core",
+        f"{name}, the same from lists of ints",
+        lists.total,
+        "us",
+        lists.packings,
+        "struct.pack, more",
+        at_most=MAX_PACKINGS.get(name, 1.5),
+    )
+    worst = max((row for row in rows if row.form == "numpy"), key=lambda row: row.match_p99 / row.match_p50)
+    tail = worst.match_p99 / worst.match_p50
+    yield Figure("core", f"{name}, p99 of a match", worst.match_p99, "us", tail, "its median", at_most=MAX_TAIL)

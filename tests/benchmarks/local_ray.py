@@ -1,0 +1,27 @@
+"""A small Ray cluster for the benchmarks that need one, as tests have it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def ray_started() -> Iterator[None]:
+    """A cluster of this machine; one that runs already is used, and left running."""
+    import ray  # only here: most benchmarks need none
+
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(
+            num_cpus=4,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    yield
+    if mine:
+        ray.shutdown()

@@ -1,0 +1,39 @@
+"""A request makes no more calls than it did: the ceilings are a tenth above what it makes now, at most a few calls."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.call_counts import of_core, of_service
+from benchmarks.core_workloads import WORKLOADS
+
+KEYS = 15.0  # to make the two keys of a request
+LOCKS = {"inc_lock_ref": 5.0, "dec_lock_ref": 4.0}
+MAX_CORE = {
+    ("chat", 1): {"match_prefix": 35.0, "insert": 32.0},
+    ("chat", 16): {"match_prefix": 41.0, "insert": 33.0},
+    ("short", 1): {"match_prefix": 22.0, "insert": 29.0},
+    ("short", 16): {"match_prefix": 28.0, "insert": 30.0},
+    ("pressed", 1): {"match_prefix": 22.0, "insert": 29.0, "evict": 21.0},
+    ("pressed", 16): {"match_prefix": 28.0, "insert": 30.0, "evict": 21.0},
+    ("chains", 1): {"match_prefix": 70.0, "insert": 29.0},
+    ("chains", 16): {"match_prefix": 47.0, "insert": 30.0},
+}
+MAX_SERVICE = {"acquire": 92.0, "insert": 95.0, "release": 43.0}
+
+
+@pytest.mark.parametrize(("name", "page_size"), MAX_CORE)
+def test_each_verb_of_the_core_makes_no_more_calls_than_it_did(name: str, page_size: int) -> None:
+    counts = of_core(WORKLOADS[name](0.02), page_size)
+
+    print(f"\n{name}, pages of {page_size}:", ", ".join(f"{verb} {calls:.1f}" for verb, calls in counts.items()))
+    ceilings = {"__init__": KEYS} | LOCKS | MAX_CORE[name, page_size]
+    assert counts.keys() == ceilings.keys()
+    assert {verb: calls for verb, calls in counts.items() if calls > ceilings[verb]} == {}
+
+
+async def test_each_verb_of_the_service_makes_no_more_calls_than_it_did() -> None:
+    counts = await of_service(50)
+
+    print("\nin process:", ", ".join(f"{verb} {calls:.1f}" for verb, calls in counts.items()))
+    assert counts.keys() == MAX_SERVICE.keys()
+    assert {verb: calls for verb, calls in counts.items() if calls > MAX_SERVICE[verb]} == {}

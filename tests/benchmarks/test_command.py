@@ -1,0 +1,134 @@
+"""The benchmark command: tiny runs of its groups, its table, files and gates. Nothing here is judged by the clock."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import __main__ as command
+from benchmarks import bench_data_plane, bench_end_to_end, bench_scale
+from benchmarks.bench_data_plane import PAGE, Plane
+from benchmarks.figures import Figure
+
+from raydix.cache_core import KVPool, PoolLayout
+
+pytestmark = pytest.mark.benchmark
+
+LAYOUT = PoolLayout(256, PAGE, 1, num_kv_heads=2, head_dim=8, v_head_dim=8, dtype=torch.bfloat16)
+FIGURES = [
+    Figure("scale", "as promised", 1.25, "us", 1.2, "small", at_most=1.5, gate=1.5),
+    Figure("scale", "missed, within its gate", 2_000.0, "1/s", 3.5, "no-op calls", at_least=4, gate=2),
+    Figure("scale", "without a goal", 12.34, "B"),
+]
+BROKEN = Figure("scale", "broken", 1.0, "1/s", 1.0, "no-op calls", at_least=4, gate=2)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, figures: list[Figure], *arguments: str) -> None:
+    monkeypatch.setattr(bench_scale, "figures", lambda quick: figures)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    command.main()
+
+
+def test_a_figure_knows_whether_its_goal_is_met() -> None:
+    assert [each.met for each in FIGURES] == [True, False, None]
+    assert [each.failed for each in [*FIGURES, BROKEN]] == [False, False, False, True]
+    assert Figure("scale", "a value", 9.0, "B", at_most=8).met is False
+    assert [each.measured for each in FIGURES] == ["1.25 us", "2,000 1/s", "12.3 B"]
+
+
+def test_the_table_has_a_line_for_each_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, FIGURES, "scale")
+
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["group", "what", "measured", "ratio", "to", "goal", "met", "gate"]
+    assert lines[0].split()[-4:] == ["<=", "1.5", "yes", "1.5"]
+    assert "NO" in lines[1] and ">= 4" in lines[1]
+    assert lines[2].endswith("12.3 B")
+    assert lines[-1].startswith("1 of 2 goals met")
+
+
+def test_the_figures_go_to_a_file_and_into_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, FIGURES, "scale", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg"))
+
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert [each["what"] for each in written] == [each.what for each in FIGURES]
+    assert [each["met"] for each in written] == [True, False, None]
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_only_a_gate_that_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "GATED", True)
+    monkeypatch.setattr(command, "MAX_TRIES", 2)
+    run(monkeypatch, FIGURES, "scale")
+
+    with pytest.raises(SystemExit, match="missed by more than their gates allow: broken"):
+        run(monkeypatch, [*FIGURES, BROKEN], "scale")
+
+
+def test_what_misses_its_gate_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [[BROKEN], [BROKEN], FIGURES, [BROKEN]]
+    monkeypatch.setattr(command, "MAX_TRIES", 3)
+    monkeypatch.setattr(bench_scale, "figures", lambda quick: outcomes.pop(0))
+
+    assert command.measured("scale", True) is FIGURES
+    assert outcomes == [[BROKEN]]
+
+
+def test_an_unknown_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, FIGURES, "scales")
+
+
+# ---------------------------------------------------------------- tiny runs
+
+
+def test_the_data_plane_is_measured_in_every_layout() -> None:
+    plane = Plane(KVPool(LAYOUT), num_tokens=64)
+
+    found = list(bench_data_plane.plane_figures(plane, 1, "here"))
+    assert len([each for each in found if each.at_least == 0.7]) == 2
+    assert len([each for each in found if each.at_least == 0.4]) == 2
+    assert all(each.value > 0 and each.ratio for each in found)
+
+
+def test_a_plane_that_gathers_what_was_not_written_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = Plane(KVPool(LAYOUT), num_tokens=64)
+    monkeypatch.setattr(plane.pool, "gather", lambda layer, slots: (plane.k, plane.v))
+
+    with pytest.raises(AssertionError, match="K was not gathered"):
+        plane.check()
+
+
+@pytest.mark.gpu
+def test_the_data_plane_of_a_gpu_is_measured() -> None:
+    assert bench_data_plane.gpu_figures(1_024, 2)
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_requests_are_measured_in_a_tree(page_size: int) -> None:
+    assert min(bench_scale.in_tree_of(100, page_size, 10)) > 0
+
+
+def test_a_cached_token_takes_few_bytes_beside_the_pool() -> None:
+    held = bench_scale.of_conversations(50_000, PAGE)
+
+    assert held.num_tokens >= 50_000
+    assert held.num_bytes <= bench_scale.MAX_TOKEN_BYTES * held.num_tokens
+
+
+async def test_a_steady_state_is_watched() -> None:
+    growth = await bench_scale.steady_state(num_requests=300, num_traced=20, num_before=50)
+
+    assert growth.num_traced == 20
+
+
+async def test_prompts_hit_as_much_as_they_should() -> None:
+    alone, speeds = await bench_end_to_end.measure(prompt_len=320, num_new=2, num_requests=1)
+
+    assert alone.hit_rate == 0
+    assert [each.hit_rate for each in speeds] == [0, 0.25, 0.5, 0.75, 0.95]

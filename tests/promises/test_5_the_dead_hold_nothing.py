@@ -1,0 +1,142 @@
+"""A dead client's slots are free again within about a second if it is a watched actor, within its TTL plus one tick if
+it ran on the cache's node, and after `quarantine_grace_s` at the latest elsewhere.
+
+The times are shown by a clock that the test sets. Then real processes are killed: under a cache that waits for minutes
+nothing but their death frees what they held. `make bench` takes the seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+from cache_under_test import small_config
+from client_processes import Doing, all_free, kill_while, start_client, until
+from clocked_sessions import GRACE_S, TTL_S, Scene
+
+from raydix.actors import PrefixCacheClient
+from raydix.actors.process_life import ProcessLife
+from raydix.actors.session_keeper import SessionKeeper
+from raydix.actors.session_table import SessionTable
+from raydix.schemas import CacheConfig, LeaseConfig
+
+Patch = pytest.MonkeyPatch
+TICK_S = 1.0  # between two looks at the clock
+FREE, HELD, WITHHELD = (8, 0, 0), (6, 2, 0), (6, 0, 2)  # free, private and quarantined slots
+
+# ---------------------------------------------------------------- by the clock
+
+
+def pass_time(scene: Scene, seconds: float) -> None:
+    """Let the cache look at the clock as it does, once a tick."""
+    for _ in range(round(seconds / TICK_S)):
+        scene.clock.now += TICK_S
+        scene.service.keeper._tick()
+
+
+async def watched_actor_dies(scene: Scene) -> None:
+    scene.open("s")
+    scene.acquire("s", "l")
+
+    scene.service.keeper.owner_unavailable("s", is_dead=True)  # what `DeathWatch` says
+
+    assert scene.counts == FREE, "a dead actor's slots are not free"
+
+
+async def process_on_the_caches_node_dies(scene: Scene) -> None:
+    show = "from raydix.actors.process_life import own_life_path; print(own_life_path(), flush=True); input()"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", show, stdin=PIPE, stdout=PIPE)
+    assert process.stdout is not None
+    scene.open("s", life_path=(await process.stdout.readline()).decode().strip())
+    scene.acquire("s", "l")
+    pass_time(scene, TTL_S - TICK_S)
+    assert scene.counts == HELD, "its time was not up"
+    process.kill()
+    await process.wait()
+    pass_time(scene, 2 * TICK_S)
+
+    assert scene.counts == FREE, "a dead process's slots are not free"
+
+
+async def process_elsewhere_dies(scene: Scene) -> None:
+    scene.open("s")
+    scene.acquire("s", "l")
+
+    pass_time(scene, TTL_S + TICK_S)
+    assert scene.counts == WITHHELD, "what it may still write is not withheld"
+    pass_time(scene, GRACE_S + TICK_S)
+
+    assert scene.counts == FREE, "slots are withheld for ever"
+
+
+STORIES = [watched_actor_dies, process_on_the_caches_node_dies, process_elsewhere_dies]
+by_name = {"ids": lambda story: story.__name__}
+
+
+@pytest.mark.parametrize("story", STORIES, **by_name)
+async def test_in_time(story: Callable[[Scene], Any]) -> None:
+    scene = Scene()
+    await story(scene)
+    await scene.service.close()
+
+
+FAULTS: list[tuple[Callable[[Scene], Any], Any, str, Any]] = [
+    (watched_actor_dies, SessionKeeper, "owner_unavailable", lambda keeper, session_id, is_dead: True),
+    (process_on_the_caches_node_dies, ProcessLife, "has_ended", lambda life: False),
+    (process_on_the_caches_node_dies, SessionTable, "overdue", lambda table: []),
+    (process_elsewhere_dies, SessionTable, "gone", lambda table: []),
+    (process_elsewhere_dies, SessionTable, "gone", lambda table: list(table._vanished)),  # though it may still write
+]
+
+
+@pytest.mark.parametrize(
+    ("story", "owner", "name", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", None)
+)
+async def test_a_fault_in_noticing_is_seen(
+    story: Callable[[Scene], Any], owner: Any, name: str, fault: Any, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    scene = Scene()
+
+    with pytest.raises(AssertionError, match=r"not|for ever"):
+        await story(scene)
+    await scene.service.close()
+
+
+# ---------------------------------------------------------------- on Ray
+
+PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # so that nothing but a death frees anything
+HASTY = LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=300)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("doing", "watched", "max_restarts"),
+    [
+        ("holding", True, 0),
+        ("waiting", True, 0),
+        ("writing", True, 0),
+        ("writing", True, 1),
+        ("waiting", False, 0),
+        ("writing", False, 0),
+    ],
+)
+async def test_what_a_killed_process_held_is_free_whatever_it_was_doing(
+    running_cache: Callable[[CacheConfig], Any], doing: Doing, watched: bool, max_restarts: int
+) -> None:
+    leases = PATIENT if watched else HASTY
+    cache = running_cache(small_config().model_copy(update={"leases": leases}))
+    async with PrefixCacheClient(cache) as client:
+        process = start_client(watched=watched, max_restarts=max_restarts)
+
+        await kill_while(cache, process, doing, client)
+
+        stats = await until(client, all_free)  # at each look every slot is counted once
+        assert stats.free_slots == 8
+        await client.check_invariants()
+        ray.kill(process)

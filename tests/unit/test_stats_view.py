@@ -1,0 +1,113 @@
+"""What people see of a cache's counts, live or once."""
+
+from __future__ import annotations
+
+from raydix.actors.cli.output import console
+from raydix.actors.cli.stats_view import Snapshot, view
+from raydix.schemas import CacheConfig, CacheStats, EvictionTaskStats, GhostStats, LeaseOwner, PoolConfig, PoolStats
+from raydix.schemas.stats import TenantStats
+
+CONFIG = CacheConfig(pool=PoolConfig(num_slots=1000))
+TASK = EvictionTaskStats(
+    enabled=True, alive=True, rounds=3, slices=4, tokens_evicted=5, failures=0, last_error=None, longest_slice_ms=0.5
+)
+POOL = {"free_slots": 50, "private_slots": 150, "tree_slots": 800, "quarantined_slots": 0}
+STATS = CacheStats(
+    epoch="0123456789",
+    num_slots=1000,
+    **POOL,
+    evictable_slots=700,
+    protected_slots=100,
+    open_leases=3,
+    owners=tuple(LeaseOwner(owner=f"[w{i}]", leases=1, slots=10, oldest_s=i) for i in range(10)),
+    open_sessions=2,
+    waiters=4,
+    expired_sessions=1,
+    dead_sessions=2,
+    acquires=100,
+    hits=60,
+    tokens_requested=10_000,
+    tokens_reused=2_500,
+    tokens_inserted=7_000,
+    tokens_duplicate=500,
+    tokens_evicted=6_000,
+    exhausted=7,
+    probes=8,
+    batches=9,
+    requests=300,
+    loop_lag_ms=12.5,
+    eviction_task=TASK,
+)
+
+
+def text_of(now: Snapshot, before: Snapshot | None = None) -> str:
+    with console() as here, here.capture() as captured:
+        here.print(view(now, before), soft_wrap=True)
+    return " ".join(captured.get().split())
+
+
+def snapshot(at_s: float = 10.0, **changed: object) -> Snapshot:
+    return Snapshot("kv-0", CONFIG, STATS.model_copy(update=changed), at_s)
+
+
+def test_every_count_that_matters_is_there() -> None:
+    text = text_of(snapshot())
+
+    for part in (
+        "kv-0 radix, pages of 1, epoch 01234567",
+        "95.0% of 1,000 slots in use; eviction above 90%, down to 80%",
+        "50 free, 150 private, 800 cached (100 locked), 0 quarantined",
+        "25.0% of tokens, 60 of 100 leases",
+        "10,000 requested, 2,500 reused",
+        "7,000 published, 500 computed twice",
+        "6,000 tokens; 7 requests refused for want of room",
+        "3 open, the oldest 9 s old; 4 wait for room",
+        "[w0]: 1 leases, 10 slots, up to 0 s",
+        "2 more owners",
+        "2 open, 2 died, 1 fell silent",
+        "task alive, 3 rounds, longest slice 0.5 ms",
+        "at most 12.5 ms late",
+    ):
+        assert part in text
+
+
+def test_rates_are_those_between_two_looks_and_not_across_a_restart() -> None:
+    before = snapshot(at_s=8.0, tokens_requested=8_000, tokens_reused=1_000, tokens_evicted=5_000)
+
+    text = text_of(snapshot(), before)
+    after_restart = text_of(snapshot(epoch="another"), before)
+
+    assert "10,000 (+1,000/s) requested, 2,500 (+750/s) reused" in text
+    assert "25.0% of tokens (75.0% just now)" in text
+    assert "6,000 (+500/s) tokens" in text
+    assert "/s)" not in after_restart
+    assert "just now" not in after_restart
+
+
+def test_tenants_other_pools_and_what_if_are_shown_where_there_are_any() -> None:
+    window = PoolStats(num_slots=200, free_slots=50, private_slots=0, tree_slots=150, quarantined_slots=0,
+                       evictable_slots=100, protected_slots=50)  # fmt: skip
+    quiet = TenantStats(
+        name="quiet", held_slots=30, evictable_slots=0, floor_slots=20, cap_slots=None, tokens_evicted=0
+    )
+    rest = quiet.model_copy(update={"name": None, "cap_slots": 900})
+    ghost = GhostStats(
+        tokens_requested=10, sample_rate=1.0, num_slots=(500, 1000, 2000, 4000), hit_rates=(0.1, 0.25, 0.35, 0.5)
+    )
+
+    text = text_of(snapshot(swa=window, tenants=(quiet, rest), ghost=ghost))
+
+    assert "window pool 75.0% of 200 in use, 100 evictable" in text
+    assert "tenant quiet: 30 slots (floor 20, no cap)" in text
+    assert "tenant all others: 30 slots (floor 20, cap 900)" in text
+    assert "hit rate of other pools: 0.5x -15.0%, 2x +10.0%, 4x +25.0% of tokens" in text
+
+
+def test_a_task_that_fails_or_is_off_is_said_to() -> None:
+    failed = TASK.model_copy(update={"failures": 2, "last_error": "ValueError: no", "alive": False})
+    off = TASK.model_copy(update={"enabled": False})
+
+    assert "task not running, 3 rounds, longest slice 0.5 ms, 2 failures, the last: ValueError: no" in text_of(
+        snapshot(eviction_task=failed)
+    )
+    assert "down to 80% (off)" in text_of(snapshot(eviction_task=off))
