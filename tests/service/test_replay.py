@@ -30,6 +30,16 @@ def test_a_trace_made_by_hand_gives_exact_counts(where: list[str], trace: Path, 
     assert row["hit_rate_percent"] == pytest.approx(100 * REUSED / PROMPT_TOKENS)
 
 
+def test_a_run_tells_what_twice_the_capacity_would_have_hit(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, [(512, [1]), (512, [2]), (512, [1]), (512, [2])])
+
+    (row,) = run_json("replay", trace, "--capacity", 512, "--ghost")
+    text = run("replay", trace, "--capacity", 512, "--ghost").stdout
+
+    assert (row["reused_tokens"], row["ghost"]["tokens_requested"]) == (0, 2048)
+    assert "512 tokens: twice as many would give +50.0 points, 50.0 %" in " ".join(text.split())
+
+
 def test_every_combination_stands_in_the_table_side_by_side(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, [(600, [1, 9]), (512, [2]), (512, [1]), (512, [3]), (600, [1, 9])])
     sweep = ("--capacity", 1024, "--capacity", 4096, "--policy", "lru", "--policy", "mru", "--page-size", 512)
