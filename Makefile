@@ -4,8 +4,6 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
-# Processes of `make test`: one has the tests on Ray, which share a cluster; the others have the rest.
-TESTERS ?= 2
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -35,7 +33,7 @@ demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends wit
 	$(BIN)/raydix demo $(ARGS)
 
 test: $(STAMP)  ## all tests but the long ones; those for a GPU skip where there is none
-	$(BIN)/pytest -n $(TESTERS) --dist loadgroup -m "not long" $(ARGS)
+	$(BIN)/python tests/side_by_side.py $(ARGS)
 
 test-core: $(STAMP)  ## tests that need neither Ray nor a GPU
 	$(BIN)/pytest -m "not ray and not long and not gpu" $(ARGS)
@@ -45,7 +43,8 @@ test-long: $(STAMP)  ## random operations against the reference model, 100,000 a
 
 bench: $(STAMP)  ## every measurement in one table, as `make bench ARGS="core scale --quick"`; fails where a gate is missed
 	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(BIN)/python -m benchmarks $(ARGS)
-	$(if $(ARGS),,RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks/test_owner_death.py tests/service/test_overload.py -s)
+	$(if $(ARGS),,RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks/test_owner_death.py tests/benchmarks/test_report.py \
+		tests/service/test_overload.py -s)
 
 lint: $(DEV)  ## ruff, its formatter, mypy (strict for the packages)
 	$(BIN)/ruff check .

@@ -56,6 +56,7 @@ from raydix.schemas import (
     TenantStats,
     WaitRequest,
 )
+from raydix.schemas.message import restore
 
 _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
 _SHUT_DOWN = "the cache has been shut down"
@@ -217,7 +218,7 @@ class CacheService:
             self.line.serve()
         if self.config.validate:
             self.core.check_invariants()
-        return BatchResponse(epoch=self.epoch, responses=responses)
+        return restore(BatchResponse, self.epoch, responses)
 
     def _respond(self, session_id: str, request: Message) -> Message | CacheError:
         match request:

@@ -47,6 +47,7 @@ from raydix.schemas import (
     WithdrawRequest,
     WriteKV,
 )
+from raydix.schemas.message import restore
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +142,7 @@ class RayTransport:
     def _send(self, entries: list[Entry], seq: int, after: int) -> Awaitable[bytes]:
         """Send a batch here and now; what is wrong with that is told with the answer."""
         requests = tuple([request for request, _, _ in entries])
-        batch = Batch.model_construct(
-            session_id=self.session_id, epoch=self.epoch, requests=requests, seq=seq, after=after
-        )
+        batch = restore(Batch, self.session_id, self.epoch, requests, seq, after)
         try:
             answer: Awaitable[bytes] = self._actor.execute.remote(*wire.pack_parts(batch))
         except Exception as error:

@@ -30,6 +30,7 @@ class HandleInProcess:
         self.actor._host = cache._host
         self.actor._watch = DeathWatch(cache._host.service.keeper.owner_unavailable)
         self.actor._draining = False
+        self.actor._metrics = None
 
     def __getattr__(self, method: str) -> _Method:
         return _Method(self, method)

@@ -9,11 +9,12 @@ WITH_CLUSTERS_OF_THEIR_OWN = ("chaos", "examples")
 FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
 
 
+@pytest.hookimpl(tryfirst=True)  # before they are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have each process of `make test` run whole files, and one of them all that shares the Ray cluster."""
+    """Mark what runs on the cluster below: `make test` has a process for it, and one for all else."""
     for item in items:
-        shared = item.get_closest_marker("ray") and item.path.parent.name not in WITH_CLUSTERS_OF_THEIR_OWN
-        item.add_marker(pytest.mark.xdist_group("ray" if shared else item.path.name))
+        if item.get_closest_marker("ray") and item.path.parent.name not in WITH_CLUSTERS_OF_THEIR_OWN:
+            item.add_marker(pytest.mark.shares_cluster)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -20,10 +20,11 @@ from raydix import actors, schemas
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 
 NUM_ROUNDS, NUM_CYCLES, NUM_NOOPS = 9, 768, 512
+GOAL = 4.0
 GATED = "RAYDIX_BENCH_GATE" in os.environ  # set by `make bench`: elsewhere the figures are printed, not judged
 MAX_TRIES = 3 if GATED else 1  # on a machine that does other things besides
 COUNTED = tuple(os.path.dirname(str(package.__file__)) for package in (actors, schemas))
-MAX_CALLS = 90  # of functions of the client and the service, for a whole request; a few more than it is now
+MAX_CALLS = 100  # of functions of the client and the service, for a whole request; a few more than it is now
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def other_tests_garbage_set_aside() -> Iterator[None]:
 
 @pytest.mark.ray
 @pytest.mark.benchmark
-async def test_64_coroutines_complete_two_whole_requests_in_the_time_of_one_call_that_does_nothing(
+async def test_64_coroutines_complete_four_whole_requests_in_the_time_of_one_call_that_does_nothing(
     running_cache: Callable[[Any], Any], other_tests_garbage_set_aside: None
 ) -> None:
     actor = running_cache(CONFIG)
@@ -45,7 +46,7 @@ async def test_64_coroutines_complete_two_whole_requests_in_the_time_of_one_call
     async with PrefixCacheClient(actor) as client:
         before = await client.stats()
         benchmark = ServiceBenchmark(actor, client)
-        while ratio < 2 and tries < MAX_TRIES:
+        while ratio < GOAL and tries < MAX_TRIES:
             tries += 1
             rounds = await benchmark.rounds(NUM_ROUNDS, 64, NUM_CYCLES, NUM_NOOPS)
             rates = median_of(rounds)
@@ -62,7 +63,7 @@ async def test_64_coroutines_complete_two_whole_requests_in_the_time_of_one_call
 
     assert stats.acquires - before.acquires == tries * (NUM_ROUNDS + 1) * 2 * NUM_CYCLES
     assert (stats.exhausted, stats.open_leases, stats.private_slots) == (0, 0, 0)
-    assert ratio >= 2 or not GATED
+    assert ratio >= GOAL or not GATED
 
 
 @pytest.mark.ray

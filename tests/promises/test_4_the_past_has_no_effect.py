@@ -162,6 +162,8 @@ async def test_after_a_restart_nothing_of_before_has_any_effect(
     await lease.release()
     await lease.abort()
 
+    await client.match([1])  # which is no reason to open another session
+    assert (await client.stats()).open_sessions == 1
     assert await counts(client) == before
     assert (fresh.prefix_len, before["open_leases"], before["private_slots"]) == (0, 1, 3)
     await fresh.insert([1, 2, 3], release=True)

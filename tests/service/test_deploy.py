@@ -181,7 +181,7 @@ async def test_draining_refuses_new_sessions_and_lets_open_leases_end(started: C
     async with PrefixCacheClient(cache) as client:
         lease = await client.acquire([1, 2])
         shutdown = asyncio.create_task(asyncio.to_thread(shutdown_cache, cache, drain_s=60))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(45):
             while await is_welcome(cache):  # noqa: ASYNC110 -- there is no event for it
                 await asyncio.sleep(0.01)
 
@@ -191,7 +191,7 @@ async def test_draining_refuses_new_sessions_and_lets_open_leases_end(started: C
         await lease.release()
         await shutdown
 
-        assert time.monotonic() - ended < 10  # as soon as the last lease has ended
+        assert time.monotonic() - ended < 45  # as soon as the last lease has ended
 
 
 async def is_welcome(cache: Any) -> bool:

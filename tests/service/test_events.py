@@ -50,7 +50,7 @@ def chain(*pages: int) -> list[int]:
 async def read(client: CacheVerbs, index: ReplayedIndex, until: Callable[[], bool]) -> list[KVEventBatch]:
     """Replay into an index until it is as wanted."""
     batches: list[KVEventBatch] = []
-    async with asyncio.timeout(20), aclosing(client.events(index.seq)) as events:
+    async with asyncio.timeout(60), aclosing(client.events(index.seq)) as events:
         while not until():
             batches.append(await anext(events))
             index.apply(batches[-1])
@@ -59,7 +59,7 @@ async def read(client: CacheVerbs, index: ReplayedIndex, until: Callable[[], boo
 
 async def the_next(client: CacheVerbs, after_seq: int | None) -> KVEventBatch:
     """The first batch that a reader gets."""
-    async with asyncio.timeout(20), aclosing(client.events(after_seq)) as events:
+    async with asyncio.timeout(60), aclosing(client.events(after_seq)) as events:
         return await anext(events)
 
 
@@ -196,7 +196,7 @@ async def test_a_reader_ends_when_its_client_is_closed(cache: CacheUnderTest) ->
     await asyncio.sleep(0.05)
     await client.close()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await reading == []
 
 
@@ -302,7 +302,7 @@ async def test_a_shutdown_ends_the_readers(own_cache: CacheUnderTest) -> None:
     await asyncio.sleep(0)
     await own_cache.client.close()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await reading == []
 
 

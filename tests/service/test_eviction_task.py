@@ -236,7 +236,7 @@ def failing_evict(num_tokens: int) -> int:
 
 async def until(cache: LocalPrefixCache | PrefixCacheClient, reached: Callable[[CacheStats], bool]) -> None:
     """Wait for what the task does after it has backed off, or in another process."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not reached(await cache.stats()):  # noqa: ASYNC110 -- a cache tells of itself when asked
             await asyncio.sleep(0.01)
 

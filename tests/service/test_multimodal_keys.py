@@ -90,7 +90,7 @@ async def found(cache: CacheUnderTest, tokens: Any, triple: Triple = DEFAULT) ->
 async def replayed(cache: CacheUnderTest, start: KVEventSnapshot) -> ReplayedIndex:
     """What the stream since `start` makes of it, which must be what a snapshot shows now."""
     index, now = ReplayedIndex(start), await cache.client.event_snapshot()
-    async with asyncio.timeout(20), aclosing(cache.client.events(index.seq)) as events:
+    async with asyncio.timeout(60), aclosing(cache.client.events(index.seq)) as events:
         while index.seq < now.seq:
             index.apply(await anext(events))
     assert index.blocks == ReplayedIndex(now).blocks

@@ -1,4 +1,7 @@
-"""A cache that restarts is empty: its clients are told so of what they held, and go on with it."""
+"""A cache that restarts is empty: its clients notice, and go on with it.
+
+That nothing of before has any effect is in `tests/promises/test_4_the_past_has_no_effect.py`.
+"""
 
 from __future__ import annotations
 
@@ -59,18 +62,28 @@ async def held(cache: Any) -> AsyncIterator[tuple[PrefixCacheClient, Lease, Atta
         yield client, lease, await client.attach_pool(mapped=True)
 
 
-async def test_after_a_restart_clients_go_on_with_an_empty_cache(cache: Any) -> None:
-    async with held(cache) as (client, lease, _):
-        old_epoch = lease.epoch
+async def test_after_its_process_was_killed_clients_go_on_with_an_empty_cache_and_a_new_pool(cache: Any) -> None:
+    async with held(cache) as (client, lease, pool):
+        assert pool._path is not None
 
-        await restart(cache)
+        os.kill(int(pool._path.split("/")[2]), signal.SIGKILL)  # as the kernel does where memory runs out
 
-        await when_available(lambda: fresh(client, old_epoch))
+        await when_available(lambda: fresh(client, lease.epoch))
+        with pytest.raises(StaleEpoch) as caught:
+            await lease.insert([1, 2])
+        assert (caught.value.request_epoch, caught.value.cache_epoch) == (lease.epoch, (await client.stats()).epoch)
         assert (await client.match([1, 2, 3])).prefix_len == 0
-        again = await client.acquire([1, 2, 3])
+        assert pool.lost and not pool.mapped
+        again, new = await client.acquire([1, 2, 3]), await client.attach_pool(mapped=True)
+        new.write(0, again.slots, torch.ones(3, 1, 2), torch.ones(3, 1, 1))
+        k, _ = await new.read_kv(again, again.slots)
+        assert k[0].tolist() == [[[1.0, 1.0]]] * 3
+        assert new.epoch == again.epoch != pool.epoch
+        with pytest.raises(StaleEpoch):
+            pool.gather(0, again.slots)
         assert (await again.insert([1, 2, 3])).num_inserted == 3
         stats = await client.stats()
-        assert (stats.open_sessions, stats.open_leases, stats.epoch != old_epoch) == (1, 1, True)
+        assert (stats.open_sessions, stats.open_leases, stats.epoch != lease.epoch) == (1, 1, True)
         await client.check_invariants()
 
 
@@ -87,33 +100,16 @@ USES: dict[str, Callable[[Lease], Awaitable[Any]]] = {
 }
 
 
-async def test_leases_of_before_the_restart_are_stale_and_end_without_error(cache: Any) -> None:
-    async with held(cache) as (client, lease, pool):
+async def test_using_a_lease_is_enough_to_notice(cache: Any) -> None:
+    async with held(cache) as first, held(cache) as second, held(cache) as third, PrefixCacheClient(cache) as other:
+        await other.open()
         await restart(cache)
-        await when_available(lambda: fresh(client, lease.epoch))
+        await when_available(lambda: fresh(other, first[1].epoch))
 
-        for use in USES.values():
-            with pytest.raises(StaleEpoch) as caught:
+        for (client, lease, _), use in zip((first, second, third), USES.values(), strict=True):
+            with pytest.raises(StaleEpoch):
                 await use(lease)
-            assert caught.value.request_epoch == lease.epoch
-            assert caught.value.cache_epoch == (await client.stats()).epoch
-        with pytest.raises(StaleEpoch):
-            await pool.read_kv(lease, lease.slots)
-        await lease.release()
-        await lease.abort()
-        assert (await client.stats()).free_slots == 8
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-async def test_using_a_lease_is_enough_to_notice(cache: Any, use: Callable[[Lease], Awaitable[Any]]) -> None:
-    async with held(cache) as (_, lease, _):
-        epoch = lease.epoch
-        async with PrefixCacheClient(cache) as other:
-            await restart(cache)
-            await when_available(lambda: fresh(other, epoch))
-
-        with pytest.raises(StaleEpoch):
-            await use(lease)
+            assert (await client.match([1])).prefix_len == 0
 
 
 async def test_a_client_that_asks_nothing_notices_too_and_lets_go_of_the_pool(cache: Any) -> None:
@@ -136,23 +132,6 @@ def mapped(epoch: str) -> bool:
         return any(f"raydix-{epoch}" in line for line in maps)
 
 
-async def test_the_pool_is_attached_anew(cache: Any) -> None:
-    async with held(cache) as (client, lease, pool):
-        await restart(cache)
-        await when_available(lambda: fresh(client, lease.epoch))
-        assert pool.lost and not pool.mapped
-
-        new = await client.attach_pool(mapped=True)
-        again = await client.acquire([1, 2])
-        new.write(0, again.slots, torch.ones(2, 1, 2), torch.ones(2, 1, 1))
-
-        assert new.epoch == again.epoch != pool.epoch
-        k, _ = await new.read_kv(again, again.slots)
-        assert k[0].tolist() == [[[1.0, 1.0]], [[1.0, 1.0]]]
-        with pytest.raises(StaleEpoch):
-            pool.gather(0, again.slots)
-
-
 async def test_who_waits_for_room_while_the_cache_dies_is_told_so_and_no_lease_is_left(cache: Any) -> None:
     async with held(cache) as (client, lease, _):
         waiting = asyncio.create_task(client.acquire([9] * 6))
@@ -166,17 +145,6 @@ async def test_who_waits_for_room_while_the_cache_dies_is_told_so_and_no_lease_i
         await when_available(lambda: fresh(client, lease.epoch))
         stats = await client.stats()
         assert (stats.open_leases, stats.waiters) == (0, 0)
-
-
-async def test_a_grant_of_before_the_restart_is_stale(cache: Any) -> None:
-    async with held(cache) as (client, lease, _):
-        grant = await lease.grant()
-        await restart(cache)
-        await when_available(lambda: fresh(client, lease.epoch))
-
-        with pytest.raises(StaleEpoch):
-            await client.adopt(grant)
-        await client.match([1])  # which is no reason to open another session
 
 
 async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: None) -> None:
@@ -193,14 +161,3 @@ async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: N
         assert not mapped(pool.epoch)
     with pytest.raises(CacheUnavailable):
         await PrefixCacheClient(cache).match([1])
-
-
-async def test_a_process_killed_by_the_kernel_restarts_as_well(cache: Any) -> None:
-    async with held(cache) as (client, lease, pool):
-        assert pool._path is not None
-        os.kill(int(pool._path.split("/")[2]), signal.SIGKILL)
-
-        await when_available(lambda: fresh(client, lease.epoch))
-
-        with pytest.raises(StaleEpoch):
-            await lease.insert([1, 2])

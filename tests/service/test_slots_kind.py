@@ -102,7 +102,7 @@ async def rows(client: PrefixCacheClient) -> tuple[int, int, int]:
 
 async def until(client: PrefixCacheClient, reached: Callable[[CacheStats], bool]) -> CacheStats:
     """Wait until the statistics say so. Looks again after each answer; there is no event to wait for."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not reached(stats := await client.stats()):  # noqa: ASYNC110 -- a cache tells of itself when asked
             await asyncio.sleep(0.001)
     return stats

@@ -245,7 +245,7 @@ async def test_who_waits_in_vain_is_refused_at_the_deadline_with_what_holds_then
     with pytest.raises(PoolExhausted) as caught:
         await cache1.client.acquire([1, 2, 3], timeout_s=0.2)
 
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 20
     error = caught.value
     assert (error.needed, error.free, error.held_slots, error.open_leases) == (3, 0, 8, 2)
     assert await cache1.pages() == Pages(free=0, private=8, leases=2)

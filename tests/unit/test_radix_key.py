@@ -107,7 +107,7 @@ def test_no_ids_make_a_key_of_length_0(empty: Any) -> None:
         array("d", [1.0]),
         array("b", [-1]),
     ],
-    ids=lambda value: repr(value).partition(" at 0x")[0],  # the same in every process
+    ids=lambda value: repr(value).partition(" at 0x")[0],
 )
 def test_what_is_no_row_of_ids_is_refused(ids: Any) -> None:
     with pytest.raises(InvalidKeyError):

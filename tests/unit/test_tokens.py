@@ -93,7 +93,7 @@ def test_no_ids_pack_to_nothing(empty: Any) -> None:
         (torch.tensor([[1]]), "shape (1, 1)"),
         (np.array([1], object), "not object"),
     ],
-    ids=lambda value: repr(value).partition(" at 0x")[0],  # the same in every process
+    ids=lambda value: repr(value).partition(" at 0x")[0],
 )
 def test_what_is_no_row_of_ids_is_refused_with_the_reason(ids: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
