@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -70,7 +70,7 @@ def load_settings(
 
 def _section(kind: Any) -> type[BaseModel] | None:
     """The model of a field that has fields of its own, as `pool`, or `ghost` where it is not None."""
-    kinds = (kind, *get_args(kind))
+    kinds = (kind,) if get_origin(kind) is tuple else (kind, *get_args(kind))  # tenants are values, in a list
     return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 

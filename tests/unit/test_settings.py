@@ -6,7 +6,7 @@ import pytest
 
 from raydix.actors.settings import load_settings
 from raydix.actors.settings_file import SettingsError
-from raydix.schemas import CacheConfig, GhostConfig
+from raydix.schemas import CacheConfig, GhostConfig, PoolConfig, TenantConfig
 
 FILE = """\
 name: chat
@@ -144,3 +144,24 @@ def test_a_section_that_may_be_absent_is_switched_on_and_off_by_any_layer(tmp_pa
     assert ghost("ghost={max_factor: 4}", RAYDIX_GHOST="null") == GhostConfig(max_factor=4)
     assert ghost("ghost=null", RAYDIX_GHOST_MAX_FACTOR="4") is None
     assert ghost("ghost={}", RAYDIX_GHOST_MAX_FACTOR="4") == GhostConfig(max_factor=4)
+
+
+def test_tenants_are_a_list_in_every_layer_and_their_faults_have_a_place(file: Path) -> None:
+    batch = TenantConfig(name="batch", cache_salt="b", cap_slots=256)
+    file.write_text(FILE + "tenants:\n  - {name: batch, cache_salt: b, cap_slots: 256}\n")
+
+    assert load_settings(file, environ={}).config.tenants == (batch,)
+    assert load_settings(file, environ={"RAYDIX_TENANTS": "[]"}).config.tenants == ()
+    option = "tenants=[{name: batch, cache_salt: b, cap_slots: 256}]"
+    assert load_settings(file, environ={"RAYDIX_TENANTS": "[]"}, options=[option]).config.tenants == (batch,)
+    file.write_text(FILE + "tenants:\n  - {name: batch, cache_salt: b, cap_slots: many}\n")
+    assert "tenants.0.cap_slots" in complaint(file)
+
+
+def test_a_configuration_written_as_json_is_read_back(tmp_path: Path) -> None:
+    config = CacheConfig(page_size=16, pool=PoolConfig(num_slots=1024), ghost=GhostConfig(max_factor=4))
+    path = tmp_path / "cache.yaml"
+
+    for text in (config.model_dump_json(indent=2), config.model_dump_json(exclude_defaults=True)):
+        path.write_text(text)
+        assert load_settings(path, environ={}).config == config
