@@ -43,7 +43,8 @@ test-long: $(STAMP)  ## random operations against the reference model, 100,000 a
 
 bench: $(STAMP)  ## every measurement in one table, as `make bench ARGS="core scale --quick"`; fails where a gate is missed
 	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(BIN)/python -m benchmarks $(ARGS)
-	$(if $(ARGS),,RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks/test_owner_death.py tests/service/test_overload.py -s)
+	$(if $(ARGS),,RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks/test_owner_death.py tests/benchmarks/test_report.py \
+		tests/service/test_overload.py -s)
 
 lint: $(DEV)  ## ruff, its formatter, mypy (strict for the packages)
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydix.actors.client import PrefixCacheClient
-from raydix.schemas import CacheConfig, EvictionConfig, PoolConfig, PoolExhausted
+from raydix.schemas import CacheConfig, EvictionConfig, GhostStats, PoolConfig, PoolExhausted
 
 if TYPE_CHECKING:
     from raydix.actors.lease import Lease
@@ -36,6 +36,7 @@ class Replay:
     num_too_large: int  # prompts that no such cache can hold
     evicted: int  # tokens
     seconds: float
+    ghost: GhostStats | None = None  # what other capacities would have hit, where the cache followed that
 
     def figures(self) -> dict[str, Any]:
         """The counts, and the hit rate: reused prompt tokens / prompt tokens."""
@@ -52,7 +53,7 @@ class Replay:
             "evicted_tokens": self.evicted,
             "seconds": self.seconds,
             "requests_per_s": len(self.reused) / self.seconds,
-        }
+        } | ({"ghost": self.ghost.model_dump(mode="json")} if self.ghost is not None else {})
 
 
 def index_config(
@@ -110,9 +111,9 @@ async def _replay(
     await asyncio.gather(*publish)
     seconds = time.perf_counter() - started
     progress(len(trace))
-    evicted = (await client.stats()).tokens_evicted
+    stats = await client.stats()
     prompt_tokens = sum(request.input_length for request in trace)
-    return Replay(config, reused, prompt_tokens, num_too_large, evicted, seconds)
+    return Replay(config, reused, prompt_tokens, num_too_large, stats.tokens_evicted, seconds, stats.ghost)
 
 
 async def _acquire(client: PrefixCacheClient, tokens: NDArray[np.uint32]) -> Lease | None:

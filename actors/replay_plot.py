@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,34 +20,65 @@ _WINDOWS = 60  # of equal length, for the rate over time
 def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) -> None:
     """Draw the hit rate against capacity, a line per policy and page size, and over the time of the trace.
 
+    A replay has one colour in both; where all are of one capacity, bars take the place of the lines.
+
     Raises:
         ImportError: matplotlib is not there.
         ValueError: matplotlib knows no format of the path's suffix.
     """
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    if len({each.config.pool.num_slots for each in replays}) == 1:
+        _draw_bars(left, replays)
+    else:
+        _draw_lines(left, replays)
+    _draw_over_time(right, replays, trace)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _draw_bars(axes: Any, replays: Sequence[Replay]) -> None:
+    rates = [each.figures()["hit_rate_percent"] for each in replays]
+    bars = axes.barh([_series(each) for each in replays], rates, color=_colours(replays))
+    axes.bar_label(bars, fmt="%.1f %%", padding=3)
+    axes.invert_yaxis()
+    axes.set(xlabel="hit rate, %", title=f"Hit rate of {replays[0].config.pool.num_slots:,} tokens")
+    axes.margins(x=0.15)
+
+
+def _draw_lines(axes: Any, replays: Sequence[Replay]) -> None:
+    for colour, each in zip(_colours(replays), replays, strict=True):
+        axes.plot(each.config.pool.num_slots, each.figures()["hit_rate_percent"], "o", color=colour, zorder=3)
+    groups = groupby(sorted(replays, key=_series), key=_series)
+    for style, (name, group) in zip(cycle(("-", "--", ":", "-.")), groups, strict=False):
+        ordered = sorted(group, key=lambda each: each.config.pool.num_slots)
+        rates = [each.figures()["hit_rate_percent"] for each in ordered]
+        sizes = [each.config.pool.num_slots for each in ordered]
+        axes.semilogx(sizes, rates, color="0.5", linestyle=style, label=name, zorder=2)
+    axes.set(xlabel="capacity, tokens", ylabel="hit rate, %", title="Hit rate against capacity", ylim=0)
+    axes.legend(fontsize="small", loc="upper left")
+    axes.grid(alpha=0.3)
+
+
+def _draw_over_time(axes: Any, replays: Sequence[Replay], trace: Sequence[TracedRequest]) -> None:
     prompt = np.array([request.input_length for request in trace], np.float64)
     minutes = np.array([request.timestamp for request in trace]) / 60_000
     length = max(float(minutes.max()), 1e-9)
     window = np.minimum((minutes / length * _WINDOWS).astype(np.int64), _WINDOWS - 1)
     present = np.unique(window)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    by_capacity, over_time = figure.subplots(1, 2)
-    for name, group in groupby(sorted(replays, key=_series), key=_series):
-        ordered = sorted(group, key=lambda each: each.config.pool.num_slots)
-        rates = [each.figures()["hit_rate_percent"] for each in ordered]
-        by_capacity.semilogx([each.config.pool.num_slots for each in ordered], rates, marker="o", label=name)
-    for each in replays:
-        reused = np.bincount(window, weights=each.reused)[present]
-        rate = 100 * reused / np.bincount(window, weights=prompt)[present]
+    for colour, each in zip(_colours(replays), replays, strict=True):
+        rate = 100 * np.bincount(window, weights=each.reused)[present] / np.bincount(window, weights=prompt)[present]
         label = f"{each.config.pool.num_slots:,} tokens, {_series(each)}"
-        over_time.plot((present + 0.5) / _WINDOWS * length, rate, label=label)
-    by_capacity.set(xlabel="capacity, tokens", ylabel="hit rate, %", title="Hit rate against capacity", ylim=0)
-    over_time.set(xlabel="time in the trace, minutes", ylabel="hit rate, %", title="Hit rate over time", ylim=0)
-    for axes in (by_capacity, over_time):
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+        axes.plot((present + 0.5) / _WINDOWS * length, rate, color=colour, label=label)
+    axes.set(xlabel="time in the trace, minutes", ylabel="hit rate, %", title="Hit rate over time", ylim=0)
+    axes.grid(alpha=0.3)
+
+
+def _colours(replays: Sequence[Replay]) -> list[str]:
+    """One of matplotlib's ten for each replay, in turn."""
+    return [f"C{place % 10}" for place in range(len(replays))]
 
 
 def _series(replay: Replay) -> str:

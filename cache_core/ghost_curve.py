@@ -8,18 +8,20 @@ followed (spatial sampling, as in SHARDS, Waldspurger et al., FAST '15); distanc
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import neg
 
 import numpy as np
 
-from raydix.cache_core.ghost_hashes import Hashes, PrefixHasher
+from raydix.cache_core.ghost_hashes import PrefixHasher
 from raydix.cache_core.ghost_stack import Depths, GhostStack, Group
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.radix_key import RadixKey
 
-_QUEUED_TOKENS = 262_144  # looked at together
-_QUEUED_PAGES = 16_384
+_QUEUED_TOKENS = 393_216  # looked at together
+_QUEUED_PAGES = 65_536
 _QUEUED_USES = 512
 _SPREAD = 0x9E3779B97F4A7C15
 _MAX_NAMESPACES = 65_536  # whose seeds are remembered; beyond it all begin anew
@@ -35,8 +37,8 @@ class _Use:
     num_counted: int | None = None  # leading pages whose hits count; None: nothing was looked up
     stores: bool = False
     of: _Use | None = None  # the use that these pages are the first of
-    pages: Hashes | None = None  # the sampled ones, once they are hashed
-    places: Depths | None = None  # where these stand in the prefix
+    pages: list[int] | None = None  # the sampled ones, once they are hashed, the last one first
+    places: list[int] | None = None  # where these stand in the prefix
 
 
 class GhostCurve:
@@ -130,14 +132,14 @@ class GhostCurve:
 
     def _look_at_queue(self) -> None:
         queue, self._queue, self._queued_pages = self._queue, [], 0
+        if not queue:
+            return
         self._hash([use for use in queue if use.of is None])
         for use in queue:
             if use.of is not None:
                 use.pages, use.places = _first_of(use.of, use.num_pages)
-        groups = [Group(use.pages, use.num_counted is not None, use.stores) for use in queue if use.pages is not None]
-        for use, depths in zip(queue, self._stack.use(groups), strict=True):
-            if use.num_counted is not None and use.places is not None:
-                self._count(depths[use.places < use.num_counted])
+        groups = [Group(use.pages or [], use.num_counted is not None, use.stores) for use in queue]
+        self._count([_counted(use, depths) for use, depths in zip(queue, self._stack.use(groups), strict=True)])
 
     def _hash(self, uses: list[_Use]) -> None:
         """Give each use its sampled pages, the last one first."""
@@ -148,12 +150,13 @@ class GhostCurve:
         sampled = np.flatnonzero(hashes <= self._threshold)[::-1]
         ends = np.cumsum(num_pages)
         cuts = len(sampled) - np.searchsorted(sampled[::-1], ends)
-        stop = len(sampled)
-        for use, end, start in zip(uses, ends.tolist(), cuts.tolist(), strict=True):
-            places = sampled[start:stop]
-            use.pages, use.places, stop = hashes[places], places - (end - use.num_pages), start
+        places = (sampled - np.repeat(ends - num_pages, num_pages)[sampled]).tolist()
+        pages, stop = hashes[sampled].tolist(), len(sampled)
+        for use, start in zip(uses, cuts.tolist(), strict=True):
+            use.pages, use.places, stop = pages[start:stop], places[start:stop], start
 
-    def _count(self, depths: Depths) -> None:
+    def _count(self, looked_up: list[Depths]) -> None:
+        depths = np.concatenate(looked_up)
         self._num_sampled += len(depths)
         found = np.minimum(depths[depths >= 0], len(self._hits) - 1)
         np.add.at(self._hits, found, 1)
@@ -174,7 +177,15 @@ class GhostCurve:
         return rates
 
 
-def _first_of(use: _Use, num_pages: int) -> tuple[Hashes, Depths]:
+def _counted(use: _Use, depths: Depths) -> Depths:
+    """Of the pages that a use looked up, those whose hits count."""
+    if use.num_counted in (None, use.num_pages):
+        return depths
+    assert use.places is not None, "the use was looked up, so it was hashed before"
+    return depths[np.array(use.places, np.int64) < use.num_counted]
+
+
+def _first_of(use: _Use, num_pages: int) -> tuple[list[int], list[int]]:
     assert use.pages is not None and use.places is not None, "a prefix is stored before it was looked up"
-    among = use.places < num_pages
-    return use.pages[among], use.places[among]
+    later = bisect_left(use.places, -num_pages + 1, key=neg)  # places fall
+    return use.pages[later:], use.places[later:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import repeat
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from raydix.cache_core.ghost_hashes import Hashes
 
 Depths = NDArray[np.int64]
 
-_BLOCK = 2048  # uses that are taken together
+_BLOCK = 1024  # uses that are taken together
 _MATRIX = 262_144  # pairs of uses that are compared at once
 _NONE: Depths = np.empty(0, np.int64)
 
@@ -23,7 +23,7 @@ class Group(NamedTuple):
     Those that are there come to the top; the others come in only if the group stores.
     """
 
-    pages: Hashes
+    pages: list[int]
     looks_up: bool  # whether anybody wants to know where they were
     stores: bool
 
@@ -65,20 +65,20 @@ class GhostStack:
 
     def _use_block(self, groups: list[Group]) -> list[Depths]:
         sizes = [len(group.pages) for group in groups]
-        pages = np.concatenate([group.pages for group in groups])
         previous = self._note_uses(groups)
-        times = np.arange(self._now, self._now + len(pages))
+        times = np.arange(self._now, self._now + len(previous))
         group = np.repeat(np.arange(len(groups)), sizes)
         found = previous >= 0
         on_top = found | np.repeat([group.stores for group in groups], sizes)
         came = _Uses(times[on_top], previous[on_top], group[on_top])
         asked = np.flatnonzero(found & np.repeat([group.looks_up for group in groups], sizes))
-        depths = np.full(len(pages), -1, np.int64)
+        depths = np.full(len(previous), -1, np.int64)
         depths[asked] = len(self._times) - np.searchsorted(self._times, previous[asked], side="right")
         for rows in np.array_split(asked, -(-len(asked) * len(came.times) // _MATRIX) or 1):
             depths[rows] += came.count_above(previous[rows], group[rows])
+        pages = np.fromiter(chain.from_iterable([group.pages for group in groups]), np.uint64, len(previous))
         self._renew(pages[on_top], came)
-        self._now += len(pages)
+        self._now += len(previous)
         each = zip(groups, np.cumsum(sizes).tolist(), sizes, strict=True)
         return [depths[end - size : end] if group.looks_up else _NONE for group, end, size in each]
 
@@ -87,7 +87,7 @@ class GhostStack:
         last_use, now = self._last_use, self._now
         previous: list[int] = []
         for group in groups:
-            pages = group.pages.tolist()
+            pages = group.pages
             before = list(map(last_use.get, pages, repeat(-1)))
             if group.stores:
                 last_use.update(zip(pages, range(now, now + len(pages)), strict=True))

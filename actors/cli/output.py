@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from raydix.actors.cli.failures import Failure
 
 _META = "raydix.json"
+_PIPE_WIDTH = 160  # columns
 
 
 def _note_json(ctx: typer.Context, value: bool) -> bool:
@@ -51,8 +53,11 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where people read. Made anew, as stdout may be another one by now."""
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)  # names may hold brackets
+    """Where people read. Made anew, as stdout may be another one by now; in a pipe nothing is cut to 80 columns."""
+    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)  # names may hold brackets
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _PIPE_WIDTH
+    return made
 
 
 def report_failure(ctx: typer.Context, failure: Failure) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -16,6 +17,7 @@ from raydix.actors.cli.cluster import Address, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.trace import TracedRequest, TraceError, read_trace
+from raydix.schemas import GhostConfig
 
 if TYPE_CHECKING:
     from raydix.actors.replay import Replay
@@ -41,6 +43,9 @@ def replay(
         float, typer.Option(help="Of background eviction; 1.0: only what is needed is evicted.")
     ] = 1.0,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")] = None,
+    ghost: Annotated[
+        bool, typer.Option("--ghost", help="Tell from each run what twice the capacity would have hit.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the rates there: .png, .svg or .pdf.")] = None,
     on_ray: Annotated[
         bool, typer.Option("--ray", help="Through a cache actor; default: in this process, without Ray.")
@@ -57,6 +62,8 @@ def replay(
         checked_config(*each, high_watermark)
         for each in product(capacities or _CAPACITIES, policies or ["lru"], page_sizes or [512])
     ]
+    if ghost:
+        configs = [config.model_copy(update={"ghost": GhostConfig()}) for config in configs]
     if plot is not None:
         _check_can_plot()
     if on_ray:
@@ -65,7 +72,7 @@ def replay(
     rows = [each.figures() for each in replays]
     if plot is not None:
         _plot(plot, replays, requests)
-    show(rows, as_json, lambda: _table(rows))
+    show(rows, as_json, lambda: Group(_table(rows), *filter(None, map(_what_if, replays))))
 
 
 def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
@@ -154,6 +161,15 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         )
     table.title = f"{rows[0]['requests']:,} requests, {_short(rows[0]['prompt_tokens'])} prompt tokens"
     return table
+
+
+def _what_if(replay: Replay) -> str:
+    """What the run tells of twice its capacity; nothing if it followed none."""
+    ghost, capacity = replay.ghost, replay.config.pool.num_slots
+    if ghost is None:
+        return ""
+    now, twice = (ghost.hit_rate_at(factor * capacity) for factor in (1, 2))
+    return f"{capacity:,} tokens: twice as many would give {100 * (twice - now):+.1f} points, {100 * twice:.1f} %"
 
 
 def _short(tokens: int) -> str:

@@ -50,7 +50,6 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
             table.add_row(title, _pool_line(pool))
     _add_traffic(table, now, before)
     _add_holders(table, stats)
-    _add_ghost(table, stats)
     _add_health(table, now)
     return Group(Text(head, style="bold"), table)
 
@@ -127,14 +126,6 @@ def _add_holders(table: Table, stats: CacheStats) -> None:
         cap = "no cap" if tenant.cap_slots is None else f"cap {tenant.cap_slots:,}"
         name = "all others" if tenant.name is None else tenant.name
         table.add_row("tenant", f"{name}: {tenant.held_slots:,} slots (floor {tenant.floor_slots:,}, {cap})")
-
-
-def _add_ghost(table: Table, stats: CacheStats) -> None:
-    """What half and twice the pool would have hit."""
-    if (ghost := stats.ghost) is not None and ghost.tokens_requested:
-        here = ghost.hit_rate_at(stats.num_slots)
-        other = [f"{factor:g}x {ghost.hit_rate_at(factor * stats.num_slots) - here:+.1%}" for factor in (0.5, 2, 4)]
-        table.add_row("what if", f"hit rate of other pools: {', '.join(other)} of tokens")
 
 
 def _add_health(table: Table, now: Snapshot) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from raydix.schemas import TreeBranch, TreeResponse
 
+_SHOWN = 4  # tokens of a node
+
 
 def tree(
     name: CacheName,
@@ -67,10 +69,13 @@ def _namespace(branch: TreeBranch) -> str:
 
 
 def _line(branch: TreeBranch) -> str:
-    tokens = " ".join(map(str, branch.tokens)) + (" ..." if branch.num_tokens > len(branch.tokens) else "")
-    below = f", {_below(branch)} from here on" if branch.num_children else ""
+    """The sizes first: where lines are cut, they are cut in the tokens."""
     locks = f", {branch.num_locks:,} locks" if branch.num_locks else ""
-    return f"[{tokens}] {branch.num_tokens:,} tokens{locks}, {branch.num_hits:,} hits, age {branch.age:,}{below}"
+    more = "" if branch.is_whole else "+"
+    num_tokens, num_nodes = branch.num_tokens_below - branch.num_tokens, branch.num_nodes - 1
+    below = f", {num_tokens:,}{more} in {num_nodes:,}{more} nodes below" if branch.num_children else ""
+    tokens = " ".join(map(str, branch.tokens[:_SHOWN])) + (" ..." if branch.num_tokens > _SHOWN else "")
+    return f"{branch.num_tokens:,} tokens{below}{locks}, {branch.num_hits:,} hits, age {branch.age:,}  [{tokens}]"
 
 
 def _below(branch: TreeBranch) -> str:

@@ -15,7 +15,7 @@ from raydix.cache_core.tree_sample import TreeBox
 from raydix.schemas import AgeCount, CacheReport, CacheStats, TreePart
 
 _TICK_S = 1.0
-_SAMPLED_NODES = 4096  # of the tree, for a report: a few ms
+_SAMPLED_NODES = 2048  # of the tree, for a report: a few ms
 _NAMESPACES = 16
 _PARTS = (16, 8)  # of a namespace, and of each of these
 _AGES_S = (1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10_800, 36_000)

@@ -1,11 +1,15 @@
-"""The README's first program runs as it stands there, and prints what its comments promise."""
+"""What the README shows runs as it stands there, and prints what it promises."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import run
+
+from raydix.actors.cli.app import COMMANDS
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -24,6 +28,40 @@ def test_the_first_program_runs_and_hits_what_it_published(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "0 of 1000 tokens are there" in done.stdout
     assert "prefix_len=992" in done.stdout
+
+
+@pytest.mark.ray
+def test_the_commands_run_as_they_stand_there(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = README.read_text().partition("\n## The command\n")[2].partition("\n## ")[0]
+    settings = re.search(r"\$ cat cache.yaml\n(.*?)\n\n", section, flags=re.DOTALL)
+    lines = [shlex.split(line, comments=True) for line in re.findall(r"^\$ raydix (.*)$", section, flags=re.MULTILINE)]
+    (program,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    assert settings is not None
+    (tmp_path / "cache.yaml").write_text(settings[1])
+    monkeypatch.chdir(tmp_path)
+    start, *others = lines
+    assert start[0] == "start"
+
+    run(*start)
+    exec(compile(program, str(README), "exec"), {})
+    printed = [run(*line, exit_code=3 if "chat-1" in line else 0) for line in others]
+    run("stop", "chat-0", "--drain", 0.1)
+
+    assert [line[0] for line in others] == ["stats", "tree", "stats"]
+    assert "prefix_len=992" in capsys.readouterr().out
+    assert "992 cached" in printed[0].stdout
+    assert "1,000 requested" in printed[0].stdout
+    assert "992 tokens, 0 hits" in printed[1].stdout
+    assert printed[2].stderr in section
+
+
+def test_every_command_named_exists() -> None:
+    named = set(re.findall(r"(?:`|\$ )raydix ([a-z]+)", README.read_text()))
+
+    assert {"start", "stats", "replay"} <= named
+    assert named - COMMANDS.keys() == set()
 
 
 def test_every_program_compiles() -> None:

@@ -191,7 +191,7 @@ def test_tree_draws_what_is_cached(busy: list[str]) -> None:
     assert lines == [
         "kv-0: 1 namespaces",
         "└── no namespace: 16 tokens in 1 nodes",
-        "    └── [1 2 3 4 5 6 7 8 ...] 16 tokens, 0 hits, age 0",
+        "    └── 16 tokens, 0 hits, age 0  [1 2 3 4 ...]",
     ]
     assert run("tree", *busy, "--depth", 0).stdout.splitlines()[-1] == "    └── 1 more"
 

@@ -92,7 +92,7 @@ async def test_what_is_scraped_is_what_stats_tell(ray_cluster: None) -> None:
         wanted = expected(stats)
         settled = {key for key in wanted if key[0].removeprefix("ray_") not in PASSING}
         found: dict[tuple[str, Labels], float] = {}
-        async with asyncio.timeout(90):  # Ray exports now and then
+        async with asyncio.timeout(150):  # Ray exports now and then
             while not all(found.get(key) == wanted[key] for key in settled):
                 await asyncio.sleep(0.5)
                 found = await asyncio.to_thread(scraped, name)

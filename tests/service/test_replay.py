@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 from command_line import run, run_json
@@ -28,6 +29,16 @@ def test_a_trace_made_by_hand_gives_exact_counts(where: list[str], trace: Path, 
     assert (row["requests"], row["prompt_tokens"], row["too_large"]) == (8, PROMPT_TOKENS, 1)
     assert (row["reused_tokens"], row["evicted_tokens"]) == (REUSED, EVICTED)
     assert row["hit_rate_percent"] == pytest.approx(100 * REUSED / PROMPT_TOKENS)
+
+
+def test_a_run_tells_what_twice_the_capacity_would_have_hit(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, [(512, [1]), (512, [2]), (512, [1]), (512, [2])])
+
+    (row,) = run_json("replay", trace, "--capacity", 512, "--ghost")
+    text = run("replay", trace, "--capacity", 512, "--ghost").stdout
+
+    assert (row["reused_tokens"], row["ghost"]["tokens_requested"]) == (0, 2048)
+    assert "512 tokens: twice as many would give +50.0 points, 50.0 %" in " ".join(text.split())
 
 
 def test_every_combination_stands_in_the_table_side_by_side(tmp_path: Path) -> None:
@@ -59,6 +70,18 @@ def test_a_limit_and_a_plot(trace: Path, tmp_path: Path) -> None:
 
     assert [(row["capacity"], row["requests"], row["evicted_tokens"]) for row in rows] == [(2048, 3, 512), (4096, 3, 0)]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_names_every_replay_in_one_capacity_as_bars_and_in_several_as_lines(trace: Path, tmp_path: Path) -> None:
+    policies = ("--policy", "lru", "--policy", "mru")
+    bars, lines = tmp_path / "bars.svg", tmp_path / "lines.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        run("replay", trace, "--capacity", 2048, *policies, "--plot", bars)
+        run("replay", trace, "--capacity", 2048, "--capacity", 4096, *policies, "--plot", lines)
+
+    for picture, title in ((bars, "Hit rate of 2,048 tokens"), (lines, "Hit rate against capacity")):
+        text = picture.read_text()
+        assert [name in text for name in (title, "2,048 tokens, lru, pages of 512", "2,048 tokens, mru")] == [True] * 3
 
 
 def test_background_eviction_can_be_switched_on(trace: Path) -> None:

@@ -307,11 +307,12 @@ async def test_states_need_a_mapped_pool() -> None:
 
 
 @pytest.mark.ray
-async def test_two_workers_on_ray_share_states(ray_cluster: None, model: Any) -> None:
+async def test_two_workers_on_ray_share_states(ray_cluster: None) -> None:
     import ray
 
     from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache
 
+    model = random_model(FALCON_H1)  # from process to process states go as they do for the other
     config = model.config
     cache = start_cache(config_of(config, 4))
     make = ray.remote(TransformersWorker).options(num_cpus=1).remote

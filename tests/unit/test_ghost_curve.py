@@ -118,7 +118,7 @@ def test_a_sample_tells_nearly_the_same_from_a_bounded_number_of_pages() -> None
 
 def test_the_stack_forgets_what_lies_too_deep() -> None:
     stack = GhostStack(max_pages=2)
-    a, b, c = (np.array([each], np.uint64) for each in (1, 2, 3))
+    a, b, c = [1], [2], [3]
 
     stack.use([Group(a, False, True), Group(b, False, True), Group(c, False, True)])
     depths = stack.use([Group(a, True, False), Group(b, True, False), Group(c, True, False)])
@@ -128,7 +128,7 @@ def test_the_stack_forgets_what_lies_too_deep() -> None:
 
 def test_looking_a_page_up_stores_nothing() -> None:
     stack = GhostStack(max_pages=9)
-    page = np.array([1], np.uint64)
+    page = [1]
 
     depths = stack.use([Group(page, True, False), Group(page, True, False)])
 
@@ -139,7 +139,7 @@ def test_looking_a_page_up_stores_nothing() -> None:
 def test_blocks_of_uses_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(3)
     groups = [
-        Group(rng.permutation(40)[: rng.integers(0, 9)].astype(np.uint64), bool(rng.integers(2)), bool(rng.integers(2)))
+        Group(rng.permutation(40)[: rng.integers(0, 9)].tolist(), bool(rng.integers(2)), bool(rng.integers(2)))
         for _ in range(300)
     ]
     at_once = [each.tolist() for each in GhostStack(1_000).use(groups)]

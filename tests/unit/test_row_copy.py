@@ -117,3 +117,15 @@ def test_kv_that_does_not_fit_its_slots_is_refused(slots: list[int]) -> None:
         pool.write(0, ids, torch.ones(len(slots) + 1, 2, 8), torch.ones(len(slots) + 1, 2, 3))
     with pytest.raises(ValueError, match=f"{len(slots)} slots need"):
         pool.gather(0, ids, (torch.empty(1, 1, 8), torch.empty(1, 1, 3)))
+
+
+@pytest.mark.parametrize("shift", [4, 8, 12])
+def test_kv_at_any_address_is_written(shift: int) -> None:
+    pool = pool_of(torch.float16, 8, 0)
+    data = np.random.default_rng(4).integers(0, 256, 16 + 12 * 2 * 8 * 2, np.uint8)
+    start = -data.ctypes.data % 16 + shift  # not on the boundary of the widest elements
+    k = torch.from_numpy(data[start % 16 :][: 12 * 2 * 8 * 2]).view(torch.float16).view(12, 2, 8)
+
+    pool.write(0, torch.tensor(PAGES), k, torch.zeros(12, 2, 3))
+
+    assert as_bytes(pool.gather(0, torch.tensor(PAGES))[0]).equal(as_bytes(k))
