@@ -32,8 +32,7 @@ class TokenToKVPoolAllocator:
         self._num_pages = num_slots // page_size
         self._stack: Starts = np.arange(self._num_pages, 0, -1, dtype=np.int64) * page_size
         self._num_free = self._num_pages
-        self._used = np.zeros(self._num_pages + 1, np.bool_)  # by page number
-        self._scratch = np.zeros(self._num_pages + 1, np.int64)  # finds a page named twice
+        self._marks = np.full(self._num_pages + 1, -1, np.int32)  # by page number: 0 if handed out, else negative
         self._lane = np.arange(page_size, dtype=np.int64)
 
     def available_size(self) -> int:
@@ -54,6 +53,8 @@ class TokenToKVPoolAllocator:
         if num_tokens < 0:
             raise SlotError(f"cannot allocate {num_tokens} slots")
         starts = self.alloc_pages(-(-num_tokens // self.page_size))
+        if self.page_size == 1:
+            return torch.from_numpy(starts)
         return torch.from_numpy((starts[:, None] + self._lane).reshape(-1)[:num_tokens])
 
     def alloc_pages(self, num_pages: int) -> Starts:
@@ -64,7 +65,7 @@ class TokenToKVPoolAllocator:
         if left < 0:
             raise OutOfSlotsError(num_pages * self.page_size, self.available_size(), 0, self.num_slots)
         starts = self._stack[left : self._num_free][::-1].copy()
-        self._used[starts // self.page_size] = True
+        self._marks[self._pages_at(starts)] = 0
         self._num_free = left
         return starts
 
@@ -79,10 +80,11 @@ class TokenToKVPoolAllocator:
             return
         if slots.ndim != 1 or slots.dtype.kind not in "iu":
             raise SlotError(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {slots.shape}")
-        pages = slots.astype(np.int64, copy=False) // self.page_size
+        slots = slots.astype(np.int64, copy=False)
         if self.page_size > 1:
-            pages = pages[np.concatenate(([True], pages[1:] != pages[:-1]))]
-        self.free_pages(pages * self.page_size)
+            pages = slots // self.page_size
+            slots = pages[np.concatenate(([True], pages[1:] != pages[:-1]))] * self.page_size
+        self.free_pages(slots)
 
     def free_pages(self, starts: Starts) -> None:
         """`free` in pages, each named once by its first slot.
@@ -90,20 +92,31 @@ class TokenToKVPoolAllocator:
         Raises:
             SlotError: a page is out of range, not handed out, or named twice; nothing changed.
         """
-        pages = starts // self.page_size
-        if len(pages) and (pages.min() < 1 or pages.max() > self._num_pages):
+        num_pages = len(starts)
+        if not num_pages:
+            return
+        pages = self._pages_at(starts)
+        try:
+            marks = self._marks.take(pages)
+        except IndexError:
+            marks = None
+        if marks is None or pages.item(pages.argmin()) < 1:
             raise SlotError(f"slots outside [{self.page_size}, {self.num_slots + self.page_size}) were freed")
-        if not self._used[pages].all():
+        if marks.item(marks.argmin()) < 0:
             raise SlotError("slots were freed that are free already")
-        lane = np.arange(len(pages))
-        self._scratch[pages] = lane
-        if (self._scratch[pages] != lane).any():
+        order = np.arange(-num_pages, 0, dtype=np.int32)  # of a page named twice only the last can be read back
+        self._marks[pages] = order
+        if self._marks.take(pages).tobytes() != order.tobytes():
+            self._marks[pages] = 0
             raise SlotError("a page is freed twice in one call")
-        self._used[pages] = False
-        self._stack[self._num_free : self._num_free + len(starts)] = starts[::-1]
-        self._num_free += len(starts)
+        self._stack[self._num_free : self._num_free + num_pages] = starts[::-1]
+        self._num_free += num_pages
         if self.on_free is not None:
             self.on_free(starts)
+
+    def _pages_at(self, starts: Starts) -> Starts:
+        """The numbers of the pages that begin there."""
+        return starts if self.page_size == 1 else starts // self.page_size
 
     def free_starts(self) -> Starts:
         """The free pages, for checks of conservation. O(n)."""
@@ -113,5 +126,6 @@ class TokenToKVPoolAllocator:
         """Raise AssertionError unless each page is free or used, once. O(n)."""
         pages = self._stack[: self._num_free] // self.page_size
         assert len(np.unique(pages)) == self._num_free, "a page stands on the free stack twice"
-        assert not self._used[pages].any(), "a free page is marked as used"
-        assert int(self._used.sum()) + self._num_free == self._num_pages, "a page is neither free nor used"
+        assert (self._marks[pages] < 0).all(), "a free page is marked as used"
+        num_used = np.count_nonzero(self._marks == 0)
+        assert num_used + self._num_free == self._num_pages, "a page is neither free nor used"

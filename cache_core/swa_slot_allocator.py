@@ -108,4 +108,4 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         halves = self._swa_start[self._swa_start > 0]
         assert len(np.unique(halves)) == len(halves), "two pages share a window half"
         assert len(halves) * self.page_size + self.swa.available_size() == self.num_swa_slots, "a window half was lost"
-        assert self._used[np.flatnonzero(self._swa_start)].all(), "a free page has a window half"
+        assert not self._marks[np.flatnonzero(self._swa_start)].any(), "a free page has a window half"

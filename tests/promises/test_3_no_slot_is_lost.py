@@ -7,6 +7,7 @@ them are free or in the tree. Processes are killed for it in `test_5_the_dead_ho
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -71,10 +72,19 @@ def run_shuffled(
         assert not loop.complaints, loop.complaints
     except BaseException as error:
         error.add_note(f"kind {kind}, {way}, seed {seed}")
+        end_tasks(loop)
         raise
     finally:
         loop.close()
     return result, floor
+
+
+def end_tasks(loop: ShuffledLoop) -> None:
+    """End what still runs: else it were collected, with complaints, in the midst of another test."""
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
 @pytest.mark.figures

@@ -35,7 +35,7 @@ def row(*slots: int) -> torch.Tensor:
 
 
 def state(pool: TokenToKVPoolAllocator) -> tuple[int, list[int], list[bool]]:
-    return pool.available_size(), pool.free_starts().tolist(), pool._used.tolist()
+    return pool.available_size(), pool.free_starts().tolist(), (pool._marks == 0).tolist()
 
 
 @pytest.mark.parametrize(("num_slots", "page_size"), [(0, 1), (-4, 1), (4, 0), (4, -1), (6, 4), (2, 4), (0, 4)])
