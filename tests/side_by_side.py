@@ -6,6 +6,7 @@ Takes pytest's arguments. The first is shown as it goes, the other when it is do
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ NOTHING_TO_DO = 5  # what pytest says where `-k` leaves nothing
 
 def main(arguments: list[str]) -> int:
     """Run both halves; 0 if all passed."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would tests
     with tempfile.TemporaryFile("w+") as other_output:
         command = [sys.executable, "-m", "pytest", *arguments, "-m"]
         other = subprocess.Popen([*command, HALVES[1]], stdout=other_output, stderr=subprocess.STDOUT)
