@@ -20,7 +20,8 @@ from raydix.cache_core import slot_allocator
 from raydix.schemas import CacheConfig, PoolConfig
 
 PACKAGES = Path(raydix.cache_core.__file__).parents[1]
-CORE, ALLOCATOR = str(PACKAGES / "cache_core"), str(slot_allocator.__file__)
+OURS = tuple(f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas"))  # nothing else that lies beside
+CORE, ALLOCATOR = OURS[1], str(slot_allocator.__file__)
 PROMPT_LEN = 256
 
 
@@ -55,7 +56,7 @@ async def of_service(num_cycles: int) -> dict[str, float]:
     verb = ""
 
     def count(frame: Any, event: str, _: Any) -> None:
-        counts[verb] += event == "call" and frame.f_code.co_filename.startswith(str(PACKAGES))
+        counts[verb] += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
     async with LocalPrefixCache(config) as cache:
 
