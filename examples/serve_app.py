@@ -11,7 +11,7 @@ node with one GPU shares it as elsewhere: `Model.options(ray_actor_options={"num
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -57,4 +57,4 @@ class Model:
         return await self.generate(**await request.json())
 
 
-app = Model.bind(MODEL, cache_config_for(MODEL, num_slots=65_536, page_size=16))
+app = cast(Any, Model).bind(MODEL, cache_config_for(MODEL, num_slots=65_536, page_size=16))
