@@ -1,0 +1,60 @@
+"""Ray Serve: replicas of a model that share one prefix cache per node.
+
+    pip install 'raydix[serve,transformers]'
+    PYTHONPATH=examples serve run serve_app:app
+    curl localhost:8000 -d '{"token_ids": [1, 2, 3], "max_new_tokens": 8}'
+
+The first replica on a node starts its cache, detached; the others find it by name. Serve replaces replicas as it likes,
+and what they computed stays. `raydix list` shows the caches; after `serve shutdown`, `raydix stop --all` ends them. A
+node with one GPU shares it as elsewhere: `Model.options(ray_actor_options={"num_gpus": 0.9})`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raydix.actors import start_cache
+from raydix.actors.demo import MODEL
+from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
+from raydix.schemas import CacheConfig
+
+try:
+    from ray import serve
+except ImportError as error:
+    raise ImportError("Ray Serve needs the extra: pip install 'raydix[serve]'") from error
+
+
+def node_cache(config: CacheConfig, name: str = "kv") -> Any:
+    """The cache of this node, started by whoever asks first."""
+    node_id = ray.get_runtime_context().get_node_id()
+    place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return start_cache(config, name=f"{name}-{node_id[:12]}", lifetime="detached", scheduling_strategy=place)
+
+
+@serve.deployment(num_replicas=2, max_ongoing_requests=64)
+class Model:
+    """A replica: a model on the cache of its node."""
+
+    def __init__(self, model: Any, config: CacheConfig) -> None:
+        self._worker = TransformersWorker(
+            node_cache(config), model=model, owner=serve.get_replica_context().replica_tag
+        )
+
+    async def check_health(self) -> None:
+        """For Serve, which asks before the first request: the session is open, and the model fits the pool."""
+        await self._worker.open()
+
+    async def generate(self, token_ids: list[int], max_new_tokens: int = 16, lora_id: str | None = None) -> Any:
+        """Continue a prompt, for other deployments: `await handle.generate.remote(token_ids)`."""
+        done = await self._worker.generate(token_ids, max_new_tokens, lora_id=lora_id)
+        return {"token_ids": list(done.token_ids), "prefix_len": done.prefix_len}
+
+    async def __call__(self, request: Any) -> Any:
+        """The same by HTTP, with a JSON body."""
+        return await self.generate(**await request.json())
+
+
+app = cast(Any, Model).bind(MODEL, cache_config_for(MODEL, num_slots=65_536, page_size=16))

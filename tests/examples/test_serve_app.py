@@ -1,0 +1,67 @@
+"""`examples/serve_app.py`: replicas share their node's cache; without Serve, it says what to install."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAM = """
+import json, logging, socket, urllib.request
+import ray
+from ray import serve
+
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+serve.start(http_options={"port": port})
+import serve_app
+handle = serve.run(serve_app.app, name="model")
+
+from raydix.actors import connect
+from ray.util import list_named_actors
+(name,) = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == "raydix"]
+prompt = list(range(64))
+first = handle.generate.remote(prompt, 4).result()
+sessions = ray.get(connect(name).stats.remote()).open_sessions
+again = [handle.generate.remote(prompt, 4) for _ in range(12)]
+body = json.dumps({"token_ids": prompt, "max_new_tokens": 4}).encode()
+again = [each.result() for each in again] + [json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}", body))]
+print(json.dumps({"first": first, "again": again, "sessions": sessions}))
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+def run_program(text: str) -> subprocess.CompletedProcess[str]:
+    """In a process that finds the example, as its replicas have to."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(EXAMPLES), os.environ.get("PYTHONPATH", "")))}
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.ray
+def test_replicas_share_the_cache_of_their_node() -> None:
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed", exc_type=ImportError)
+
+    done = run_program(PROGRAM)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))  # Ray talks, too
+    assert told["first"]["prefix_len"] == 0
+    assert told["sessions"] == 2
+    assert [each["prefix_len"] for each in told["again"]] == [
+        48
+    ] * 13  # whichever replica serves: all pages but the last
+    assert all(each["token_ids"] == told["first"]["token_ids"] for each in told["again"])
+
+
+def test_without_serve_the_example_says_what_to_install() -> None:
+    done = run_program("import sys\nsys.modules['ray.serve'] = None\nimport serve_app")
+
+    assert done.returncode == 1
+    assert done.stderr.endswith("ImportError: Ray Serve needs the extra: pip install 'raydix[serve]'\n")
