@@ -33,14 +33,21 @@ class LoopThread:
             tasks.append(loop.create_task(coroutine))
             tasks[0].add_done_callback(lambda _: done.set())
 
-        loop.call_soon_threadsafe(begin)
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # interrupted before it was begun
+                coroutine.close()
+                done.set()
+
         try:
+            loop.call_soon_threadsafe(begin)
             done.wait()
             return tasks[0].result()
         except KeyboardInterrupt:
-            loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # after `begin`
+            loop.call_soon_threadsafe(cancel)
             done.wait()
-            if undo is not None and not tasks[0].cancelled() and tasks[0].exception() is None:
+            if undo is not None and tasks and not tasks[0].cancelled() and tasks[0].exception() is None:
                 self.run(undo(tasks[0].result()))
             raise
 
