@@ -14,12 +14,12 @@ Rules, checked by `check`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.tree_outline import SHOWN, NodeFacts
+from raydix.cache_core.tree_outline import SHOWN, NodeFacts, head_of
 
 WIDTH = 8  # bytes of each id in the tree
 
@@ -161,7 +161,7 @@ class RowTree:
             tokens = RadixKey.from_packed(node.data, WIDTH)[: SHOWN + 1].token_ids
             pins = f" pinned x{node.lock_ref}" if node.lock_ref else ""
             age = now - node.last_used
-            yield f"{'  ' * depth}{_head(tokens)} len={len(node)} rows={_head(list(node.rows))}{pins} age={age}"
+            yield f"{'  ' * depth}{head_of(tokens)} len={len(node)} rows={head_of(list(node.rows))}{pins} age={age}"
 
     def check(self, rows: Iterable[Row]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(nodes, and the rows at each)."""
@@ -196,8 +196,3 @@ def _common_tokens(data: bytes, pos: int, run: bytes) -> int:
     ours = np.frombuffer(data, np.uint64, num_tokens, pos)
     differs = ours != np.frombuffer(run, np.uint64, num_tokens)
     return int(differs.argmax()) if differs.any() else num_tokens
-
-
-def _head(items: Sequence[object]) -> str:
-    shown = " ".join(map(str, items[:SHOWN]))
-    return f"[{shown}{' ...' if len(items) > SHOWN else ''}]"

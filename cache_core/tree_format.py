@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.tree_node import TreeNode, Use, uses_in
-from raydix.cache_core.tree_outline import SHOWN, NodeFacts
+from raydix.cache_core.tree_outline import SHOWN, NodeFacts, head_of
 
 
 def format_tree(tops: Iterable[TreeNode], now: int) -> Iterator[str]:
@@ -39,7 +39,7 @@ def _line(node: TreeNode, use: Use, now: int) -> str:
     locks = f" locked x{node.lock_ref}" if node.lock_ref else ""
     window = f" window x{node.swa_lock_ref}" if node.swa_lock_ref else ""
     used = f"hits={use.hit_count} age={now - use.last_access_time}" + (f" priority={use.priority}" * bool(use.priority))
-    head = f"{_head(tokens)} len={len(node)} slots={_head(slots)}{locks}{window} {used}"
+    head = f"{head_of(tokens)} len={len(node)} slots={head_of(slots)}{locks}{window} {used}"
     return f"{head}{''.join(_marks(node))} #{node.id}"
 
 
@@ -48,8 +48,3 @@ def _marks(node: TreeNode) -> Iterator[str]:
         yield " tombstone"
     if isinstance(node, MambaTreeNode) and node.mamba_value is not None:
         yield f" state={node.mamba_value}"
-
-
-def _head(items: list[int] | list[tuple[int, ...]]) -> str:
-    shown = " ".join(map(str, items[:SHOWN]))
-    return f"[{shown}{' ...' if len(items) > SHOWN else ''}]"

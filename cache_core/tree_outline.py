@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -10,6 +10,12 @@ from typing import Any, NamedTuple
 _MAX_SEEN = 4096  # nodes: a few milliseconds
 _MAX_CHILDREN_SEEN = 256  # of one node, the latest: the rest of the work is for what is below them
 SHOWN = 8  # tokens told of a node
+
+
+def head_of(items: Sequence[object]) -> str:
+    """The first few of a row, for people."""
+    shown = " ".join(map(str, items[:SHOWN]))
+    return f"[{shown}{' ...' if len(items) > SHOWN else ''}]"
 
 
 class OutlineLimits(NamedTuple):

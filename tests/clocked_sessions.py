@@ -5,19 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cache_under_test import small_config
+from set_clock import Clock
 
 from raydix.actors.cache_service import CacheService
 from raydix.schemas import AcquireRequest, LeaseConfig, OpenSession
 
 TTL_S, GRACE_S = 10.0, 100.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Life:
@@ -34,7 +27,7 @@ class Scene:
     """A cache of eight slots of one token, and its clock."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         leases = LeaseConfig(session_ttl_s=TTL_S, quarantine_grace_s=GRACE_S, max_waiters=8)
         config = small_config().model_copy(update={"leases": leases})
         self.service = CacheService(config, "e", clock=self.clock)

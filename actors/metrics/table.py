@@ -78,10 +78,12 @@ def _oldest_lease(stats: CacheStats) -> Iterator[Sample]:
 
 
 def _ghost(stats: CacheStats) -> Iterator[Sample]:
-    for factor in GHOST_FACTORS if stats.ghost is not None else ():
+    if (ghost := stats.ghost) is None:
+        return
+    for factor in GHOST_FACTORS:
         size = factor * stats.num_slots
-        if stats.ghost is not None and stats.ghost.num_slots[0] <= size <= stats.ghost.num_slots[-1]:
-            yield (("factor", f"{factor:g}"),), stats.ghost.hit_rate_at(size)
+        if ghost.num_slots[0] <= size <= ghost.num_slots[-1]:
+            yield (("factor", f"{factor:g}"),), ghost.hit_rate_at(size)
 
 
 METRICS = (

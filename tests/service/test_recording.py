@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 import ray
 from command_line import run, run_json
+from set_clock import Clock
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache_async
 from raydix.actors.cache_service import CacheService
@@ -24,13 +25,6 @@ CONFIG = CacheConfig(
     page_size=512, pool=PoolConfig(num_slots=512 * 64, device="cpu"), eviction=EvictionConfig(high_watermark=1.0)
 )
 A, B = list(range(512)), list(range(7, 519))
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -61,9 +55,9 @@ async def test_a_recording_tells_when_how_long_and_what_is_shared(
     service.start_recording(StartRecording(path=str(tmp_path / "t.jsonl")))
     end(service, "before")
     begin(service, "long", [*A, *B, 1, 2, 3])
-    clock.now_s += 0.5
+    clock.now += 0.5
     begin(service, "short", [*A, 5])
-    clock.now_s += 1
+    clock.now += 1
     begin(service, "other", [*A, 5], extra_key="tenant")
     end(service, "short", output=tuple(range(40)))
     end(service, "long")
@@ -118,7 +112,7 @@ async def test_it_ends_by_itself(service: CacheService, clock: Clock, tmp_path: 
         for number in range(5):
             begin(service, f"{name}{number}", A)
             end(service, f"{name}{number}")
-            clock.now_s += 0.6
+            clock.now += 0.6
         assert (await service.stop_recording()).requests == 2
 
 

@@ -5,21 +5,13 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from set_clock import Clock
 
 from raydix.cache_core import ChunkCache, MambaRadixCache, RadixCache, RadixKey
 from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.explanation import Elsewhere
 from raydix.cache_core.tree_cache import TreeCache
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
-
-
-class Clock:
-    """Seconds that pass when told."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import random
 from html.parser import HTMLParser
 
 import pytest
+from set_clock import Clock
 
 from raydix.actors.cache_service import CacheService
 from raydix.actors.report.history import History
@@ -18,17 +19,9 @@ from raydix.schemas import CacheConfig, CacheReport, EvictionConfig, GhostConfig
 VOID = {"meta"}  # elements without an end
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture
@@ -97,7 +90,7 @@ def test_an_empty_cache_has_a_page_that_says_so(service: CacheService) -> None:
 def test_the_page_tells_what_the_cache_counted(service: CacheService, clock: Clock) -> None:
     for prompt in ([1] * 16, [2] * 16, [1] * 16, [1] * 8):
         send(service, prompt)
-        clock.now_s += 1
+        clock.now += 1
 
     stats, text = service.stats(), page_of(service).text
 
@@ -133,9 +126,9 @@ def test_names_are_shown_as_they_are_and_do_nothing(service: CacheService) -> No
 def test_evicted_tokens_are_as_old_as_their_last_use(service: CacheService, clock: Clock) -> None:
     send(service, [1] * 8)
     send(service, [2] * 8)
-    clock.now_s = 20
+    clock.now = 20
     send(service, [1] * 8)
-    clock.now_s = 25
+    clock.now = 25
     send(service, [3] * 16)  # 2 goes, unused for 25 s, and 1, for 5 s
 
     ages = {age.below_s: age.num_tokens for age in service.report().eviction_ages if age.num_tokens}
@@ -170,7 +163,7 @@ def test_history_of_any_length_has_a_bounded_number_of_points_at_equal_distances
     history = History(service.core, clock)
 
     for second in range(5_000):
-        clock.now_s = second
+        clock.now = second
         history.note()
 
     distances = {b.at_s - a.at_s for a, b in zip(history.points, history.points[1:], strict=False)}
