@@ -144,9 +144,9 @@ def memory_figures(num_tokens: int) -> list[Figure]:
 # ---------------------------------------------------------------- steady state
 
 
-def resident_bytes(pid: int | str = "self") -> int:
+def resident_bytes() -> int:
     """What the process has of the machine's memory."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Growth(NamedTuple):

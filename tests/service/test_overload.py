@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from itertools import count
+from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
 import pytest
-from benchmarks.bench_scale import resident_bytes
 
 from raydix.actors import PrefixCacheClient, start_cache
 from raydix.schemas import CacheBusy, CacheConfig, CacheStats, EvictionConfig, LeaseConfig, PoolConfig, PoolExhausted
@@ -137,6 +137,10 @@ async def overload(cache: Any, clients: list[PrefixCacheClient], seconds: float)
 async def process_of(cache: Any) -> int:
     """The process of a cache whose pool lies in shared memory."""
     return int((await cache.pool_handle.remote()).path.split("/")[2])
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def kept(actor: Any) -> dict[str, int]:
