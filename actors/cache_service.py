@@ -56,7 +56,7 @@ from raydix.schemas import (
     TenantStats,
     WaitRequest,
 )
-from raydix.schemas.message import restore
+from raydix.schemas.message import assemble
 
 _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
 _SHUT_DOWN = "the cache has been shut down"
@@ -218,7 +218,7 @@ class CacheService:
             self.line.serve()
         if self.config.validate:
             self.core.check_invariants()
-        return restore(BatchResponse, self.epoch, responses)
+        return assemble(BatchResponse, {"epoch": self.epoch, "responses": responses})
 
     def _respond(self, session_id: str, request: Message) -> Message | CacheError:
         match request:

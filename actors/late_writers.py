@@ -26,18 +26,20 @@ class LateWriters:
 
     def __init__(self) -> None:
         self.pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._leases: set[weakref.ref[Lease]] = set()  # a WeakSet takes five times as long, of each request
         self._late: list[Transport] = []
         self._returning: set[asyncio.Task[None]] = set()
 
     def add(self, lease: Lease) -> None:
         """A lease was granted."""
-        self._leases.add(lease)
+        self._leases.add(weakref.ref(lease, self._leases.discard))
 
     def any_of(self, transport: Transport) -> bool:
         """Whether somebody may be writing mapped memory through a lease of that lost session, not knowing."""
         return any(pool.mapped for pool in self.pools) and any(
-            lease.may_write for lease in self._leases if lease.transport is transport
+            lease.may_write and lease.transport is transport
+            for each in self._leases.copy()
+            if (lease := each()) is not None
         )
 
     def wait_for(self, transport: Transport) -> None:

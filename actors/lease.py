@@ -19,13 +19,16 @@ from raydix.schemas import (
     LeaseResponse,
     TokenIds,
     UnknownLease,
+    WindowResponse,
 )
 
 if TYPE_CHECKING:
     import torch
 
-    from raydix.actors.transport import Transport
+    from raydix.actors.transport import Outcome, Transport
     from raydix.actors.verbs import CacheVerbs
+
+_NONE = TokenIds(b"", 4)
 
 
 class Lease:
@@ -51,6 +54,7 @@ class Lease:
         self.transport = transport  # of the session that holds it
         self._run_len = run_len  # slots that each of the starts stands for
         self._tokens = tokens  # all ids that the cache has been sent of this request
+        self._dtype: np.dtype[Any] | None = None  # of the array that they were packed from, if it was one
         self._page_starts = response.page_starts  # as granted
         self._num_slots = response.num_slots
         self._slots: torch.Tensor | None = None
@@ -207,6 +211,17 @@ class Lease:
         was_open, self._ended = not self._ended and self.transport.lost is None, True
         return was_open
 
+    def note_packed(self, tokens: Any) -> None:
+        """The ids that the cache has been sent were packed from these."""
+        if type(tokens) is np.ndarray:
+            self._dtype = tokens.dtype
+
+    def packed(self, tokens: Any) -> TokenIds | None:
+        """The ids that the cache has been sent, if these are the same in the same form: a copy and a comparison."""
+        if type(tokens) is np.ndarray and tokens.dtype is self._dtype and tokens.ndim == 1:
+            return self._tokens if tokens.tobytes() == self._tokens.data else None
+        return None
+
     def unseen(self, tokens: TokenIds) -> TokenIds:
         """The ids that the cache has not been sent.
 
@@ -214,25 +229,34 @@ class Lease:
             InvalidRequest: more tokens than the lease covers, or other tokens than it was acquired for.
         """
         num_tokens, known = len(tokens), self._tokens
+        if tokens is known:
+            return _NONE
         if num_tokens > self._num_slots:
             raise InvalidRequest(f"cannot insert {num_tokens} tokens: the lease covers {self._num_slots}, extend it")
         if not (tokens.starts_with(known) or known.starts_with(tokens)):
             raise InvalidRequest("the tokens to insert must begin with those that the lease was acquired for")
         return tokens.slice(min(len(known), num_tokens), num_tokens)
 
-    def note_inserted(self, tokens: TokenIds, release: bool, response: InsertResponse) -> None:
-        """Pages went to the tree, and some may now be the tree's own instead of ours."""
+    def note_inserted(self, tokens: TokenIds, release: bool, outcome: Outcome) -> None:
+        """Pages went to the tree, if that is what came of it, and some may now be the tree's own instead of ours."""
+        if not isinstance(outcome, InsertResponse):
+            return
         self._ended = self._ended or release
-        if len(tokens) > len(self._tokens):
-            self._tokens = tokens
-        if response.repointed:
-            repointed = np.frombuffer(response.repointed, "<i4")
+        if tokens is not self._tokens and len(tokens) > len(self._tokens):
+            self._tokens, self._dtype = tokens, None
+        if outcome.repointed:
+            repointed = np.frombuffer(outcome.repointed, "<i4")
             first = self.published_len // self._run_len
             self._starts[first : first + len(repointed)] = repointed
             self._slots = None
-        self.published_len += response.num_inserted + response.num_duplicates
-        if response.swa_page_starts:
-            self.note_window(response.swa_page_starts)
+        self.published_len += outcome.num_inserted + outcome.num_duplicates
+        if outcome.swa_page_starts:
+            self.note_window(outcome.swa_page_starts)
+
+    def note_released_window(self, outcome: Outcome) -> None:
+        """The window KV was released, if that is what came of it."""
+        if isinstance(outcome, WindowResponse):
+            self.note_window(outcome.swa_page_starts)
 
     def note_window(self, swa_page_starts: bytes) -> None:
         """The window KV that the lease holds has changed."""

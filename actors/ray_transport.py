@@ -12,7 +12,9 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -47,7 +49,6 @@ from raydix.schemas import (
     WithdrawRequest,
     WriteKV,
 )
-from raydix.schemas.message import restore
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
 T = TypeVar("T")
 
 
+Answering = Future[bytes] | asyncio.Future[bytes]
 Entry = tuple[Message, "asyncio.Future[Message]", Note | None]
 
 
@@ -83,7 +85,8 @@ class RayTransport:
         self._queue: deque[Entry] = deque()
         self._pump_scheduled = False
         self._last_seq = 0
-        self._in_flight: dict[int, asyncio.Task[None]] = {}  # by seq
+        self._in_flight: dict[int, list[Entry]] = {}  # by seq
+        self._landed = asyncio.Event()  # set whenever a batch has come back
 
     async def open(self, request: OpenSession) -> SessionResponse:
         response: SessionResponse = await call(self._actor.open_session, request, self._owner)
@@ -106,25 +109,31 @@ class RayTransport:
         try:
             return await answer
         except (StaleEpoch, LeaseExpired) as error:
-            self.lost = error
+            self._loss_noted(error)
             raise
+
+    def _loss_noted(self, error: CacheError) -> CacheError:
+        """What a call that names the session failed with; if that is over, note so."""
+        if isinstance(error, (StaleEpoch, LeaseExpired)):
+            self.lost = error
+        return error
 
     def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
         if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, _ALWAYS_QUEUED):
             raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", _RETRY_AFTER_S)
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Message] = loop.create_future()
         self._queue.append((request, future, note))
-        if not self._pump_scheduled:
-            self._schedule_pump()
+        if not self._pump_scheduled and len(self._in_flight) < MAX_IN_FLIGHT:
+            self._schedule_pump(loop)
         return future
 
-    def _schedule_pump(self) -> None:
+    def _schedule_pump(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send at the end of this tick of the loop: whoever else runs in it joins the batch."""
-        if not self._pump_scheduled and len(self._in_flight) < MAX_IN_FLIGHT:
-            self._pump_scheduled = True
-            asyncio.get_running_loop().call_soon(self._pump)
+        self._pump_scheduled = True
+        loop.call_soon(self._pump, loop)
 
-    def _pump(self) -> None:
+    def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send what is queued, as far as the bound on batches in flight allows.
 
         A long queue is shared between the free places, so that one batch is on its way while the other is executed.
@@ -134,37 +143,42 @@ class RayTransport:
             share = -(-len(self._queue) // places) if len(self._queue) >= MIN_SHARED_REQUESTS else len(self._queue)
             entries = self._next_entries(min(share, MAX_BATCH_REQUESTS))
             if entries:
-                after, self._last_seq = max(self._in_flight, default=0), self._last_seq + 1
-                answer = self._send(entries, self._last_seq, after)
-                task = asyncio.get_running_loop().create_task(self._collect(entries, self._last_seq, answer))
-                self._in_flight[self._last_seq] = task
+                self._send(entries, loop)
 
-    def _send(self, entries: list[Entry], seq: int, after: int) -> Awaitable[bytes]:
-        """Send a batch here and now; what is wrong with that is told with the answer."""
+    def _send(self, entries: list[Entry], loop: asyncio.AbstractEventLoop) -> None:
+        """Send a batch here and now."""
+        after, self._last_seq = max(self._in_flight, default=0), self._last_seq + 1
+        seq = self._last_seq
+        self._in_flight[seq] = entries
         requests = tuple([request for request, _, _ in entries])
-        batch = restore(Batch, self.session_id, self.epoch, requests, seq, after)
+        batch = Batch.of(self.session_id, self.epoch, requests, seq, after)
         try:
-            answer: Awaitable[bytes] = self._actor.execute.remote(*wire.pack_parts(batch))
-        except Exception as error:
-            return _failed(error)
-        return answer
+            sent: Any = self._actor.execute.remote(*wire.pack_parts(batch))
+        except Exception as error:  # told as if it were the answer
+            loop.call_soon(self._land, seq, _failed(error))
+        else:
+            _when_answered(sent, loop, partial(self._land, seq))
 
-    async def _collect(self, entries: list[Entry], seq: int, sent: Awaitable[bytes]) -> None:
-        outcomes: Sequence[Any] = [CacheUnavailable("the request was given up on its way")] * len(entries)
+    def _land(self, seq: int, answer: Answering) -> None:
+        """Tell those whose requests travelled together what has become of them."""
+        entries = self._in_flight[seq]
+        outcomes: Sequence[Any]
         try:
-            answer = await self._noting_loss(answer_to(sent))
-            outcomes = expect(BatchResponse, wire.unpack(answer, torn=CacheError)).responses
+            outcomes = expect(BatchResponse, wire.unpack(answer.result(), torn=CacheError)).responses
             assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
-        except CacheError as error:
-            outcomes = [error] * len(entries)
+        except (RayError, CacheError) as error:
+            outcomes = [self._loss_noted(from_ray(error))] * len(entries)
+        except (asyncio.CancelledError, CancelledError):
+            outcomes = [CacheUnavailable("the request was given up on its way")] * len(entries)
         except Exception as error:  # a fault of this package: it must not leave anybody waiting
             logger.exception("a batch of requests could not be sent")
             outcomes = [CacheError(f"internal error of the client: {type(error).__name__}: {error}")] * len(entries)
-        finally:
-            del self._in_flight[seq]
-            for (_, future, note), outcome in zip(entries, outcomes, strict=True):
-                settle(future, note, outcome)
-        self._schedule_pump()
+        del self._in_flight[seq]
+        for (_, future, note), outcome in zip(entries, outcomes, strict=True):
+            settle(future, note, outcome)
+        if not self._pump_scheduled:
+            self._schedule_pump(asyncio.get_running_loop())  # after those who were told have gone on
+        self._landed.set()
 
     def _next_entries(self, limit: int) -> list[Entry]:
         """The next requests in order; those given up before they were sent are dropped."""
@@ -203,7 +217,9 @@ class RayTransport:
     async def close(self) -> None:
         while self._queue or self._in_flight:
             await asyncio.sleep(0)  # what is queued is sent at the end of this tick
-            await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
+            if self._in_flight:
+                self._landed.clear()
+                await self._landed.wait()
         await call(self._actor.close_session, CloseSession(session_id=self.session_id))
 
 
@@ -214,22 +230,31 @@ async def call(method: Any, *arguments: Any) -> Any:
         CacheError: whatever went wrong.
     """
     try:
-        sent = method.remote(*arguments)
-    except (RayError, CacheError) as error:
-        raise from_ray(error) from None
-    return await answer_to(sent)
-
-
-async def answer_to(sent: Awaitable[T]) -> T:
-    """The result of an actor call that is on its way; Ray's own errors become the cache's."""
-    try:
-        return await sent
+        return await method.remote(*arguments)
     except (RayError, CacheError) as error:
         raise from_ray(error) from None
 
 
-async def _failed(error: Exception) -> bytes:
-    raise error
+def _when_answered(sent: Any, loop: asyncio.AbstractEventLoop, tell: Callable[[Answering], None]) -> None:
+    """Call back on the loop when a call has its answer, in the tick in which that arrives.
+
+    Awaiting a Ray call takes a task and two ticks more.
+    """
+    if isinstance(sent, ray.ObjectRef):
+        sent.future().add_done_callback(partial(_hand_over, loop, tell))  # called in a thread of Ray's
+    else:
+        asyncio.ensure_future(sent).add_done_callback(tell)
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, tell: Callable[[Answering], None], answer: Answering) -> None:
+    if not loop.is_closed():  # nobody waits on one that is
+        loop.call_soon_threadsafe(tell, answer)
+
+
+def _failed(error: Exception) -> Future[bytes]:
+    answer: Future[bytes] = Future()
+    answer.set_exception(error)
+    return answer
 
 
 def from_ray(error: BaseException) -> CacheError:

@@ -54,7 +54,7 @@ from raydix.schemas import (
     WithdrawRequest,
     unframe_namespace,
 )
-from raydix.schemas.message import Malformed, restore
+from raydix.schemas.message import Malformed
 
 DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _TAKING = (AcquireRequest, LockRequest, ExtendRequest)
@@ -227,8 +227,8 @@ class RequestHandlers:
         if request.release:
             self.core.release(request.lease_id, session_id)
         repointed = _packed(done.repointed) if len(done.repointed) else b""
-        return restore(
-            InsertResponse, done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window
+        return InsertResponse.of(
+            done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window
         )
 
     def _release_window(self, session_id: str, request: ReleaseWindowRequest) -> WindowResponse:
@@ -238,9 +238,7 @@ class RequestHandlers:
 
     def _granted(self, lease: LeaseRecord) -> LeaseResponse:
         starts, window = _packed(lease.starts), self._window(lease)
-        return restore(
-            LeaseResponse, lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot
-        )
+        return LeaseResponse.of(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot)
 
     def _window(self, lease: LeaseRecord) -> bytes:
         """The lease's window pages, packed; nothing without a sliding window."""

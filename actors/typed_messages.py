@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,9 +14,14 @@ M = TypeVar("M", bound=Message)
 
 
 def build(model: type[M], **fields: Any) -> M:
-    """A request, validated here and nowhere else."""
+    """A request, validated."""
+    return made(model, **fields)
+
+
+def made(make: Callable[..., M], *values: Any, **fields: Any) -> M:
+    """A request that a validating function makes of these."""
     try:
-        return model(**fields)
+        return make(*values, **fields)
     except ValidationError as error:
         raise InvalidRequest(first_fault(error)) from None
 

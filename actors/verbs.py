@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raydix.actors.client_session import may_have_taken_effect
 from raydix.actors.handover_verbs import HandoverVerbs
 from raydix.actors.lease import Lease
-from raydix.actors.typed_messages import build, expect
+from raydix.actors.typed_messages import build, expect, made
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 
     from raydix.actors.attached_pool import AttachedPool
     from raydix.actors.sync_client import SyncClient
-    from raydix.actors.transport import Outcome
+    from raydix.actors.transport import Note, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -147,32 +146,21 @@ class CacheVerbs(HandoverVerbs):
             PoolExhausted: no room came free in time, or (`can_ever_fit=False`, at once) there never can be.
             InvalidRequest: an argument is wrong; the message says which and why.
         """
-        request = build(
-            AcquireRequest,
-            lease_id=self._new_lease_id(),
-            tokens=tokens,
-            namespace=_namespace(extra_key, lora_id, cache_salt),
-            new_tokens=new_tokens,
-            max_prefix_len=max_prefix_len,
-            priority=priority,
-            timeout_s=timeout_s,
-        )
-        return await self._lease(request)
+        namespace = _namespace(extra_key, lora_id, cache_salt)
+        lease_id = f"{self._session_id}-{next(self._lease_numbers)}"
+        packed = _pack(tokens)
+        request = made(AcquireRequest.of, lease_id, packed, namespace, new_tokens, max_prefix_len, priority, timeout_s)
+        lease = await self._lease(request)
+        lease.note_packed(tokens)
+        return lease
 
     async def insert(
         self, lease: Lease, tokens: Any, *, release: bool = False, publish_state: bool = False
     ) -> InsertResponse:
         """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
-        packed = _pack(tokens)
-        request = build(
-            InsertRequest,
-            lease_id=lease.lease_id,
-            num_tokens=len(packed),
-            suffix=lease.unseen(packed),
-            release=release,
-            publish_state=publish_state,
-        )
+        packed = lease.packed(tokens) or _pack(tokens)
+        request = made(InsertRequest.of, lease.lease_id, len(packed), lease.unseen(packed), release, publish_state)
         return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, release))
 
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
@@ -201,7 +189,7 @@ class CacheVerbs(HandoverVerbs):
         """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
         request = build(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
-        await self._noted(request, WindowResponse, lambda response: lease.note_window(response.swa_page_starts))
+        await self._noted(request, WindowResponse, lease.note_released_window)
 
     async def release(self, lease: Lease) -> None:
         """`Lease.release`."""
@@ -311,11 +299,11 @@ class CacheVerbs(HandoverVerbs):
             raise
         return Lease(self, response, request.tokens, transport, self._config.run_len)
 
-    async def _noted(self, request: Message, model: type[M], note: Callable[[M], None]) -> M:
+    async def _noted(self, request: Message, model: type[M], note: Note) -> M:
         """The response to a request on a lease, noted even if the caller is cancelled meanwhile."""
         transport = self._transport
         try:
-            return expect(model, await transport.submit(request, partial(_tell, model, note)))
+            return expect(model, await transport.submit(request, note))
         except (StaleEpoch, LeaseExpired):
             self._note_loss(transport)
             raise
@@ -358,12 +346,9 @@ def _pack(tokens: Any) -> TokenIds:
 
 
 def _namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:
+    if extra_key is lora_id is cache_salt is None:
+        return None
     try:
         return frame_namespace(extra_key, lora_id, cache_salt)
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
-
-
-def _tell(model: type[M], note: Callable[[M], None], outcome: Outcome) -> None:
-    if isinstance(outcome, model):
-        note(outcome)

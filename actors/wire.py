@@ -1,23 +1,53 @@
-"""Batches as bytes: Ray carries those as they are, where it would take a message apart object by object."""
+"""Batches as bytes: Ray carries those as they are, where it would take a message apart object by object.
+
+Pickle calls a function for each object that is not its own, so of most messages it gets a row of plain values:
+(kind, field, field...). The others it gets as they are. Both are validated where they arrive, if they are requests.
+"""
 
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
-from raydix.schemas import CacheError, InvalidRequest, Message
+from pydantic import ValidationError
+
+from raydix.schemas import (
+    AcquireRequest,
+    Batch,
+    BatchResponse,
+    CacheError,
+    InsertRequest,
+    InsertResponse,
+    InvalidRequest,
+    LeaseResponse,
+    Message,
+    TokenIds,
+)
+from raydix.schemas.message import assemble, receive, refused
 
 MAX_PART_BYTES = 90_000  # Ray carries up to 100 KB of one argument within the call, more through the object store
 _PROTOCOL = 5
+_ACQUIRE, _INSERT, _LEASE, _INSERTED = range(4)  # kinds of rows
+
+Packed = Message | tuple[Any, ...]
 
 
 def pack(message: Message) -> bytes:
     """A message as bytes."""
-    return pickle.dumps(message, _PROTOCOL)
+    packed: Packed = message
+    fields = message.__dict__
+    if type(message) is Batch and type(fields.get("requests")) is tuple:
+        packed = (Batch, *(fields | {"requests": [_row_of_request(each) for each in fields["requests"]]}).values())
+    elif type(message) is BatchResponse:
+        packed = (BatchResponse, fields["epoch"], [_row_of_answer(each) for each in fields["responses"]])
+    return pickle.dumps(packed, _PROTOCOL)
 
 
 def pack_parts(message: Message) -> list[bytes]:
     """A message as bytes, in parts small enough to travel within a call."""
     packed = pack(message)
+    if len(packed) <= MAX_PART_BYTES:
+        return [packed]
     return [packed[start : start + MAX_PART_BYTES] for start in range(0, len(packed), MAX_PART_BYTES)]
 
 
@@ -28,6 +58,63 @@ def unpack(*parts: bytes, torn: type[CacheError] = InvalidRequest) -> object:
         CacheError: it is torn; of the class that the caller names.
     """
     try:
-        return pickle.loads(parts[0] if len(parts) == 1 else b"".join(parts))
+        packed = pickle.loads(parts[0] if len(parts) == 1 else b"".join(parts))
+        return _unpacked(*packed) if type(packed) is tuple else packed
     except Exception as error:  # pickle raises almost anything
         raise torn(f"what was sent in {len(parts)} parts is torn: {type(error).__name__}: {error}") from None
+
+
+def _unpacked(model: Any, *fields: Any) -> Message:
+    if model is BatchResponse:
+        epoch, rows = fields
+        return assemble(BatchResponse, {"epoch": epoch, "responses": tuple([_answer(row) for row in rows])})
+    session_id, epoch, rows, *place = fields
+    return receive(Batch, session_id, epoch, tuple([_request(row) for row in rows]), *place)
+
+
+def _row_of_request(request: Any) -> Any:
+    kind = type(request)
+    if kind is AcquireRequest and type(request.tokens) is TokenIds:
+        lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s = request.__dict__.values()
+        data, width = tokens.data, tokens.width
+        return _ACQUIRE, lease_id, data, width, namespace, new_tokens, max_prefix_len, priority, timeout_s
+    if kind is InsertRequest and type(request.suffix) is TokenIds:
+        lease_id, num_tokens, suffix, release, publish_state = request.__dict__.values()
+        return _INSERT, lease_id, num_tokens, suffix.data, suffix.width, release, publish_state
+    return request
+
+
+def _request(row: Any) -> Any:
+    """A request that has arrived, validated."""
+    if type(row) is not tuple:
+        return row
+    if row[0] == _ACQUIRE:
+        _, lease_id, data, width, namespace, new_tokens, max_prefix_len, priority, timeout_s = row
+        tokens = TokenIds(data, width)
+        try:
+            return AcquireRequest.of(lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s)
+        except ValidationError as error:
+            return refused(AcquireRequest, error)
+    _, lease_id, num_tokens, data, width, release, publish_state = row
+    try:
+        return InsertRequest.of(lease_id, num_tokens, TokenIds(data, width), release, publish_state)
+    except ValidationError as error:
+        return refused(InsertRequest, error)
+
+
+def _row_of_answer(answer: Any) -> Any:
+    kind = type(answer)
+    if kind is LeaseResponse:
+        return (_LEASE, *answer.__dict__.values())
+    if kind is InsertResponse:
+        return (_INSERTED, *answer.__dict__.values())
+    return answer
+
+
+def _answer(row: Any) -> Any:
+    """An answer, taken as it is: the cache made it."""
+    if type(row) is not tuple:
+        return row
+    if row[0] == _LEASE:
+        return LeaseResponse.of(*row[1:])
+    return InsertResponse.of(*row[1:])

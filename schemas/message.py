@@ -19,7 +19,7 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive, (type(self), *self.__dict__.values())
+        return receive, (type(self), *self.__dict__.values())
 
 
 class Answer(Message):
@@ -49,31 +49,54 @@ def first_fault(error: ValidationError) -> str:
 
 def restore(model: type[M], *values: Any) -> M:
     """A message of the values of all its fields, in order, which are taken as they are."""
-    message = model.__new__(model)
-    names, are_set = _fields(model)
-    _set(message, "__dict__", dict(zip(names, values, strict=True)))
-    _set(message, "__pydantic_fields_set__", are_set)
-    _set(message, "__pydantic_extra__", None)
-    _set(message, "__pydantic_private__", None)
+    return assemble(model, dict(zip(_names(model), values, strict=True)))
+
+
+def assemble(model: type[M], fields: dict[str, Any]) -> M:
+    """A message of all its fields, in order, which are taken as they are. The dict is the message's from then on."""
+    message = _new(model)
+    _set_fields(message, fields)
+    _set_names(message, _name_sets[model])
+    _set_extra(message, None)
+    _set_private(message, None)
     return message
 
 
-_set = object.__setattr__
+_new = object.__new__
+_set_fields, _set_names, _set_extra, _set_private = (  # what a model's instances have, and what it does not let be set
+    vars(BaseModel)[name].__set__
+    for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
+)
+
+
+class _NameSets(dict[type[Message], set[str]]):
+    """By model, the set of its fields that all its messages share."""
+
+    def __missing__(self, model: type[Message]) -> set[str]:
+        names = self[model] = set(model.model_fields)
+        return names
+
+
+_name_sets = _NameSets()
 
 
 @cache
-def _fields(model: type[Message]) -> tuple[tuple[str, ...], set[str]]:
-    """A model's fields in order, and as the set that all its messages share."""
-    return tuple(model.model_fields), set(model.model_fields)
+def _names(model: type[Message]) -> tuple[str, ...]:
+    """A model's fields in order."""
+    return tuple(model.model_fields)
 
 
-def _receive(model: type[Message], *values: Any) -> Message:
-    """The message, validated."""
+def refused(model: type[Message], error: Exception) -> Malformed:
+    """What stands for a message that could not be made of what arrived."""
+    fault = first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+    return Malformed(model=model.__name__, fault=fault)
+
+
+def receive(model: type[Message], *values: Any) -> Message:
+    """A message that has arrived, of the values of all its fields, validated; `Malformed` if it cannot be made."""
     try:
-        fields = dict(zip(_fields(model)[0], values, strict=True))
+        fields = dict(zip(_names(model), values, strict=True))
         message: Message = model.__pydantic_validator__.validate_python(fields)
-    except ValidationError as error:
-        return Malformed(model=model.__name__, fault=first_fault(error))
     except Exception as error:  # its fields are not those of this version, or of types that no validator expects
-        return Malformed(model=model.__name__, fault=f"{type(error).__name__}: {error}")
+        return refused(model, error)
     return message

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, model_validator
 
-from raydix.schemas.message import Message
+from raydix.schemas.message import Message, assemble
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.tokens import TokenIds
 
@@ -37,6 +37,10 @@ Priority = Annotated[
     int, Field(ge=-(2**31), lt=2**31, strict=True, description="what is used by higher ones stays longer")
 ]
 TimeoutSeconds = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
+
+
+def _is_lease_id(given: Any) -> bool:
+    return type(given) is str and 0 < len(given) <= 128
 
 
 class OpenSession(Message):
@@ -89,6 +93,45 @@ class AcquireRequest(Message):
     priority: Priority = 0
     timeout_s: TimeoutSeconds = Field(default=None, description="wait for room so long; None: as configured")
 
+    @classmethod
+    def of(
+        cls,
+        lease_id: Any,
+        tokens: Any,
+        namespace: Any,
+        new_tokens: Any,
+        max_prefix_len: Any,
+        priority: Any,
+        timeout_s: Any,
+    ) -> AcquireRequest:
+        """What the constructor makes of the same, without asking the validator for what most requests are.
+
+        Raises:
+            ValidationError: the constructor's.
+        """
+        fields = {
+            "lease_id": lease_id,
+            "tokens": tokens,
+            "namespace": namespace,
+            "new_tokens": new_tokens,
+            "max_prefix_len": max_prefix_len,
+            "priority": priority,
+            "timeout_s": timeout_s,
+        }
+        if (
+            _is_lease_id(lease_id)
+            and type(tokens) is TokenIds
+            and tokens.data
+            and tokens.is_whole()
+            and type(new_tokens) is int
+            and new_tokens >= 0
+            and type(priority) is int
+            and -(2**31) <= priority < 2**31
+            and namespace is max_prefix_len is timeout_s is None
+        ):
+            return assemble(AcquireRequest, fields)
+        return AcquireRequest(**fields)
+
 
 class WaitRequest(Message):
     """Wait until the acquire or extend that was put in line under `ticket` is served, or its time runs out."""
@@ -109,6 +152,27 @@ class InsertRequest(Message):
     suffix: TokenIds
     release: bool = Field(default=False, description="end the lease in the same step")
     publish_state: bool = Field(default=False, description="publish the lease's state as the one after these tokens")
+
+    @classmethod
+    def of(cls, lease_id: Any, num_tokens: Any, suffix: Any, release: Any, publish_state: Any) -> InsertRequest:
+        """As `AcquireRequest.of`."""
+        fields = {
+            "lease_id": lease_id,
+            "num_tokens": num_tokens,
+            "suffix": suffix,
+            "release": release,
+            "publish_state": publish_state,
+        }
+        if (
+            _is_lease_id(lease_id)
+            and type(num_tokens) is int
+            and num_tokens > 0
+            and type(suffix) is TokenIds
+            and suffix.is_whole()
+            and type(release) is type(publish_state) is bool
+        ):
+            return assemble(InsertRequest, fields)
+        return InsertRequest(**fields)
 
 
 class ExtendRequest(Message):
@@ -196,6 +260,12 @@ class Batch(Message):
     requests: tuple[Message, ...]
     seq: int = Field(default=0, ge=0, strict=True, description="place among the session's batches; 0: in no order")
     after: int = Field(default=0, ge=0, strict=True, description="the last batch that must be executed before; 0: none")
+
+    @classmethod
+    def of(cls, session_id: str, epoch: str, requests: tuple[Message, ...], seq: int, after: int) -> Batch:
+        """What the constructor makes of the same, taken as it is."""
+        fields = {"session_id": session_id, "epoch": epoch, "requests": requests, "seq": seq, "after": after}
+        return assemble(Batch, fields)
 
     @model_validator(mode="after")
     def _comes_after_an_earlier_one(self) -> Self:

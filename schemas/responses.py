@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from raydix.schemas.config import CacheConfig
-from raydix.schemas.message import Answer
+from raydix.schemas.message import Answer, assemble
 from raydix.schemas.tokens import TokenIds
 
 
@@ -43,6 +43,27 @@ class LeaseResponse(Answer):
     )
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
     state_slot: int | None = Field(default=None, description="the lease's own recurrent state")
+
+    @classmethod
+    def of(
+        cls,
+        lease_id: str,
+        prefix_len: int,
+        num_slots: int,
+        page_starts: bytes,
+        swa_page_starts: bytes,
+        state_slot: int | None,
+    ) -> LeaseResponse:
+        """What the constructor makes of the same, taken as it is."""
+        fields = {
+            "lease_id": lease_id,
+            "prefix_len": prefix_len,
+            "num_slots": num_slots,
+            "page_starts": page_starts,
+            "swa_page_starts": swa_page_starts,
+            "state_slot": state_slot,
+        }
+        return assemble(LeaseResponse, fields)
 
 
 class AdoptResponse(Answer):
@@ -79,6 +100,27 @@ class InsertResponse(Answer):
         default=b"", repr=False, description="int32: the tree's page starts in place of the duplicates'"
     )
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
+
+    @classmethod
+    def of(
+        cls,
+        prefix_len: int,
+        num_inserted: int,
+        num_duplicates: int,
+        retired: bool,
+        repointed: bytes,
+        swa_page_starts: bytes,
+    ) -> InsertResponse:
+        """What the constructor makes of the same, taken as it is."""
+        fields = {
+            "prefix_len": prefix_len,
+            "num_inserted": num_inserted,
+            "num_duplicates": num_duplicates,
+            "retired": retired,
+            "repointed": repointed,
+            "swa_page_starts": swa_page_starts,
+        }
+        return assemble(InsertResponse, fields)
 
 
 class WindowResponse(Answer):

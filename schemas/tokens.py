@@ -14,6 +14,8 @@ from pydantic_core import CoreSchema, core_schema
 
 NARROW_LIMIT = 2**32
 WIDE_LIMIT = 2**64
+_INT32, _UINT32 = np.dtype("<i4"), np.dtype("<u4")  # of such arrays the bytes are taken as they are
+_or = np.bitwise_or.reduce
 
 
 class TokenIds:
@@ -62,11 +64,15 @@ class TokenIds:
     def _pack_array(cls, ids: NDArray[Any]) -> TokenIds:
         if ids.ndim != 1:
             raise ValueError(f"token ids must be one-dimensional, not of shape {ids.shape}")
+        if ids.dtype is _UINT32:
+            return cls(ids.tobytes(), 4)
         if ids.dtype.kind not in "iu":
             raise ValueError(f"token ids must be integers, not {ids.dtype}: cast them first")
-        every_bit = int(np.bitwise_or.reduce(ids))  # one pass tells both: negative if any is, wide if any is
+        every_bit = int(_or(ids))  # one pass tells both: negative if any is, wide if any is
         if every_bit < 0:
             raise ValueError(f"token ids must not be negative: found {int(ids.min())}")
+        if ids.dtype is _INT32:
+            return cls(ids.tobytes(), 4)
         width = 8 if every_bit >= NARROW_LIMIT else 4
         return cls(ids.astype(f"<u{width}", copy=False).tobytes(), width)
 

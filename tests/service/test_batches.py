@@ -121,13 +121,13 @@ async def test_at_most_two_batches_are_on_their_way(cache1: CacheUnderTest, monk
     await cache1.client.open()
     on_their_way: list[int] = []
     transport = cache1.client._transport
-    collect = transport._collect  # type: ignore[attr-defined]
+    land = transport._land  # type: ignore[attr-defined]
 
-    async def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any) -> None:
         on_their_way.append(len(transport._in_flight))  # type: ignore[attr-defined]
-        await collect(*arguments)
+        land(*arguments)
 
-    monkeypatch.setattr(transport, "_collect", counted)
+    monkeypatch.setattr(transport, "_land", counted)
 
     async def ask(number: int) -> None:
         for _ in range(5):
