@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import warnings
@@ -69,6 +70,8 @@ class PrefixCacheActor:
         if config.json_logs:
             log_as_json(cache=_own_name(), epoch=self._host.service.epoch)
         self._metrics = self._make_metrics(config)
+        gc.collect()
+        gc.freeze()  # what was imported and made until here stays: collections need not look at it each time
         logger.info("cache ready: epoch %s, %s", self._host.service.epoch, config)
 
     def _make_metrics(self, config: CacheConfig) -> MetricsPublisher | None:

@@ -61,6 +61,7 @@ from raydix.schemas.message import assemble
 _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
+_SERVED_HERE = {StatsRequest, EventSnapshotRequest, AdoptRequest}  # the last if it was granted in another life
 _NUM_OWNERS = 32  # told in statistics
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
@@ -221,6 +222,8 @@ class CacheService:
         return assemble(BatchResponse, {"epoch": self.epoch, "responses": responses})
 
     def _respond(self, session_id: str, request: Message) -> Message | CacheError:
+        if type(request) not in _SERVED_HERE:
+            return self._handlers.handle(session_id, request)
         match request:
             case StatsRequest():
                 return self.stats()

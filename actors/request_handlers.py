@@ -57,6 +57,7 @@ from raydix.schemas import (
 from raydix.schemas.message import Malformed
 
 DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
+_INT32 = np.dtype("<i4")
 _TAKING = (AcquireRequest, LockRequest, ExtendRequest)
 
 
@@ -129,15 +130,15 @@ class RequestHandlers:
 
     def _acquire(self, session_id: str, request: AcquireRequest) -> Message:
         key = _key(request.tokens, request.namespace)
-
-        def attempt() -> Message:
-            lease = self.core.acquire(
-                request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len, request.priority
-            )
-            return self._granted(lease)
-
+        attempt = partial(self._attempt_acquire, session_id, request, key)
         num_tokens = len(key) + request.new_tokens
         return self._admit(session_id, request.lease_id, key, num_tokens, attempt, request.timeout_s)
+
+    def _attempt_acquire(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
+        lease = self.core.acquire(
+            request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len, request.priority
+        )
+        return self._granted(lease)
 
     def _extend(self, session_id: str, request: ExtendRequest) -> Message:
         lease = self.core.leases.get(request.lease_id, session_id)
@@ -316,4 +317,4 @@ def _key(tokens: TokenIds, namespace: str | None) -> RadixKey:
 
 
 def _packed(starts: NDArray[np.int64]) -> bytes:
-    return starts.astype("<i4").tobytes()
+    return starts.astype(_INT32).tobytes()

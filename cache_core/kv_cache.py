@@ -95,8 +95,10 @@ class KVCache(KVLedger):
         self.room.verify(match.starts, match.last_node)
         receipt = self.tree.inc_lock_ref(match.last_node)
         try:
-            self.room.check_pages(num_pages - len(match.starts))  # before a state is evicted in vain
-            state_slot = self.room.take_state()
+            state_slot = None
+            if self.room.states is not None:
+                self.room.check_pages(num_pages - len(match.starts))  # before a state is evicted in vain
+                state_slot = self.room.take_state()
             private = self.room.take_pages(num_pages - len(match.starts))
         except OutOfSlotsError as error:
             self.tree.dec_lock_ref(match.last_node, receipt)
@@ -111,7 +113,7 @@ class KVCache(KVLedger):
             match.last_node,
             receipt,
             match.prefix_len,
-            np.concatenate((match.starts, private)),
+            np.concatenate((match.starts, private)) if len(match.starts) else private,
             len(match.starts),
             match.prefix_len if num_slots is None else num_slots,
             priority,
@@ -160,11 +162,13 @@ class KVCache(KVLedger):
         lease = self.leases.get(lease_id, session_id)
         key = lease.known_key(num_tokens, suffix)
         tree_key = self._tree_key(key if len(key) == num_tokens else key[:num_tokens])
-        self._check_state(lease, tree_key, publish_state)
+        if publish_state:
+            self._check_state(lease, tree_key)
         published, retired = lease.num_published_pages, lease.retired
         new_pages = len(tree_key) // self.page_size - published
         state_slot = self.room.take_state() if publish_state and not retired else None
-        lease.key = key if len(key) > len(lease.key) else lease.key
+        if key is not lease.key and len(key) > len(lease.key):
+            lease.key = key
         if retired or new_pages < 0 or (new_pages == 0 and state_slot is None):
             return Published(published * self.page_size, 0, 0, retired, lease.starts[:0])
         done = self._publish(lease, tree_key, published, published + new_pages)
@@ -180,12 +184,13 @@ class KVCache(KVLedger):
         receipt = self.tree.inc_lock_ref(result.last_node)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         lease.node, lease.receipt = result.last_node, receipt
-        existing = result.existing
-        ours = lease.starts[first : first + len(existing)]
-        duplicates = ours[ours != existing]
+        existing = duplicates = result.existing
+        if len(existing):
+            ours = lease.starts[first : first + len(existing)]
+            duplicates = ours[ours != existing]
         if result.end:
             lease.starts[first : first + len(existing)] = existing
-            self.room.note_published(lease.starts[first:stop], duplicates)
+            self.room.note_published(fresh, duplicates)
             lease.num_published_pages = stop
             for watch in self.watches:
                 watch.published(lease)
@@ -254,12 +259,13 @@ class KVCache(KVLedger):
 
     # ---------------------------------------------------------------- parts
 
-    def _check_state(self, lease: LeaseRecord, tree_key: RadixKey, publish_state: bool) -> None:
-        if publish_state and lease.state_slot is None:
+    def _check_state(self, lease: LeaseRecord, tree_key: RadixKey) -> None:
+        """Raise LeaseRangeError if the lease's state cannot be published after these tokens."""
+        if lease.state_slot is None:
             raise LeaseRangeError("this cache keeps no states, so none can be published")
-        if publish_state and (not len(tree_key) or len(tree_key) % self.page_size):
+        if not len(tree_key) or len(tree_key) % self.page_size:
             raise LeaseRangeError(f"a state is published after whole pages of {self.page_size}, not {len(tree_key)}")
-        if publish_state and len(tree_key) < lease.num_published_pages * self.page_size:
+        if len(tree_key) < lease.num_published_pages * self.page_size:
             raise LeaseRangeError("the lease's state is that of its last token: publish it at the end of its tokens")
 
     def _give_up_shared(self, lease: LeaseRecord) -> None:

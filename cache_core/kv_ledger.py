@@ -21,7 +21,7 @@ from raydix.cache_core.eviction_history import Departure
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord
-from raydix.cache_core.leased_cache import LeasedCache, PoolSizes
+from raydix.cache_core.leased_cache import NO_STARTS, LeasedCache, PoolSizes
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.pool_checks import PoolChecks
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
@@ -66,6 +66,7 @@ class KVLedger(LeasedCache):
         super().__init__(remembered_leases)
         self.tree = tree
         self.allocator = allocator
+        self.swa_allocator = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None  # of window slots
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
         self.room = self._make_room(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
@@ -91,11 +92,6 @@ class KVLedger(LeasedCache):
     def private_slots(self) -> int:
         """Slots of leases that no tree holds, in whole pages."""
         return self.room.private_pages * self.page_size - self.quarantined_slots
-
-    @property
-    def swa_allocator(self) -> SWATokenToKVPoolAllocator | None:
-        """The allocator of window slots, if there are any."""
-        return self.allocator if isinstance(self.allocator, SWATokenToKVPoolAllocator) else None
 
     def _is_pressed(self) -> bool:
         swa, states = self.swa_allocator, self.room.states
@@ -132,7 +128,7 @@ class KVLedger(LeasedCache):
     def swa_starts(self, lease: LeaseRecord) -> Starts:
         """The first window slot of each page of a lease, 0 where the lease does not hold its window KV."""
         if self.swa_allocator is None:
-            return np.empty(0, np.int64)
+            return NO_STARTS
         halves = self.swa_allocator.swa_starts(lease.starts)
         held_from = lease.num_published_pages
         if isinstance(lease.receipt, WindowReceipt) and not lease.receipt.released:

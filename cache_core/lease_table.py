@@ -81,8 +81,9 @@ class LeaseRecord:
         Raises:
             LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
         """
-        start = num_tokens - len(suffix)
-        known = len(self.key)
+        known, start = len(self.key), num_tokens - len(suffix)
+        if start == num_tokens == known <= self.num_slots:
+            return self.key
         if num_tokens > self.num_slots:
             raise LeaseRangeError(f"cannot publish {num_tokens} tokens: the lease covers {self.num_slots}, extend it")
         if not 0 <= start <= known:
@@ -119,7 +120,9 @@ class LeaseTable:
             ExpiredLeaseError: it has expired.
             UnknownLeaseError: there is none, or it belongs to another session.
         """
-        lease = self.find_unended(lease_id, session_id)
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.session_id != session_id:
+            lease = self.find_unended(lease_id, session_id)
         if lease is None:
             raise UnknownLeaseError(f"lease {lease_id!r} has ended, was never granted, or is another session's")
         return lease
@@ -142,9 +145,11 @@ class LeaseTable:
             ExpiredLeaseError: it has expired.
             UnknownLeaseError: it has ended, or another session holds it.
         """
-        lease = self.find(lease_id, session_id)
+        lease = self._leases.get(lease_id)
         if lease is None:
             self.ended.check(session_id, lease_id)
+        elif lease.session_id != session_id:
+            raise UnknownLeaseError(f"lease {lease_id!r} belongs to another session")
         return lease
 
     def remove(self, lease: LeaseRecord, expired: bool = False) -> None:
