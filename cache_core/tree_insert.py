@@ -8,10 +8,11 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
+from raydix.cache_core.kernels import compact
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import check_on_path, check_same_space
-from raydix.cache_core.slot_rows import Row, Slots, as_slots, compact_slots, expand_rows, join_rows
+from raydix.cache_core.slot_rows import Row, as_slots, expand_rows, join_rows
 from raydix.cache_core.tree_match import TreeMatch
 from raydix.cache_core.tree_node import TreeNode, rows_of
 
@@ -45,7 +46,7 @@ class TreeInsert(TreeMatch):
             return InsertResult(0, self.root, False, no_slots())
 
         def take(start: int, stop: int) -> Row:
-            return compact_slots(slots[start:stop], page)
+            return compact(slots, start, stop, page)
 
         done = self._insert(key, from_node, take, prev_prefix_len, fresh_from, priority)
         prefix_len, resumed_at, _, last_node = done
@@ -160,10 +161,10 @@ class TreeInsert(TreeMatch):
         matched, known = self._last_match
         return matched is node and known.unit == key.unit and key.data.startswith(known.data)
 
-    def _duplicates(self, slots: Slots, start: int, inserted: Inserted) -> torch.Tensor:
+    def _duplicates(self, slots: torch.Tensor, start: int, inserted: Inserted) -> torch.Tensor:
         """The incoming slots from `start` on that are not those of the tree at the same place."""
         prefix_len, resumed_at, path, _ = inserted
         start = max(start, resumed_at)
-        incoming = slots[start:prefix_len]
+        incoming = slots[start:prefix_len].numpy()
         held = expand_rows(rows_of(path), path, prefix_len - resumed_at, self.page_size).numpy()
         return torch.from_numpy(incoming[incoming != held[start - resumed_at :]])
