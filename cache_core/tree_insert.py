@@ -42,7 +42,8 @@ class TreeInsert(TreeMatch):
         slots = as_slots(key, value, aligned)
         if not aligned:
             if from_node is not None and from_node is not self.root:
-                self._check_resumable(key, from_node)
+                self._check_live(from_node)
+                check_same_space(key, from_node)
             return InsertResult(0, self.root, False, no_slots())
 
         def take(start: int, stop: int) -> Row:
@@ -97,7 +98,8 @@ class TreeInsert(TreeMatch):
         if node is None or node is self.root:
             node, key = tree.make_space(key, self._clock)
         else:
-            self._check_resumable(key, node)
+            self._check_live(node)
+            check_same_space(key, node)
             if key.width != node.space.width:
                 key = tree.make_space(key, self._clock)[1]
             if prev_prefix_len is not None and not self._was_matched(key, node):
@@ -106,7 +108,9 @@ class TreeInsert(TreeMatch):
         if prev_prefix_len and not 0 <= prev_prefix_len <= end:
             raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
         resumed_at, num_tokens = node.end, key.num_tokens - key.num_tokens % self.page_size
-        last_node = self._cut_at(path, end) if path else node
+        last_node = path[-1] if path else node
+        if last_node.end > end:
+            last_node = self._cut_at(path, end)
         self._clock += 1
         if self._aux:
             path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
@@ -144,11 +148,6 @@ class TreeInsert(TreeMatch):
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """The new nodes over [start, stop), which is not empty: from, to, and whether they have all their KV."""
         return ((start, stop, True),)
-
-    def _check_resumable(self, key: RadixKey, node: TreeNode) -> None:
-        """Raise unless an insert of `key` may go on from `node`, as far as lengths and namespaces tell."""
-        self._check_live(node)
-        check_same_space(key, node)
 
     def _check_live(self, node: TreeNode) -> None:
         if node.slots is None or node.space.tree is not self._tree:

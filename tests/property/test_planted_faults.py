@@ -133,10 +133,10 @@ def a_leaf_that_got_a_child_stays_a_candidate(patch: Patch) -> None:
 
 @fault
 def what_comes_late_goes_last(patch: Patch) -> None:
-    def place(queue: EvictionQueue, node: Any, key: Any) -> None:
-        queue._row[node] = queue._row_end = key
+    def push(queue: EvictionQueue, node: Any) -> None:
+        queue._row[node] = queue._row_end = queue._rank(node), node.id
 
-    patch.setattr(EvictionQueue, "_place", place)
+    patch.setattr(EvictionQueue, "push", push)
 
 
 @fault
