@@ -34,9 +34,7 @@ class EvictionQueue:
     def push(self, node: TreeNode) -> None:
         """A node became a candidate."""
         assert node not in self._row and node not in self._late_keys, f"{node} stands in the queue"
-        self._place(node, (self._rank(node), node.id))
-
-    def _place(self, node: TreeNode, key: Key) -> None:
+        key = self._rank(node), node.id
         if not self._row or key >= self._row_end:  # type: ignore[operator]
             self._row[node] = self._row_end = key
         else:
@@ -50,18 +48,19 @@ class EvictionQueue:
 
     def touch(self, node: TreeNode) -> None:
         """The rank of a node may have changed, if it is a candidate."""
-        known = self._row.get(node) or self._late_keys.get(node)
+        in_row = self._row.get(node)
+        known = in_row or self._late_keys.get(node)
         if known is None:
             return
-        key = (self._rank(node), node.id)
+        key = self._rank(node), node.id
         if key == known:
             return
-        if node in self._row and key >= self._row_end:  # type: ignore[operator]
+        if in_row and key >= self._row_end:  # type: ignore[operator]
             self._row[node] = self._row_end = key
             self._row.move_to_end(node)
         else:
             self.discard(node)
-            self._place(node, key)
+            self.push(node)
 
     def first(self) -> tuple[Rank, int, TreeNode] | None:
         """The candidate of the lowest rank, and before it what orders it among all nodes; None if there is none."""

@@ -70,10 +70,9 @@ class FullComponent:
             self._queue.discard(parent)
         self._queue.push(leaf)
 
-    def touch(self, end: TreeNode) -> None:
-        """A match or an insert ends at `end`: of what it went through, only that can be a leaf."""
-        if not end.children:
-            self._queue.touch(end)
+    def touch(self, leaf: TreeNode) -> None:
+        """A match or an insert ends at a leaf."""
+        self._queue.touch(leaf)
 
     def lock(self, node: TreeNode) -> None:
         """Lock a node and its ancestors. O(depth in nodes)."""

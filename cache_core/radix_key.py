@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
+from raydix.cache_core.kernels import pack
 
 NARROW_LIMIT = 2**32
-_I4 = np.dtype("<i4")
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  # by bytes an id
 
 
@@ -34,7 +34,11 @@ class RadixKey:
     __slots__ = ("arity", "data", "extra_key", "num_tokens", "unit", "width")
 
     def __init__(self, token_ids: Any, extra_key: str | None = None) -> None:
-        data, width, arity = _pack_array(token_ids) if isinstance(token_ids, np.ndarray) else _pack(token_ids)
+        data = pack(token_ids)
+        if data is None:
+            data, width, arity = _pack(token_ids)
+        else:
+            width, arity = 4, 0
         self.data = data  # little-endian ids
         self.width = width  # bytes an id
         self.arity = arity  # ids of a tuple; 0: plain ids
@@ -145,7 +149,7 @@ def _pack(token_ids: Any) -> tuple[bytes, int, int]:
         if token_ids.is_floating_point() or token_ids.is_complex():
             raise InvalidKeyError(f"token ids must be integers, not {token_ids.dtype}: cast them first")
         return _pack_array(token_ids.detach().cpu().numpy())
-    if isinstance(token_ids, array):
+    if isinstance(token_ids, (np.ndarray, array)):
         return _pack_array(np.asarray(token_ids))
     if isinstance(token_ids, RadixKey):
         return token_ids.data, token_ids.width, token_ids.arity
@@ -174,8 +178,6 @@ def _pack_tuples(tuples: Sequence[Any]) -> tuple[bytes, int, int]:
 
 def _pack_array(ids: NDArray[Any]) -> tuple[bytes, int, int]:
     dtype = ids.dtype
-    if dtype is _I4 and ids.ndim == 1 and ids.size and ids.item(ids.argmin()) >= 0:  # the most usual
-        return ids.tobytes(), 4, 0
     if ids.ndim != 1 or dtype.kind not in "iu":
         raise InvalidKeyError(f"token ids must be a 1-D array of integers, not {dtype} of shape {ids.shape}")
     width = 4

@@ -19,12 +19,12 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.errors import InvalidKeyError
+from raydix.cache_core.kernels import walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import SLOT_BYTES, Row
 from raydix.cache_core.tree_node import Namespace, TreeNode
 
 _NO_SLOTS: Row = b""
-_FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
 
 SpaceKey = tuple[str | None, int]
 
@@ -62,43 +62,8 @@ class RadixTree:
         return top, key
 
     def walk(self, key: RadixKey, num_tokens: int, node: TreeNode) -> tuple[list[TreeNode], int]:
-        """Follow whole pages of the first `num_tokens` of `key` from `node`, which it matches up to `node.end`.
-
-        Returns the nodes it goes through, and up to which token. The last of them may be matched in part, by whole
-        pages of it: then it ends beyond that token. Costs a memcmp and a lookup per node.
-        """
-        data, unit = key.data, key.unit
-        page = self.page_size * unit
-        pos, stop = node.end * unit, (num_tokens - num_tokens % self.page_size) * unit
-        children = node.children
-        path: list[TreeNode] = []
-        while pos < stop:
-            child = children.get(data[pos : pos + page])
-            if child is None:
-                break
-            path.append(child)
-            run = child.data
-            if not data.startswith(run, pos):
-                pos += self._common_bytes(data, pos, stop, run) // page * page
-                break
-            pos += len(run)
-            children = child.children
-        return path, min(pos, stop) // unit  # the last run may match beyond where the walk stops
-
-    @staticmethod
-    def _common_bytes(data: bytes, pos: int, stop: int, run: bytes) -> int:
-        """Leading bytes that `data[pos:stop]` and `run` share, looked for in chunks that grow."""
-        limit = min(stop - pos, len(run))
-        done, chunk = 0, _FIRST_CHUNK
-        while done < limit:
-            size = min(chunk, limit - done)
-            theirs = run[done : done + size]
-            if not data.startswith(theirs, pos + done):
-                ours = np.frombuffer(data, np.uint8, size, pos + done)
-                return done + int((ours != np.frombuffer(theirs, np.uint8)).argmax())
-            done += size
-            chunk *= 4
-        return limit
+        """The nodes that the first `num_tokens` of `key` go through below `node`, and up to where: `kernels.walk`."""
+        return walk(node, key.data, key.unit, self.page_size, num_tokens)
 
     def split(self, node: TreeNode, length: int) -> TreeNode:
         """Cut `node` after `length` tokens; returns the new node above it, which takes over the prefix.

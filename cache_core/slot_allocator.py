@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
+from raydix.cache_core.kernels import take_back
 
 Starts = NDArray[np.int64]
 
@@ -95,24 +97,21 @@ class TokenToKVPoolAllocator:
         num_pages = len(starts)
         if not num_pages:
             return
-        pages = self._pages_at(starts)
-        try:
-            marks = self._marks.take(pages)
-        except IndexError:
-            marks = None
-        if marks is None or pages.item(pages.argmin()) < 1:
-            raise SlotError(f"slots outside [{self.page_size}, {self.num_slots + self.page_size}) were freed")
-        if marks.item(marks.argmin()) < 0:
-            raise SlotError("slots were freed that are free already")
-        order = np.arange(-num_pages, 0, dtype=np.int32)  # of a page named twice only the last can be read back
-        self._marks[pages] = order
-        if self._marks.take(pages).tobytes() != order.tobytes():
-            self._marks[pages] = 0
-            raise SlotError("a page is freed twice in one call")
-        self._stack[self._num_free : self._num_free + num_pages] = starts[::-1]
+        fault = take_back(starts, self._marks, self._stack, self._num_free, self.page_size)
+        if fault is not None:
+            self._refuse(fault)
         self._num_free += num_pages
         if self.on_free is not None:
             self.on_free(starts)
+
+    def _refuse(self, fault: str) -> NoReturn:
+        raise SlotError(
+            {
+                "outside": f"slots outside [{self.page_size}, {self.num_slots + self.page_size}) were freed",
+                "free": "slots were freed that are free already",
+                "twice": "a page is freed twice in one call",
+            }[fault]
+        )
 
     def _pages_at(self, starts: Starts) -> Starts:
         """The numbers of the pages that begin there."""

@@ -8,10 +8,11 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
+from raydix.cache_core.kernels import compact
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import check_on_path, check_same_space
-from raydix.cache_core.slot_rows import Row, Slots, as_slots, compact_slots, expand_rows, join_rows
+from raydix.cache_core.slot_rows import Row, as_slots, expand_rows, join_rows
 from raydix.cache_core.tree_match import TreeMatch
 from raydix.cache_core.tree_node import TreeNode, rows_of
 
@@ -41,11 +42,12 @@ class TreeInsert(TreeMatch):
         slots = as_slots(key, value, aligned)
         if not aligned:
             if from_node is not None and from_node is not self.root:
-                self._check_resumable(key, from_node)
+                self._check_live(from_node)
+                check_same_space(key, from_node)
             return InsertResult(0, self.root, False, no_slots())
 
         def take(start: int, stop: int) -> Row:
-            return compact_slots(slots[start:stop], page)
+            return compact(slots, start, stop, page)
 
         done = self._insert(key, from_node, take, prev_prefix_len, fresh_from, priority)
         prefix_len, resumed_at, _, last_node = done
@@ -96,7 +98,8 @@ class TreeInsert(TreeMatch):
         if node is None or node is self.root:
             node, key = tree.make_space(key, self._clock)
         else:
-            self._check_resumable(key, node)
+            self._check_live(node)
+            check_same_space(key, node)
             if key.width != node.space.width:
                 key = tree.make_space(key, self._clock)[1]
             if prev_prefix_len is not None and not self._was_matched(key, node):
@@ -105,7 +108,9 @@ class TreeInsert(TreeMatch):
         if prev_prefix_len and not 0 <= prev_prefix_len <= end:
             raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
         resumed_at, num_tokens = node.end, key.num_tokens - key.num_tokens % self.page_size
-        last_node = self._cut_at(path, end) if path else node
+        last_node = path[-1] if path else node
+        if last_node.end > end:
+            last_node = self._cut_at(path, end)
         self._clock += 1
         if self._aux:
             path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
@@ -144,11 +149,6 @@ class TreeInsert(TreeMatch):
         """The new nodes over [start, stop), which is not empty: from, to, and whether they have all their KV."""
         return ((start, stop, True),)
 
-    def _check_resumable(self, key: RadixKey, node: TreeNode) -> None:
-        """Raise unless an insert of `key` may go on from `node`, as far as lengths and namespaces tell."""
-        self._check_live(node)
-        check_same_space(key, node)
-
     def _check_live(self, node: TreeNode) -> None:
         if node.slots is None or node.space.tree is not self._tree:
             raise StaleNodeError(f"{node} is no longer in the tree: match again")
@@ -160,10 +160,10 @@ class TreeInsert(TreeMatch):
         matched, known = self._last_match
         return matched is node and known.unit == key.unit and key.data.startswith(known.data)
 
-    def _duplicates(self, slots: Slots, start: int, inserted: Inserted) -> torch.Tensor:
+    def _duplicates(self, slots: torch.Tensor, start: int, inserted: Inserted) -> torch.Tensor:
         """The incoming slots from `start` on that are not those of the tree at the same place."""
         prefix_len, resumed_at, path, _ = inserted
         start = max(start, resumed_at)
-        incoming = slots[start:prefix_len]
+        incoming = slots[start:prefix_len].numpy()
         held = expand_rows(rows_of(path), path, prefix_len - resumed_at, self.page_size).numpy()
         return torch.from_numpy(incoming[incoming != held[start - resumed_at :]])

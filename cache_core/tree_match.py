@@ -50,7 +50,8 @@ class TreeMatch(BasePrefixCache):
         node, path, full_end = self._match(key, None, priority)
         end = node.end
         indices = expand_rows(rows_of(path), path, end, self.page_size) if path else no_slots()
-        return MatchResult(indices, node, end, self._branching(end, full_end), full_end)
+        branching = None if end == full_end else self._branching(end, full_end)
+        return MatchResult(indices, node, end, branching, full_end)
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """`match_prefix` of the first `limit` tokens, in pages.
@@ -59,7 +60,8 @@ class TreeMatch(BasePrefixCache):
         """
         node, path, full_end = self._match(key, limit, priority)
         end = node.end
-        return PageMatch(end, node, join_rows(rows_of(path)), full_end, self._branching(end, full_end))
+        branching = None if end == full_end else self._branching(end, full_end)
+        return PageMatch(end, node, join_rows(rows_of(path)), full_end, branching)
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, but nothing changes. `last_node` is the deepest node matched wholly."""
@@ -129,7 +131,9 @@ class TreeMatch(BasePrefixCache):
             path, end = self._usable(path, full_end)
         if not path:
             return self.root, path, full_end
-        node = self._cut_at(path, end)
+        node = path[-1]
+        if node.end > end:
+            node = self._cut_at(path, end)
         node.own_hits += 1
         self._clock += 1
         self._use(node, priority)
@@ -157,9 +161,8 @@ class TreeMatch(BasePrefixCache):
     def _cut_at(self, path: list[TreeNode], end: int) -> TreeNode:
         """Make the last node of a path end at `end`, which lies within it; returns it. The rest keeps its recency."""
         node = path[-1]
-        if node.end > end:
-            assert node.parent is not None
-            node = path[-1] = self._split(node, end - node.parent.end)
+        assert node.parent is not None
+        node = path[-1] = self._split(node, end - node.parent.end)
         return node
 
     def _use(self, end: TreeNode, priority: int) -> None:
@@ -167,7 +170,8 @@ class TreeMatch(BasePrefixCache):
         end.own_access_time = self._clock
         if end.own_priority < priority:
             end.own_priority = priority
-        self._full.touch(end)
+        if not end.children:  # of all that was gone through, only this can be a leaf
+            self._full.touch(end)
         if self._aux:
             self._touch(end)
 

@@ -100,7 +100,7 @@ class TriePrefixCache(BasePrefixCache):
         As for every cache, `duplicate_indices` names the incoming slots that were not taken, the caller's to free.
         """
         aligned = len(key) - len(key) % self.page_size
-        starts = as_slots(key, value, aligned)[: aligned : self.page_size]
+        starts = as_slots(key, value, aligned).numpy()[: aligned : self.page_size]
         done = self.insert_pages(key[:aligned], starts, self.root)
         refused = starts[: len(done.existing)][starts[: len(done.existing)] != done.existing]
         duplicates = torch.from_numpy(expand_pages(refused, self.page_size)) if len(refused) else no_slots()

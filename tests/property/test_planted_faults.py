@@ -133,10 +133,10 @@ def a_leaf_that_got_a_child_stays_a_candidate(patch: Patch) -> None:
 
 @fault
 def what_comes_late_goes_last(patch: Patch) -> None:
-    def place(queue: EvictionQueue, node: Any, key: Any) -> None:
-        queue._row[node] = queue._row_end = key
+    def push(queue: EvictionQueue, node: Any) -> None:
+        queue._row[node] = queue._row_end = queue._rank(node), node.id
 
-    patch.setattr(EvictionQueue, "_place", place)
+    patch.setattr(EvictionQueue, "push", push)
 
 
 @fault
@@ -222,12 +222,11 @@ def what_is_unlocked_after_its_retirement_is_forgotten(patch: Patch) -> None:
 
 @fault
 def a_match_ends_within_a_page(patch: Patch) -> None:
-    def common_bytes(original: Any, data: bytes, pos: int, stop: int, run: bytes) -> int:
-        common: int = original(data, pos, stop, run)
-        return common + 12 if common + 12 < min(stop - pos, len(run)) else common  # three ids more than there are
+    def walk(original: Any, tree: RadixTree, key: RadixKey, num_tokens: int, node: Any) -> Any:
+        path, end = original(tree, key, num_tokens, node)
+        return path, end + 3 if path and end + 3 < path[-1].end else end  # three tokens more than there are
 
-    original = RadixTree._common_bytes
-    patch.setattr(RadixTree, "_common_bytes", staticmethod(lambda *args: common_bytes(original, *args)))
+    around(patch, RadixTree, "walk", walk)
 
 
 @fault
@@ -289,8 +288,8 @@ def duplicates_are_not_reported(patch: Patch) -> None:
 
 @fault
 def the_slots_that_the_tree_holds_are_reported_as_duplicates(patch: Patch) -> None:
-    def duplicates(cache: RadixCache, slots: Any, start: int, inserted: Any) -> torch.Tensor:
-        return torch.from_numpy(slots[start : inserted[0]].copy())
+    def duplicates(cache: RadixCache, slots: torch.Tensor, start: int, inserted: Any) -> torch.Tensor:
+        return slots[start : inserted[0]].clone()
 
     patch.setattr(RadixCache, "_duplicates", duplicates)
 
@@ -316,7 +315,7 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 
 @fault
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
-    patch.setattr(tree_insert, "compact_slots", lambda slots, page_size: memoryview(slots).cast("B"))
+    patch.setattr(tree_insert, "compact", lambda slots, start, stop, _: memoryview(slots[start:stop].numpy()).cast("B"))
 
 
 @fault
@@ -324,9 +323,7 @@ def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
     def expand(original: Any, rows: list[bytearray], *rest: Any) -> torch.Tensor:
         return torch.frombuffer(rows[0], dtype=torch.int64) if len(rows) == 1 else original(rows, *rest)
 
-    around(
-        patch, tree_insert, "compact_slots", lambda original, *args: bytearray(original(*args))
-    )  # one can write to it
+    around(patch, tree_insert, "compact", lambda original, *args: bytearray(original(*args)))  # one can write to it
     around(patch, tree_match, "expand_rows", expand)
 
 

@@ -308,7 +308,9 @@ def a_leaf_is_cut_within_a_page(patch: Patch) -> None:
         swa.padded_window = window
 
     around(patch, SwaComponent, "__init__", init)
-    patch.setattr("raydix.cache_core.tree_insert.compact_slots", lambda slots, page_size: slots.tobytes())
+    patch.setattr(
+        "raydix.cache_core.tree_insert.compact", lambda slots, start, stop, _: slots[start:stop].numpy().tobytes()
+    )
 
 
 @fault

@@ -30,19 +30,28 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the working tree, built from a copy so that no build files are left in it."""
-    folder = tmp_path_factory.mktemp("packaging")
+    """A wheel of the working tree."""
+    return build(tmp_path_factory.mktemp("packaging"))
+
+
+def build(folder: Path, **environ: str) -> Path:
+    """Build a wheel from a copy, so that no build files are left in the working tree."""
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
 
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, str(folder)],
+        cwd=source,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
@@ -54,13 +63,15 @@ def test_the_wheel_holds_exactly_our_packages_with_their_types_and_data(wheel: P
         f"raydix/{path.relative_to(ROOT).as_posix()}"
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".html", ".json") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".html", ".json") or path.name == "py.typed"
     }
     assert {f"raydix/{package}/py.typed" for package in PACKAGES} <= expected
 
     names = set(zipfile.ZipFile(wheel).namelist())
 
-    assert {name for name in names if ".dist-info/" not in name} == expected
+    compiled = {name for name in names if name.endswith(".so")}
+    assert {name for name in names if ".dist-info/" not in name} - compiled == expected
+    assert all(name.startswith("raydix/cache_core/_kernels.") for name in compiled)
     assert any(name.endswith("/LICENSE") for name in names)
 
 
@@ -88,3 +99,19 @@ def test_the_wheel_works_beside_a_users_own_packages_of_the_same_names(wheel: Pa
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(installed / "raydix" / name / "__init__.py") for name in PACKAGES]
+
+
+def test_without_a_compiler_the_wheel_has_the_plain_kernels_alone(tmp_path: Path) -> None:
+    built = build(tmp_path, CC="there-is-no-compiler", LDSHARED="there-is-no-compiler")
+    zipfile.ZipFile(built).extractall(tmp_path / "installed")
+
+    done = subprocess.run(
+        [sys.executable, "-c", "from raydix.cache_core import RadixCache, kernels; print(kernels.COMPILED)"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.stdout.split() == ["False"], done.stderr
