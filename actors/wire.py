@@ -23,11 +23,12 @@ from raydix.schemas import (
     Message,
     TokenIds,
 )
-from raydix.schemas.message import assemble, receive, refused
+from raydix.schemas.message import assemble, refused
 
 MAX_PART_BYTES = 90_000  # Ray carries up to 100 KB of one argument within the call, more through the object store
 _PROTOCOL = 5
-_ACQUIRE, _INSERT, _LEASE, _INSERTED = range(4)  # kinds of rows
+_BATCH_FIELDS = len(Batch.model_fields)
+_BATCH, _ANSWERS, _ACQUIRE, _INSERT, _LEASE, _INSERTED = range(6)  # kinds of rows
 
 Packed = Message | tuple[Any, ...]
 
@@ -36,10 +37,10 @@ def pack(message: Message) -> bytes:
     """A message as bytes."""
     packed: Packed = message
     fields = message.__dict__
-    if type(message) is Batch and type(fields.get("requests")) is tuple:
-        packed = (Batch, *(fields | {"requests": [_row_of_request(each) for each in fields["requests"]]}).values())
+    if type(message) is Batch and type(fields.get("requests")) is tuple and len(fields) == _BATCH_FIELDS:
+        packed = (_BATCH, *(fields | {"requests": [_row_of_request(each) for each in fields["requests"]]}).values())
     elif type(message) is BatchResponse:
-        packed = (BatchResponse, fields["epoch"], [_row_of_answer(each) for each in fields["responses"]])
+        packed = (_ANSWERS, fields["epoch"], [_row_of_answer(each) for each in fields["responses"]])
     return pickle.dumps(packed, _PROTOCOL)
 
 
@@ -64,12 +65,17 @@ def unpack(*parts: bytes, torn: type[CacheError] = InvalidRequest) -> object:
         raise torn(f"what was sent in {len(parts)} parts is torn: {type(error).__name__}: {error}") from None
 
 
-def _unpacked(model: Any, *fields: Any) -> Message:
-    if model is BatchResponse:
+def _unpacked(kind: Any, *fields: Any) -> Message:
+    if kind == _ANSWERS:
         epoch, rows = fields
         return assemble(BatchResponse, {"epoch": epoch, "responses": tuple([_answer(row) for row in rows])})
+    if kind != _BATCH:
+        raise ValueError(f"no message is of kind {kind!r}")
     session_id, epoch, rows, *place = fields
-    return receive(Batch, session_id, epoch, tuple([_request(row) for row in rows]), *place)
+    try:
+        return Batch.of(session_id, epoch, tuple([_request(row) for row in rows]), *place)
+    except ValidationError as error:
+        return refused(Batch, error)
 
 
 def _row_of_request(request: Any) -> Any:
@@ -95,7 +101,9 @@ def _request(row: Any) -> Any:
             return AcquireRequest.of(lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s)
         except ValidationError as error:
             return refused(AcquireRequest, error)
-    _, lease_id, num_tokens, data, width, release, publish_state = row
+    kind, lease_id, num_tokens, data, width, release, publish_state = row
+    if kind != _INSERT:
+        raise ValueError(f"no request is of kind {kind!r}")
     try:
         return InsertRequest.of(lease_id, num_tokens, TokenIds(data, width), release, publish_state)
     except ValidationError as error:

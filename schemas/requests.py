@@ -39,6 +39,10 @@ Priority = Annotated[
 TimeoutSeconds = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 
 
+def _is_message(given: Any) -> bool:
+    return Message in type(given).__mro__  # isinstance would call a function of pydantic's
+
+
 def _is_lease_id(given: Any) -> bool:
     return type(given) is str and 0 < len(given) <= 128
 
@@ -262,10 +266,19 @@ class Batch(Message):
     after: int = Field(default=0, ge=0, strict=True, description="the last batch that must be executed before; 0: none")
 
     @classmethod
-    def of(cls, session_id: str, epoch: str, requests: tuple[Message, ...], seq: int, after: int) -> Batch:
-        """What the constructor makes of the same, taken as it is."""
+    def of(cls, session_id: Any, epoch: Any, requests: Any, seq: Any, after: Any) -> Batch:
+        """As `AcquireRequest.of`."""
         fields = {"session_id": session_id, "epoch": epoch, "requests": requests, "seq": seq, "after": after}
-        return assemble(Batch, fields)
+        if (
+            _is_lease_id(session_id)
+            and type(epoch) is str
+            and type(seq) is type(after) is int
+            and 0 <= after < seq
+            and type(requests) is tuple
+            and all(map(_is_message, requests))
+        ):
+            return assemble(Batch, fields)
+        return Batch(**fields)
 
     @model_validator(mode="after")
     def _comes_after_an_earlier_one(self) -> Self:

@@ -44,6 +44,16 @@ def kv(**changed: Any) -> dict[str, Any]:
 BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
     "no parts": (lambda wire: wire.call("execute"), InvalidRequest, "in 0 parts is torn"),
     "no batch": (lambda wire: wire.call("execute", 7), InvalidRequest, "in 1 parts is torn: TypeError"),
+    "a row of no kind": (
+        lambda wire: wire.call("execute", pickle.dumps((99, "s"))),
+        InvalidRequest,
+        "torn: ValueError",
+    ),
+    "a request of no kind": (
+        lambda wire: wire.call("execute", pickle.dumps((0, "s", "e", [(99, "l", 3, b"", 4, True, False)], 0, 0))),
+        InvalidRequest,
+        "torn: ValueError: no request is of kind 99",
+    ),
     "torn": (lambda wire: wire.call("execute", pickle.dumps(PROBE)[:-9]), InvalidRequest, "torn: UnpicklingError"),
     "no message": (lambda wire: wire.call("execute", pickle.dumps(7)), InvalidRequest, "takes a Batch, not int"),
     "a request": (lambda wire: wire.call("execute", PROBE), InvalidRequest, "takes a Batch, not MatchRequest"),

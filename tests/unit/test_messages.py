@@ -32,6 +32,7 @@ from raydix.schemas import (
     TenantStats,
     TokenIds,
     UnknownLease,
+    frame_namespace,
 )
 from raydix.schemas.message import Malformed
 from raydix.schemas.report import TreePart
@@ -290,6 +291,53 @@ def test_a_malformed_request_arrives_as_such_among_whole_ones() -> None:
     back = pickle.loads(pickle.dumps(Batch(session_id="s", epoch="e", requests=requests)))
 
     assert [type(each) for each in back.requests] == [ReleaseRequest, Malformed]
+
+
+Values = tuple[Any, ...]
+EMPTY, TORN, WIDE = TokenIds(b"", 4), TokenIds(b"abc", 4), TokenIds.pack([2**40])
+FAST: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # most requests' values, and others in the place of each
+    AcquireRequest: (
+        ("l", TOKENS, None, 0, None, 0, None),
+        [
+            ["", "l" * 128, "l" * 129, None, b"l"],
+            [WIDE, [1, 2], EMPTY, TORN, TokenIds("abcd", 4), None],  # type: ignore[arg-type]
+            [frame_namespace("a", None, None), "a", 1],
+            [1, 2**70, -1, True, 1.0, "1", None],
+            [0, 7, -1, False, 1.5],
+            [-(2**31), 2**31 - 1, -(2**31) - 1, 2**31, True, 0.0, None],
+            [0, 1.5, -1, float("nan"), float("inf"), "soon"],
+        ],
+    ),
+    InsertRequest: (
+        ("l", 3, EMPTY, True, False),
+        [["", None], [0, -1, True, "3"], [TOKENS, [], TORN, None], [1, "perhaps", None], [1, None]],
+    ),
+    Batch: (
+        ("s", "e", (ReleaseRequest(lease_id="l"),), 2, 1),
+        [["", None], ["", None], [(), (1,), None], [0, 1, -1, 1.5, True], [0, 2, 3, -1, None]],
+    ),
+}
+
+
+@pytest.mark.parametrize("model", FAST, ids=lambda model: model.__name__)
+def test_what_is_made_without_the_validator_is_what_the_validator_makes(model: Any) -> None:
+    most, others = FAST[model]
+    changed = [(*most[:i], other, *most[i + 1 :]) for i, each in enumerate(others) for other in each]
+    assert len(others) == len(most)
+
+    for values in [most, *changed]:
+        assert made(model.of, *values) == made(lambda *given: model(**dict(zip(model.model_fields, given))), *values)  # noqa: B905
+        if not isinstance(made(model.of, *values), str):
+            assert model.of(*values).model_fields_set == set(model.model_fields)
+
+
+def made(make: Callable[..., Message], *values: Any) -> tuple[Message, list[str]] | str:
+    """What comes of it, and of what types its fields are; or the refusal."""
+    try:
+        message = make(*values)
+    except ValidationError as error:
+        return str(error)
+    return message, [type(value).__name__ for value in vars(message).values()]
 
 
 def test_an_insert_may_bring_no_new_ids() -> None:
