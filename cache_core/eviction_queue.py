@@ -73,7 +73,7 @@ class EvictionQueue:
 
     def pop(self) -> TreeNode | None:
         """Take out the candidate of the lowest rank; None if there is none."""
-        late = self._late.first()
+        late = self._late.first() if self._late_keys else None
         if self._row:
             node, key = next(iter(self._row.items()))
             if late is None or key < late[:2]:

@@ -6,21 +6,24 @@ import pytest
 from benchmarks.call_counts import of_core, of_service
 from benchmarks.core_workloads import WORKLOADS
 
-KEYS = 15.0  # to make the two keys of a request
-LOCKS = {"inc_lock_ref": 5.0, "dec_lock_ref": 4.0}
+from raydix.cache_core.kernels import COMPILED
+
+KEYS = 7.0  # to make the two keys of a request
+LOCKS = {"inc_lock_ref": 5.0, "dec_lock_ref": 3.5}
 MAX_CORE = {
-    ("chat", 1): {"match_prefix": 35.0, "insert": 32.0},
-    ("chat", 16): {"match_prefix": 41.0, "insert": 33.0},
-    ("short", 1): {"match_prefix": 22.0, "insert": 29.0},
-    ("short", 16): {"match_prefix": 28.0, "insert": 30.0},
-    ("pressed", 1): {"match_prefix": 22.0, "insert": 29.0, "evict": 21.0},
-    ("pressed", 16): {"match_prefix": 28.0, "insert": 30.0, "evict": 21.0},
-    ("chains", 1): {"match_prefix": 70.0, "insert": 29.0},
-    ("chains", 16): {"match_prefix": 47.0, "insert": 30.0},
+    ("chat", 1): {"match_prefix": 17.0, "insert": 31.0},
+    ("chat", 16): {"match_prefix": 17.0, "insert": 31.0},
+    ("short", 1): {"match_prefix": 13.0, "insert": 28.0},
+    ("short", 16): {"match_prefix": 13.0, "insert": 28.0},
+    ("pressed", 1): {"match_prefix": 13.0, "insert": 28.0, "evict": 22.0},
+    ("pressed", 16): {"match_prefix": 13.0, "insert": 28.0, "evict": 22.0},
+    ("chains", 1): {"match_prefix": 19.0, "insert": 28.0},
+    ("chains", 16): {"match_prefix": 15.0, "insert": 28.0},
 }
 MAX_SERVICE = {"acquire": 92.0, "insert": 95.0, "release": 43.0}
 
 
+@pytest.mark.skipif(not COMPILED, reason="the ceilings are those of compiled kernels")
 @pytest.mark.parametrize(("name", "page_size"), MAX_CORE)
 def test_each_verb_of_the_core_makes_no_more_calls_than_it_did(name: str, page_size: int) -> None:
     counts = of_core(WORKLOADS[name](0.02), page_size)
