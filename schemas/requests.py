@@ -20,7 +20,8 @@ def _not_empty(tokens: TokenIds) -> TokenIds:
 
 
 Tokens = Annotated[TokenIds, AfterValidator(_not_empty)]
-LeaseId = Annotated[str, Field(min_length=1, max_length=128)]
+MAX_LEASE_ID = 128  # characters
+LeaseId = Annotated[str, Field(min_length=1, max_length=MAX_LEASE_ID)]
 
 
 def _framed(namespace: str) -> str:
@@ -37,14 +38,6 @@ Priority = Annotated[
     int, Field(ge=-(2**31), lt=2**31, strict=True, description="what is used by higher ones stays longer")
 ]
 TimeoutSeconds = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
-
-
-def _is_message(given: Any) -> bool:
-    return Message in type(given).__mro__  # isinstance would call a function of pydantic's
-
-
-def _is_lease_id(given: Any) -> bool:
-    return type(given) is str and 0 < len(given) <= 128
 
 
 class OpenSession(Message):
@@ -123,10 +116,12 @@ class AcquireRequest(Message):
             "timeout_s": timeout_s,
         }
         if (
-            _is_lease_id(lease_id)
+            type(lease_id) is str
+            and 0 < len(lease_id) <= MAX_LEASE_ID
             and type(tokens) is TokenIds
-            and tokens.data
-            and tokens.is_whole()
+            and tokens.width == 4
+            and type(tokens.data) is bytes
+            and len(tokens.data) % 4 == 0 < len(tokens.data)
             and type(new_tokens) is int
             and new_tokens >= 0
             and type(priority) is int
@@ -168,11 +163,14 @@ class InsertRequest(Message):
             "publish_state": publish_state,
         }
         if (
-            _is_lease_id(lease_id)
+            type(lease_id) is str
+            and 0 < len(lease_id) <= MAX_LEASE_ID
             and type(num_tokens) is int
             and num_tokens > 0
             and type(suffix) is TokenIds
-            and suffix.is_whole()
+            and suffix.width == 4
+            and type(suffix.data) is bytes
+            and len(suffix.data) % 4 == 0
             and type(release) is type(publish_state) is bool
         ):
             return assemble(InsertRequest, fields)
@@ -270,12 +268,13 @@ class Batch(Message):
         """As `AcquireRequest.of`."""
         fields = {"session_id": session_id, "epoch": epoch, "requests": requests, "seq": seq, "after": after}
         if (
-            _is_lease_id(session_id)
+            type(session_id) is str
+            and 0 < len(session_id) <= MAX_LEASE_ID
             and type(epoch) is str
             and type(seq) is type(after) is int
             and 0 <= after < seq
             and type(requests) is tuple
-            and all(map(_is_message, requests))
+            and all([Message in type(each).__mro__ for each in requests])  # noqa: C419 -- isinstance would call pydantic
         ):
             return assemble(Batch, fields)
         return Batch(**fields)
