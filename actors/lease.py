@@ -21,6 +21,7 @@ from raydix.schemas import (
     UnknownLease,
     WindowResponse,
 )
+from raydix.schemas.tokens import AS_THEY_ARE
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ class Lease:
         self.transport = transport  # of the session that holds it
         self._run_len = run_len  # slots that each of the starts stands for
         self._tokens = tokens  # all ids that the cache has been sent of this request
-        self._dtype: np.dtype[Any] | None = None  # of the array that they were packed from, if it was one
+        self._dtype: np.dtype[Any] | None = None  # of the array that they are the bytes of, if they are
         self._page_starts = response.page_starts  # as granted
         self._num_slots = response.num_slots
         self._slots: torch.Tensor | None = None
@@ -213,7 +214,7 @@ class Lease:
 
     def note_packed(self, tokens: Any) -> None:
         """The ids that the cache has been sent were packed from these."""
-        if type(tokens) is np.ndarray:
+        if type(tokens) is np.ndarray and tokens.dtype in AS_THEY_ARE:
             self._dtype = tokens.dtype
 
     def packed(self, tokens: Any) -> TokenIds | None:

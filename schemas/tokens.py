@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 
 NARROW_LIMIT = 2**32
 WIDE_LIMIT = 2**64
-_INT32, _UINT32 = np.dtype("<i4"), np.dtype("<u4")  # of such arrays the bytes are taken as they are
+_INT32, _UINT32 = AS_THEY_ARE = np.dtype("<i4"), np.dtype("<u4")  # of such arrays the bytes are what is packed
 _or = np.bitwise_or.reduce
 
 

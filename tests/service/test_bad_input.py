@@ -532,3 +532,30 @@ async def test_a_client_of_an_unknown_name_is_told_so_at_its_first_verb(ray_clus
         with pytest.raises(CacheUnavailable, match="no cache named 'nowhere' runs"):
             await client.match([1])
     await client.close()
+
+
+# ---------------------------------------------------------------- arrays whose bytes are alike
+
+INT32, UINT32 = np.dtype("<i4"), np.dtype("<u4")
+ALIKE: dict[str, tuple[Any, Any]] = {
+    "half as many, twice as wide": (np.array([1, 0], np.int64), np.array([1], np.int64)),
+    "swapped": (np.array([1, 2], ">i4"), np.array([1, 2], "<i4").view(">i4")),
+    "unsigned, then negative": (np.array([2**32 - 1, 2], UINT32), np.array([-1, 2], INT32)),
+    "in rows": (np.array([1, 2], INT32), np.array([[1, 2]], INT32)),
+}
+
+
+@pytest.mark.parametrize(("acquired", "inserted"), ALIKE.values(), ids=ALIKE)
+async def test_other_ids_of_the_same_bytes_are_not_taken_for_those_that_were_acquired(
+    cache1: CacheUnderTest, acquired: Any, inserted: Any
+) -> None:
+    lease = await cache1.client.acquire(acquired)
+
+    if inserted.dtype == np.int64:  # the first of those that were acquired
+        assert (await lease.insert(inserted)).num_inserted == 1
+    else:
+        with pytest.raises(InvalidRequest):
+            await lease.insert(inserted)
+
+    await lease.insert(acquired, release=True)
+    assert await cache1.matched(*acquired.tolist()) == 2
