@@ -62,10 +62,10 @@ def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Te
     if value is None:
         return torch.from_numpy(key.ids[:: key.arity or 1].astype(np.int64))
     slots = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    if slots.dtype is _INT64 and slots.is_cpu and slots.is_contiguous() and slots.dim() == 1 and slots.numel() >= needed:
+        return slots  # the most usual
     if slots.dim() != 1 or slots.dtype not in _INTEGERS or slots.numel() < needed:
         raise InvalidKeyError(
             f"{len(key)} tokens need {needed} integer slots, not {slots.dtype} of shape {tuple(slots.shape)}"
         )
-    if slots.dtype is _INT64 and slots.is_cpu and slots.is_contiguous():
-        return slots
     return slots.detach().cpu().to(_INT64).contiguous()
