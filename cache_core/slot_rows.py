@@ -62,10 +62,10 @@ def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Te
     if value is None:
         return torch.from_numpy(key.ids[:: key.arity or 1].astype(np.int64))
     slots = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-    if slots.dtype is _INT64 and slots.is_cpu and slots.is_contiguous() and slots.dim() == 1 and slots.numel() >= needed:
-        return slots  # the most usual
-    if slots.dim() != 1 or slots.dtype not in _INTEGERS or slots.numel() < needed:
-        raise InvalidKeyError(
-            f"{len(key)} tokens need {needed} integer slots, not {slots.dtype} of shape {tuple(slots.shape)}"
-        )
+    dtype, fits = slots.dtype, slots.dim() == 1 and slots.numel() >= needed
+    if fits and dtype is _INT64 and slots.is_cpu and slots.is_contiguous():  # the most usual
+        return slots
+    if not fits or dtype not in _INTEGERS:
+        shape = tuple(slots.shape)
+        raise InvalidKeyError(f"{len(key)} tokens need {needed} integer slots, not {dtype} of shape {shape}")
     return slots.detach().cpu().to(_INT64).contiguous()
