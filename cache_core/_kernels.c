@@ -377,13 +377,23 @@ compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 /* ---------------------------------------------------------------- free pages */
 
+static int64_t
+start_at(const Py_buffer *starts, Py_ssize_t i)
+{
+    int64_t start;
+    memcpy(&start, (const char *)starts->buf + i * starts->strides[0], 8);
+    return start;
+}
+
 /* Mark pages as free; of what went wrong, the first page that is to blame, else `count`. */
 static Py_ssize_t
-mark_free(const int64_t *starts, Py_ssize_t count, Py_ssize_t page, int32_t *marks, Py_ssize_t num_marks)
+mark_free(const Py_buffer *starts, Py_ssize_t page, int32_t *marks, Py_ssize_t num_marks)
 {
+    Py_ssize_t count = starts->shape[0];
     for (Py_ssize_t i = 0; i < count; i++) {
-        int64_t number = page == 1 ? starts[i] : starts[i] / page; /* a division takes longer than all else here */
-        if (starts[i] < page || number >= num_marks || marks[number] < 0)
+        int64_t start = start_at(starts, i);
+        int64_t number = page == 1 ? start : start / page; /* a division takes longer than all else here */
+        if (start < page || number >= num_marks || marks[number] < 0)
             return i;
         marks[number] = -1;
     }
@@ -399,21 +409,20 @@ is_row_of(const Py_buffer *view, Py_ssize_t itemsize)
 static const char *
 take_back_all(Py_buffer *starts, Py_buffer *marks, Py_buffer *stack, Py_ssize_t num_free, Py_ssize_t page)
 {
-    const int64_t *freed = starts->buf;
     int32_t *known = marks->buf;
-    Py_ssize_t count = starts->shape[0], good = mark_free(freed, count, page, known, marks->shape[0]);
+    Py_ssize_t count = starts->shape[0], good = mark_free(starts, page, known, marks->shape[0]);
     if (good == count && count <= stack->shape[0] - num_free) {
         int64_t *top = (int64_t *)stack->buf + num_free + count;
         for (Py_ssize_t i = 0; i < count; i++)
-            *--top = freed[i];
+            *--top = start_at(starts, i);
         return NULL;
     }
-    const char *fault = "outside";
-    if (good < count && freed[good] >= page && freed[good] / page < marks->shape[0])
-        fault = "free";
+    int64_t blamed = good < count ? start_at(starts, good) : 0;
+    const char *fault = blamed < page || blamed / page >= marks->shape[0] ? "outside" : "free";
     for (Py_ssize_t i = 0; i < good; i++) {
-        known[freed[i] / page] = 0;
-        if (good < count && freed[i] / page == freed[good] / page)
+        int64_t number = start_at(starts, i) / page;
+        known[number] = 0;
+        if (good < count && number == blamed / page)
             fault = "twice";
     }
     return fault;
@@ -428,7 +437,7 @@ take_back(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (PyErr_Occurred())
         return NULL;
     Py_buffer starts, marks, stack;
-    if (PyObject_GetBuffer(args[0], &starts, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) < 0)
+    if (PyObject_GetBuffer(args[0], &starts, PyBUF_RECORDS_RO) < 0)
         return NULL;
     if (PyObject_GetBuffer(args[1], &marks, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
         PyBuffer_Release(&starts);

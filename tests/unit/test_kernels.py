@@ -126,11 +126,18 @@ def test_slots_are_compacted_as_by_the_plain_kernel(
 
 
 @compiled
-@given(st.lists(st.integers(-20, 200), min_size=1, max_size=12), st.sets(st.integers(1, 10)), PAGES)
-def test_pages_are_taken_back_as_by_the_plain_kernel(starts: list[int], used: set[int], page_size: int) -> None:
+@given(
+    st.lists(st.integers(-20, 200), min_size=1, max_size=12),
+    st.sets(st.integers(1, 10)),
+    PAGES,
+    st.sampled_from([1, 2, -1]),
+)
+def test_pages_are_taken_back_as_by_the_plain_kernel(
+    starts: list[int], used: set[int], page_size: int, step: int
+) -> None:
     marks = np.full(11, -1, np.int32)
     marks[list(used)] = 0
-    pages = np.array(starts) if page_size == 1 else np.array(starts) // page_size * page_size
+    pages = np.array(starts)[::step] // page_size * page_size if page_size > 1 else np.array(starts)[::step]
 
     def done(take_back: Any) -> tuple[bool, list[bool], list[int]]:
         free, stack = marks.copy(), np.zeros(30, np.int64)

@@ -177,6 +177,17 @@ def test_a_wrong_free_raises_and_changes_nothing(pool: TokenToKVPoolAllocator, s
     assert state(pool) == before
 
 
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_slots_are_freed_whatever_lies_between_them_in_memory(page_size: int) -> None:
+    pool = TokenToKVPoolAllocator(8 * page_size, page_size)
+    slots = pool.alloc(8 * page_size)
+    pool.free(slots[:: 2 * page_size])
+    pool.free(slots[page_size :: 2 * page_size])
+
+    assert pool.available_size() == pool.num_slots
+    pool.check_invariants()
+
+
 def test_what_was_freed_cannot_be_freed_again(pool: TokenToKVPoolAllocator) -> None:
     slots = pool.alloc(4)
     pool.free(slots)
