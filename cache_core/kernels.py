@@ -11,14 +11,12 @@ from raydix.cache_core import plain_kernels
 
 __all__ = ["COMPILED", "compact", "expand", "pack", "take_back", "walk"]
 
-COMPILED = False  # whether the compiled ones are in use
+COMPILED = os.environ.get("RAYDIX_PLAIN", "0") in ("", "0")  # whether the compiled ones are in use
 pack, walk, expand = plain_kernels.pack, plain_kernels.walk, plain_kernels.expand
 compact, take_back = plain_kernels.compact, plain_kernels.take_back
 
-if os.environ.get("RAYDIX_PLAIN", "0") in ("", "0"):
+if COMPILED:
     try:
         from raydix.cache_core._kernels import compact, expand, pack, take_back, walk
-
-        COMPILED = True
     except ImportError:  # there was no compiler where it was installed
         COMPILED = False

@@ -79,11 +79,11 @@ def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray |
     if num_slots * page_size != num_tokens:
         return None
     slots = np.frombuffer(packed, np.int64).repeat(page_size)
-    slots += lanes(page_size, num_tokens)
+    slots += _lanes_of(page_size, num_tokens)
     return bytearray(slots.data)
 
 
-def lanes(page_size: int, num_tokens: int) -> NDArray[np.int64]:
+def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
     """The place of each token in its page."""
     known = _lanes.get(page_size)
     if known is None or known.size < num_tokens:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.kernels import expand
-from raydix.cache_core.plain_kernels import lanes
 from raydix.cache_core.radix_key import RadixKey
 
 Slots = NDArray[np.int64]
@@ -23,9 +22,9 @@ _INTEGERS = {_INT64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.ui
 
 def expand_pages(starts: Slots, page_size: int) -> Slots:
     """One slot per token of pages of consecutive slots; a copy."""
-    slots = starts.repeat(page_size)
-    slots += lanes(page_size, slots.size)
-    return slots
+    expanded = expand([starts.tobytes()], starts.size * page_size, page_size)
+    assert expanded is not None, "pages of one size make a row of slots"
+    return unpack(expanded)
 
 
 def unpack(row: Row | bytearray) -> Slots:
