@@ -147,8 +147,9 @@ class CacheVerbs(HandoverVerbs):
             InvalidRequest: an argument is wrong; the message says which and why.
         """
         namespace = _namespace(extra_key, lora_id, cache_salt)
-        values = _pack(tokens), namespace, new_tokens, max_prefix_len, priority, timeout_s
-        request = made(AcquireRequest.of, self._new_lease_id(), *values)
+        lease_id = f"{self._session_id}-{next(self._lease_numbers)}"
+        packed = _pack(tokens)
+        request = made(AcquireRequest.of, lease_id, packed, namespace, new_tokens, max_prefix_len, priority, timeout_s)
         lease = await self._lease(request)
         lease.note_packed(tokens)
         return lease

@@ -79,18 +79,6 @@ class LockRequest(Message):
     priority: Priority = 0
 
 
-def _are_plain(lease_id: Any, tokens: Any) -> bool:
-    """Whether they are a `LeaseId`, and packed ids of 4 bytes each, perhaps none, as they stand."""
-    return (
-        type(lease_id) is str
-        and 0 < len(lease_id) <= MAX_LEASE_ID
-        and type(tokens) is TokenIds
-        and tokens.width == 4
-        and type(tokens.data) is bytes
-        and len(tokens.data) % 4 == 0
-    )
-
-
 class AcquireRequest(Message):
     """Match, lock, and allocate slots for the rest of `tokens` and `new_tokens` more, in one step."""
 
@@ -128,8 +116,12 @@ class AcquireRequest(Message):
             "timeout_s": timeout_s,
         }
         if (
-            _are_plain(lease_id, tokens)
-            and tokens.data
+            type(lease_id) is str
+            and 0 < len(lease_id) <= MAX_LEASE_ID
+            and type(tokens) is TokenIds
+            and tokens.width == 4
+            and type(tokens.data) is bytes
+            and len(tokens.data) % 4 == 0 < len(tokens.data)
             and type(new_tokens) is int
             and new_tokens >= 0
             and type(priority) is int
@@ -171,9 +163,14 @@ class InsertRequest(Message):
             "publish_state": publish_state,
         }
         if (
-            _are_plain(lease_id, suffix)
+            type(lease_id) is str
+            and 0 < len(lease_id) <= MAX_LEASE_ID
             and type(num_tokens) is int
             and num_tokens > 0
+            and type(suffix) is TokenIds
+            and suffix.width == 4
+            and type(suffix.data) is bytes
+            and len(suffix.data) % 4 == 0
             and type(release) is type(publish_state) is bool
         ):
             return assemble(InsertRequest, fields)
