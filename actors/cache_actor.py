@@ -13,6 +13,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.cache_host import CacheHost, local_device
+from raydix.actors.channel_server import ChannelServer
 from raydix.actors.death_watch import DeathWatch
 from raydix.actors.json_logs import log_as_json
 from raydix.actors.watched_actor import check_watchable
@@ -65,6 +66,7 @@ class PrefixCacheActor:
         if wanted == "auto" and not ray.get_gpu_ids():
             wanted = "cpu"  # cards may be visible that were not given to this actor
         self._host = _make_host(config, local_device(wanted), node_id)
+        self._channels = ChannelServer(self._host.service)
         self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
         self._host.service.keeper.on_end = self._watch.unwatch
         if config.json_logs:
@@ -90,11 +92,12 @@ class PrefixCacheActor:
         """Open a client's session, which ends with the actor that owns it, if one does."""
         if owner is not None:
             check_watchable(owner)
+        channel = await self._channels.address()
         response = self._host.service.open_session(request)
         self._start_metrics()  # after a restart nobody asks for the digest
         if owner is not None:
             self._watch.watch(owner, request.session_id)
-        return response
+        return response.model_copy(update={"channel": channel})
 
     def _start_metrics(self) -> None:
         if self._metrics is not None:
@@ -165,6 +168,7 @@ class PrefixCacheActor:
         cut_short = await self._host.service.drain(drain_s)
         if self._metrics is not None:
             self._metrics.stop()
+        self._channels.close()
         await self._host.service.close()
         return cut_short
 

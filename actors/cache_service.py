@@ -197,11 +197,20 @@ class CacheService:
 
     async def execute_in_turn(self, batch: Batch) -> BatchResponse:
         """Execute a numbered batch after the one that it names."""
+        if (response := self.execute_if_due(batch)) is not None:
+            return response
         session = self.session(batch.session_id, batch.epoch)
-        if batch.after > session.executed_seq:
-            turn = session.turns.setdefault(batch.after, asyncio.get_running_loop().create_future())
-            await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
-            session.turns.pop(batch.after, None)
+        turn = session.turns.setdefault(batch.after, asyncio.get_running_loop().create_future())
+        await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
+        session.turns.pop(batch.after, None)
+        return self._execute_numbered(batch, session)
+
+    def execute_if_due(self, batch: Batch) -> BatchResponse | None:
+        """Execute a numbered batch now; None if the one that it names has not been executed yet."""
+        session = self.session(batch.session_id, batch.epoch)
+        return self._execute_numbered(batch, session) if batch.after <= session.executed_seq else None
+
+    def _execute_numbered(self, batch: Batch, session: Session) -> BatchResponse:
         try:
             return self.execute(batch.session_id, batch.epoch, batch.requests)
         finally:

@@ -87,7 +87,7 @@ _KINDS: dict[Key, Any] = {("name",): str, **dict(_fields(CacheConfig))}
 SECTIONS = frozenset(key for key, kind in _KINDS.items() if _section(kind) is not None)
 _VARIABLES = {_PREFIX + "_".join(key).upper(): key for key in _KINDS}
 _LEAVES = [variable for variable, key in _VARIABLES.items() if key not in SECTIONS]
-_OTHER_VARIABLES = {"RAYDIX_NAMESPACE", "RAYDIX_TRACE", "RAYDIX_BENCH_GATE", "RAYDIX_PLAIN"}
+_OTHER_VARIABLES = {"RAYDIX_NAMESPACE", "RAYDIX_TRACE", "RAYDIX_BENCH_GATE", "RAYDIX_PLAIN", "RAYDIX_CHANNEL"}
 
 
 def _merge(tree: dict[str, Any], key: Key, value: Any) -> None:

@@ -30,11 +30,11 @@ _PROTOCOL = 5
 _BATCH_FIELDS = len(Batch.model_fields)
 _BATCH, _ANSWERS, _ACQUIRE, _INSERT, _LEASE, _INSERTED = range(6)  # kinds of rows
 
-Packed = Message | tuple[Any, ...]
+Packed = Message | CacheError | tuple[Any, ...]
 
 
-def pack(message: Message) -> bytes:
-    """A message as bytes."""
+def pack(message: Message | CacheError) -> bytes:
+    """A message as bytes, or what stands in place of an answer."""
     packed: Packed = message
     fields = message.__dict__
     if type(message) is Batch and type(fields.get("requests")) is tuple and len(fields) == _BATCH_FIELDS:
@@ -44,15 +44,14 @@ def pack(message: Message) -> bytes:
     return pickle.dumps(packed, _PROTOCOL)
 
 
-def pack_parts(message: Message) -> list[bytes]:
-    """A message as bytes, in parts small enough to travel within a call."""
-    packed = pack(message)
+def in_parts(packed: bytes) -> list[bytes]:
+    """A packed message in parts small enough to travel within a call."""
     if len(packed) <= MAX_PART_BYTES:
         return [packed]
     return [packed[start : start + MAX_PART_BYTES] for start in range(0, len(packed), MAX_PART_BYTES)]
 
 
-def unpack(*parts: bytes, torn: type[CacheError] = InvalidRequest) -> object:
+def unpack(*parts: bytes | memoryview, torn: type[CacheError] = InvalidRequest) -> object:
     """What was packed: a message, if nothing else was sent.
 
     Raises:

@@ -18,6 +18,7 @@ class SessionResponse(Answer):
 
     epoch: str = Field(description="this life of the cache; a restarted cache has another")
     config: CacheConfig
+    channel: str | None = Field(default=None, description="where the cache listens for clients on its machine")
 
 
 class MatchResponse(Answer):

@@ -8,6 +8,8 @@ from cache_kinds import Access, KindUnderTest, radix, reached_kinds
 from cache_under_test import CacheUnderTest, Reached
 from wire import Scene, counts
 
+from raydix.actors.channel import SWITCH
+
 
 @asynccontextmanager
 async def under_test(
@@ -27,10 +29,18 @@ async def cache(request: pytest.FixtureRequest) -> AsyncIterator[CacheUnderTest]
         yield cache
 
 
-@pytest.fixture(params=["local", "client", pytest.param("ray", marks=pytest.mark.ray)])
-def access(request: pytest.FixtureRequest) -> Access:
-    """How the cache is reached."""
-    return request.param
+@pytest.fixture(
+    params=["local", "client", pytest.param("ray", marks=pytest.mark.ray), pytest.param("calls", marks=pytest.mark.ray)]
+)
+def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Access:
+    """How the cache is reached; on Ray, by a channel and by calls."""
+    return over_calls(monkeypatch) if request.param == "calls" else request.param
+
+
+def over_calls(monkeypatch: pytest.MonkeyPatch) -> Access:
+    """Have clients on this machine call through Ray, as those on others do."""
+    monkeypatch.setenv(SWITCH, "0")
+    return "ray"
 
 
 @pytest.fixture

@@ -9,8 +9,16 @@ from typing import Any
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.cache_actor import PrefixCacheActor
+from raydix.actors.channel_server import ChannelServer
 from raydix.actors.death_watch import DeathWatch
 from raydix.schemas import CacheUnavailable
+
+
+class NoChannels(ChannelServer):
+    """A cache on another machine."""
+
+    async def address(self) -> None:
+        """Nowhere."""
 
 
 class HandleInProcess:
@@ -20,16 +28,19 @@ class HandleInProcess:
         cache: whose service answers.
         rng: how long calls and answers travel, and which are lost.
         loss: the share of calls, and of answers, that are lost.
+        channels: for clients on this machine; None: it seems to be on another.
     """
 
-    def __init__(self, cache: LocalPrefixCache, rng: Random, loss: float = 0.0) -> None:
+    def __init__(
+        self, cache: LocalPrefixCache, rng: Random, loss: float = 0.0, channels: ChannelServer | None = None
+    ) -> None:
         self._actor_id = id(self)
         self.rng = rng
         self.loss = loss
         self.actor = PrefixCacheActor.__new__(PrefixCacheActor)  # its __init__ asks Ray where it runs
         self.actor._host = cache._host
         self.actor._watch = DeathWatch(cache._host.service.keeper.owner_unavailable)
-        self.actor._draining = False
+        self.actor._channels = channels or NoChannels(cache._host.service)
         self.actor._metrics = None
 
     def __getattr__(self, method: str) -> _Method:

@@ -40,7 +40,7 @@ class Wire:
     async def call(self, method: str, *arguments: Any) -> Any:
         """The cache's answer; a batch goes packed."""
         if method == "execute":
-            packed = [wire.pack_parts(each) if isinstance(each, Message) else [each] for each in arguments]
+            packed = [wire.in_parts(wire.pack(each)) if isinstance(each, Message) else [each] for each in arguments]
             return wire.unpack(await self._call("execute", *chain.from_iterable(packed)))
         return await self._call(method, *arguments)
 

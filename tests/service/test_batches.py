@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from cache_fixtures import over_calls
 from cache_under_test import CacheUnderTest, Pages, small_config
 from ray.exceptions import PendingCallsLimitExceeded, RaySystemError
 
@@ -39,10 +40,10 @@ NUM_OPERATIONS = 2000
 # ---------------------------------------------------------------- on Ray
 
 
-@pytest.fixture(params=[pytest.param("ray", marks=pytest.mark.ray)])
-def access(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=[pytest.param("channel", marks=pytest.mark.ray), pytest.param("calls", marks=pytest.mark.ray)])
+def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Only an actor's client makes batches."""
-    return request.param
+    return over_calls(monkeypatch) if request.param == "calls" else "ray"
 
 
 async def num_batches(cache: CacheUnderTest) -> int:
@@ -417,7 +418,7 @@ async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(service: CacheS
 def test_a_batch_travels_in_parts_that_ray_carries_within_the_call(service: CacheService) -> None:
     sent = batch(service, 1, 0, *[MatchRequest(tokens=range(number, 60_000)) for number in range(3)], LOOK)
 
-    parts = wire.pack_parts(sent)
+    parts = wire.in_parts(wire.pack(sent))
 
     assert len(parts) == 9  # of 720 KB and a little
     assert max(map(len, parts)) <= wire.MAX_PART_BYTES

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from cache_fixtures import over_calls
 from cache_under_test import CacheUnderTest, Pages, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, wire
@@ -105,11 +106,11 @@ async def test_a_fault_in_sending_fails_the_requests_and_leaves_nobody_waiting(
     async with PrefixCacheClient(ray_cache) as client:
         await client.match([1])
 
-        def broken(message: Message) -> list[bytes]:
+        def broken(message: Message) -> bytes:
             raise TypeError("cannot be pickled")
 
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "raydix.actors.ray_transport"):
-            patch.setattr(wire, "pack_parts", broken)
+            patch.setattr(wire, "pack", broken)
             for verb in (client.match([1]), client.acquire([1])):
                 with pytest.raises(CacheError, match="internal error of the client: TypeError: cannot be pickled"):
                     await asyncio.wait_for(verb, 30)
@@ -148,8 +149,9 @@ class Lossy:
 @pytest.mark.parametrize("error", [CacheUnavailable, CacheError])
 @pytest.mark.parametrize("lost", ["the grant", "the end"])
 async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the_cache_answers_again(
-    ray_cache: Any, lost: str, error: type[CacheError]
+    ray_cache: Any, lost: str, error: type[CacheError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    over_calls(monkeypatch)
     handle = LossyHandle(ray_cache, error)
     async with PrefixCacheClient(ray_cache) as witness, PrefixCacheClient(handle) as client:
         lease = await client.acquire([1, 2])

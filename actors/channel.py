@@ -1,0 +1,145 @@
+"""A channel to a cache on the same machine: a Unix socket that carries batches and their answers.
+
+Ray places the cache, finds it and notices its death; a call costs it a few hundred microseconds whatever travels in it.
+Where client and cache share a machine, their batches go straight from one to the other for a tenth of that. Where they
+do not, or once the channel has broken, they go as Ray calls: the same batches, by the same numbers.
+
+What travels is pickled, so both ends speak only to processes of their own user, as the kernel tells. The socket has no
+name in any folder: nothing is left behind however its processes end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Self
+
+from raydix.schemas import CacheUnavailable
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 * 2**20  # larger batches go as Ray calls
+SWITCH = "RAYDIX_CHANNEL"  # "0" in the environment of a client or a cache: Ray calls only
+_HEADER = struct.Struct("<QI")  # the number of a batch, and the bytes that follow
+_CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
+
+Answer = bytes | memoryview | BaseException  # read it before returning: a memoryview is of a buffer that goes on
+Tell = Callable[[Answer], None]
+
+
+def channels_are_wanted() -> bool:
+    """Whether this process may use channels: there are such sockets on Linux only."""
+    return sys.platform == "linux" and os.environ.get(SWITCH, "1") != "0"
+
+
+class FramedProtocol(asyncio.Protocol, ABC):
+    """Numbered frames of bytes over one connection, between processes of one user."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._pending = bytearray()  # the beginning of a frame
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Refuse other users' processes."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        peer: socket.socket = transport.get_extra_info("socket")
+        told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(told)
+        if user != os.geteuid():
+            logger.warning("a process of user %d was refused: this one belongs to user %d", user, os.geteuid())
+            transport.abort()
+
+    def send_frame(self, number: int, payload: bytes) -> None:
+        """Send, or have it sent as soon as the other end takes it."""
+        self._transport.write(_HEADER.pack(number, len(payload)) + payload)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on every frame that is whole."""
+        if self._transport.is_closing():
+            return
+        if self._pending:
+            self._pending += data
+        received: bytes | bytearray = self._pending or data
+        view, at = memoryview(received), 0
+        while len(view) - at >= _HEADER.size:
+            number, size = _HEADER.unpack_from(view, at)
+            if size > MAX_FRAME_BYTES:
+                logger.error("a frame of %d bytes was refused: that is no frame", size)
+                self._transport.abort()
+                return
+            stop = at + _HEADER.size + size
+            if stop > len(view):
+                break
+            self.frame_received(number, view[at + _HEADER.size : stop])
+            at = stop
+        if at or received is data:
+            self._pending = bytearray(view[at:])  # a new one: parts of the old one may still be looked at
+
+    @abstractmethod
+    def frame_received(self, number: int, payload: memoryview) -> None:
+        """A frame has come. It must not raise; the payload is valid until it returns."""
+
+
+class Channel(FramedProtocol):
+    """A client's end. Get one by `open`; it lives as long as whoever it was opened for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: dict[int, Tell] = {}  # by the number of the batch that they wait for
+
+    @classmethod
+    async def open(cls, address: str | None, holder: object) -> Self | None:
+        """A channel to the cache at an address that it gave; None if it cannot be reached so.
+
+        It is closed when `holder` is no more.
+        """
+        if address is None or not channels_are_wanted():
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            transport, channel = await loop.create_unix_connection(cls, address)
+        except OSError as error:  # it is on another machine, or behind another wall
+            logger.debug("no channel to the cache, calls instead: %s", error)
+            return None
+        weakref.finalize(holder, _close, loop, transport).atexit = False
+        return channel
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be sent on."""
+        return not self._transport.is_closing()
+
+    def ask(self, number: int, payload: bytes, tell: Tell) -> None:
+        """Send a batch; `tell` is called once, in a later tick: with the answer, or with what kept it away."""
+        self._told[number] = tell
+        self.send_frame(number, payload)
+
+    def frame_received(self, number: int, payload: memoryview) -> None:
+        """The answer to a batch."""
+        if (tell := self._told.pop(number, None)) is not None:
+            tell(payload)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The cache is gone, or has given up on this client. What was on its way may have been executed or not."""
+        why = f": {error}" if error is not None else ""
+        told, self._told = self._told, {}
+        for tell in told.values():
+            tell(CacheUnavailable(f"the cache is dead, restarting, or cannot be reached: its connection broke{why}"))
+
+    def close(self) -> None:
+        """Send what waits to be sent, and no more."""
+        self._transport.close()
+
+
+def _close(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+    """Close from whatever thread the collector runs in."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(transport.close)

@@ -1,0 +1,97 @@
+"""`ChannelServer`: the cache's end of the channels of its clients on the same machine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from raydix.actors import wire
+from raydix.actors.cache_service import CacheService
+from raydix.actors.channel import FramedProtocol, channels_are_wanted
+from raydix.actors.error_map import to_cache_error
+from raydix.actors.typed_messages import arrived
+from raydix.schemas import Batch, BatchResponse, CacheError
+
+logger = logging.getLogger(__name__)
+
+
+class ChannelServer:
+    """Listens on the loop of a cache's actor. What comes by a channel is executed in the tick in which it comes.
+
+    Args:
+        service: the cache.
+    """
+
+    def __init__(self, service: CacheService) -> None:
+        self._service = service
+        self._listening: asyncio.Task[str | None] | None = None
+        self._server: asyncio.AbstractServer | None = None
+
+    async def address(self) -> str | None:
+        """Where it listens, from the first call on; None: it does not, and clients call through Ray."""
+        if self._listening is None:
+            self._listening = asyncio.get_running_loop().create_task(self._listen())
+        return await asyncio.shield(self._listening)
+
+    async def _listen(self) -> str | None:
+        if not channels_are_wanted():
+            return None
+        address = f"\0raydix-{self._service.epoch}"  # the kernel forgets it with this process
+        try:
+            self._server = await asyncio.get_running_loop().create_unix_server(self._connection, address)
+        except OSError as error:
+            logger.warning("clients on this machine have to call through Ray: %s", error)
+            return None
+        return address
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        return _Connection(self._service)
+
+    def close(self) -> None:
+        """Take no further clients. Those that are there are answered that the cache has been shut down."""
+        if self._server is not None:
+            self._server.close()
+
+
+class _Connection(FramedProtocol):
+    """One client."""
+
+    def __init__(self, service: CacheService) -> None:
+        super().__init__()
+        self._service = service
+        self._late: set[asyncio.Task[None]] = set()
+
+    def frame_received(self, number: int, payload: memoryview) -> None:
+        """Execute a batch, once those before it have been, and answer."""
+        try:
+            batch = arrived(Batch, wire.unpack(payload))
+            response = self._service.execute_if_due(batch)
+        except Exception as error:
+            self._answer(number, to_cache_error(error))
+            return
+        if response is not None:
+            self._answer(number, response)
+            return
+        task = asyncio.get_running_loop().create_task(self._execute_late(number, batch))
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+    async def _execute_late(self, number: int, batch: Batch) -> None:
+        """One that has overtaken the batch before it, which came as a Ray call."""
+        try:
+            self._answer(number, await self._service.execute_in_turn(batch))
+        except Exception as error:
+            self._answer(number, to_cache_error(error))
+
+    def _answer(self, number: int, answer: BatchResponse | CacheError) -> None:
+        if not self._transport.is_closing():  # nobody waits on one that is
+            self.send_frame(number, wire.pack(answer))
+
+    def pause_writing(self) -> None:
+        """The client does not read its answers: take no more of its batches until it does."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It does."""
+        if not self._transport.is_closing():
+            self._transport.resume_reading()

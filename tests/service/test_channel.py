@@ -1,0 +1,400 @@
+"""Batches of clients on the cache's machine go by a socket, as whole, as ordered and as safe as calls."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import struct
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import ray
+from cache_fixtures import over_calls
+from cache_in_process import HandleInProcess
+from cache_under_test import small_config
+
+from raydix.actors import LocalPrefixCache, PrefixCacheClient, channel, wire
+from raydix.actors.channel import Channel
+from raydix.actors.channel_server import ChannelServer
+from raydix.schemas import (
+    Batch,
+    BatchResponse,
+    CacheConfig,
+    CacheUnavailable,
+    InvalidRequest,
+    LeaseConfig,
+    MatchRequest,
+    Message,
+    OpenSession,
+    PoolConfig,
+    StaleEpoch,
+    StatsRequest,
+    TokenIds,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
+
+PROBE, LOOK = MatchRequest(tokens=TokenIds.pack([1])), StatsRequest()
+HEADER = struct.Struct("<QI")  # of a frame: the number of the batch, and the bytes that follow
+NOBODY = 65534
+
+
+class Listening:
+    """A cache of this process that listens for channels, with one session."""
+
+    def __init__(self, cache: LocalPrefixCache) -> None:
+        self.cache = cache
+        self.service = cache._host.service
+        self.channels = ChannelServer(self.service)
+        self.service.open_session(OpenSession(session_id="s", owner="test"))
+
+    async def address(self) -> str:
+        address = await self.channels.address()
+        assert address is not None
+        return address
+
+    async def connected(self) -> socket.socket:
+        """A bare socket, as a client's."""
+        peer = socket.socket(socket.AF_UNIX)
+        peer.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(peer, await self.address())
+        return peer
+
+    def batch(self, seq: int, after: int, *requests: Message) -> Batch:
+        return Batch(session_id="s", epoch=self.service.epoch, requests=requests, seq=seq, after=after)
+
+
+@pytest.fixture
+async def listening() -> AsyncIterator[Listening]:
+    async with LocalPrefixCache(small_config()) as cache:
+        there = Listening(cache)
+        yield there
+        there.channels.close()
+        cache._host.service.core.check_invariants()
+
+
+def framed(number: int, payload: bytes) -> bytes:
+    return HEADER.pack(number, len(payload)) + payload
+
+
+async def next_frame(peer: socket.socket) -> tuple[int, Any]:
+    """The number of a batch, and what has become of it."""
+    number, size = HEADER.unpack(await received(peer, HEADER.size))
+    return number, wire.unpack(await received(peer, size))
+
+
+async def received(peer: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = await asyncio.get_running_loop().sock_recv(peer, size - len(data))
+        assert more, "the connection was closed"
+        data += more
+    return data
+
+
+# ---------------------------------------------------------------- frames
+
+
+@pytest.mark.parametrize("longest", [1, 7, 300, 10**6])
+async def test_batches_are_whole_however_the_stream_is_cut(listening: Listening, longest: int) -> None:
+    rng = Random(longest)
+    sent = [listening.batch(seq, seq - 1, *[PROBE] * rng.randint(0, 20), LOOK) for seq in range(1, 12)]
+    stream = b"".join(framed(100 + batch.seq, wire.pack(batch)) for batch in sent)
+    peer = await listening.connected()
+
+    while stream:
+        size = rng.randint(1, longest)
+        await asyncio.get_running_loop().sock_sendall(peer, stream[:size])
+        await asyncio.sleep(0)
+        stream = stream[size:]
+    answers = [await asyncio.wait_for(next_frame(peer), 30) for _ in sent]
+
+    probes = 0
+    for batch, (number, answer) in zip(sent, answers, strict=True):
+        probes += len(batch.requests) - 1
+        assert number == 100 + batch.seq
+        assert isinstance(answer, BatchResponse)
+        assert answer.responses[-1].probes == probes
+    peer.close()
+
+
+async def test_what_is_no_batch_is_refused_and_the_next_one_served(listening: Listening) -> None:
+    torn = wire.pack(listening.batch(1, 0, LOOK))[:-5]
+    past = Batch(session_id="s", epoch="another", requests=(LOOK,), seq=1, after=0)
+    peer = await listening.connected()
+
+    for number, payload in enumerate([torn, wire.pack(LOOK), b"", wire.pack(past)]):
+        await asyncio.get_running_loop().sock_sendall(peer, framed(number, payload))
+    answers = [await asyncio.wait_for(next_frame(peer), 30) for _ in range(4)]
+    await asyncio.get_running_loop().sock_sendall(peer, framed(9, wire.pack(listening.batch(1, 0, LOOK))))
+
+    assert [number for number, _ in answers] == [0, 1, 2, 3]
+    assert [type(answer) for _, answer in answers] == [InvalidRequest] * 3 + [StaleEpoch]
+    assert isinstance((await asyncio.wait_for(next_frame(peer), 30))[1], BatchResponse)
+    peer.close()
+
+
+async def test_what_is_no_frame_ends_the_connection(listening: Listening) -> None:
+    peer = await listening.connected()
+
+    await asyncio.get_running_loop().sock_sendall(peer, b"GET / HTTP/1.1\r\n\r\n")
+
+    with pytest.raises((AssertionError, ConnectionError)):
+        await asyncio.wait_for(next_frame(peer), 30)
+    peer.close()
+
+
+async def test_a_batch_that_overtakes_one_that_came_as_a_call_waits_for_it(listening: Listening) -> None:
+    peer = await listening.connected()
+    late = wire.pack(listening.batch(2, 1, LOOK, PROBE))
+    await asyncio.get_running_loop().sock_sendall(peer, framed(2, late) + framed(3, wire.pack(LOOK)))
+    assert (await asyncio.wait_for(next_frame(peer), 30))[0] == 3  # it has been read, and waits
+
+    await listening.service.execute_in_turn(listening.batch(1, 0, PROBE, PROBE))
+
+    number, answer = await asyncio.wait_for(next_frame(peer), 30)
+    assert (number, answer.responses[0].probes) == (2, 2)
+    peer.close()
+
+
+async def test_of_a_client_that_does_not_read_its_answers_no_more_is_taken_until_it_does(listening: Listening) -> None:
+    num_batches = 2000
+    peer = await listening.connected()
+    stream = b"".join(
+        framed(seq, wire.pack(listening.batch(seq, seq - 1, *[PROBE] * 50, LOOK))) for seq in range(1, num_batches + 1)
+    )
+    sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(peer, stream))
+
+    executed = -1
+    while executed != (executed := listening.service.stats().requests):  # noqa: ASYNC110 -- until it stays as it is
+        await asyncio.sleep(0.1)
+    assert 0 < executed < num_batches * 51 / 2
+
+    answers = [await asyncio.wait_for(next_frame(peer), 30) for _ in range(num_batches)]
+    await sending
+    assert [number for number, _ in answers] == list(range(1, num_batches + 1))
+    assert answers[-1][1].responses[-1].probes == num_batches * 50
+    peer.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+async def test_another_users_process_is_refused(listening: Listening) -> None:
+    await listening.address()
+
+    os.seteuid(NOBODY)  # the kernel notes who it is that connects
+    try:
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(await listening.address())
+    finally:
+        os.seteuid(0)
+
+    stranger.setblocking(False)
+    with pytest.raises((AssertionError, ConnectionError)):
+        await asyncio.wait_for(next_frame(stranger), 30)
+    stranger.close()
+    peer = await listening.connected()
+    await asyncio.get_running_loop().sock_sendall(peer, framed(1, wire.pack(listening.batch(1, 0, LOOK))))
+    assert isinstance((await asyncio.wait_for(next_frame(peer), 30))[1], BatchResponse)
+    peer.close()
+
+
+# ---------------------------------------------------------------- clients
+
+
+class CountingHandle(HandleInProcess):
+    """The handle of a cache in this process, which counts the calls that bring batches."""
+
+    num_calls = 0
+
+    def __getattr__(self, method: str) -> Any:
+        self.num_calls += method == "execute"
+        return super().__getattr__(method)
+
+
+@pytest.fixture
+def handle(listening: Listening) -> CountingHandle:
+    return CountingHandle(listening.cache, Random(0), channels=listening.channels)
+
+
+def channel_of(client: PrefixCacheClient) -> Channel | None:
+    return client._transport._channel  # type: ignore[attr-defined]
+
+
+async def test_a_client_on_the_caches_machine_makes_no_calls(handle: CountingHandle) -> None:
+    async with PrefixCacheClient(handle) as client:
+        async with await client.acquire([1, 2, 3]) as lease:
+            assert (await lease.insert([1, 2, 3])).num_inserted == 3
+        assert (await client.match([1, 2, 3])).prefix_len == 3
+
+    assert handle.num_calls == 0
+
+
+@pytest.mark.parametrize("why", ["another machine", "switched off", "the cache does not listen"])
+async def test_a_client_that_cannot_reach_the_socket_calls(
+    why: str, listening: Listening, handle: CountingHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await listening.address()
+    if why == "another machine":
+        listening.channels.close()  # no such address is known there
+    elif why == "switched off":
+        over_calls(monkeypatch)
+    else:
+        handle = CountingHandle(listening.cache, Random(0))
+
+    async with PrefixCacheClient(handle) as client:
+        assert channel_of(client) is None
+        assert (await client.match([1])).prefix_len == 0
+
+    assert handle.num_calls == 1
+
+
+async def test_a_batch_too_large_for_a_frame_is_called_in_its_turn(
+    handle: CountingHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "MAX_FRAME_BYTES", 4096)
+    monkeypatch.setattr("raydix.actors.ray_transport.MAX_FRAME_BYTES", 4096)
+    async with PrefixCacheClient(handle) as client:
+        lease = await client.acquire([1])
+        large = asyncio.create_task(client.match(range(2000)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        small = asyncio.create_task(lease.insert([1], release=True))
+
+        assert (await large).prefix_len == 0
+        assert (await small).num_inserted == 1
+
+    assert handle.num_calls == 1
+
+
+async def test_when_the_connection_breaks_what_was_on_its_way_fails_and_the_rest_is_called(
+    listening: Listening, handle: CountingHandle
+) -> None:
+    async with PrefixCacheClient(handle) as client:
+        await client.match([1])
+        there = channel_of(client)
+        assert there is not None
+        asking = asyncio.create_task(client.match([1]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+        there._transport.abort()
+
+        with pytest.raises(CacheUnavailable, match="its connection broke"):
+            await asking
+        assert (await client.match([1])).prefix_len == 0
+    assert handle.num_calls == 1
+
+
+async def test_whenever_a_connection_breaks_nothing_is_left_behind() -> None:
+    config = CacheConfig(
+        pool=PoolConfig(num_slots=256, device="cpu"), leases=LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=300)
+    )
+    async with LocalPrefixCache(config) as cache:
+        channels = ChannelServer(cache._host.service)
+        for number in range(40):
+            rng = Random(number)
+            async with PrefixCacheClient(HandleInProcess(cache, rng, channels=channels)) as client:
+                await client.open()
+                served = await asyncio.gather(
+                    breaking(client, rng), *(some_requests(client, Random(seed)) for seed in range(8))
+                )
+                assert sum(served[1:]) > 0
+                async with asyncio.timeout(60):
+                    while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- with the next heartbeat
+                        await asyncio.sleep(0.01)
+            await cache.check_invariants()
+            stats = await cache.stats()
+            assert stats.free_slots + stats.tree_slots == stats.num_slots
+        channels.close()
+
+
+async def breaking(client: PrefixCacheClient, rng: Random) -> int:
+    there = channel_of(client)
+    assert there is not None
+    for _ in range(rng.randint(0, 60)):
+        await asyncio.sleep(0)
+    there._transport.abort()
+    return 0
+
+
+async def some_requests(client: PrefixCacheClient, rng: Random) -> int:
+    """How many requests were served from beginning to end."""
+    served = 0
+    for _ in range(10):
+        tokens = [rng.randrange(4) for _ in range(6)]
+        try:
+            async with await client.acquire(tokens) as lease:
+                await lease.insert(tokens, release=rng.random() < 0.5)
+            served += 1
+        except CacheUnavailable as error:
+            assert "its connection broke" in str(error)
+    return served
+
+
+async def test_a_client_dropped_without_a_close_leaves_no_connection(listening: Listening, handle: Any) -> None:
+    client = PrefixCacheClient(handle)
+    await client.match([1])
+    assert num_sockets(await listening.address()) == 2  # the listening one, and this client's
+
+    del client
+    gc.collect()
+
+    async with asyncio.timeout(60):
+        while num_sockets(await listening.address()) != 1:  # noqa: ASYNC110 -- the kernel tells nobody
+            await asyncio.sleep(0.01)
+
+
+def num_sockets(address: str) -> int:
+    """Sockets of an address, seen from the kernel: the listening one, and one for each connection."""
+    with open("/proc/net/unix") as table:
+        return sum(line.rstrip().endswith(address.replace("\0", "@")) for line in table)
+
+
+# ---------------------------------------------------------------- on Ray
+
+
+@pytest.fixture
+def actor(running_cache: Callable[[CacheConfig], Any]) -> Iterator[Any]:
+    yield running_cache(small_config())
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("way", ["channel", "calls"])
+async def test_an_actors_client_on_its_machine_has_a_channel_unless_it_is_switched_off(
+    actor: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "calls":
+        over_calls(monkeypatch)
+
+    async with PrefixCacheClient(actor) as client:
+        assert (channel_of(client) is not None) == (way == "channel")
+        async with await client.acquire([1, 2]) as lease:
+            assert (await lease.insert([1, 2])).num_inserted == 2
+        await client.reset()
+
+
+@pytest.mark.ray
+async def test_a_killed_cache_is_known_to_be_gone_at_once_and_leaves_no_socket(
+    ray_cluster: None,
+) -> None:
+    from raydix.actors import start_cache
+
+    cache = start_cache(small_config())
+    client = PrefixCacheClient(cache)
+    await client.match([1])
+    address = f"\0raydix-{client._epoch}"
+    assert num_sockets(address) == 2
+
+    ray.kill(cache)
+
+    with pytest.raises(CacheUnavailable):
+        async with asyncio.timeout(60):
+            while True:
+                await client.match([1])
+    assert num_sockets(address) == 0
+    await client.close()
