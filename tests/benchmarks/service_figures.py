@@ -10,7 +10,7 @@ from benchmarks.figures import Figure
 from benchmarks.local_ray import ray_started
 
 MIN_PER_NOOP = {64: 4.0, 256: 5.0}  # whole requests in the time of a no-op call, by coroutines
-GATES = {64: 2.0}
+GATES = {64: 4.0}
 LONGER: dict[str, Any] = {  # than its own quick run
     "concurrencies": (1, 64, 256),
     "processes": (1, 4),

@@ -28,6 +28,7 @@ from board import IDLE, NUM_ACTORS, NUM_PLACES, PID, WAITING, WRITING, Board, Ma
 from swarm_client import CACHE, NUM_LAYERS, SwarmActor, compare
 
 from raydix.actors import PrefixCacheClient, start_cache_async
+from raydix.actors.channel import SWITCH
 from raydix.schemas import (
     CacheConfig,
     CacheStats,
@@ -49,6 +50,7 @@ CONFIG = CacheConfig(
     validate=True,
 )
 LOSSY = json.dumps({"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, "resp_failure_prob": 1}})
+CUT_OFF = {"RAY_testing_rpc_failure": LOSSY, SWITCH: "0"}  # of a driver whose calls' answers are lost
 MIN_LOST = 3
 ANYTHING = "anything"
 STOPPED_S = 1.5 * CONFIG.leases.session_ttl_s
@@ -105,7 +107,7 @@ class Swarm:
     async def _occupy(self, place: int) -> None:
         """One process after another, each in place of one that was killed, until one works to the end."""
         work = self._actor if place < NUM_ACTORS else self._driver
-        while not await work(place, {"RAY_testing_rpc_failure": LOSSY} if place % 3 == 2 else {}):
+        while not await work(place, CUT_OFF if place % 3 == 2 else {}):
             assert self.board[place, PID] in self._killed, f"the process at place {place} died by itself"
             self.board.vacate(place)
             if self.board.stopped:
