@@ -25,6 +25,93 @@ def pack(ids: Any, /) -> bytes | None:
     return None
 
 
+class Node:
+    """What a node of a tree is made of: see `TreeNode`."""
+
+    __slots__ = (
+        "children",
+        "creation_time",
+        "data",
+        "end",
+        "hash_values",
+        "id",
+        "lock_ref",
+        "own_access_time",
+        "own_hits",
+        "own_locks",
+        "own_priority",
+        "parent",
+        "slots",
+        "space",
+        "swa_access_time",
+        "swa_boundary_id",
+        "swa_lock_ref",
+        "swa_tombstone",
+    )
+
+    def __init__(
+        self, node_id: int, parent: Any, space: Any, data: bytes, slots: bytes | None, end: int, now: int
+    ) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.space = space
+        self.data = data
+        self.slots = slots
+        self.end = end
+        self.children: dict[bytes, Any] = {}
+        self.lock_ref = self.own_locks = 0
+        self.own_access_time = self.creation_time = now
+        self.own_hits = self.own_priority = 0
+        self.swa_tombstone = False
+        self.swa_lock_ref = 0
+        self.swa_boundary_id: int | None = None
+        self.swa_access_time = now
+        self.hash_values: list[str] | None = None
+
+
+def grow(
+    node_type: Any, node_id: int, parent: Any, data: bytes, unit: int, page_size: int, stop: int, slots: bytes, now: int, /
+) -> Any:
+    """Hang a new leaf below `parent`: the tokens of a key from where that ends up to `stop`, `unit` bytes each.
+
+    Args:
+        slots: of the leaf, which keeps them.
+    """
+    run = data[parent.end * unit : stop * unit]
+    leaf = node_type(node_id, parent, parent.space, run, slots, stop, now)
+    parent.children[run[: page_size * unit]] = leaf
+    return leaf
+
+
+def lock_path(node: Any, /) -> int:
+    """Lock a node, and so all above it; returns how many tokens became locked that were not. O(depth in nodes)."""
+    node.own_locks += 1
+    end, parent = node.end, node.parent
+    while parent is not None and not node.lock_ref:
+        node.lock_ref = 1
+        node, parent = parent, parent.parent
+    moved: int = end - node.end
+    while parent is not None:
+        node.lock_ref += 1
+        node, parent = parent, parent.parent
+    return moved
+
+
+def unlock_path(node: Any, /) -> int:
+    """Undo one `lock_path`; returns how many tokens are no longer locked. O(depth in nodes)."""
+    assert node.own_locks > 0, f"unlock of {node}"
+    node.own_locks -= 1
+    end, parent = node.end, node.parent
+    while parent is not None and node.lock_ref == 1:
+        node.lock_ref = 0
+        node, parent = parent, parent.parent
+    moved: int = end - node.end
+    while parent is not None:
+        node.lock_ref -= 1
+        node, parent = parent, parent.parent
+    return moved
+
+
 def walk(node: Any, data: bytes, unit: int, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]:
     """Follow whole pages of the first `num_tokens` of a key from `node`, which it matches up to `node.end`.
 

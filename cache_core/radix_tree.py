@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import walk
+from raydix.cache_core.kernels import grow, walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import SLOT_BYTES, Row
 from raydix.cache_core.tree_node import Namespace, TreeNode
@@ -92,11 +92,10 @@ class RadixTree:
 
     def add_leaf(self, parent: TreeNode, key: RadixKey, stop: int, slots: Row, now: int, priority: int) -> TreeNode:
         """Hang the tokens of `key` from the end of `parent` to `stop` below it, with slots that become the tree's."""
-        unit = key.unit
-        data = key.data[parent.end * unit : stop * unit]
-        leaf = self._node_type(next(self._next_id), parent, parent.space, data, slots, stop, now)
+        leaf: TreeNode = grow(
+            self._node_type, next(self._next_id), parent, key.data, key.unit, self.page_size, stop, slots, now
+        )
         leaf.own_priority = priority
-        parent.children[data[: self.page_size * unit]] = leaf
         if parent.parent is self.root:  # the namespace is there from its first run on
             self.tops[parent.space.extra_key, parent.space.arity] = parent
         return leaf
