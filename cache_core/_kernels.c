@@ -35,8 +35,12 @@ static PyMethodDef functions[] = {
     {"pack", pack, METH_O, NULL},
     {"walk", (PyCFunction)(void (*)(void))walk, METH_FASTCALL, NULL},
     {"grow", (PyCFunction)(void (*)(void))grow, METH_FASTCALL, NULL},
+    {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, NULL},
     {"lock_path", lock_path, METH_O, NULL},
     {"unlock_path", unlock_path, METH_O, NULL},
+    {"begins_alike", (PyCFunction)(void (*)(void))begins_alike, METH_FASTCALL, NULL},
+    {"is_row", (PyCFunction)(void (*)(void))is_row, METH_FASTCALL, NULL},
+    {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
     {"expand", (PyCFunction)(void (*)(void))expand, METH_FASTCALL, NULL},
     {"compact", (PyCFunction)(void (*)(void))compact, METH_FASTCALL, NULL},
     {"take_back", (PyCFunction)(void (*)(void))take_back, METH_FASTCALL, NULL},
@@ -54,8 +58,10 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__kernels(void)
 {
+    if (!knows_nodes() || !knows_growth() || !knows_keys() || !knows_tensors())
+        return NULL;
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (!knows_tensors() || PyModule_AddType(module, &NodeType) < 0))
+    if (module != NULL && (PyModule_AddType(module, &NodeType) < 0 || PyModule_AddType(module, &KeyType) < 0))
         Py_CLEAR(module);
     return module;
 }

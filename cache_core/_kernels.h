@@ -24,13 +24,19 @@
 /* A run of tokens in a tree. What Python code may set can be anything, or nothing once deleted. */
 typedef struct {
     PyObject_HEAD
-    PyObject *id, *parent, *space, *data, *slots, *end, *children;
+    PyObject *parent, *space, *children, *data, *slots, *end, *id;
     PyObject *own_access_time, *creation_time, *own_hits, *own_priority, *hash_values;
     PyObject *swa_access_time, *swa_boundary_id, *swa_lock_ref, *swa_tombstone;
     Py_ssize_t lock_ref, own_locks;
 } Node;
 
-extern PyTypeObject NodeType;
+/* A row of token ids, packed; of its members holds what is said of those of a node. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *data, *extra_key, *width, *arity, *unit, *num_tokens;
+} Key;
+
+extern PyTypeObject NodeType, KeyType;
 
 /* arguments: _kernels.c */
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
@@ -39,21 +45,39 @@ int is_bytes(PyObject *object, const char *what);
 char letter_of(const Py_buffer *view);
 
 /* members: _members.c */
-int visit_members(PyObject *self, const PyMemberDef *members, visitproc visit, void *arg);
 void clear_members(PyObject *self, const PyMemberDef *members);
+void set_member(PyObject **field, PyObject *value);
 
 /* nodes: _nodes.c */
+enum { NODE_ID, PARENT, SPACE, DATA, SLOTS, END, NOW, NUM_NODE_ARGS }; /* what one is made from */
+Node *new_node(PyTypeObject *type, PyObject *const *args);
 Node *as_node(PyObject *object);
 Py_ssize_t end_of(const Node *node);
 PyObject *children_of(const Node *node);
 
-int knows_tensors(void); /* _rows.c */
+typedef struct slot_row SlotRow; /* slots on their way into a tensor */
+
+/* tensors: _tensors.c */
+Py_ssize_t tensor_size(PyObject *tensor);
+const int64_t *tensor_data(PyObject *tensor);
+SlotRow *new_row(Py_ssize_t num_tokens, int64_t **out);
+PyObject *as_tensor(SlotRow *row);
+
+/* what each part needs, once, when the module is loaded: 0 with an exception set if it is not to be had */
+int knows_growth(void);
+int knows_keys(void);
+int knows_nodes(void);
+int knows_tensors(void);
 
 PyObject *pack(PyObject *module, PyObject *ids);
 PyObject *walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *lock_path(PyObject *module, PyObject *node);
 PyObject *unlock_path(PyObject *module, PyObject *node);
+PyObject *begins_alike(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *take_back(PyObject *module, PyObject *const *args, Py_ssize_t nargs);

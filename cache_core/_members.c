@@ -1,24 +1,19 @@
-/* Objects that a type keeps: its members that are objects stand first in its list of members. */
+/* What a type keeps in members: its objects stand first in its list of them. */
 
 #include "_kernels.h"
-
-static PyObject **
-field_of(PyObject *self, const PyMemberDef *member)
-{
-    return (PyObject **)((char *)self + member->offset);
-}
-
-int
-visit_members(PyObject *self, const PyMemberDef *members, visitproc visit, void *arg)
-{
-    for (; members->type == T_OBJECT_EX; members++)
-        Py_VISIT(*field_of(self, members));
-    return 0;
-}
 
 void
 clear_members(PyObject *self, const PyMemberDef *members)
 {
     for (; members->type == T_OBJECT_EX; members++)
-        Py_CLEAR(*field_of(self, members));
+        Py_CLEAR(*(PyObject **)((char *)self + members->offset));
+}
+
+void
+set_member(PyObject **field, PyObject *value)
+{
+    PyObject *old = *field;
+    Py_INCREF(value);
+    *field = value;
+    Py_XDECREF(old);
 }

@@ -2,17 +2,6 @@
 
 #include "_kernels.h"
 
-static PyObject *name_numel, *name_data_ptr;
-
-/* Once, when the module is loaded: what tensors are asked for. */
-int
-knows_tensors(void)
-{
-    name_numel = PyUnicode_InternFromString("numel");
-    name_data_ptr = PyUnicode_InternFromString("data_ptr");
-    return name_numel != NULL && name_data_ptr != NULL;
-}
-
 WIDE static void
 expand_row(const char *row, Py_ssize_t num_pages, Py_ssize_t page, int64_t *out)
 {
@@ -44,6 +33,24 @@ bytes_in(PyObject *rows)
     return total;
 }
 
+/* Whether rows of so many bytes name each slot, or the first of each page. */
+static int
+fits(Py_ssize_t total, Py_ssize_t num_tokens, Py_ssize_t page)
+{
+    return total % 8 == 0 && (total / 8 == num_tokens || (page > 0 && num_tokens % page == 0 && total / 8 == num_tokens / page));
+}
+
+/* Write rows one after the other, each as it is or each page expanded. */
+static void
+write_out(const char *row, Py_ssize_t size, Py_ssize_t page, int64_t **out)
+{
+    if (page == 1)
+        memcpy(*out, row, (size_t)size);
+    else
+        expand_row(row, size / 8, page, *out);
+    *out += size / 8 * page;
+}
+
 PyObject *
 expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -53,21 +60,68 @@ expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Py_ssize_t page = size_of(args[2], "page_size");
     if (PyErr_Occurred())
         return NULL;
-    if (total % 8 != 0 || (total / 8 != num_tokens && total / 8 * page != num_tokens))
+    if (!fits(total, num_tokens, page))
         Py_RETURN_NONE;
     page = total / 8 == num_tokens ? 1 : page;
     PyObject *slots = PyByteArray_FromStringAndSize(NULL, num_tokens * 8);
-    char *out = slots == NULL ? NULL : PyByteArray_AS_STRING(slots);
+    int64_t *out = slots == NULL ? NULL : (int64_t *)PyByteArray_AS_STRING(slots);
     for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(args[0]); i++) {
         PyObject *row = PyList_GET_ITEM(args[0], i);
-        Py_ssize_t size = PyBytes_GET_SIZE(row);
-        if (page == 1)
-            memcpy(out, PyBytes_AS_STRING(row), (size_t)size);
-        else
-            expand_row(PyBytes_AS_STRING(row), size / 8, page, (int64_t *)out);
-        out += size * page;
+        write_out(PyBytes_AS_STRING(row), PyBytes_GET_SIZE(row), page, &out);
     }
     return slots;
+}
+
+/* The slots of a node, borrowed; NULL with an exception set if they are no row. */
+static PyObject *
+row_of(PyObject *object)
+{
+    Node *node = as_node(object);
+    if (node == NULL)
+        return NULL;
+    if (node->slots != NULL && PyBytes_CheckExact(node->slots))
+        return node->slots;
+    PyErr_SetString(PyExc_TypeError, "a node's slots must be bytes");
+    return NULL;
+}
+
+/* The bytes of the rows of all nodes together, -1 on an error. */
+static Py_ssize_t
+bytes_on(PyObject *path)
+{
+    Py_ssize_t total = 0;
+    if (!PyList_CheckExact(path)) {
+        PyErr_SetString(PyExc_TypeError, "a path must be a list of nodes");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(path); i++) {
+        PyObject *row = row_of(PyList_GET_ITEM(path, i));
+        if (row == NULL)
+            return -1;
+        total += PyBytes_GET_SIZE(row);
+    }
+    return total;
+}
+
+PyObject *
+gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!expect_args("gather", nargs, 3))
+        return NULL;
+    Py_ssize_t num_tokens = size_of(args[1], "num_tokens");
+    Py_ssize_t page = num_tokens < 0 ? -1 : size_of(args[2], "page_size"), total = page < 0 ? -1 : bytes_on(args[0]);
+    if (total < 0)
+        return NULL;
+    if (!fits(total, num_tokens, page))
+        Py_RETURN_NONE;
+    page = total / 8 == num_tokens ? 1 : page;
+    int64_t *out;
+    SlotRow *slots = new_row(num_tokens, &out);
+    for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *row = ((Node *)PyList_GET_ITEM(args[0], i))->slots;
+        write_out(PyBytes_AS_STRING(row), PyBytes_GET_SIZE(row), page, &out);
+    }
+    return slots == NULL ? NULL : as_tensor(slots);
 }
 
 /* Whether every page is a run of consecutive slots; a last, shorter one, too. */
@@ -97,30 +151,20 @@ compacted(const int64_t *slots, Py_ssize_t count, Py_ssize_t page)
     return row;
 }
 
-/* What a method without arguments says, as an integer; -1 with an exception set if it fails. */
-static Py_ssize_t
-asked(PyObject *object, PyObject *method)
-{
-    PyObject *said = PyObject_CallMethodNoArgs(object, method);
-    Py_ssize_t value = said == NULL ? -1 : PyLong_AsSsize_t(said);
-    Py_XDECREF(said);
-    return value;
-}
-
 PyObject *
 compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!expect_args("compact", nargs, 4))
         return NULL;
-    Py_ssize_t start = size_of(args[1], "start"), stop = size_of(args[2], "stop"), page = size_of(args[3], "page_size");
-    Py_ssize_t size = PyErr_Occurred() ? -1 : asked(args[0], name_numel);
-    Py_ssize_t address = PyErr_Occurred() ? -1 : asked(args[0], name_data_ptr);
+    Py_ssize_t start = size_of(args[2], "start"), stop = size_of(args[3], "stop"), page = size_of(args[1], "page_size");
+    Py_ssize_t size = PyErr_Occurred() ? -1 : tensor_size(args[0]);
+    const int64_t *slots = PyErr_Occurred() ? NULL : tensor_data(args[0]);
     if (PyErr_Occurred())
         return NULL;
     if (page < 1 || start > stop || stop > size) {
         PyErr_SetString(PyExc_ValueError, "slots must lie within their tensor, and a page be at least 1");
         return NULL;
     }
-    return compacted((const int64_t *)address + start, stop - start, page);
+    return compacted(slots + start, stop - start, page);
 }
 

@@ -21,10 +21,11 @@ common_bytes(const char *one, const char *other, Py_ssize_t limit)
 static PyObject *
 child_of(const Node *node, PyObject *data, Py_ssize_t pos, Py_ssize_t page_bytes)
 {
+    PyObject *children = children_of(node);
+    if (children == NULL)
+        return NULL;
     Py_ssize_t left = PyBytes_GET_SIZE(data) - pos;
-    PyObject *children = children_of(node), *first = NULL;
-    if (children != NULL)
-        first = PyBytes_FromStringAndSize(PyBytes_AS_STRING(data) + pos, left < page_bytes ? left : page_bytes);
+    PyObject *first = PyBytes_FromStringAndSize(PyBytes_AS_STRING(data) + pos, left < page_bytes ? left : page_bytes);
     if (first == NULL)
         return NULL;
     Py_INCREF(children); /* a key's own comparison could let go of them */

@@ -26,20 +26,22 @@ class EvictionQueue:
 
     def __init__(self, rank: Callable[[TreeNode], Rank]) -> None:
         self._rank = rank
-        self._row: OrderedDict[TreeNode, Key] = OrderedDict()  # ascending
-        self._row_end: Key | None = None  # no key of the row is higher
+        self._row: OrderedDict[TreeNode, Rank] = OrderedDict()  # ascending
+        self._row_end: Rank = None  # no rank of the row is higher,
+        self._row_end_id = -1  # and of those that are as high, no id
         self._late = SortedRuns()  # of (rank, id, node)
         self._late_keys: dict[TreeNode, Key] = {}
 
     def push(self, node: TreeNode) -> None:
         """A node became a candidate."""
         assert node not in self._row and node not in self._late_keys, f"{node} stands in the queue"
-        key = self._rank(node), node.id
-        if not self._row or key >= self._row_end:  # type: ignore[operator]
-            self._row[node] = self._row_end = key
+        rank, number = self._rank(node), node.id
+        if not self._row or rank > self._row_end or self._is_last(rank, number):
+            self._row[node] = rank
+            self._row_end, self._row_end_id = rank, number
         else:
-            self._late_keys[node] = key
-            self._late.add((*key, node))
+            self._late_keys[node] = rank, number
+            self._late.add((rank, number, node))
 
     def discard(self, node: TreeNode) -> None:
         """A node is no candidate (now), if it was one."""
@@ -48,35 +50,42 @@ class EvictionQueue:
 
     def touch(self, node: TreeNode) -> None:
         """The rank of a node may have changed, if it is a candidate."""
-        in_row = self._row.get(node)
-        known = in_row or self._late_keys.get(node)
-        if known is None:
+        known = self._row.get(node)
+        in_row = known is not None
+        if not in_row:
+            if node not in self._late_keys:
+                return
+            known = self._late_keys[node][0]
+        rank, number = self._rank(node), node.id
+        if rank == known:
             return
-        key = self._rank(node), node.id
-        if key == known:
-            return
-        if in_row and key >= self._row_end:  # type: ignore[operator]
-            self._row[node] = self._row_end = key
+        if in_row and self._is_last(rank, number):
+            self._row[node] = rank
             self._row.move_to_end(node)
+            self._row_end, self._row_end_id = rank, number
         else:
             self.discard(node)
             self.push(node)
+
+    def _is_last(self, rank: Rank, number: int) -> bool:
+        """Whether nothing in the row, which is not empty, goes after it."""
+        return bool(rank > self._row_end or (rank == self._row_end and number >= self._row_end_id))
 
     def first(self) -> tuple[Rank, int, TreeNode] | None:
         """The candidate of the lowest rank, and before it what orders it among all nodes; None if there is none."""
         late: tuple[Rank, int, TreeNode] | None = self._late.first()
         if self._row:
-            node, key = next(iter(self._row.items()))
-            if late is None or key < late[:2]:
-                return (*key, node)
+            node, rank = next(iter(self._row.items()))
+            if late is None or (rank, node.id) < late[:2]:
+                return rank, node.id, node
         return late
 
     def pop(self) -> TreeNode | None:
         """Take out the candidate of the lowest rank; None if there is none."""
         late = self._late.first() if self._late_keys else None
         if self._row:
-            node, key = next(iter(self._row.items()))
-            if late is None or key < late[:2]:
+            node, rank = next(iter(self._row.items()))
+            if late is None or (rank, node.id) < late[:2]:
                 del self._row[node]
                 return node
         if late is None:
@@ -103,9 +112,10 @@ class EvictionQueue:
         assert len(self) == len(candidates) and all(node in self for node in candidates), (
             f"queued wrongly or not at all: {candidates ^ {*self._row, *self._late_keys}}"
         )
-        keys = list(self._row.values())
+        keys = [(rank, node.id) for node, rank in self._row.items()]
         assert keys == sorted(keys), "the row is out of order"
         assert [entry[:2] for entry in self._late] == sorted(self._late_keys.values()), "the late ones are out of order"
         for node in candidates:
-            key = (self._rank(node), node.id)
-            assert key == (self._row.get(node) or self._late_keys.get(node)), f"{node} has another rank now: {key}"
+            rank = self._rank(node)
+            known = self._row[node] if node in self._row else self._late_keys[node][0]
+            assert rank == known, f"{node} has another rank now: {rank}"

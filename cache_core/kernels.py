@@ -8,10 +8,15 @@ from __future__ import annotations
 import os
 
 from raydix.cache_core.plain_kernels import (
+    Key,
     Node,
+    begins_alike,
     compact,
+    cut,
     expand,
+    gather,
     grow,
+    is_row,
     lock_path,
     pack,
     take_back,
@@ -19,17 +24,38 @@ from raydix.cache_core.plain_kernels import (
     walk,
 )
 
-__all__ = ["COMPILED", "Node", "compact", "expand", "grow", "lock_path", "pack", "take_back", "unlock_path", "walk"]
+__all__ = [
+    "COMPILED",
+    "Key",
+    "Node",
+    "begins_alike",
+    "compact",
+    "cut",
+    "expand",
+    "gather",
+    "grow",
+    "is_row",
+    "lock_path",
+    "pack",
+    "take_back",
+    "unlock_path",
+    "walk",
+]
 
 COMPILED = os.environ.get("RAYDIX_PLAIN", "0") in ("", "0")  # whether the compiled ones are in use
 
 if COMPILED:
     try:
         from raydix.cache_core._kernels import (
+            Key,
             Node,
+            begins_alike,
             compact,
+            cut,
             expand,
+            gather,
             grow,
+            is_row,
             lock_path,
             pack,
             take_back,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self, TypeGuard
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ _I4 = np.dtype("<i4")
 _FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
 _SLOT_BYTES = 8
 _MIN_LANES = 4096
+_NO_CHILDREN = MappingProxyType[bytes, Any]({})  # of all leaves
 _lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
 
 
@@ -23,6 +25,54 @@ def pack(ids: Any, /) -> bytes | None:
     if isinstance(ids, np.ndarray) and ids.dtype is _I4 and ids.ndim == 1 and ids.size:
         return ids.tobytes() if ids.item(ids.argmin()) >= 0 else None  # `argmin` costs a fraction of `min`
     return None
+
+
+class Key:
+    """What a key is made of: see `RadixKey`. What `pack` does not take is packed by the method `_pack_slowly`."""
+
+    __slots__ = ("arity", "data", "extra_key", "num_tokens", "unit", "width")
+
+    def __init__(self, token_ids: Any, extra_key: str | None = None) -> None:
+        data = pack(token_ids)
+        if data is None:
+            self._fill(*self._pack_slowly(token_ids), extra_key)
+        else:
+            self._fill(data, 4, 0, extra_key)
+
+    @staticmethod
+    def _pack_slowly(token_ids: Any) -> tuple[bytes, int, int]:
+        """Packed ids, the bytes of an id, and the ids of a tuple (0: plain ids)."""
+        raise NotImplementedError
+
+    def _fill(self, data: bytes, width: int, arity: int, extra_key: str | None) -> None:
+        self.data = data  # little-endian ids
+        self.width = width  # bytes an id
+        self.arity = arity  # ids of a tuple; 0: plain ids
+        self.unit = width * (arity or 1)  # bytes of one element
+        self.num_tokens = len(data) // self.unit
+        self.extra_key = extra_key
+
+    @classmethod
+    def from_packed(cls, data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> Self:
+        """A key over ids packed already: little-endian, `width` bytes each (8 only if some id needs it).
+
+        `arity` is the number of ids in each tuple, 0 for plain ids. Nothing is copied, and no id is checked.
+        """
+        key = cls.__new__(cls)
+        key._fill(data, width, arity, extra_key)
+        return key
+
+
+def begins_alike(key: Key, other: Key, num_tokens: int, /) -> bool:
+    """Whether two keys of one namespace, arity and width have the same first tokens. A memcmp."""
+    end = num_tokens * key.unit
+    return (
+        (key.unit, key.arity) == (other.unit, other.arity)
+        and end <= len(key.data)
+        and end <= len(other.data)
+        and key.data[:end] == other.data[:end]
+        and key.extra_key == other.extra_key
+    )
 
 
 class Node:
@@ -58,7 +108,7 @@ class Node:
         self.data = data
         self.slots = slots
         self.end = end
-        self.children: dict[bytes, Any] = {}
+        self.children: Any = _NO_CHILDREN  # a dict, once there are any
         self.lock_ref = self.own_locks = 0
         self.own_access_time = self.creation_time = now
         self.own_hits = self.own_priority = 0
@@ -79,8 +129,33 @@ def grow(
     """
     run = data[parent.end * unit : stop * unit]
     leaf = node_type(node_id, parent, parent.space, run, slots, stop, now)
-    parent.children[run[: page_size * unit]] = leaf
+    _hang(parent, run[: page_size * unit], leaf)
     return leaf
+
+
+def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /) -> Any:
+    """Cut `node` after `length` tokens; returns the new node above it, which takes over the prefix.
+
+    Locks, age and priority are copied to the prefix; uses and hashes are not.
+    """
+    parent, row, unit = node.parent, node.slots, node.space.unit
+    num_tokens = node.end - parent.end
+    assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {length}"
+    at, row_at, page = length * unit, len(row) * length // num_tokens, page_size * unit
+    above = node_type(
+        node_id, parent, node.space, node.data[:at], row[:row_at], parent.end + length, node.own_access_time
+    )
+    above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
+    _hang(parent, node.data[:page], above)
+    node.data, node.slots, node.parent = node.data[at:], row[row_at:], above
+    _hang(above, node.data[:page], node)
+    return above
+
+
+def _hang(parent: Any, page: bytes, child: Any) -> None:
+    if parent.children is _NO_CHILDREN:
+        parent.children = {}
+    parent.children[page] = child
 
 
 def lock_path(node: Any, /) -> int:
@@ -170,6 +245,14 @@ def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray |
     return bytearray(slots.data)
 
 
+def gather(nodes: list[Any], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
+    """`expand` of the slots of nodes, as a tensor."""
+    slots = expand([node.slots for node in nodes], num_tokens, page_size)
+    if slots is None:
+        return None
+    return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
+
+
 def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
     """The place of each token in its page."""
     known = _lanes.get(page_size)
@@ -179,7 +262,15 @@ def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
     return known[:num_tokens]
 
 
-def compact(slots: torch.Tensor, start: int, stop: int, page_size: int, /) -> bytes:
+def is_row(slots: Any, needed: int, /) -> TypeGuard[torch.Tensor]:
+    """Whether it is a row of slots as most callers have them: at least so many int64 in a tensor on the CPU."""
+    if type(slots) is not torch.Tensor:
+        return False
+    fits = slots.dim() == 1 and slots.numel() >= needed
+    return fits and slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
+
+
+def compact(slots: torch.Tensor, page_size: int, start: int, stop: int, /) -> bytes:
     """A row of its own of `slots[start:stop]`: the first of each page if pages are runs of slots, else all of them.
 
     `slots` are int64, in a row, on the CPU: the caller has seen to that.

@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import grow, walk
+from raydix.cache_core.kernels import cut, grow, walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import SLOT_BYTES, Row
 from raydix.cache_core.tree_node import Namespace, TreeNode
@@ -71,23 +71,10 @@ class RadixTree:
         The suffix keeps its identity and its uses, which so count for the prefix, too; locks are copied to the prefix,
         hashes are shared out.
         """
-        parent, space, row = node.parent, node.space, node.slots
-        assert parent is not None and row is not None
-        cut, num_tokens = length * space.unit, node.end - parent.end
-        assert 0 < cut < len(node.data) and length % self.page_size == 0, f"cannot split {node} at {length}"
-        row_cut = len(row) * length // num_tokens
-        page = self.page_size * space.unit
-        end = parent.end + length
-        above = self._node_type(
-            next(self._next_id), parent, space, node.data[:cut], row[:row_cut], end, node.own_access_time
-        )
-        above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
+        above: TreeNode = cut(self._node_type, next(self._next_id), node, length, self.page_size)
         if node.hash_values is not None:
             pages = length // self.page_size
             above.hash_values, node.hash_values = node.hash_values[:pages], node.hash_values[pages:]
-        parent.children[node.data[:page]] = above
-        node.data, node.slots, node.parent = node.data[cut:], row[row_cut:], above
-        above.children[node.data[:page]] = node
         return above
 
     def add_leaf(self, parent: TreeNode, key: RadixKey, stop: int, slots: Row, now: int, priority: int) -> TreeNode:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import expand
+from raydix.cache_core.kernels import expand, gather
 from raydix.cache_core.radix_key import RadixKey
+
+if TYPE_CHECKING:
+    from raydix.cache_core.tree_node import TreeNode
 
 Slots = NDArray[np.int64]
 Row = bytes  # int64 as the machine has them: a slot per token, or the first of each page where all pages are runs
@@ -51,6 +55,12 @@ def expand_rows(rows: list[Row], spans: Sequence[Sized], num_tokens: int, page_s
     return torch.from_numpy(np.concatenate([expand_row(row, len(span)) for row, span in zip(rows, spans, strict=True)]))
 
 
+def slots_on(path: list[TreeNode], num_tokens: int, page_size: int) -> torch.Tensor:
+    """One slot per token of nodes that hold so many tokens in all; a copy."""
+    slots = gather(path, num_tokens, page_size)
+    return expand_rows([node.slots for node in path], path, num_tokens, page_size) if slots is None else slots
+
+
 def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Tensor:
     """The slots that a caller gave for a key, int64 in a row, at least `needed` of them; None: the key's ids, the first
     of a tuple.
@@ -62,8 +72,6 @@ def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Te
         return torch.from_numpy(key.ids[:: key.arity or 1].astype(np.int64))
     slots = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     dtype, fits = slots.dtype, slots.dim() == 1 and slots.numel() >= needed
-    if fits and dtype is _INT64 and slots.is_cpu and slots.is_contiguous():  # the most usual
-        return slots
     if not fits or dtype not in _INTEGERS:
         shape = tuple(slots.shape)
         raise InvalidKeyError(f"{len(key)} tokens need {needed} integer slots, not {dtype} of shape {shape}")

@@ -55,7 +55,7 @@ class TreeNode(Node):
     data: bytes  # packed ids of this run
     slots: Row | None
     end: int  # tokens from the root to the end of this run
-    children: dict[bytes, TreeNode]  # by the packed ids of their first page
+    children: dict[bytes, TreeNode]  # by the packed ids of their first page; read-only as long as there are none
     lock_ref: int  # locks on this node and below
     own_locks: int  # of those, the ones taken on this very node
     own_access_time: int  # ticks of the cache's own clock

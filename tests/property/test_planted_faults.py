@@ -134,7 +134,8 @@ def a_leaf_that_got_a_child_stays_a_candidate(patch: Patch) -> None:
 @fault
 def what_comes_late_goes_last(patch: Patch) -> None:
     def push(queue: EvictionQueue, node: Any) -> None:
-        queue._row[node] = queue._row_end = queue._rank(node), node.id
+        queue._row[node] = queue._row_end = queue._rank(node)
+        queue._row_end_id = node.id
 
     patch.setattr(EvictionQueue, "push", push)
 
@@ -315,16 +316,16 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 
 @fault
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
-    patch.setattr(tree_insert, "compact", lambda slots, start, stop, _: memoryview(slots[start:stop].numpy()).cast("B"))
+    patch.setattr(tree_insert, "compact", lambda slots, _, start, stop: memoryview(slots[start:stop].numpy()).cast("B"))
 
 
 @fault
 def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
-    def expand(original: Any, rows: list[bytearray], *rest: Any) -> torch.Tensor:
-        return torch.frombuffer(rows[0], dtype=torch.int64) if len(rows) == 1 else original(rows, *rest)
+    def slots_on(original: Any, path: list[Any], *rest: Any) -> torch.Tensor:
+        return torch.frombuffer(path[0].slots, dtype=torch.int64) if len(path) == 1 else original(path, *rest)
 
     around(patch, tree_insert, "compact", lambda original, *args: bytearray(original(*args)))  # one can write to it
-    around(patch, tree_match, "expand_rows", expand)
+    around(patch, tree_match, "slots_on", slots_on)
 
 
 @fault
