@@ -58,10 +58,12 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__kernels(void)
 {
-    if (!knows_nodes() || !knows_growth() || !knows_keys() || !knows_tensors())
+    if (!knows_nodes() || !knows_growth() || !knows_keys() || !knows_rows() || !knows_tensors())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (PyModule_AddType(module, &NodeType) < 0 || PyModule_AddType(module, &KeyType) < 0))
-        Py_CLEAR(module);
+    PyTypeObject *const types[] = {&NodeType, &KeyType, &RowType};
+    for (size_t i = 0; module != NULL && i < sizeof(types) / sizeof(*types); i++)
+        if (PyModule_AddType(module, types[i]) < 0)
+            Py_CLEAR(module);
     return module;
 }

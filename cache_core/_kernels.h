@@ -21,13 +21,18 @@
 #define WIDE
 #endif
 
+typedef struct row Row; /* nodes in the order in which they are to go */
+
 /* A run of tokens in a tree. What Python code may set can be anything, or nothing once deleted. */
-typedef struct {
+typedef struct node {
     PyObject_HEAD
     PyObject *parent, *space, *children, *data, *slots, *end, *id;
     PyObject *own_access_time, *creation_time, *own_hits, *own_priority, *hash_values;
     PyObject *swa_access_time, *swa_boundary_id, *swa_lock_ref, *swa_tombstone;
     Py_ssize_t lock_ref, own_locks;
+    Row *row; /* that it stands in, if any, which keeps it alive; what follows is the row's */
+    struct node *row_before, *row_after;
+    PyObject *row_rank;
 } Node;
 
 /* A row of token ids, packed; of its members holds what is said of those of a node. */
@@ -36,7 +41,7 @@ typedef struct {
     PyObject *data, *extra_key, *width, *arity, *unit, *num_tokens;
 } Key;
 
-extern PyTypeObject NodeType, KeyType;
+extern PyTypeObject NodeType, KeyType, RowType;
 
 /* arguments: _kernels.c */
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
@@ -67,6 +72,7 @@ PyObject *as_tensor(SlotRow *row);
 int knows_growth(void);
 int knows_keys(void);
 int knows_nodes(void);
+int knows_rows(void);
 int knows_tensors(void);
 
 PyObject *pack(PyObject *module, PyObject *ids);

@@ -1,6 +1,7 @@
 # The same as in plain Python, to the letter.
 from raydix.cache_core.plain_kernels import Key as Key
 from raydix.cache_core.plain_kernels import Node as Node
+from raydix.cache_core.plain_kernels import Row as Row
 from raydix.cache_core.plain_kernels import begins_alike as begins_alike
 from raydix.cache_core.plain_kernels import compact as compact
 from raydix.cache_core.plain_kernels import cut as cut

@@ -10,6 +10,7 @@ import os
 from raydix.cache_core.plain_kernels import (
     Key,
     Node,
+    Row,
     begins_alike,
     compact,
     cut,
@@ -28,6 +29,7 @@ __all__ = [
     "COMPILED",
     "Key",
     "Node",
+    "Row",
     "begins_alike",
     "compact",
     "cut",
@@ -49,6 +51,7 @@ if COMPILED:
         from raydix.cache_core._kernels import (
             Key,
             Node,
+            Row,
             begins_alike,
             compact,
             cut,

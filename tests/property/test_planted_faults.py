@@ -133,11 +133,8 @@ def a_leaf_that_got_a_child_stays_a_candidate(patch: Patch) -> None:
 
 @fault
 def what_comes_late_goes_last(patch: Patch) -> None:
-    def push(queue: EvictionQueue, node: Any) -> None:
-        queue._row[node] = queue._row_end = queue._rank(node)
-        queue._row_end_id = node.id
-
-    patch.setattr(EvictionQueue, "push", push)
+    push_late = EvictionQueue._push_late
+    patch.setattr(EvictionQueue, "_push_late", lambda queue, node, rank: push_late(queue, node, rank + 2**40))
 
 
 @fault
