@@ -120,7 +120,16 @@ class Node:
 
 
 def grow(
-    node_type: Any, node_id: int, parent: Any, data: bytes, unit: int, page_size: int, stop: int, slots: bytes, now: int, /
+    node_type: Any,
+    node_id: int,
+    parent: Any,
+    data: bytes,
+    unit: int,
+    page_size: int,
+    stop: int,
+    slots: bytes,
+    now: int,
+    /,
 ) -> Any:
     """Hang a new leaf below `parent`: the tokens of a key from where that ends up to `stop`, `unit` bytes each.
 

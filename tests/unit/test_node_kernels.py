@@ -20,6 +20,7 @@ from raydix.cache_core import RadixKey, kernels, plain_kernels
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
 TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]
 BYTES = st.lists(st.sampled_from([0, 1]), max_size=40).map(bytes)
+FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
 
 
 class Branch:
@@ -59,13 +60,13 @@ class Branch:
         """All there is to know of every node, in the order in which they were made."""
         return [
             (
-                *(getattr(node, name) for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")),
+                *(getattr(node, name) for name in FIELDS),
                 node.parent.id,
                 node.space is self.space,
                 [(first, child.id) for first, child in node.children.items()],
             )
             for node in self.nodes
-        ]  # fmt: skip
+        ]
 
 
 # ---------------------------------------------------------------- the same as the plain ones
