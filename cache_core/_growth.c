@@ -112,8 +112,7 @@ plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
     Py_ssize_t start = parent == NULL ? -1 : end_of(parent), end = start < 0 ? -1 : end_of(node);
     if (end < 0)
         return 0;
-    if (node->data == NULL || node->slots == NULL || node->own_access_time == NULL || node->creation_time == NULL ||
-        node->own_priority == NULL) {
+    if (node->own_access_time == NULL || node->creation_time == NULL || node->own_priority == NULL) {
         PyErr_SetString(PyExc_AttributeError, "a node to be cut is whole");
         return 0;
     }

@@ -21,11 +21,11 @@ size_of(PyObject *object, const char *what)
     return value < 0 ? -1 : value;
 }
 
-/* Whether it is exactly bytes; an exception is set if not. */
+/* Whether it is there and exactly bytes; an exception is set if not. */
 int
 is_bytes(PyObject *object, const char *what)
 {
-    if (PyBytes_CheckExact(object))
+    if (object != NULL && PyBytes_CheckExact(object))
         return 1;
     PyErr_Format(PyExc_TypeError, "%s must be bytes", what);
     return 0;

@@ -3,26 +3,35 @@
 #include "_kernels.h"
 
 static int64_t
-start_at(const Py_buffer *starts, Py_ssize_t i)
+start_at(const char *starts, Py_ssize_t stride, Py_ssize_t i)
 {
     int64_t start;
-    memcpy(&start, (const char *)starts->buf + i * starts->strides[0], 8);
+    memcpy(&start, starts + i * stride, 8);
     return start;
+}
+
+/* Mark a page as free, by its number; 0 if it was not handed out. */
+static int
+mark(int64_t number, int32_t *marks, Py_ssize_t num_marks)
+{
+    if (number < 1 || number >= num_marks || marks[number] < 0)
+        return 0;
+    marks[number] = -1;
+    return 1;
 }
 
 /* Mark pages as free; of what went wrong, the first page that is to blame, else `count`. */
 static Py_ssize_t
-mark_free(const Py_buffer *starts, Py_ssize_t page, int32_t *marks, Py_ssize_t num_marks)
+mark_free(const char *starts, Py_ssize_t stride, Py_ssize_t count, Py_ssize_t page, int32_t *marks, Py_ssize_t num_marks)
 {
-    Py_ssize_t count = starts->shape[0];
-    for (Py_ssize_t i = 0; i < count; i++) {
-        int64_t start = start_at(starts, i);
-        int64_t number = page == 1 ? start : start / page; /* a division takes longer than all else here */
-        if (start < page || number >= num_marks || marks[number] < 0)
-            return i;
-        marks[number] = -1;
-    }
-    return count;
+    Py_ssize_t i = 0;
+    if (page == 1) /* a division takes longer than all else here */
+        while (i < count && mark(start_at(starts, stride, i), marks, num_marks))
+            i++;
+    else
+        while (i < count && mark(start_at(starts, stride, i) / page, marks, num_marks))
+            i++;
+    return i;
 }
 
 static int
@@ -32,20 +41,22 @@ is_row_of(const Py_buffer *view, Py_ssize_t itemsize)
 }
 
 static const char *
-take_back_all(Py_buffer *starts, Py_buffer *marks, Py_buffer *stack, Py_ssize_t num_free, Py_ssize_t page)
+take_back_all(Py_buffer *pages, Py_buffer *marks, Py_buffer *stack, Py_ssize_t num_free, Py_ssize_t page)
 {
+    const char *starts = pages->buf;
     int32_t *known = marks->buf;
-    Py_ssize_t count = starts->shape[0], good = mark_free(starts, page, known, marks->shape[0]);
+    Py_ssize_t count = pages->shape[0], stride = pages->strides[0], num_marks = marks->shape[0];
+    Py_ssize_t good = mark_free(starts, stride, count, page, known, num_marks);
     if (good == count && count <= stack->shape[0] - num_free) {
         int64_t *top = (int64_t *)stack->buf + num_free + count;
         for (Py_ssize_t i = 0; i < count; i++)
-            *--top = start_at(starts, i);
+            *--top = start_at(starts, stride, i);
         return NULL;
     }
-    int64_t blamed = good < count ? start_at(starts, good) : 0;
-    const char *fault = blamed < page || blamed / page >= marks->shape[0] ? "outside" : "free";
+    int64_t blamed = good < count ? start_at(starts, stride, good) : 0;
+    const char *fault = blamed < page || blamed / page >= num_marks ? "outside" : "free";
     for (Py_ssize_t i = 0; i < good; i++) {
-        int64_t number = start_at(starts, i) / page;
+        int64_t number = start_at(starts, stride, i) / page;
         known[number] = 0;
         if (good < count && number == blamed / page)
             fault = "twice";

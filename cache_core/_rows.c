@@ -77,12 +77,7 @@ static PyObject *
 row_of(PyObject *object)
 {
     Node *node = as_node(object);
-    if (node == NULL)
-        return NULL;
-    if (node->slots != NULL && PyBytes_CheckExact(node->slots))
-        return node->slots;
-    PyErr_SetString(PyExc_TypeError, "a node's slots must be bytes");
-    return NULL;
+    return node != NULL && is_bytes(node->slots, "a node's slots") ? node->slots : NULL;
 }
 
 /* The bytes of the rows of all nodes together, -1 on an error. */

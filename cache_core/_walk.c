@@ -41,7 +41,7 @@ static int
 follow(const Node *node, const char *data, Py_ssize_t page_bytes, Py_ssize_t stop, Py_ssize_t *pos)
 {
     PyObject *run = node->data;
-    if (run == NULL || !is_bytes(run, "a node's data"))
+    if (!is_bytes(run, "a node's data"))
         return -1;
     Py_ssize_t size = PyBytes_GET_SIZE(run), limit = stop - *pos;
     const char *theirs = PyBytes_AS_STRING(run), *ours = data + *pos;

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import expand, gather
+from raydix.cache_core.kernels import expand
 from raydix.cache_core.radix_key import RadixKey
-
-if TYPE_CHECKING:
-    from raydix.cache_core.tree_node import TreeNode
 
 Slots = NDArray[np.int64]
 Row = bytes  # int64 as the machine has them: a slot per token, or the first of each page where all pages are runs
@@ -53,12 +49,6 @@ def expand_rows(rows: list[Row], spans: Sequence[Sized], num_tokens: int, page_s
     if slots is not None:
         return torch.frombuffer(slots, dtype=_INT64) if slots else torch.empty(0, dtype=_INT64)
     return torch.from_numpy(np.concatenate([expand_row(row, len(span)) for row, span in zip(rows, spans, strict=True)]))
-
-
-def slots_on(path: list[TreeNode], num_tokens: int, page_size: int) -> torch.Tensor:
-    """One slot per token of nodes that hold so many tokens in all; a copy."""
-    slots = gather(path, num_tokens, page_size)
-    return expand_rows([node.slots for node in path], path, num_tokens, page_size) if slots is None else slots
 
 
 def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Tensor:

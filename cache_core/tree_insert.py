@@ -13,9 +13,9 @@ from raydix.cache_core.kernels import begins_alike, compact, is_row
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import check_on_path, check_same_space
-from raydix.cache_core.slot_rows import Row, as_slots, join_rows, slots_on
+from raydix.cache_core.slot_rows import Row, as_slots, join_rows
 from raydix.cache_core.tree_match import TreeMatch
-from raydix.cache_core.tree_node import TreeNode, rows_of
+from raydix.cache_core.tree_node import TreeNode, rows_of, slots_on
 
 Take = Callable[[int, int], Row]
 # What an insert found and made: the leading tokens that were in the tree before, those before the node it resumed at,

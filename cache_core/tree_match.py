@@ -12,9 +12,9 @@ from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
-from raydix.cache_core.slot_rows import join_rows, slots_on
+from raydix.cache_core.slot_rows import join_rows
 from raydix.cache_core.tree_explanation import explain_absence
-from raydix.cache_core.tree_node import TreeNode, rows_of
+from raydix.cache_core.tree_node import TreeNode, rows_of, slots_on
 from raydix.cache_core.tree_sample import TreeBox, sample_tree
 
 

@@ -13,7 +13,7 @@ SPACE = Namespace(None, 0, 4, 4)
 def node(node_id: int, parent: MambaTreeNode | None = None) -> MambaTreeNode:
     made = MambaTreeNode(node_id, parent, SPACE, b"1234", None, 1, 0)
     if parent is not None:
-        parent.children[bytes([node_id])] = made
+        parent.children = {**parent.children, bytes([node_id]): made}
     return made
 
 
@@ -173,7 +173,7 @@ def test_ten_thousand_nodes_work(lru: LRUList) -> None:
     nodes = [node(1, root)]
     for node_id in range(2, 10_001):
         made = MambaTreeNode(node_id, nodes[-1], SPACE, b"1234", None, 1, 0)
-        nodes[-1].children[b""] = made
+        nodes[-1].children = {b"": made}
         nodes.append(made)
     for each in reversed(nodes):
         lru.insert_mru(each)
