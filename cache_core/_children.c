@@ -16,13 +16,14 @@ typedef struct {
 
 struct children {
     PyObject_HEAD
-    Py_ssize_t used, filled, capacity; /* entries that are there, that ever were, and that have room */
+    Py_ssize_t used, filled, capacity; /* entries that are there, that ever were, and that have room; -1: read-only */
     Entry *entries;
     int32_t *index; /* of twice as many places as entries have room, at least; NULL while there are few */
     uint64_t mask;
 };
 
-static uint64_t secret; /* so that nobody can choose pages that collide */
+static uint64_t secret;   /* so that nobody can choose pages that collide */
+static Children *nothing; /* the children of all leaves */
 
 int
 knows_children(void)
@@ -31,7 +32,17 @@ knows_children(void)
     Py_hash_t hash = seed == NULL ? -1 : PyObject_Hash(seed); /* another one in each process */
     Py_XDECREF(seed);
     secret = (uint64_t)hash;
-    return hash != -1;
+    if (hash == -1 || PyType_Ready(&ChildrenType) < 0 || (nothing = new_children()) == NULL)
+        return 0;
+    nothing->capacity = -1;
+    return 1;
+}
+
+/* Those of a leaf, borrowed: empty, and read-only, since all leaves share them. */
+Children *
+no_children(void)
+{
+    return nothing;
 }
 
 /* ---------------------------------------------------------------- pages */
@@ -57,10 +68,25 @@ hash_of(const char *page, Py_ssize_t size)
     return folded(hash ^ word, secret | 1);
 }
 
+/* Have lines of memory fetched at once that would be waited for one by one: in a large tree none is at hand. */
+static void
+fetch(const void *start, int lines)
+{
+#if defined(__GNUC__)
+    for (int line = 0; line < lines; line++)
+        __builtin_prefetch((const char *)start + 64 * line);
+#endif
+}
+
 static int
 begins_with(PyObject *child, const char *page, Py_ssize_t size)
 {
-    PyObject *data = ((Node *)child)->data;
+    const Node *node = (Node *)child;
+    fetch(node, sizeof(Node) / 64 + 1);
+    PyObject *data = node->data;
+    fetch(data, 3);
+    fetch(node->children, 1);
+    fetch(node->slots, 2);
     return data != NULL && PyBytes_CheckExact(data) && PyBytes_GET_SIZE(data) >= size &&
            memcmp(PyBytes_AS_STRING(data), page, (size_t)size) == 0;
 }
@@ -132,6 +158,7 @@ find_child(const Children *children, const char *page, Py_ssize_t size)
 {
     if (children->used == 0)
         return NULL;
+    fetch(children->entries, 2); /* while the hash is computed */
     const Entry *entry = entry_for(children, hash_of(page, size), page, size);
     return entry == NULL ? NULL : entry->child;
 }
@@ -187,6 +214,10 @@ children_set(PyObject *self, PyObject *page, PyObject *child)
     Children *children = (Children *)self;
     if (!is_bytes(page, "a page") || (child != NULL && as_node(child) == NULL))
         return -1;
+    if (children->capacity < 0) {
+        PyErr_SetString(PyExc_TypeError, "the children of a leaf cannot be changed: hang a node below it");
+        return -1;
+    }
     const char *start = PyBytes_AS_STRING(page);
     Py_ssize_t size = PyBytes_GET_SIZE(page);
     if (child != NULL)

@@ -29,17 +29,17 @@ slice(PyObject *bytes, Py_ssize_t start, Py_ssize_t stop)
 static int
 hang(Node *parent, PyObject *data, Py_ssize_t page_bytes, PyObject *child)
 {
-    PyObject *children = children_of(parent);
+    Children *children = children_of(parent);
     if (PyErr_Occurred())
         return -1;
-    children = children == NULL ? PyDict_New() : Py_NewRef(children);
+    children = children == NULL ? new_children() : (Children *)Py_NewRef((PyObject *)children);
+    if (children == NULL)
+        return -1;
     Py_ssize_t size = PyBytes_GET_SIZE(data);
-    PyObject *first = children == NULL ? NULL : slice(data, 0, size < page_bytes ? size : page_bytes);
-    int done = first == NULL ? -1 : PyDict_SetItem(children, first, child);
+    int done = put_child(children, PyBytes_AS_STRING(data), size < page_bytes ? size : page_bytes, child);
     if (done == 0)
-        set_member(&parent->children, children);
-    Py_XDECREF(first);
-    Py_XDECREF(children);
+        set_member(&parent->children, (PyObject *)children);
+    Py_DECREF(children);
     return done;
 }
 

@@ -21,6 +21,7 @@
 #define WIDE
 #endif
 
+typedef struct children Children;
 typedef struct row Row; /* nodes in the order in which they are to go */
 
 /* A run of tokens in a tree. What Python code may set can be anything, or nothing once deleted. */
@@ -41,7 +42,7 @@ typedef struct {
     PyObject *data, *extra_key, *width, *arity, *unit, *num_tokens;
 } Key;
 
-extern PyTypeObject NodeType, KeyType, RowType;
+extern PyTypeObject NodeType, ChildrenType, KeyType, RowType;
 
 /* arguments: _kernels.c */
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
@@ -58,7 +59,13 @@ enum { NODE_ID, PARENT, SPACE, DATA, SLOTS, END, NOW, NUM_NODE_ARGS }; /* what o
 Node *new_node(PyTypeObject *type, PyObject *const *args);
 Node *as_node(PyObject *object);
 Py_ssize_t end_of(const Node *node);
-PyObject *children_of(const Node *node);
+Children *children_of(const Node *node);
+
+/* children: _children.c */
+Children *new_children(void);
+Children *no_children(void);
+PyObject *find_child(const Children *children, const char *page, Py_ssize_t size);
+int put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child);
 
 typedef struct slot_row SlotRow; /* slots on their way into a tensor */
 
@@ -69,9 +76,9 @@ SlotRow *new_row(Py_ssize_t num_tokens, int64_t **out);
 PyObject *as_tensor(SlotRow *row);
 
 /* what each part needs, once, when the module is loaded: 0 with an exception set if it is not to be had */
+int knows_children(void);
 int knows_growth(void);
 int knows_keys(void);
-int knows_nodes(void);
 int knows_rows(void);
 int knows_tensors(void);
 

@@ -1,4 +1,5 @@
 # The same as in plain Python, to the letter.
+from raydix.cache_core.plain_kernels import Children as Children
 from raydix.cache_core.plain_kernels import Key as Key
 from raydix.cache_core.plain_kernels import Node as Node
 from raydix.cache_core.plain_kernels import Row as Row

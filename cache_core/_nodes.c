@@ -4,8 +4,6 @@
 
 #define FIELD(name) {#name, T_OBJECT_EX, offsetof(Node, name), 0, NULL}
 
-static PyObject *no_children; /* of a leaf: empty, and read-only, since all leaves share it */
-
 static PyMemberDef members[] = {
     FIELD(parent), FIELD(space), FIELD(children), FIELD(hash_values),
     FIELD(id), FIELD(data), FIELD(slots), FIELD(end),
@@ -60,7 +58,7 @@ fill(Node *node, PyObject *const *args)
         set_member(&node->data, args[DATA]);
         set_member(&node->slots, args[SLOTS]);
         set_member(&node->end, args[END]);
-        set_member(&node->children, no_children);
+        set_member(&node->children, (PyObject *)no_children());
         set_member(&node->own_access_time, args[NOW]);
         set_member(&node->creation_time, args[NOW]);
         set_member(&node->own_hits, zero);
@@ -141,23 +139,14 @@ end_of(const Node *node)
     return -1;
 }
 
-/* Its children, borrowed; NULL if it has none, or with an exception set if they are no dict. */
-PyObject *
+/* Its children, borrowed; NULL if it has none, or with an exception set if they are something else. */
+Children *
 children_of(const Node *node)
 {
-    if (node->children == no_children)
+    if (node->children == (PyObject *)no_children())
         return NULL;
-    if (node->children != NULL && PyDict_CheckExact(node->children))
-        return node->children;
-    PyErr_SetString(PyExc_TypeError, "a node's children must be a dict");
+    if (node->children != NULL && Py_IS_TYPE(node->children, &ChildrenType))
+        return (Children *)node->children;
+    PyErr_SetString(PyExc_TypeError, "a node's children must be Children");
     return NULL;
-}
-
-int
-knows_nodes(void)
-{
-    PyObject *empty = PyDict_New();
-    no_children = empty == NULL ? NULL : PyDictProxy_New(empty);
-    Py_XDECREF(empty);
-    return no_children != NULL;
 }

@@ -17,23 +17,13 @@ common_bytes(const char *one, const char *other, Py_ssize_t limit)
     return done;
 }
 
-/* The child of `node` that begins as the page of a key at `pos` does; NULL if there is none, or on an error. */
+/* The child of `node` that begins as the page of a key at `pos` does, borrowed; NULL if there is none, or on an error. */
 static PyObject *
 child_of(const Node *node, PyObject *data, Py_ssize_t pos, Py_ssize_t page_bytes)
 {
-    PyObject *children = children_of(node);
-    if (children == NULL)
-        return NULL;
+    const Children *children = children_of(node);
     Py_ssize_t left = PyBytes_GET_SIZE(data) - pos;
-    PyObject *first = PyBytes_FromStringAndSize(PyBytes_AS_STRING(data) + pos, left < page_bytes ? left : page_bytes);
-    if (first == NULL)
-        return NULL;
-    Py_INCREF(children); /* a key's own comparison could let go of them */
-    PyObject *child = PyDict_GetItemWithError(children, first);
-    Py_XINCREF(child);
-    Py_DECREF(children);
-    Py_DECREF(first);
-    return child;
+    return children == NULL ? NULL : find_child(children, PyBytes_AS_STRING(data) + pos, left < page_bytes ? left : page_bytes);
 }
 
 /* Compare one run, from `*pos` on: 1 if it lies wholly before `stop` and matches, 0 if not, -1 on an error. */
@@ -50,20 +40,6 @@ follow(const Node *node, const char *data, Py_ssize_t page_bytes, Py_ssize_t sto
     return whole;
 }
 
-/* Have what is read of a node next fetched at once: in a large tree each of these would be waited for by itself. */
-static void
-look_ahead(const Node *node)
-{
-#if defined(__GNUC__)
-    __builtin_prefetch(node->data);
-    __builtin_prefetch((const char *)node->data + 64);
-    __builtin_prefetch((const char *)node->data + 128);
-    __builtin_prefetch(node->children);
-    __builtin_prefetch(node->slots);
-    __builtin_prefetch((const char *)node->slots + 64);
-#endif
-}
-
 /* Append the nodes that `data` goes through below `node`, from byte `pos` on; returns up to where, -1 on an error. */
 static Py_ssize_t
 walk_below(Node *node, PyObject *data, Py_ssize_t page_bytes, Py_ssize_t pos, Py_ssize_t stop, PyObject *path)
@@ -72,11 +48,8 @@ walk_below(Node *node, PyObject *data, Py_ssize_t page_bytes, Py_ssize_t pos, Py
         PyObject *child = child_of(node, data, pos, page_bytes);
         if (child == NULL)
             return PyErr_Occurred() ? -1 : pos;
-        int appended = PyList_Append(path, child);
-        Py_DECREF(child); /* the path keeps it alive */
+        int appended = PyList_Append(path, child); /* which keeps it alive */
         node = appended < 0 ? NULL : as_node(child);
-        if (node != NULL)
-            look_ahead(node);
         int whole = node == NULL ? -1 : follow(node, PyBytes_AS_STRING(data), page_bytes, stop, &pos);
         if (whole <= 0)
             return whole < 0 ? -1 : pos;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from raydix.cache_core.plain_kernels import (
+    Children,
     Key,
     Node,
     Row,
@@ -27,6 +28,7 @@ from raydix.cache_core.plain_kernels import (
 
 __all__ = [
     "COMPILED",
+    "Children",
     "Key",
     "Node",
     "Row",
@@ -49,6 +51,7 @@ COMPILED = os.environ.get("RAYDIX_PLAIN", "0") in ("", "0")  # whether the compi
 if COMPILED:
     try:
         from raydix.cache_core._kernels import (
+            Children,
             Key,
             Node,
             Row,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from types import MappingProxyType
+from itertools import islice
 from typing import Any, Self, TypeGuard
 
 import numpy as np
@@ -15,7 +15,6 @@ _I4 = np.dtype("<i4")
 _FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
 _SLOT_BYTES = 8
 _MIN_LANES = 4096
-_NO_CHILDREN = MappingProxyType[bytes, Any]({})  # of all leaves
 _lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
 
 
@@ -77,6 +76,30 @@ def begins_alike(key: Key, other: Key, num_tokens: int, /) -> bool:
     )
 
 
+class Children(dict[bytes, Any]):
+    """The children of a node, by the first page of their data, in the order in which they came.
+
+    Compiled, it is no dict, and has these methods alone besides `len`, `get`, `values` and its subscripts; what the
+    page of a child is, its data say. Leaves share one, which cannot be changed.
+    """
+
+    def first(self, limit: int, /) -> list[Any]:
+        """Up to so many, those that came first. O(limit)."""
+        return list(islice(self.values(), limit))
+
+    def last(self, limit: int, /) -> list[Any]:
+        """Up to so many, those that came last before the others. O(limit)."""
+        return list(islice(reversed(self.values()), limit))
+
+
+class _NoChildren(Children):
+    def __setitem__(self, page: bytes, child: Any) -> None:
+        raise TypeError("the children of a leaf cannot be changed: hang a node below it")
+
+
+_NO_CHILDREN = _NoChildren()
+
+
 class Node:
     """What a node of a tree is made of: see `TreeNode`."""
 
@@ -110,7 +133,7 @@ class Node:
         self.data = data
         self.slots = slots
         self.end = end
-        self.children: Any = _NO_CHILDREN  # a dict, once there are any
+        self.children: Children = _NO_CHILDREN
         self.lock_ref = self.own_locks = 0
         self.own_access_time = self.creation_time = now
         self.own_hits = self.own_priority = 0
@@ -165,7 +188,7 @@ def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /)
 
 def _hang(parent: Any, page: bytes, child: Any) -> None:
     if parent.children is _NO_CHILDREN:
-        parent.children = {}
+        parent.children = Children()
     parent.children[page] = child
 
 

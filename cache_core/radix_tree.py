@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import cut, grow, walk
+from raydix.cache_core.kernels import Children, cut, grow, walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import SLOT_BYTES, Row
 from raydix.cache_core.tree_node import Namespace, TreeNode
@@ -116,7 +116,9 @@ class RadixTree:
         space.width, space.unit = 8, space.unit * 2
         page = self.page_size * space.unit
         for node in (top, *self.nodes_below(top)):
-            node.children = {child.data[:page]: child for child in node.children.values()}
+            children, node.children = node.children.values(), Children()
+            for child in children:
+                node.children[child.data[:page]] = child
 
     @staticmethod
     def nodes_below(top: TreeNode) -> Iterator[TreeNode]:
