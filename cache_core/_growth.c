@@ -89,6 +89,7 @@ grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 /* What a cut takes: sizes in tokens, and what they come to in bytes. */
 typedef struct {
     Py_ssize_t start, length, page_bytes, data_cut, row_cut;
+    int is_narrow; /* whether the row is */
 } Cut;
 
 /* Bytes of one token of a node; -1 with an exception set if its namespace does not say so. */
@@ -124,15 +125,30 @@ plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
         PyErr_Format(PyExc_AssertionError, "cannot split %R at %zd", node, length);
         return 0;
     }
-    *cut = (Cut){start, length, page * unit, length * unit, row * length / num_tokens};
+    int is_narrow = row % 2; /* then it has one byte more at its end */
+    Py_ssize_t slot = is_narrow ? 4 : 8, row_cut = row / slot * length / num_tokens * slot;
+    *cut = (Cut){start, length, page * unit, length * unit, row_cut, is_narrow};
     return 1;
+}
+
+/* The first part of a row, of the same width. */
+static PyObject *
+row_prefix(PyObject *row, const Cut *cut)
+{
+    PyObject *prefix = PyBytes_FromStringAndSize(NULL, cut->row_cut + cut->is_narrow);
+    if (prefix != NULL) {
+        memcpy(PyBytes_AS_STRING(prefix), PyBytes_AS_STRING(row), (size_t)cut->row_cut);
+        if (cut->is_narrow)
+            PyBytes_AS_STRING(prefix)[cut->row_cut] = 0;
+    }
+    return prefix;
 }
 
 /* The node over the prefix, in its place below the parent; what is cut stays as it is. */
 static Node *
 new_prefix(Node *node, PyTypeObject *type, PyObject *node_id, const Cut *cut)
 {
-    PyObject *data = slice(node->data, 0, cut->data_cut), *slots = slice(node->slots, 0, cut->row_cut);
+    PyObject *data = slice(node->data, 0, cut->data_cut), *slots = row_prefix(node->slots, cut);
     PyObject *end = PyLong_FromSsize_t(cut->start + cut->length);
     Node *above = NULL;
     if (data != NULL && slots != NULL && end != NULL) {
@@ -152,7 +168,7 @@ new_prefix(Node *node, PyTypeObject *type, PyObject *node_id, const Cut *cut)
 
 /* Hang the rest of a node below the new one over its prefix. */
 static int
-join(Node *node, Node *above, const Cut *cut)
+put_below(Node *node, Node *above, const Cut *cut)
 {
     PyObject *data = slice(node->data, cut->data_cut, PyBytes_GET_SIZE(node->data));
     PyObject *slots = slice(node->slots, cut->row_cut, PyBytes_GET_SIZE(node->slots));
@@ -181,7 +197,7 @@ cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (page < 0 || !plan(node, length, page, &how))
         return NULL;
     Node *above = new_prefix(node, (PyTypeObject *)args[0], args[1], &how);
-    if (above != NULL && join(node, above, &how) < 0)
+    if (above != NULL && put_below(node, above, &how) < 0)
         Py_CLEAR(above);
     return (PyObject *)above;
 }

@@ -42,6 +42,7 @@ static PyMethodDef functions[] = {
     {"is_row", (PyCFunction)(void (*)(void))is_row, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
     {"expand", (PyCFunction)(void (*)(void))expand, METH_FASTCALL, NULL},
+    {"join", join, METH_O, NULL},
     {"compact", (PyCFunction)(void (*)(void))compact, METH_FASTCALL, NULL},
     {"take_back", (PyCFunction)(void (*)(void))take_back, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

@@ -92,6 +92,7 @@ PyObject *begins_alike(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 PyObject *is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *join(PyObject *module, PyObject *rows);
 PyObject *compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *take_back(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 

@@ -10,6 +10,7 @@ from raydix.cache_core.plain_kernels import expand as expand
 from raydix.cache_core.plain_kernels import gather as gather
 from raydix.cache_core.plain_kernels import grow as grow
 from raydix.cache_core.plain_kernels import is_row as is_row
+from raydix.cache_core.plain_kernels import join as join
 from raydix.cache_core.plain_kernels import lock_path as lock_path
 from raydix.cache_core.plain_kernels import pack as pack
 from raydix.cache_core.plain_kernels import take_back as take_back

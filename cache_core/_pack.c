@@ -20,7 +20,7 @@ pack_list(PyObject *list, uint32_t *out, Py_ssize_t count)
 }
 
 /* One pass: on long rows a copy and a look at the copy would cost nearly twice as much. */
-static uint32_t
+WIDE static uint32_t
 pack_contiguous(const uint32_t *restrict in, uint32_t *restrict out, Py_ssize_t count)
 {
     uint32_t seen = 0;
@@ -45,16 +45,30 @@ pack_row4(const char *in, Py_ssize_t stride, int is_signed, uint32_t *out, Py_ss
     return !is_signed || seen >> 31 == 0;
 }
 
+WIDE static uint64_t
+pack_contiguous8(const uint64_t *restrict in, uint32_t *restrict out, Py_ssize_t count)
+{
+    uint64_t seen = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        out[i] = (uint32_t)in[i];
+        seen |= in[i];
+    }
+    return seen;
+}
+
 static int
 pack_row8(const char *in, Py_ssize_t stride, uint32_t *out, Py_ssize_t count)
 {
     uint64_t seen = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint64_t value;
-        memcpy(&value, in + i * stride, 8);
-        out[i] = (uint32_t)value;
-        seen |= value;
-    }
+    if (stride == 8 && (uintptr_t)in % 8 == 0)
+        seen = pack_contiguous8((const uint64_t *)in, out, count);
+    else
+        for (Py_ssize_t i = 0; i < count; i++) {
+            uint64_t value;
+            memcpy(&value, in + i * stride, 8);
+            out[i] = (uint32_t)value;
+            seen |= value;
+        }
     return seen >> 32 == 0;
 }
 

@@ -19,7 +19,7 @@ from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.kernels import lock_path, unlock_path
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.retired_nodes import RetiredNodes
-from raydix.cache_core.slot_rows import SLOT_BYTES, Row, expand_rows
+from raydix.cache_core.slot_rows import Row, expand_rows
 from raydix.cache_core.tenants import TenantQueues, TenantRetired
 from raydix.cache_core.tree_node import TreeNode
 
@@ -40,10 +40,6 @@ class Victims:
         self.nodes.append(node)
         self.rows.append(slots)
         self.num_tokens += num_tokens
-
-    def in_pages(self, page_size: int) -> bool:
-        """Whether every row names the first slots of its pages."""
-        return sum(map(len, self.rows)) * page_size == self.num_tokens * SLOT_BYTES
 
     def slots(self, page_size: int) -> torch.Tensor:
         """One slot per token."""

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 _I4 = np.dtype("<i4")
 _FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
-_SLOT_BYTES = 8
+_SLOT_BYTES, _NARROW_BYTES = 8, 4
+_NARROW_LIMIT = 2**31
 _MIN_LANES = 4096
 _lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
 
@@ -175,9 +176,10 @@ def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /)
     parent, row, unit = node.parent, node.slots, node.space.unit
     num_tokens = node.end - parent.end
     assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {length}"
-    at, row_at, page = length * unit, len(row) * length // num_tokens, page_size * unit
+    slot, tail = (_NARROW_BYTES, b"\0") if len(row) % 2 else (_SLOT_BYTES, b"")
+    at, row_at, page = length * unit, len(row) // slot * length // num_tokens * slot, page_size * unit
     above = node_type(
-        node_id, parent, node.space, node.data[:at], row[:row_at], parent.end + length, node.own_access_time
+        node_id, parent, node.space, node.data[:at], row[:row_at] + tail, parent.end + length, node.own_access_time
     )
     above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
     _hang(parent, node.data[:page], above)
@@ -352,7 +354,7 @@ def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray |
 
     A copy, in which the rows stand one after the other.
     """
-    packed = bytearray().join(rows)
+    packed = join(rows)
     num_slots = len(packed) // _SLOT_BYTES
     if num_slots == num_tokens:
         return packed
@@ -361,6 +363,19 @@ def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray |
     slots = np.frombuffer(packed, np.int64).repeat(page_size)
     slots += _lanes_of(page_size, num_tokens)
     return bytearray(slots.data)
+
+
+def join(rows: list[bytes], /) -> bytearray:
+    """What rows say, int64, one after the other; a copy."""
+    if any(len(row) % 2 for row in rows):
+        rows = [_unpacked(row).tobytes() for row in rows]
+    return bytearray().join(rows)
+
+
+def _unpacked(row: bytes) -> NDArray[np.int64]:
+    if len(row) % 2:
+        return np.frombuffer(row, np.int32, len(row) // _NARROW_BYTES).astype(np.int64)
+    return np.frombuffer(row, np.int64)
 
 
 def gather(nodes: list[Any], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
@@ -391,14 +406,17 @@ def is_row(slots: Any, needed: int, /) -> TypeGuard[torch.Tensor]:
 def compact(slots: torch.Tensor, page_size: int, start: int, stop: int, /) -> bytes:
     """A row of its own of `slots[start:stop]`: the first of each page if pages are runs of slots, else all of them.
 
-    `slots` are int64, in a row, on the CPU: the caller has seen to that.
+    `slots` are int64, in a row, on the CPU: the caller has seen to that. In the row they take 8 bytes each or, where
+    none is negative and all fit, 4, with one byte more at the end: so its size tells which.
     """
     part: NDArray[np.int64] = slots.numpy()[start:stop]
     if page_size > 1 and part.size:
         jumps = part[1:] != part[:-1] + 1
         jumps[page_size - 1 :: page_size] = False  # from page to page there may be one
         if b"\1" not in jumps.tobytes():
-            return part[::page_size].tobytes()
+            part = part[::page_size]
+    if part.size and part.item(part.argmin()) >= 0 and part.item(part.argmax()) < _NARROW_LIMIT:
+        return part.astype(np.int32).tobytes() + b"\0"
     return part.tobytes()
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Sequence, Sized
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import expand
+from raydix.cache_core.kernels import expand, join
 from raydix.cache_core.radix_key import RadixKey
 
 Slots = NDArray[np.int64]
-Row = bytes  # int64 as the machine has them: a slot per token, or the first of each page where all pages are runs
+# A slot per token, or the first of each page where all pages are runs. As the machine has them, 8 bytes each or, where
+# all fit in 31 bits, 4, with one byte more at the end: so the size of a row tells which.
+Row = bytes
 
-SLOT_BYTES = 8
 _INT64 = torch.int64
 _INTEGERS = {_INT64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
@@ -24,12 +25,17 @@ def expand_pages(starts: Slots, page_size: int) -> Slots:
     """One slot per token of pages of consecutive slots; a copy."""
     expanded = expand([starts.tobytes()], starts.size * page_size, page_size)
     assert expanded is not None, "pages of one size make a row of slots"
-    return unpack(expanded)
+    return np.frombuffer(expanded, np.int64)
 
 
-def unpack(row: Row | bytearray) -> Slots:
-    """What a row says, as it says it; read-only if the row is."""
-    return np.frombuffer(row, np.int64)
+def num_slots(row: Row) -> int:
+    """How many slots a row says."""
+    return len(row) // (4 if len(row) % 2 else 8)
+
+
+def unpack(row: Row) -> Slots:
+    """What a row says, as it says it; read-only if that is how it is packed."""
+    return join_rows([row]) if len(row) % 2 else np.frombuffer(row, np.int64)
 
 
 def expand_row(row: Row, num_tokens: int) -> Slots:
@@ -38,9 +44,9 @@ def expand_row(row: Row, num_tokens: int) -> Slots:
     return slots.copy() if slots.size == num_tokens else expand_pages(slots, num_tokens // slots.size)
 
 
-def join_rows(rows: Iterable[Row]) -> Slots:
-    """The rows in a row, as they are; always a copy."""
-    return np.frombuffer(bytearray().join(rows), np.int64)
+def join_rows(rows: list[Row]) -> Slots:
+    """What rows say, one after the other; always a copy."""
+    return np.frombuffer(join(rows), np.int64)
 
 
 def expand_rows(rows: list[Row], spans: Sequence[Sized], num_tokens: int, page_size: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Proof that random traffic finds faults: each rule of `RadixCache` is broken once, and the comparison must see it."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -319,9 +320,12 @@ def slots_are_adopted_without_a_copy(patch: Patch) -> None:
 @fault
 def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
     def slots_on(original: Any, path: list[Any], *rest: Any) -> torch.Tensor:
-        return torch.frombuffer(path[0].slots, dtype=torch.int64) if len(path) == 1 else original(path, *rest)
+        if len(path) > 1:
+            return original(path, *rest)
+        with warnings.catch_warnings(action="ignore"):  # that it cannot be written to is no obstacle
+            return torch.frombuffer(path[0].slots, dtype=torch.int64)
 
-    around(patch, tree_insert, "compact", lambda original, *args: bytearray(original(*args)))  # one can write to it
+    patch.setattr(tree_insert, "compact", lambda slots, _, start, stop: slots[start:stop].numpy().tobytes())
     around(patch, tree_match, "slots_on", slots_on)
 
 

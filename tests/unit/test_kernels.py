@@ -7,6 +7,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from raydix.cache_core import kernels, plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
+SLOTS = st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5)
 PAGES = st.sampled_from([1, 2, 3, 16])
 U32 = st.integers(0, 2**32 - 1)
 
@@ -57,17 +59,18 @@ def test_what_takes_a_closer_look_is_left_to_it(ids: Any) -> None:
 
 
 @compiled
-@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 17), max_size=5), max_size=5), PAGES, st.booleans())
+@given(st.lists(SLOTS, max_size=5), PAGES, st.booleans())
 def test_rows_are_expanded_as_by_the_plain_kernel(rows: list[list[int]], page_size: int, in_pages: bool) -> None:
-    packed = [np.array(row, np.int64).tobytes() for row in rows]
+    packed = [plain_kernels.compact(torch.tensor(row, dtype=torch.int64), 1, 0, len(row)) for row in rows]
     num_tokens = sum(map(len, rows)) * (page_size if in_pages else 1)
 
     assert kernels.expand(packed, num_tokens, page_size) == plain_kernels.expand(packed, num_tokens, page_size)
     assert kernels.expand(packed, num_tokens * page_size + 1, page_size) is None
+    assert kernels.join(packed) == plain_kernels.join(packed) == np.array([*chain(*rows)], np.int64).tobytes()
 
 
 @compiled
-@given(st.lists(st.integers(-(2**63), 2**63 - 17), max_size=6), PAGES, st.integers(0, 95), st.data())
+@given(SLOTS, PAGES, st.integers(0, 95), st.data())
 def test_slots_are_compacted_as_by_the_plain_kernel(
     starts: list[int], page_size: int, other: int, data: st.DataObject
 ) -> None:
@@ -104,6 +107,26 @@ def test_slots_are_compacted_as_by_the_plain_kernel(
 )
 def test_a_row_of_slots_as_most_callers_have_them_is_told_at_once(is_row: Any, slots: Any, is_one: bool) -> None:
     assert is_row(slots, 4) is is_one
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(kernels, marks=compiled), plain_kernels])
+@pytest.mark.parametrize(
+    ("slots", "page_size", "size"),
+    [
+        ([0, 2**31 - 1], 1, 9),
+        ([0, 2**31], 1, 16),
+        ([0, -1], 1, 16),
+        ([4, 5, 6, 7, 2, 3], 2, 13),
+        ([2**31 - 1, 2**31], 2, 5),
+        ([4, 6, 6, 7], 2, 17),
+        ([], 2, 0),
+    ],
+)
+def test_slots_that_fit_take_four_bytes_each(kernel: Any, slots: list[int], page_size: int, size: int) -> None:
+    row = kernel.compact(torch.tensor(slots, dtype=torch.int64), page_size, 0, len(slots))
+
+    assert len(row) == size
+    assert kernel.expand([row], len(slots), page_size) == np.array(slots, np.int64).tobytes()
 
 
 @compiled
@@ -157,6 +180,8 @@ def test_why_pages_are_not_taken_back_is_told(take_back: Any, pages: list[int], 
     [
         (lambda: kernels.expand((b"",), 0, 1), TypeError),  # type: ignore[arg-type]
         (lambda: kernels.expand([bytearray(8)], 1, 1), TypeError),  # type: ignore[list-item]
+        (lambda: kernels.join([bytearray(8)]), TypeError),  # type: ignore[list-item]
+        (lambda: kernels.join([b"123"]), ValueError),
         (lambda: kernels.compact(torch.arange(4), 1, 2, 5), ValueError),
         (lambda: kernels.compact(torch.arange(4), 1, 3, 2), ValueError),
         (lambda: kernels.compact(torch.arange(4), 1, -1, 2), ValueError),
@@ -192,6 +217,7 @@ def test_nothing_is_kept_alive() -> None:
     for _ in range(1_000):
         kernels.pack(ids)
         kernels.expand(rows, 64, 16)
+        kernels.join(rows)
         kernels.compact(slots, 16, 0, 64)
         kernels.is_row(slots, 64)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from raydix.cache_core import RadixKey, kernels, plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
 TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]
+SLOTS = st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5)
 BYTES = st.lists(st.sampled_from([0, 1]), max_size=40).map(bytes)
 FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
 
@@ -26,8 +28,8 @@ FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent"
 class Branch:
     """A tree of one twin's nodes, grown by keys of single bytes."""
 
-    def __init__(self, kernel: Any, page_size: int, unit: int = 1) -> None:
-        self.kernel, self.page_size, self.unit = kernel, page_size, unit
+    def __init__(self, kernel: Any, page_size: int, unit: int = 1, is_wide: bool = False) -> None:
+        self.kernel, self.page_size, self.unit, self.is_wide = kernel, page_size, unit, is_wide
         self.space = SimpleNamespace(unit=unit)
         self.root = kernel.Node(0, None, self.space, b"", b"", 0, 0)
         self.top = kernel.Node(1, self.root, self.space, b"", b"", 0, 0)
@@ -41,7 +43,8 @@ class Branch:
         if node.end > end:
             node = self.cut(node, end - node.parent.end)
         if end < num_tokens:
-            slots = np.arange(end, num_tokens).tobytes()
+            first = 2**31 if self.is_wide else 0
+            slots = self.kernel.compact(torch.arange(first, first + num_tokens), 1, end, num_tokens)
             node = self._added(
                 self.kernel.grow(
                     type(self.top), len(self.nodes), node, data, self.unit, self.page_size, num_tokens, slots, 7
@@ -73,9 +76,9 @@ class Branch:
 
 
 @compiled
-@given(st.data(), st.integers(1, 3), st.integers(1, 3))
-def test_a_tree_grows_as_with_the_plain_kernels(data: st.DataObject, page_size: int, unit: int) -> None:
-    ours, theirs = Branch(kernels, page_size, unit), Branch(plain_kernels, page_size, unit)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_a_tree_grows_as_with_the_plain_kernels(data: st.DataObject, page_size: int, unit: int, is_wide: bool) -> None:
+    ours, theirs = (Branch(kernel, page_size, unit, is_wide) for kernel in (kernels, plain_kernels))
     locked: list[int] = []
     for _ in range(data.draw(st.integers(0, 12))):
         key = data.draw(BYTES)
@@ -120,9 +123,10 @@ def test_a_long_run_is_compared_to_the_byte(length: int, differs_at: int, page_s
 
 
 @compiled
-@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 17), max_size=5), max_size=5), st.integers(1, 4), st.booleans())
+@given(st.lists(SLOTS, max_size=5), st.integers(1, 4), st.booleans())
 def test_slots_are_gathered_as_by_the_plain_kernel(rows: list[list[int]], page_size: int, in_pages: bool) -> None:
-    nodes = [kernels.Node(0, None, None, b"", np.array(row, np.int64).tobytes(), 0, 0) for row in rows]
+    packed = [plain_kernels.compact(torch.tensor(row, dtype=torch.int64), 1, 0, len(row)) for row in rows]
+    nodes = [kernels.Node(0, None, None, b"", row, 0, 0) for row in packed]
     num_tokens = sum(map(len, rows)) * (page_size if in_pages else 1)
 
     ours, theirs = (kernel.gather(nodes, num_tokens, page_size) for kernel in (kernels, plain_kernels))
@@ -136,6 +140,7 @@ def test_slots_are_gathered_as_by_the_plain_kernel(rows: list[list[int]], page_s
 def test_what_is_gathered_is_a_copy_that_can_be_written_to(kernel: Any) -> None:
     node = kernel.Node(0, None, None, b"", np.arange(1_000).tobytes(), 0, 0)
     gathered = kernel.gather([node], 1_000, 1)
+    assert gathered.is_contiguous() and gathered.is_cpu
     gathered += 1
 
     assert gathered.tolist() == list(range(1, 1_001))
