@@ -270,7 +270,7 @@ def tuples_are_the_ids_they_begin_with(patch: Patch) -> None:
 @fault
 def a_widened_namespace_keeps_its_old_children_keys(patch: Patch) -> None:
     def widen(original: Any, tree: RadixTree, top: Any) -> None:
-        old = dict(top.children)
+        old = top.children
         original(tree, top)
         top.children = old
 

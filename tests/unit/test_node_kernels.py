@@ -66,7 +66,7 @@ class Branch:
                 *(getattr(node, name) for name in FIELDS),
                 node.parent.id,
                 node.space is self.space,
-                [(first, child.id) for first, child in node.children.items()],
+                [child.id for child in node.children.values()],
             )
             for node in self.nodes
         ]
