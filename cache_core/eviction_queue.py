@@ -84,8 +84,8 @@ class EvictionQueue:
         """Take out the candidate of the lowest rank; None if there is none."""
         late = self._late.first() if self._late_keys else None
         if self._row:
-            node, rank = next(iter(self._row.items()))
-            if late is None or (rank, node.id) < late[:2]:
+            node = next(iter(self._row))
+            if late is None or (self._row[node], node.id) < late[:2]:
                 del self._row[node]
                 return node
         if late is None:
