@@ -19,9 +19,12 @@ is_node_type(PyObject *type)
     return 0;
 }
 
+/* As in Python: what is all of them is they. */
 static PyObject *
 slice(PyObject *bytes, Py_ssize_t start, Py_ssize_t stop)
 {
+    if (start == 0 && stop == PyBytes_GET_SIZE(bytes))
+        return Py_NewRef(bytes);
     return PyBytes_FromStringAndSize(PyBytes_AS_STRING(bytes) + start, stop - start);
 }
 

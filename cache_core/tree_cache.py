@@ -165,9 +165,10 @@ class TreeCache(TreeInsert):
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
         if victims.rows and self.pool is not None:
-            starts = None if self._free_pages is None else join_rows(victims.rows)
-            if starts is not None and len(starts) * self.page_size == victims.num_tokens:
-                self._free_pages(starts)
+            free_pages = self._free_pages
+            starts = None if free_pages is None else join_rows(victims.rows)
+            if free_pages is not None and starts is not None and starts.size * self.page_size == victims.num_tokens:
+                free_pages(starts)
             else:
                 self.pool.free(victims.slots(self.page_size))
         if self._events is not None:

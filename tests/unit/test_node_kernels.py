@@ -334,6 +334,7 @@ def test_nothing_is_kept_alive() -> None:
         tree.root, tree.top, tree.space, first, first.data, first.slots, first.children, second, second.parent,
         key, key.data, other, data, slots, now, packed, name, kernels.Node, kernels.Key, RadixKey,
     ]  # fmt: skip
+    gc.collect()
     before = [sys.getrefcount(each) for each in watched]
 
     for _ in range(1_000):
