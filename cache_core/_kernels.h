@@ -55,6 +55,11 @@ Node *as_node(PyObject *object);
 Py_ssize_t end_of(const Node *node);
 PyObject *children_of(const Node *node);
 
+/* rows of slots, which are bytes: _rows.c */
+Py_ssize_t num_slots(PyObject *row);
+PyObject *new_run(int64_t first, Py_ssize_t count);
+PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
+
 typedef struct slot_row SlotRow; /* slots on their way into a tensor */
 
 /* tensors: _tensors.c */
