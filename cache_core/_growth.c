@@ -89,10 +89,9 @@ grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 /* ---------------------------------------------------------------- cuts */
 
-/* What a cut takes: sizes in tokens, and what they come to in bytes. */
+/* What a cut takes: sizes in tokens, in bytes, and how many slots go to the prefix. */
 typedef struct {
-    Py_ssize_t start, length, page_bytes, data_cut, row_cut;
-    int is_narrow; /* whether the row is */
+    Py_ssize_t start, length, page_bytes, data_cut, num_slots;
 } Cut;
 
 /* Bytes of one token of a node; -1 with an exception set if its namespace does not say so. */
@@ -122,36 +121,21 @@ plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
     }
     if (!is_bytes(node->data, "a node's data") || !is_bytes(node->slots, "a node's slots"))
         return 0;
-    Py_ssize_t size = PyBytes_GET_SIZE(node->data), row = PyBytes_GET_SIZE(node->slots), num_tokens = end - start;
+    Py_ssize_t size = PyBytes_GET_SIZE(node->data), slots = num_slots(node->slots), num_tokens = end - start;
     if (unit < 1 || page < 1 || length < 1 || length % page != 0 || length >= num_tokens || num_tokens > size / unit ||
-        row > PY_SSIZE_T_MAX / length) {
+        slots < 0 || slots > PY_SSIZE_T_MAX / length) {
         PyErr_Format(PyExc_AssertionError, "cannot split %R at %zd", node, length);
         return 0;
     }
-    int is_narrow = row % 2; /* then it has one byte more at its end */
-    Py_ssize_t slot = is_narrow ? 4 : 8, row_cut = row / slot * length / num_tokens * slot;
-    *cut = (Cut){start, length, page * unit, length * unit, row_cut, is_narrow};
+    *cut = (Cut){start, length, page * unit, length * unit, slots * length / num_tokens};
     return 1;
-}
-
-/* The first part of a row, of the same width. */
-static PyObject *
-row_prefix(PyObject *row, const Cut *cut)
-{
-    PyObject *prefix = PyBytes_FromStringAndSize(NULL, cut->row_cut + cut->is_narrow);
-    if (prefix != NULL) {
-        memcpy(PyBytes_AS_STRING(prefix), PyBytes_AS_STRING(row), (size_t)cut->row_cut);
-        if (cut->is_narrow)
-            PyBytes_AS_STRING(prefix)[cut->row_cut] = 0;
-    }
-    return prefix;
 }
 
 /* The node over the prefix, in its place below the parent; what is cut stays as it is. */
 static Node *
 new_prefix(Node *node, PyTypeObject *type, PyObject *node_id, const Cut *cut)
 {
-    PyObject *data = slice(node->data, 0, cut->data_cut), *slots = row_prefix(node->slots, cut);
+    PyObject *data = slice(node->data, 0, cut->data_cut), *slots = part_of_row(node->slots, cut->num_slots, 0);
     PyObject *end = PyLong_FromSsize_t(cut->start + cut->length);
     Node *above = NULL;
     if (data != NULL && slots != NULL && end != NULL) {
@@ -174,7 +158,7 @@ static int
 put_below(Node *node, Node *above, const Cut *cut)
 {
     PyObject *data = slice(node->data, cut->data_cut, PyBytes_GET_SIZE(node->data));
-    PyObject *slots = slice(node->slots, cut->row_cut, PyBytes_GET_SIZE(node->slots));
+    PyObject *slots = part_of_row(node->slots, cut->num_slots, 1);
     int done = -1;
     if (data != NULL && slots != NULL && hang(above, data, cut->page_bytes, (PyObject *)node) == 0)
         done = hang((Node *)node->parent, node->data, cut->page_bytes, (PyObject *)above);

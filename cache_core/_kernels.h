@@ -67,6 +67,11 @@ Children *no_children(void);
 PyObject *find_child(const Children *children, const char *page, Py_ssize_t size);
 int put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child);
 
+/* rows of slots, which are bytes: _rows.c */
+Py_ssize_t num_slots(PyObject *row);
+PyObject *new_run(int64_t first, Py_ssize_t count);
+PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
+
 typedef struct slot_row SlotRow; /* slots on their way into a tensor */
 
 /* tensors: _tensors.c */

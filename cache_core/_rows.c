@@ -1,20 +1,71 @@
-/* Rows of slots: read from tensors, and written out for whoever matched them. */
+/* Rows of slots: what they say, in part, and written out for whoever matched them. */
 
 #include "_kernels.h"
 
-/* The slots of a row: of 8 bytes each, or of 4 with one byte more at the end, so that its size tells which. -1 if it is
- * no row at all. */
-static Py_ssize_t
-num_slots(PyObject *row)
-{
-    Py_ssize_t size = PyBytes_GET_SIZE(row);
-    return size % 8 == 0 ? size / 8 : size % 4 == 1 ? size / 4 : -1;
-}
+/* A row tells by its size how it is packed: in 8 bytes a slot; in 4, and then one byte more; or, where each slot follows
+ * on the one before, as the first of them and how many there are, and then two bytes more. */
+enum { RUN_SIZE = 18 };
+static const Py_ssize_t MOST = PY_SSIZE_T_MAX / 16; /* slots, so that their bytes can still be counted */
 
 static int
 is_narrow(PyObject *row)
 {
-    return PyBytes_GET_SIZE(row) % 2 == 1;
+    return PyBytes_GET_SIZE(row) % 4 == 1;
+}
+
+static int
+is_run(PyObject *row)
+{
+    return PyBytes_GET_SIZE(row) == RUN_SIZE;
+}
+
+/* One of the two numbers of a run. */
+static int64_t
+number_of(PyObject *run, int place)
+{
+    int64_t number;
+    memcpy(&number, PyBytes_AS_STRING(run) + place * 8, 8);
+    return number;
+}
+
+PyObject *
+new_run(int64_t first, Py_ssize_t count)
+{
+    char packed[RUN_SIZE] = {0};
+    int64_t numbers[] = {first, count};
+    memcpy(packed, numbers, sizeof(numbers));
+    return PyBytes_FromStringAndSize(packed, RUN_SIZE);
+}
+
+/* How many slots a row says; -1 if it is malformed. */
+Py_ssize_t
+num_slots(PyObject *row)
+{
+    Py_ssize_t size = PyBytes_GET_SIZE(row);
+    if (size % 8 == 0)
+        return size / 8;
+    if (is_run(row))
+        return number_of(row, 1) < 0 || number_of(row, 1) > MOST ? -1 : (Py_ssize_t)number_of(row, 1);
+    return is_narrow(row) ? size / 4 : -1;
+}
+
+/* The first slots of a row, so many of those it says, or the rest of them: packed as the row is. */
+PyObject *
+part_of_row(PyObject *row, Py_ssize_t count, int is_rest)
+{
+    const char *data = PyBytes_AS_STRING(row);
+    Py_ssize_t at = count * (is_narrow(row) ? 4 : 8);
+    if (is_run(row))
+        return is_rest ? new_run(number_of(row, 0) + count, num_slots(row) - count) : new_run(number_of(row, 0), count);
+    if (is_rest)
+        return PyBytes_FromStringAndSize(data + at, PyBytes_GET_SIZE(row) - at);
+    PyObject *part = PyBytes_FromStringAndSize(NULL, at + is_narrow(row));
+    if (part != NULL) {
+        memcpy(PyBytes_AS_STRING(part), data, (size_t)at);
+        if (is_narrow(row))
+            PyBytes_AS_STRING(part)[at] = 0;
+    }
+    return part;
 }
 
 /* ---------------------------------------------------------------- writing them out */
@@ -51,13 +102,27 @@ widen(const char *row, Py_ssize_t count, int64_t *restrict out)
     }
 }
 
+WIDE static void
+expand_run(uint64_t first, Py_ssize_t count, Py_ssize_t page, int64_t *restrict out)
+{
+    if (page == 1)
+        for (Py_ssize_t i = 0; i < count; i++)
+            out[i] = (int64_t)(first + (uint64_t)i);
+    else
+        for (Py_ssize_t i = 0; i < count; i++)
+            for (Py_ssize_t lane = 0; lane < page; lane++)
+                *out++ = (int64_t)(first + (uint64_t)i + (uint64_t)lane);
+}
+
 /* Write a row out as it is, or each page expanded; returns where it ends. */
 static int64_t *
 write_out(PyObject *row, Py_ssize_t page, int64_t *out)
 {
     const char *data = PyBytes_AS_STRING(row);
     Py_ssize_t count = num_slots(row);
-    if (page == 1 && is_narrow(row))
+    if (is_run(row))
+        expand_run((uint64_t)number_of(row, 0), count, page, out);
+    else if (page == 1 && is_narrow(row))
         widen(data, count, out);
     else if (page == 1)
         memcpy(out, data, (size_t)count * 8);
@@ -82,7 +147,7 @@ slots_in(PyObject *rows)
         if (!is_bytes(row, "each of the rows"))
             return -2;
         Py_ssize_t count = num_slots(row);
-        total = total < 0 || count < 0 ? -1 : total + count;
+        total = total < 0 || count < 0 || total > MOST - count ? -1 : total + count;
     }
     return total;
 }
@@ -91,6 +156,8 @@ slots_in(PyObject *rows)
 static Py_ssize_t
 lanes(Py_ssize_t total, Py_ssize_t num_tokens, Py_ssize_t page)
 {
+    if (num_tokens > MOST)
+        return 0;
     if (total == num_tokens)
         return 1;
     return total >= 0 && page > 0 && num_tokens % page == 0 && total == num_tokens / page ? page : 0;
@@ -153,7 +220,7 @@ slots_of(PyObject *path)
         if (row == NULL)
             return -2;
         Py_ssize_t count = num_slots(row);
-        total = total < 0 || count < 0 ? -1 : total + count;
+        total = total < 0 || count < 0 || total > MOST - count ? -1 : total + count;
     }
     return total;
 }
@@ -176,83 +243,3 @@ gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         out = write_out(((Node *)PyList_GET_ITEM(args[0], i))->slots, page, out);
     return slots == NULL ? NULL : as_tensor(slots);
 }
-
-/* ---------------------------------------------------------------- packing them */
-
-/* Whether every page is a run of consecutive slots; a last, shorter one, too. */
-static int
-in_runs(const int64_t *slots, Py_ssize_t count, Py_ssize_t page)
-{
-    for (Py_ssize_t first = 0; first < count; first += page) {
-        Py_ssize_t size = count - first < page ? count - first : page;
-        uint64_t jumps = 0; /* unsigned: what wraps around is a jump, not an error */
-        for (Py_ssize_t lane = 1; lane < size; lane++)
-            jumps |= (uint64_t)slots[first + lane] - (uint64_t)slots[first] - (uint64_t)lane;
-        if (jumps != 0)
-            return 0;
-    }
-    return 1;
-}
-
-/* Every `step`th slot in 4 bytes each; returns the bits that are set in any of them. */
-WIDE static uint64_t
-narrow(const int64_t *restrict slots, Py_ssize_t count, Py_ssize_t step, uint32_t *restrict out)
-{
-    uint64_t seen = 0;
-    if (step == 1)
-        for (Py_ssize_t i = 0; i < count; i++) {
-            out[i] = (uint32_t)slots[i];
-            seen |= (uint64_t)slots[i];
-        }
-    else
-        for (Py_ssize_t i = 0; i < count; i++) {
-            out[i] = (uint32_t)slots[i * step];
-            seen |= (uint64_t)slots[i * step];
-        }
-    return seen;
-}
-
-/* A row of every `step`th slot, narrow if all fit, none of them negative. */
-static PyObject *
-packed(const int64_t *slots, Py_ssize_t count, Py_ssize_t step)
-{
-    PyObject *row = count == 0 ? NULL : PyBytes_FromStringAndSize(NULL, count * 4 + 1);
-    if (row != NULL) {
-        char *data = PyBytes_AS_STRING(row);
-        data[count * 4] = 0;
-        if (narrow(slots, count, step, (uint32_t *)data) >> 31 == 0)
-            return row;
-        Py_DECREF(row);
-    } else if (count > 0)
-        return NULL;
-    row = PyBytes_FromStringAndSize(NULL, count * 8);
-    for (Py_ssize_t i = 0; row != NULL && i < count; i++)
-        memcpy(PyBytes_AS_STRING(row) + i * 8, slots + i * step, 8);
-    return row;
-}
-
-static PyObject *
-compacted(const int64_t *slots, Py_ssize_t count, Py_ssize_t page)
-{
-    if (page == 1 || !in_runs(slots, count, page))
-        return packed(slots, count, 1);
-    return packed(slots, (count + page - 1) / page, page);
-}
-
-PyObject *
-compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (!expect_args("compact", nargs, 4))
-        return NULL;
-    Py_ssize_t start = size_of(args[2], "start"), stop = size_of(args[3], "stop"), page = size_of(args[1], "page_size");
-    Py_ssize_t size = PyErr_Occurred() ? -1 : tensor_size(args[0]);
-    const int64_t *slots = PyErr_Occurred() ? NULL : tensor_data(args[0]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (page < 1 || start > stop || stop > size) {
-        PyErr_SetString(PyExc_ValueError, "slots must lie within their tensor, and a page be at least 1");
-        return NULL;
-    }
-    return compacted(slots + start, stop - start, page);
-}
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
@@ -15,6 +16,8 @@ _I4 = np.dtype("<i4")
 _FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
 _SLOT_BYTES, _NARROW_BYTES = 8, 4
 _NARROW_LIMIT = 2**31
+_RUN = struct.Struct("=qqxx")  # the first slot, and how many there are
+_RUN_BYTES = _RUN.size
 _MIN_LANES = 4096
 _lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
 
@@ -176,14 +179,12 @@ def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /)
     parent, row, unit = node.parent, node.slots, node.space.unit
     num_tokens = node.end - parent.end
     assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {length}"
-    slot, tail = (_NARROW_BYTES, b"\0") if len(row) % 2 else (_SLOT_BYTES, b"")
-    at, row_at, page = length * unit, len(row) // slot * length // num_tokens * slot, page_size * unit
-    above = node_type(
-        node_id, parent, node.space, node.data[:at], row[:row_at] + tail, parent.end + length, node.own_access_time
-    )
+    at, page = length * unit, page_size * unit
+    prefix, rest = _parted(row, num_slots(row) * length // num_tokens)
+    above = node_type(node_id, parent, node.space, node.data[:at], prefix, parent.end + length, node.own_access_time)
     above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
     _hang(parent, node.data[:page], above)
-    node.data, node.slots, node.parent = node.data[at:], row[row_at:], above
+    node.data, node.slots, node.parent = node.data[at:], rest, above
     _hang(above, node.data[:page], node)
     return above
 
@@ -355,10 +356,10 @@ def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray |
     A copy, in which the rows stand one after the other.
     """
     packed = join(rows)
-    num_slots = len(packed) // _SLOT_BYTES
-    if num_slots == num_tokens:
+    num_said = len(packed) // _SLOT_BYTES
+    if num_said == num_tokens:
         return packed
-    if num_slots * page_size != num_tokens:
+    if num_said * page_size != num_tokens:
         return None
     slots = np.frombuffer(packed, np.int64).repeat(page_size)
     slots += _lanes_of(page_size, num_tokens)
@@ -367,15 +368,36 @@ def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray |
 
 def join(rows: list[bytes], /) -> bytearray:
     """What rows say, int64, one after the other; a copy."""
-    if any(len(row) % 2 for row in rows):
+    if any(len(row) % _SLOT_BYTES for row in rows):
         rows = [_unpacked(row).tobytes() for row in rows]
     return bytearray().join(rows)
 
 
 def _unpacked(row: bytes) -> NDArray[np.int64]:
+    if len(row) == _RUN_BYTES:
+        first, count = _RUN.unpack_from(row)
+        return np.arange(first, first + count)
     if len(row) % 2:
         return np.frombuffer(row, np.int32, len(row) // _NARROW_BYTES).astype(np.int64)
     return np.frombuffer(row, np.int64)
+
+
+def _parted(row: bytes, count: int) -> tuple[bytes, bytes]:
+    """The first slots of a row, so many of those it says, and the rest of them, both packed as it is."""
+    if len(row) == _RUN_BYTES:
+        first, size = _RUN.unpack_from(row)
+        return _RUN.pack(first, count), _RUN.pack(first + count, size - count)
+    if len(row) % 2:
+        return row[: count * _NARROW_BYTES] + b"\0", row[count * _NARROW_BYTES :]
+    return row[: count * _SLOT_BYTES], row[count * _SLOT_BYTES :]
+
+
+def num_slots(row: bytes, /) -> int:
+    """How many slots a row says."""
+    if len(row) == _RUN_BYTES:
+        count: int = _RUN.unpack_from(row)[1]
+        return count
+    return len(row) // (_NARROW_BYTES if len(row) % 2 else _SLOT_BYTES)
 
 
 def gather(nodes: list[Any], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
@@ -407,9 +429,12 @@ def compact(slots: torch.Tensor, page_size: int, start: int, stop: int, /) -> by
     """A row of its own of `slots[start:stop]`: the first of each page if pages are runs of slots, else all of them.
 
     `slots` are int64, in a row, on the CPU: the caller has seen to that. In the row they take 8 bytes each or, where
-    none is negative and all fit, 4, with one byte more at the end: so its size tells which.
+    none is negative and all fit, 4, and then one byte more. If all are one run, the row says the first and how many
+    there are, and then two bytes more: so its size tells how it is packed.
     """
     part: NDArray[np.int64] = slots.numpy()[start:stop]
+    if page_size == 1 and part.size > 2 and not (part[1:] - part[:-1] - 1).any():
+        return _RUN.pack(part[0], part.size)
     if page_size > 1 and part.size:
         jumps = part[1:] != part[:-1] + 1
         jumps[page_size - 1 :: page_size] = False  # from page to page there may be one

@@ -21,7 +21,7 @@ import numpy as np
 from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.kernels import Children, cut, grow, walk
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.slot_rows import Row, num_slots
+from raydix.cache_core.slot_rows import Row, unpack
 from raydix.cache_core.tree_node import Namespace, TreeNode
 
 _NO_SLOTS: Row = b""
@@ -145,7 +145,7 @@ class RadixTree:
             assert parent.children.get(node.data[: page * space.unit]) is node, f"rule 2 at {node}"
             assert node.end == parent.end + len(node), f"rule 3 at {node}"
             assert node.slots is not None, f"rule 4 at {node}: evicted, yet in the tree"
-            assert num_slots(node.slots) in (len(node), len(node) // page), f"rule 4 at {node}"
+            assert unpack(node.slots).size in (len(node), len(node) // page), f"rule 4 at {node}"
 
 
 def check_same_space(key: RadixKey, node: TreeNode) -> None:

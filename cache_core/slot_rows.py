@@ -13,8 +13,7 @@ from raydix.cache_core.kernels import expand, join
 from raydix.cache_core.radix_key import RadixKey
 
 Slots = NDArray[np.int64]
-# A slot per token, or the first of each page where all pages are runs. As the machine has them, 8 bytes each or, where
-# all fit in 31 bits, 4, with one byte more at the end: so the size of a row tells which.
+# A slot per token, or the first of each page where all pages are runs; `kernels.compact` packs it, as small as it can.
 Row = bytes
 
 _INT64 = torch.int64
@@ -28,14 +27,9 @@ def expand_pages(starts: Slots, page_size: int) -> Slots:
     return np.frombuffer(expanded, np.int64)
 
 
-def num_slots(row: Row) -> int:
-    """How many slots a row says."""
-    return len(row) // (4 if len(row) % 2 else 8)
-
-
 def unpack(row: Row) -> Slots:
-    """What a row says, as it says it; read-only if that is how it is packed."""
-    return join_rows([row]) if len(row) % 2 else np.frombuffer(row, np.int64)
+    """What a row says, as it says it; read-only if it is packed so."""
+    return join_rows([row]) if len(row) % 8 else np.frombuffer(row, np.int64)
 
 
 def expand_row(row: Row, num_tokens: int) -> Slots:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from raydix.cache_core import kernels, plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
-SLOTS = st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5)
+RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 9))
+SLOTS = st.one_of(RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5))
 PAGES = st.sampled_from([1, 2, 3, 16])
 U32 = st.integers(0, 2**32 - 1)
 
@@ -119,10 +120,16 @@ def test_a_row_of_slots_as_most_callers_have_them_is_told_at_once(is_row: Any, s
         ([4, 5, 6, 7, 2, 3], 2, 13),
         ([2**31 - 1, 2**31], 2, 5),
         ([4, 6, 6, 7], 2, 17),
+        ([7, 8, 9], 1, 18),
+        (list(range(2**40, 2**40 + 600)), 1, 18),
+        ([*range(300), 301], 1, 1205),
+        ([*range(256), 257, 258], 1, 1033),
+        ([9, 8, 7], 1, 13),
         ([], 2, 0),
     ],
+    ids=lambda value: None if isinstance(value, list) else str(value),
 )
-def test_slots_that_fit_take_four_bytes_each(kernel: Any, slots: list[int], page_size: int, size: int) -> None:
+def test_a_row_is_as_small_as_it_can_be(kernel: Any, slots: list[int], page_size: int, size: int) -> None:
     row = kernel.compact(torch.tensor(slots, dtype=torch.int64), page_size, 0, len(slots))
 
     assert len(row) == size
@@ -182,6 +189,8 @@ def test_why_pages_are_not_taken_back_is_told(take_back: Any, pages: list[int], 
         (lambda: kernels.expand([bytearray(8)], 1, 1), TypeError),  # type: ignore[list-item]
         (lambda: kernels.join([bytearray(8)]), TypeError),  # type: ignore[list-item]
         (lambda: kernels.join([b"123"]), ValueError),
+        (lambda: kernels.join([np.array([0, -1]).tobytes() + b"12"]), ValueError),
+        (lambda: kernels.join([np.array([0, 2**62]).tobytes() + b"12"] * 9), ValueError),
         (lambda: kernels.compact(torch.arange(4), 1, 2, 5), ValueError),
         (lambda: kernels.compact(torch.arange(4), 1, 3, 2), ValueError),
         (lambda: kernels.compact(torch.arange(4), 1, -1, 2), ValueError),
@@ -197,6 +206,14 @@ def test_why_pages_are_not_taken_back_is_told(take_back: Any, pages: list[int], 
 def test_what_does_not_fit_is_refused(call: Callable[[], Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         call()
+
+
+@compiled
+def test_rows_that_say_more_than_there_can_be_are_not_expanded() -> None:
+    huge = np.array([0, 2**58]).tobytes() + b"12"
+
+    assert kernels.expand([huge] * 4, 2**60, 1) is None
+    assert kernels.expand([b"12345678"], 2**62, 2**62) is None
 
 
 @compiled

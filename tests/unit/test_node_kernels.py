@@ -20,7 +20,8 @@ from raydix.cache_core import RadixKey, kernels, plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
 TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]
-SLOTS = st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5)
+RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 9))
+SLOTS = st.one_of(RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5))
 BYTES = st.lists(st.sampled_from([0, 1]), max_size=40).map(bytes)
 FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
 
@@ -28,8 +29,8 @@ FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent"
 class Branch:
     """A tree of one twin's nodes, grown by keys of single bytes."""
 
-    def __init__(self, kernel: Any, page_size: int, unit: int = 1, is_wide: bool = False) -> None:
-        self.kernel, self.page_size, self.unit, self.is_wide = kernel, page_size, unit, is_wide
+    def __init__(self, kernel: Any, page_size: int, unit: int = 1, first: int = 0, step: int = 1) -> None:
+        self.kernel, self.page_size, self.unit, self.first, self.step = kernel, page_size, unit, first, step
         self.space = SimpleNamespace(unit=unit)
         self.root = kernel.Node(0, None, self.space, b"", b"", 0, 0)
         self.top = kernel.Node(1, self.root, self.space, b"", b"", 0, 0)
@@ -43,8 +44,8 @@ class Branch:
         if node.end > end:
             node = self.cut(node, end - node.parent.end)
         if end < num_tokens:
-            first = 2**31 if self.is_wide else 0
-            slots = self.kernel.compact(torch.arange(first, first + num_tokens), 1, end, num_tokens)
+            all_slots = torch.arange(num_tokens) * self.step + self.first
+            slots = self.kernel.compact(all_slots, 1, end, num_tokens)
             node = self._added(
                 self.kernel.grow(
                     type(self.top), len(self.nodes), node, data, self.unit, self.page_size, num_tokens, slots, 7
@@ -76,9 +77,11 @@ class Branch:
 
 
 @compiled
-@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.booleans())
-def test_a_tree_grows_as_with_the_plain_kernels(data: st.DataObject, page_size: int, unit: int, is_wide: bool) -> None:
-    ours, theirs = (Branch(kernel, page_size, unit, is_wide) for kernel in (kernels, plain_kernels))
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 2**31]), st.sampled_from([1, 2]))
+def test_a_tree_grows_as_with_the_plain_kernels(
+    data: st.DataObject, page_size: int, unit: int, first: int, step: int
+) -> None:
+    ours, theirs = (Branch(kernel, page_size, unit, first, step) for kernel in (kernels, plain_kernels))
     locked: list[int] = []
     for _ in range(data.draw(st.integers(0, 12))):
         key = data.draw(BYTES)
