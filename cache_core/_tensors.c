@@ -26,6 +26,8 @@ knows_tensors(void)
     }
     Py_XDECREF(torch);
     Py_XDECREF(inner);
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError)) /* so that plain Python takes their place */
+        PyErr_SetString(PyExc_ImportError, "the compiled loops do not know this version of torch");
     return tensor_type != NULL && int64 != NULL && from_dlpack != NULL;
 }
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-import struct
-from collections import OrderedDict
-from collections.abc import Callable
-from itertools import islice
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+
+from raydix.cache_core.plain_children import NO_CHILDREN, Children
+from raydix.cache_core.plain_queue import Row
+from raydix.cache_core.plain_rows import compact, expand, gather, is_row, join, num_slots, parted, take_back
+
+__all__ = [
+    "Children",
+    "Key",
+    "Node",
+    "Row",
+    "begins_alike",
+    "compact",
+    "cut",
+    "expand",
+    "gather",
+    "grow",
+    "is_row",
+    "join",
+    "lock_path",
+    "pack",
+    "take_back",
+    "unlock_path",
+    "walk",
+]
 
 _I4 = np.dtype("<i4")
 _FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
-_SLOT_BYTES, _NARROW_BYTES = 8, 4
-_NARROW_LIMIT = 2**31
-_RUN = struct.Struct("=qqxx")  # the first slot, and how many there are
-_RUN_BYTES = _RUN.size
-_MIN_LANES = 4096
-_lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
 
 
 def pack(ids: Any, /) -> bytes | None:
@@ -80,30 +92,6 @@ def begins_alike(key: Key, other: Key, num_tokens: int, /) -> bool:
     )
 
 
-class Children(dict[bytes, Any]):
-    """The children of a node, by the first page of their data, in the order in which they came.
-
-    Compiled, it is no dict, and has these methods alone besides `len`, `get`, `values` and its subscripts; what the
-    page of a child is, its data say. Leaves share one, which cannot be changed.
-    """
-
-    def first(self, limit: int, /) -> list[Any]:
-        """Up to so many, those that came first. O(limit)."""
-        return list(islice(self.values(), limit))
-
-    def last(self, limit: int, /) -> list[Any]:
-        """Up to so many, those that came last before the others. O(limit)."""
-        return list(islice(reversed(self.values()), limit))
-
-
-class _NoChildren(Children):
-    def __setitem__(self, page: bytes, child: Any) -> None:
-        raise TypeError("the children of a leaf cannot be changed: hang a node below it")
-
-
-_NO_CHILDREN = _NoChildren()
-
-
 class Node:
     """What a node of a tree is made of: see `TreeNode`."""
 
@@ -137,7 +125,7 @@ class Node:
         self.data = data
         self.slots = slots
         self.end = end
-        self.children: Children = _NO_CHILDREN
+        self.children: Children = NO_CHILDREN
         self.lock_ref = self.own_locks = 0
         self.own_access_time = self.creation_time = now
         self.own_hits = self.own_priority = 0
@@ -180,7 +168,7 @@ def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /)
     num_tokens = node.end - parent.end
     assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {length}"
     at, page = length * unit, page_size * unit
-    prefix, rest = _parted(row, num_slots(row) * length // num_tokens)
+    prefix, rest = parted(row, num_slots(row) * length // num_tokens)
     above = node_type(node_id, parent, node.space, node.data[:at], prefix, parent.end + length, node.own_access_time)
     above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
     _hang(parent, node.data[:page], above)
@@ -190,7 +178,7 @@ def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /)
 
 
 def _hang(parent: Any, page: bytes, child: Any) -> None:
-    if parent.children is _NO_CHILDREN:
+    if parent.children is NO_CHILDREN:
         parent.children = Children()
     parent.children[page] = child
 
@@ -222,90 +210,6 @@ def unlock_path(node: Any, /) -> int:
         node.lock_ref -= 1
         node, parent = parent, parent.parent
     return moved
-
-
-class Row:
-    """Nodes in the order of their ranks, and of their ids where those are equal: what `EvictionQueue` is made of.
-
-    Compiled, a node stands in one row at most: its neighbours are named in it. What is put and goes before the last
-    node is not the row's: its heir keeps it, by the methods `_push_late`, `_discard_late`, `_touch_late`, `_pop_late`.
-    """
-
-    def __init__(self, rank: Callable[[Any], Any]) -> None:
-        self.rank = rank
-        self.num_late = 0  # for its heir to count
-        self._row: OrderedDict[Any, Any] = OrderedDict()  # ranks by node, ascending
-
-    def push(self, node: Any) -> None:
-        """A node, which stands in no row, has its place here."""
-        assert node not in self._row, f"{node} stands in a queue"
-        self._put(node, self.rank(node))
-
-    def discard(self, node: Any) -> None:
-        """A node has no place here (now), if it had one."""
-        if node in self._row:
-            del self._row[node]
-        elif self.num_late:
-            self._discard_late(node)
-
-    def touch(self, node: Any) -> None:
-        """The rank of a node may have changed, if it has a place here."""
-        if node not in self._row:
-            if self.num_late:
-                self._touch_late(node)
-        elif (rank := self.rank(node)) != self._row[node]:
-            del self._row[node]
-            self._put(node, rank)
-
-    def pop(self) -> Any:
-        """Take out the node that goes first; None if there is none."""
-        if self.num_late:
-            return self._pop_late()
-        return self._row.popitem(last=False)[0] if self._row else None
-
-    def _put(self, node: Any, rank: Any) -> None:
-        if self._row:
-            last = next(reversed(self._row))
-            if not (rank > self._row[last] or (rank == self._row[last] and node.id >= last.id)):
-                self._push_late(node, rank)
-                return
-        self._row[node] = rank
-
-    def row_head(self) -> tuple[Any, int, Any] | None:
-        """Rank, id and node of the first in the row; None if it is empty."""
-        if not self._row:
-            return None
-        node, rank = next(iter(self._row.items()))
-        return rank, node.id, node
-
-    def row_entries(self) -> list[tuple[Any, int, Any]]:
-        """Rank, id and node of all in the row."""
-        return [(rank, node.id, node) for node, rank in self._row.items()]
-
-    def row_holds(self, node: Any) -> bool:
-        """Whether a node stands in the row."""
-        return node in self._row
-
-    def row_clear(self) -> None:
-        """Empty the row."""
-        self._row.clear()
-
-    @property
-    def row_length(self) -> int:
-        """How many stand in the row."""
-        return len(self._row)
-
-    def _push_late(self, node: Any, rank: Any) -> None:
-        raise NotImplementedError
-
-    def _discard_late(self, node: Any) -> None:
-        raise NotImplementedError
-
-    def _touch_late(self, node: Any) -> None:
-        raise NotImplementedError
-
-    def _pop_late(self) -> Any:
-        raise NotImplementedError
 
 
 def walk(node: Any, data: bytes, unit: int, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]:
@@ -348,133 +252,3 @@ def common_bytes(data: bytes, pos: int, stop: int, run: bytes) -> int:
         done += size
         chunk *= 4
     return limit
-
-
-def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray | None:
-    """One slot per token, int64, of rows that all name the first slot of each page, or all each slot; None of others.
-
-    A copy, in which the rows stand one after the other.
-    """
-    packed = join(rows)
-    num_said = len(packed) // _SLOT_BYTES
-    if num_said == num_tokens:
-        return packed
-    if num_said * page_size != num_tokens:
-        return None
-    slots = np.frombuffer(packed, np.int64).repeat(page_size)
-    slots += _lanes_of(page_size, num_tokens)
-    return bytearray(slots.data)
-
-
-def join(rows: list[bytes], /) -> bytearray:
-    """What rows say, int64, one after the other; a copy."""
-    if any(len(row) % _SLOT_BYTES for row in rows):
-        rows = [_unpacked(row).tobytes() for row in rows]
-    return bytearray().join(rows)
-
-
-def _unpacked(row: bytes) -> NDArray[np.int64]:
-    if len(row) == _RUN_BYTES:
-        first, count = _RUN.unpack_from(row)
-        return np.arange(first, first + count)
-    if len(row) % 2:
-        return np.frombuffer(row, np.int32, len(row) // _NARROW_BYTES).astype(np.int64)
-    return np.frombuffer(row, np.int64)
-
-
-def _parted(row: bytes, count: int) -> tuple[bytes, bytes]:
-    """The first slots of a row, so many of those it says, and the rest of them, both packed as it is."""
-    if len(row) == _RUN_BYTES:
-        first, size = _RUN.unpack_from(row)
-        return _RUN.pack(first, count), _RUN.pack(first + count, size - count)
-    if len(row) % 2:
-        return row[: count * _NARROW_BYTES] + b"\0", row[count * _NARROW_BYTES :]
-    return row[: count * _SLOT_BYTES], row[count * _SLOT_BYTES :]
-
-
-def num_slots(row: bytes, /) -> int:
-    """How many slots a row says."""
-    if len(row) == _RUN_BYTES:
-        count: int = _RUN.unpack_from(row)[1]
-        return count
-    return len(row) // (_NARROW_BYTES if len(row) % 2 else _SLOT_BYTES)
-
-
-def gather(nodes: list[Any], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
-    """`expand` of the slots of nodes, as a tensor."""
-    slots = expand([node.slots for node in nodes], num_tokens, page_size)
-    if slots is None:
-        return None
-    return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
-
-
-def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
-    """The place of each token in its page."""
-    known = _lanes.get(page_size)
-    if known is None or known.size < num_tokens:
-        num_pages = max(2 * num_tokens, _MIN_LANES) // page_size + 1
-        known = _lanes[page_size] = np.tile(np.arange(page_size), num_pages)
-    return known[:num_tokens]
-
-
-def is_row(slots: Any, needed: int, /) -> TypeGuard[torch.Tensor]:
-    """Whether it is a row of slots as most callers have them: at least so many int64 in a tensor on the CPU."""
-    if type(slots) is not torch.Tensor:
-        return False
-    fits = slots.dim() == 1 and slots.numel() >= needed
-    return fits and slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
-
-
-def compact(slots: torch.Tensor, page_size: int, start: int, stop: int, /) -> bytes:
-    """A row of its own of `slots[start:stop]`: the first of each page if pages are runs of slots, else all of them.
-
-    `slots` are int64, in a row, on the CPU: the caller has seen to that. In the row they take 8 bytes each or, where
-    none is negative and all fit, 4, and then one byte more. If all are one run, the row says the first and how many
-    there are, and then two bytes more: so its size tells how it is packed.
-    """
-    part: NDArray[np.int64] = slots.numpy()[start:stop]
-    if page_size == 1 and part.size > 2 and not (part[1:] - part[:-1] - 1).any():
-        return _RUN.pack(part[0], part.size)
-    if page_size > 1 and part.size:
-        jumps = part[1:] != part[:-1] + 1
-        jumps[page_size - 1 :: page_size] = False  # from page to page there may be one
-        if b"\1" not in jumps.tobytes():
-            part = part[::page_size]
-    if part.size and part.item(part.argmin()) >= 0 and part.item(part.argmax()) < _NARROW_LIMIT:
-        return part.astype(np.int32).tobytes() + b"\0"
-    return part.tobytes()
-
-
-def take_back(
-    starts: NDArray[np.int64],
-    marks: NDArray[np.int32],
-    stack: NDArray[np.int64],
-    num_free: int,
-    page_size: int,
-    /,
-) -> str | None:
-    """Mark pages as free, and put them on the stack of `num_free` free ones, the first on top.
-
-    Args:
-        starts: the first slots of the pages.
-        marks: by page number, 0 of pages that are handed out, negative of all others.
-
-    Returns why nothing was done, if so: a page is "outside", was "free" before, or is named "twice".
-    """
-    pages = starts if page_size == 1 else starts // page_size
-    try:
-        known = marks.take(pages)
-    except IndexError:
-        return "outside"
-    if pages.item(pages.argmin()) < 1:
-        return "outside"
-    if known.item(known.argmin()) < 0:
-        return "free"
-    num_pages = len(starts)
-    order = np.arange(-num_pages, 0, dtype=np.int32)  # of a page named twice only the last can be read back
-    marks[pages] = order
-    if marks.take(pages).tobytes() != order.tobytes():
-        marks[pages] = 0
-        return "twice"
-    stack[num_free : num_free + num_pages] = starts[::-1]
-    return None

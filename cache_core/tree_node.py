@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from raydix.cache_core.kernels import Node, gather
+from raydix.cache_core.kernels import Children, Node, gather
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import Row, expand_row, expand_rows
 
@@ -55,7 +55,7 @@ class TreeNode(Node):
     data: bytes  # packed ids of this run
     slots: Row | None
     end: int  # tokens from the root to the end of this run
-    children: dict[bytes, TreeNode]  # by the packed ids of their first page; read-only as long as there are none
+    children: Children  # by the packed ids of their first page; read-only as long as there are none
     lock_ref: int  # locks on this node and below
     own_locks: int  # of those, the ones taken on this very node
     own_access_time: int  # ticks of the cache's own clock
