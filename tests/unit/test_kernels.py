@@ -262,3 +262,23 @@ def test_the_plain_ones_can_be_chosen_and_serve_a_cache_as_well() -> None:
     )
 
     assert done.stdout.split() == ["served"], done.stderr
+
+
+@compiled
+def test_without_what_they_need_of_torch_the_plain_ones_serve() -> None:
+    program = (
+        "import torch; del torch._C._from_dlpack\n"
+        "from raydix.cache_core import RadixCache, RadixKey, kernels\n"
+        "cache = RadixCache(); cache.insert(RadixKey([1, 2]))\n"
+        "print(kernels.COMPILED, cache.match_prefix(RadixKey([1, 2])).indices.tolist())"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.stdout.split() == ["False", "[1,", "2]"], done.stderr
