@@ -15,7 +15,7 @@ DEV   := $(VENV)/.installed-dev
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
-$(STAMP): pyproject.toml constraints.txt cache_core/_kernels.c
+$(STAMP): pyproject.toml constraints.txt $(wildcard cache_core/_*.c cache_core/_*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; try: make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -1,13 +1,18 @@
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-def pack(ids: Any, /) -> bytes | None: ...
-def walk(node: Any, data: bytes, unit: int, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]: ...
-def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray | None: ...
-def compact(slots: torch.Tensor, start: int, stop: int, page_size: int, /) -> bytes: ...
-def take_back(
-    starts: NDArray[np.int64], marks: NDArray[np.int32], stack: NDArray[np.int64], num_free: int, page_size: int, /
-) -> str | None: ...
+# The same as in plain Python, to the letter.
+from raydix.cache_core.plain_kernels import Children as Children
+from raydix.cache_core.plain_kernels import Key as Key
+from raydix.cache_core.plain_kernels import Node as Node
+from raydix.cache_core.plain_kernels import Row as Row
+from raydix.cache_core.plain_kernels import begins_alike as begins_alike
+from raydix.cache_core.plain_kernels import compact as compact
+from raydix.cache_core.plain_kernels import cut as cut
+from raydix.cache_core.plain_kernels import expand as expand
+from raydix.cache_core.plain_kernels import gather as gather
+from raydix.cache_core.plain_kernels import grow as grow
+from raydix.cache_core.plain_kernels import is_row as is_row
+from raydix.cache_core.plain_kernels import join as join
+from raydix.cache_core.plain_kernels import lock_path as lock_path
+from raydix.cache_core.plain_kernels import pack as pack
+from raydix.cache_core.plain_kernels import take_back as take_back
+from raydix.cache_core.plain_kernels import unlock_path as unlock_path
+from raydix.cache_core.plain_kernels import walk as walk

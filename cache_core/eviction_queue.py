@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from raydix.cache_core import kernels, plain_kernels
 from raydix.cache_core.sorted_runs import SortedRuns
 from raydix.cache_core.tree_node import TreeNode
 
 Rank = Any  # of one type within a queue, and ordered: the lowest goes first
-Key = tuple[Rank, int]  # rank and node id: of equal ranks the older node goes first
+Entry = tuple[Rank, int, TreeNode]  # with the node's id: of equal ranks the older node goes first
 
 
-class EvictionQueue:
+if TYPE_CHECKING:
+
+    class _AnyRow(plain_kernels.Row):
+        def pop(self) -> TreeNode | None: ...
+        def row_head(self) -> Entry | None: ...
+
+else:
+    _AnyRow = object  # it is mixed into both kinds of row
+
+
+class _Queue(_AnyRow):
     """Exactly the nodes that may go now, in order; nothing in it is ever out of date.
 
     What comes in the order of its rank, as new nodes and nodes just used do under LRU, stands in a row, where pushing,
@@ -25,87 +35,75 @@ class EvictionQueue:
     """
 
     def __init__(self, rank: Callable[[TreeNode], Rank]) -> None:
-        self._rank = rank
-        self._row: OrderedDict[TreeNode, Key] = OrderedDict()  # ascending
-        self._row_end: Key | None = None  # no key of the row is higher
-        self._late = SortedRuns()  # of (rank, id, node)
-        self._late_keys: dict[TreeNode, Key] = {}
+        super().__init__(rank)
+        self._late = SortedRuns()  # of entries
+        self._late_ranks: dict[TreeNode, Rank] = {}
 
-    def push(self, node: TreeNode) -> None:
-        """A node became a candidate."""
-        assert node not in self._row and node not in self._late_keys, f"{node} stands in the queue"
-        key = self._rank(node), node.id
-        if not self._row or key >= self._row_end:  # type: ignore[operator]
-            self._row[node] = self._row_end = key
-        else:
-            self._late_keys[node] = key
-            self._late.add((*key, node))
-
-    def discard(self, node: TreeNode) -> None:
-        """A node is no candidate (now), if it was one."""
-        if self._row.pop(node, None) is None and (key := self._late_keys.pop(node, None)) is not None:
-            self._late.remove((*key, node))
-
-    def touch(self, node: TreeNode) -> None:
-        """The rank of a node may have changed, if it is a candidate."""
-        in_row = self._row.get(node)
-        known = in_row or self._late_keys.get(node)
-        if known is None:
-            return
-        key = self._rank(node), node.id
-        if key == known:
-            return
-        if in_row and key >= self._row_end:  # type: ignore[operator]
-            self._row[node] = self._row_end = key
-            self._row.move_to_end(node)
-        else:
-            self.discard(node)
-            self.push(node)
-
-    def first(self) -> tuple[Rank, int, TreeNode] | None:
+    def first(self) -> Entry | None:
         """The candidate of the lowest rank, and before it what orders it among all nodes; None if there is none."""
-        late: tuple[Rank, int, TreeNode] | None = self._late.first()
-        if self._row:
-            node, key = next(iter(self._row.items()))
-            if late is None or key < late[:2]:
-                return (*key, node)
-        return late
-
-    def pop(self) -> TreeNode | None:
-        """Take out the candidate of the lowest rank; None if there is none."""
-        late = self._late.first() if self._late_keys else None
-        if self._row:
-            node, key = next(iter(self._row.items()))
-            if late is None or key < late[:2]:
-                del self._row[node]
-                return node
-        if late is None:
-            return None
-        self._late.pop_first()
-        late_node: TreeNode = late[2]
-        del self._late_keys[late_node]
-        return late_node
+        late: Entry | None = self._late.first()
+        head = self.row_head()
+        if head is None or (late is not None and late[:2] < head[:2]):
+            return late
+        return head
 
     def clear(self) -> None:
         """Forget every candidate."""
-        self._row.clear()
+        self.row_clear()
         self._late.clear()
-        self._late_keys.clear()
+        self._late_ranks.clear()
+        self.num_late = 0
 
     def __contains__(self, node: TreeNode) -> bool:
-        return node in self._row or node in self._late_keys
+        return self.row_holds(node) or node in self._late_ranks
 
     def __len__(self) -> int:
-        return len(self._row) + len(self._late_keys)
+        return self.row_length + len(self._late_ranks)
+
+    # ---------------------------------------------------------------- what comes late
+
+    def _push_late(self, node: TreeNode, rank: Rank) -> None:
+        assert node not in self._late_ranks, f"{node} stands in a queue"
+        self._late_ranks[node] = rank
+        self._late.add((rank, node.id, node))
+        self.num_late += 1
+
+    def _discard_late(self, node: TreeNode) -> None:
+        if node in self._late_ranks:
+            self._late.remove((self._late_ranks.pop(node), node.id, node))
+            self.num_late -= 1
+
+    def _touch_late(self, node: TreeNode) -> None:
+        if node in self._late_ranks and self._late_ranks[node] != self.rank(node):
+            self._discard_late(node)
+            self.push(node)
+
+    def _pop_late(self) -> TreeNode | None:
+        """`pop` while there are late ones."""
+        first = self.first()
+        assert first is not None, "there is at least one"
+        self.discard(first[2])
+        return first[2]
 
     def check(self, candidates: set[TreeNode]) -> None:
         """Raise AssertionError unless these are exactly the candidates, in their order. O(n log n)."""
-        assert len(self) == len(candidates) and all(node in self for node in candidates), (
-            f"queued wrongly or not at all: {candidates ^ {*self._row, *self._late_keys}}"
+        row = self.row_entries()
+        queued = {node for _, _, node in row} | set(self._late_ranks)
+        assert len(self) == len(candidates) and queued == candidates, (
+            f"queued wrongly or not at all: {candidates ^ queued}"
         )
-        keys = list(self._row.values())
-        assert keys == sorted(keys), "the row is out of order"
-        assert [entry[:2] for entry in self._late] == sorted(self._late_keys.values()), "the late ones are out of order"
+        assert [entry[:2] for entry in row] == sorted(entry[:2] for entry in row), "the row is out of order"
+        late = [(rank, node.id) for node, rank in self._late_ranks.items()]
+        assert [entry[:2] for entry in self._late] == sorted(late), "the late ones are out of order"
+        assert self.num_late == len(late), f"{self.num_late=}, but there are {len(late)}"
+        known = {node: rank for rank, _, node in row} | self._late_ranks
         for node in candidates:
-            key = (self._rank(node), node.id)
-            assert key == (self._row.get(node) or self._late_keys.get(node)), f"{node} has another rank now: {key}"
+            assert self.rank(node) == known[node], f"{node} has another rank now: {self.rank(node)}"
+
+
+class EvictionQueue(_Queue, kernels.Row):
+    """A queue for nodes that stand in no other of this class."""
+
+
+class SideQueue(_Queue, plain_kernels.Row):
+    """A queue for nodes that may stand in others, too: slower."""

@@ -16,9 +16,10 @@ import torch
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.kernels import lock_path, unlock_path
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.retired_nodes import RetiredNodes
-from raydix.cache_core.slot_rows import SLOT_BYTES, Row, expand_rows
+from raydix.cache_core.slot_rows import Row, expand_rows
 from raydix.cache_core.tenants import TenantQueues, TenantRetired
 from raydix.cache_core.tree_node import TreeNode
 
@@ -39,10 +40,6 @@ class Victims:
         self.nodes.append(node)
         self.rows.append(slots)
         self.num_tokens += num_tokens
-
-    def in_pages(self, page_size: int) -> bool:
-        """Whether every row names the first slots of its pages."""
-        return sum(map(len, self.rows)) * page_size == self.num_tokens * SLOT_BYTES
 
     def slots(self, page_size: int) -> torch.Tensor:
         """One slot per token."""
@@ -76,34 +73,19 @@ class FullComponent:
 
     def lock(self, node: TreeNode) -> None:
         """Lock a node and its ancestors. O(depth in nodes)."""
-        if not node.lock_ref and not node.children:
+        moved = lock_path(node)
+        if moved and not node.children:
             self._queue.discard(node)
-        node.own_locks += 1
-        end, parent = node.end, node.parent
-        while parent is not None and not node.lock_ref:
-            node.lock_ref = 1
-            node, parent = parent, parent.parent
-        self.evictable -= end - node.end
-        self.protected += end - node.end
-        while parent is not None:
-            node.lock_ref += 1
-            node, parent = parent, parent.parent
+        self.evictable -= moved
+        self.protected += moved
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes)."""
-        assert node.own_locks > 0, f"unlock of {node}"
-        leaf, end, parent = node, node.end, node.parent
-        node.own_locks -= 1
-        while parent is not None and node.lock_ref == 1:
-            node.lock_ref = 0
-            node, parent = parent, parent.parent
-        self.evictable += end - node.end
-        self.protected -= end - node.end
-        while parent is not None:
-            node.lock_ref -= 1
-            node, parent = parent, parent.parent
-        if not leaf.lock_ref and not leaf.children:
-            self._offer(leaf)
+        moved = unlock_path(node)
+        self.evictable += moved
+        self.protected -= moved
+        if moved and not node.children:
+            self._offer(node)
 
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""

@@ -7,16 +7,69 @@ from __future__ import annotations
 
 import os
 
-from raydix.cache_core import plain_kernels
+from raydix.cache_core.plain_kernels import (
+    Children,
+    Key,
+    Node,
+    Row,
+    begins_alike,
+    compact,
+    cut,
+    expand,
+    gather,
+    grow,
+    is_row,
+    join,
+    lock_path,
+    pack,
+    take_back,
+    unlock_path,
+    walk,
+)
 
-__all__ = ["COMPILED", "compact", "expand", "pack", "take_back", "walk"]
+__all__ = [
+    "COMPILED",
+    "Children",
+    "Key",
+    "Node",
+    "Row",
+    "begins_alike",
+    "compact",
+    "cut",
+    "expand",
+    "gather",
+    "grow",
+    "is_row",
+    "join",
+    "lock_path",
+    "pack",
+    "take_back",
+    "unlock_path",
+    "walk",
+]
 
 COMPILED = os.environ.get("RAYDIX_PLAIN", "0") in ("", "0")  # whether the compiled ones are in use
-pack, walk, expand = plain_kernels.pack, plain_kernels.walk, plain_kernels.expand
-compact, take_back = plain_kernels.compact, plain_kernels.take_back
 
 if COMPILED:
     try:
-        from raydix.cache_core._kernels import compact, expand, pack, take_back, walk
+        from raydix.cache_core._kernels import (
+            Children,
+            Key,
+            Node,
+            Row,
+            begins_alike,
+            compact,
+            cut,
+            expand,
+            gather,
+            grow,
+            is_row,
+            join,
+            lock_path,
+            pack,
+            take_back,
+            unlock_path,
+            walk,
+        )
     except ImportError:  # there was no compiler where it was installed
         COMPILED = False

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Protocol, cast
 
 from raydix.cache_core.aux_component import AuxComponent, Validator
-from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.tree_node import TreeNode
@@ -37,7 +37,7 @@ class MambaComponent(AuxComponent):
     reason: Reason = "no_state"
 
     def __init__(self, pool: StateSlots | None) -> None:
-        self._queue = EvictionQueue(_rank)
+        self._queue = SideQueue(_rank)
         self._pool = pool
 
     def validator(self) -> Validator:

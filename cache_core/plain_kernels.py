@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+
+from raydix.cache_core.plain_children import NO_CHILDREN, Children
+from raydix.cache_core.plain_queue import Row
+from raydix.cache_core.plain_rows import compact, expand, gather, is_row, join, num_slots, parted, take_back
+
+__all__ = [
+    "Children",
+    "Key",
+    "Node",
+    "Row",
+    "begins_alike",
+    "compact",
+    "cut",
+    "expand",
+    "gather",
+    "grow",
+    "is_row",
+    "join",
+    "lock_path",
+    "pack",
+    "take_back",
+    "unlock_path",
+    "walk",
+]
 
 _I4 = np.dtype("<i4")
 _FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
-_SLOT_BYTES = 8
-_MIN_LANES = 4096
-_lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
 
 
 def pack(ids: Any, /) -> bytes | None:
@@ -23,6 +42,174 @@ def pack(ids: Any, /) -> bytes | None:
     if isinstance(ids, np.ndarray) and ids.dtype is _I4 and ids.ndim == 1 and ids.size:
         return ids.tobytes() if ids.item(ids.argmin()) >= 0 else None  # `argmin` costs a fraction of `min`
     return None
+
+
+class Key:
+    """What a key is made of: see `RadixKey`. What `pack` does not take is packed by the method `_pack_slowly`."""
+
+    __slots__ = ("arity", "data", "extra_key", "num_tokens", "unit", "width")
+
+    def __init__(self, token_ids: Any, extra_key: str | None = None) -> None:
+        data = pack(token_ids)
+        if data is None:
+            self._fill(*self._pack_slowly(token_ids), extra_key)
+        else:
+            self._fill(data, 4, 0, extra_key)
+
+    @staticmethod
+    def _pack_slowly(token_ids: Any) -> tuple[bytes, int, int]:
+        """Packed ids, the bytes of an id, and the ids of a tuple (0: plain ids)."""
+        raise NotImplementedError
+
+    def _fill(self, data: bytes, width: int, arity: int, extra_key: str | None) -> None:
+        self.data = data  # little-endian ids
+        self.width = width  # bytes an id
+        self.arity = arity  # ids of a tuple; 0: plain ids
+        self.unit = width * (arity or 1)  # bytes of one element
+        self.num_tokens = len(data) // self.unit
+        self.extra_key = extra_key
+
+    @classmethod
+    def from_packed(cls, data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> Self:
+        """A key over ids packed already: little-endian, `width` bytes each (8 only if some id needs it).
+
+        `arity` is the number of ids in each tuple, 0 for plain ids. Nothing is copied, and no id is checked.
+        """
+        key = cls.__new__(cls)
+        key._fill(data, width, arity, extra_key)
+        return key
+
+
+def begins_alike(key: Key, other: Key, num_tokens: int, /) -> bool:
+    """Whether two keys of one namespace, arity and width have the same first tokens. A memcmp."""
+    end = num_tokens * key.unit
+    return (
+        (key.unit, key.arity) == (other.unit, other.arity)
+        and end <= len(key.data)
+        and end <= len(other.data)
+        and key.data[:end] == other.data[:end]
+        and key.extra_key == other.extra_key
+    )
+
+
+class Node:
+    """What a node of a tree is made of: see `TreeNode`."""
+
+    __slots__ = (
+        "children",
+        "creation_time",
+        "data",
+        "end",
+        "hash_values",
+        "id",
+        "lock_ref",
+        "own_access_time",
+        "own_hits",
+        "own_locks",
+        "own_priority",
+        "parent",
+        "slots",
+        "space",
+        "swa_access_time",
+        "swa_boundary_id",
+        "swa_lock_ref",
+        "swa_tombstone",
+    )
+
+    def __init__(
+        self, node_id: int, parent: Any, space: Any, data: bytes, slots: bytes | None, end: int, now: int
+    ) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.space = space
+        self.data = data
+        self.slots = slots
+        self.end = end
+        self.children: Children = NO_CHILDREN
+        self.lock_ref = self.own_locks = 0
+        self.own_access_time = self.creation_time = now
+        self.own_hits = self.own_priority = 0
+        self.swa_tombstone = False
+        self.swa_lock_ref = 0
+        self.swa_boundary_id: int | None = None
+        self.swa_access_time = now
+        self.hash_values: list[str] | None = None
+
+
+def grow(
+    node_type: Any,
+    node_id: int,
+    parent: Any,
+    data: bytes,
+    unit: int,
+    page_size: int,
+    stop: int,
+    slots: bytes,
+    now: int,
+    /,
+) -> Any:
+    """Hang a new leaf below `parent`: the tokens of a key from where that ends up to `stop`, `unit` bytes each.
+
+    Args:
+        slots: of the leaf, which keeps them.
+    """
+    run = data[parent.end * unit : stop * unit]
+    leaf = node_type(node_id, parent, parent.space, run, slots, stop, now)
+    _hang(parent, run[: page_size * unit], leaf)
+    return leaf
+
+
+def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /) -> Any:
+    """Cut `node` after `length` tokens; returns the new node above it, which takes over the prefix.
+
+    Locks, age and priority are copied to the prefix; uses and hashes are not.
+    """
+    parent, row, unit = node.parent, node.slots, node.space.unit
+    num_tokens = node.end - parent.end
+    assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {length}"
+    at, page = length * unit, page_size * unit
+    prefix, rest = parted(row, num_slots(row) * length // num_tokens)
+    above = node_type(node_id, parent, node.space, node.data[:at], prefix, parent.end + length, node.own_access_time)
+    above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
+    _hang(parent, node.data[:page], above)
+    node.data, node.slots, node.parent = node.data[at:], rest, above
+    _hang(above, node.data[:page], node)
+    return above
+
+
+def _hang(parent: Any, page: bytes, child: Any) -> None:
+    if parent.children is NO_CHILDREN:
+        parent.children = Children()
+    parent.children[page] = child
+
+
+def lock_path(node: Any, /) -> int:
+    """Lock a node, and so all above it; returns how many tokens became locked that were not. O(depth in nodes)."""
+    node.own_locks += 1
+    end, parent = node.end, node.parent
+    while parent is not None and not node.lock_ref:
+        node.lock_ref = 1
+        node, parent = parent, parent.parent
+    moved: int = end - node.end
+    while parent is not None:
+        node.lock_ref += 1
+        node, parent = parent, parent.parent
+    return moved
+
+
+def unlock_path(node: Any, /) -> int:
+    """Undo one `lock_path`; returns how many tokens are no longer locked. O(depth in nodes)."""
+    assert node.own_locks > 0, f"unlock of {node}"
+    node.own_locks -= 1
+    end, parent = node.end, node.parent
+    while parent is not None and node.lock_ref == 1:
+        node.lock_ref = 0
+        node, parent = parent, parent.parent
+    moved: int = end - node.end
+    while parent is not None:
+        node.lock_ref -= 1
+        node, parent = parent, parent.parent
+    return moved
 
 
 def walk(node: Any, data: bytes, unit: int, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]:
@@ -65,77 +252,3 @@ def common_bytes(data: bytes, pos: int, stop: int, run: bytes) -> int:
         done += size
         chunk *= 4
     return limit
-
-
-def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray | None:
-    """One slot per token, int64, of rows that all name the first slot of each page, or all each slot; None of others.
-
-    A copy, in which the rows stand one after the other.
-    """
-    packed = bytearray().join(rows)
-    num_slots = len(packed) // _SLOT_BYTES
-    if num_slots == num_tokens:
-        return packed
-    if num_slots * page_size != num_tokens:
-        return None
-    slots = np.frombuffer(packed, np.int64).repeat(page_size)
-    slots += _lanes_of(page_size, num_tokens)
-    return bytearray(slots.data)
-
-
-def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
-    """The place of each token in its page."""
-    known = _lanes.get(page_size)
-    if known is None or known.size < num_tokens:
-        num_pages = max(2 * num_tokens, _MIN_LANES) // page_size + 1
-        known = _lanes[page_size] = np.tile(np.arange(page_size), num_pages)
-    return known[:num_tokens]
-
-
-def compact(slots: torch.Tensor, start: int, stop: int, page_size: int, /) -> bytes:
-    """A row of its own of `slots[start:stop]`: the first of each page if pages are runs of slots, else all of them.
-
-    `slots` are int64, in a row, on the CPU: the caller has seen to that.
-    """
-    part: NDArray[np.int64] = slots.numpy()[start:stop]
-    if page_size > 1 and part.size:
-        jumps = part[1:] != part[:-1] + 1
-        jumps[page_size - 1 :: page_size] = False  # from page to page there may be one
-        if b"\1" not in jumps.tobytes():
-            return part[::page_size].tobytes()
-    return part.tobytes()
-
-
-def take_back(
-    starts: NDArray[np.int64],
-    marks: NDArray[np.int32],
-    stack: NDArray[np.int64],
-    num_free: int,
-    page_size: int,
-    /,
-) -> str | None:
-    """Mark pages as free, and put them on the stack of `num_free` free ones, the first on top.
-
-    Args:
-        starts: the first slots of the pages.
-        marks: by page number, 0 of pages that are handed out, negative of all others.
-
-    Returns why nothing was done, if so: a page is "outside", was "free" before, or is named "twice".
-    """
-    pages = starts if page_size == 1 else starts // page_size
-    try:
-        known = marks.take(pages)
-    except IndexError:
-        return "outside"
-    if pages.item(pages.argmin()) < 1:
-        return "outside"
-    if known.item(known.argmin()) < 0:
-        return "free"
-    num_pages = len(starts)
-    order = np.arange(-num_pages, 0, dtype=np.int32)  # of a page named twice only the last can be read back
-    marks[pages] = order
-    if marks.take(pages).tobytes() != order.tobytes():
-        marks[pages] = 0
-        return "twice"
-    stack[num_free : num_free + num_pages] = starts[::-1]
-    return None

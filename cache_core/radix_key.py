@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import pack
+from raydix.cache_core.kernels import Key
 
 NARROW_LIMIT = 2**32
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  # by bytes an id
 
 
-class RadixKey:
+class RadixKey(Key):
     """A row of token ids within a namespace: what a prefix is looked up by.
 
     Takes a list of ids, a list of equally long tuples of ids (EAGLE-style bigrams), an `array.array`, or a 1-D integer
@@ -31,32 +31,18 @@ class RadixKey:
         InvalidKeyError: an id is negative, fractional or too large, or tuples differ in length.
     """
 
-    __slots__ = ("arity", "data", "extra_key", "num_tokens", "unit", "width")
+    __slots__ = ()
 
-    def __init__(self, token_ids: Any, extra_key: str | None = None) -> None:
-        data = pack(token_ids)
-        if data is None:
-            data, width, arity = _pack(token_ids)
-        else:
-            width, arity = 4, 0
-        self.data = data  # little-endian ids
-        self.width = width  # bytes an id
-        self.arity = arity  # ids of a tuple; 0: plain ids
-        self.unit = unit = width * arity if arity else width  # bytes of one element
-        self.num_tokens = len(data) // unit
-        self.extra_key = extra_key
+    data: bytes  # little-endian ids
+    width: int  # bytes an id
+    arity: int  # ids of a tuple; 0: plain ids
+    unit: int  # bytes of one element
+    num_tokens: int
+    extra_key: str | None
 
-    @classmethod
-    def from_packed(cls, data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> RadixKey:
-        """A key over ids packed already: little-endian, `width` bytes each (8 only if some id needs it).
-
-        `arity` is the number of ids in each tuple, 0 for plain ids. Nothing is copied or checked.
-        """
-        key = cls.__new__(cls)
-        key.data, key.width, key.arity, key.extra_key = data, width, arity, extra_key
-        key.unit = width * (arity or 1)
-        key.num_tokens = len(data) // key.unit
-        return key
+    @staticmethod
+    def _pack_slowly(token_ids: Any) -> tuple[bytes, int, int]:
+        return _pack(token_ids)
 
     @property
     def ids(self) -> NDArray[Any]:
@@ -128,6 +114,9 @@ class RadixKey:
             other.width,
             other.data,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_packed, (self.data, self.width, self.extra_key, self.arity)
 
     def __hash__(self) -> int:
         return hash((self.extra_key, self.arity, self.data))

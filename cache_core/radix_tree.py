@@ -19,9 +19,9 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import walk
+from raydix.cache_core.kernels import Children, cut, grow, walk
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.slot_rows import SLOT_BYTES, Row
+from raydix.cache_core.slot_rows import Row, unpack
 from raydix.cache_core.tree_node import Namespace, TreeNode
 
 _NO_SLOTS: Row = b""
@@ -71,32 +71,18 @@ class RadixTree:
         The suffix keeps its identity and its uses, which so count for the prefix, too; locks are copied to the prefix,
         hashes are shared out.
         """
-        parent, space, row = node.parent, node.space, node.slots
-        assert parent is not None and row is not None
-        cut, num_tokens = length * space.unit, node.end - parent.end
-        assert 0 < cut < len(node.data) and length % self.page_size == 0, f"cannot split {node} at {length}"
-        row_cut = len(row) * length // num_tokens
-        page = self.page_size * space.unit
-        end = parent.end + length
-        above = self._node_type(
-            next(self._next_id), parent, space, node.data[:cut], row[:row_cut], end, node.own_access_time
-        )
-        above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
+        above: TreeNode = cut(self._node_type, next(self._next_id), node, length, self.page_size)
         if node.hash_values is not None:
             pages = length // self.page_size
             above.hash_values, node.hash_values = node.hash_values[:pages], node.hash_values[pages:]
-        parent.children[node.data[:page]] = above
-        node.data, node.slots, node.parent = node.data[cut:], row[row_cut:], above
-        above.children[node.data[:page]] = node
         return above
 
     def add_leaf(self, parent: TreeNode, key: RadixKey, stop: int, slots: Row, now: int, priority: int) -> TreeNode:
         """Hang the tokens of `key` from the end of `parent` to `stop` below it, with slots that become the tree's."""
-        unit = key.unit
-        data = key.data[parent.end * unit : stop * unit]
-        leaf = self._node_type(next(self._next_id), parent, parent.space, data, slots, stop, now)
+        leaf: TreeNode = grow(
+            self._node_type, next(self._next_id), parent, key.data, key.unit, self.page_size, stop, slots, now
+        )
         leaf.own_priority = priority
-        parent.children[data[: self.page_size * unit]] = leaf
         if parent.parent is self.root:  # the namespace is there from its first run on
             self.tops[parent.space.extra_key, parent.space.arity] = parent
         return leaf
@@ -130,7 +116,9 @@ class RadixTree:
         space.width, space.unit = 8, space.unit * 2
         page = self.page_size * space.unit
         for node in (top, *self.nodes_below(top)):
-            node.children = {child.data[:page]: child for child in node.children.values()}
+            children, node.children = node.children.values(), Children()
+            for child in children:
+                node.children[child.data[:page]] = child
 
     @staticmethod
     def nodes_below(top: TreeNode) -> Iterator[TreeNode]:
@@ -157,7 +145,7 @@ class RadixTree:
             assert parent.children.get(node.data[: page * space.unit]) is node, f"rule 2 at {node}"
             assert node.end == parent.end + len(node), f"rule 3 at {node}"
             assert node.slots is not None, f"rule 4 at {node}: evicted, yet in the tree"
-            assert len(node.slots) // SLOT_BYTES in (len(node), len(node) // page), f"rule 4 at {node}"
+            assert unpack(node.slots).size in (len(node), len(node) // page), f"rule 4 at {node}"
 
 
 def check_same_space(key: RadixKey, node: TreeNode) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Sequence, Sized
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import expand
+from raydix.cache_core.kernels import expand, join
 from raydix.cache_core.radix_key import RadixKey
 
 Slots = NDArray[np.int64]
-Row = bytes  # int64 as the machine has them: a slot per token, or the first of each page where all pages are runs
+# A slot per token, or the first of each page where all pages are runs; `kernels.compact` packs it, as small as it can.
+Row = bytes
 
-SLOT_BYTES = 8
 _INT64 = torch.int64
 _INTEGERS = {_INT64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
@@ -24,12 +24,12 @@ def expand_pages(starts: Slots, page_size: int) -> Slots:
     """One slot per token of pages of consecutive slots; a copy."""
     expanded = expand([starts.tobytes()], starts.size * page_size, page_size)
     assert expanded is not None, "pages of one size make a row of slots"
-    return unpack(expanded)
+    return np.frombuffer(expanded, np.int64)
 
 
-def unpack(row: Row | bytearray) -> Slots:
-    """What a row says, as it says it; read-only if the row is."""
-    return np.frombuffer(row, np.int64)
+def unpack(row: Row) -> Slots:
+    """What a row says, as it says it; read-only if it is packed so."""
+    return join_rows([row]) if len(row) % 8 else np.frombuffer(row, np.int64)
 
 
 def expand_row(row: Row, num_tokens: int) -> Slots:
@@ -38,9 +38,9 @@ def expand_row(row: Row, num_tokens: int) -> Slots:
     return slots.copy() if slots.size == num_tokens else expand_pages(slots, num_tokens // slots.size)
 
 
-def join_rows(rows: Iterable[Row]) -> Slots:
-    """The rows in a row, as they are; always a copy."""
-    return np.frombuffer(bytearray().join(rows), np.int64)
+def join_rows(rows: list[Row]) -> Slots:
+    """What rows say, one after the other; always a copy."""
+    return np.frombuffer(join(rows), np.int64)
 
 
 def expand_rows(rows: list[Row], spans: Sequence[Sized], num_tokens: int, page_size: int) -> torch.Tensor:
@@ -62,8 +62,6 @@ def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Te
         return torch.from_numpy(key.ids[:: key.arity or 1].astype(np.int64))
     slots = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     dtype, fits = slots.dtype, slots.dim() == 1 and slots.numel() >= needed
-    if fits and dtype is _INT64 and slots.is_cpu and slots.is_contiguous():  # the most usual
-        return slots
     if not fits or dtype not in _INTEGERS:
         shape = tuple(slots.shape)
         raise InvalidKeyError(f"{len(key)} tokens need {needed} integer slots, not {dtype} of shape {shape}")

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent, Validator
-from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.slot_rows import Slots, expand_row
 from raydix.cache_core.tree_node import TreeNode
@@ -62,7 +62,7 @@ class SwaComponent(AuxComponent):
         self.padded_window = -(-window // page_size) * page_size  # in whole pages
         self._free_swa = free_swa
         self._dropped: list[Slots] = []  # slots whose window halves have not been handed back yet
-        self._queue = EvictionQueue(_rank)
+        self._queue = SideQueue(_rank)
         self._next_boundary_id = count(1)
 
     def validator(self) -> Validator:

@@ -64,7 +64,8 @@ class TreeCache(TreeInsert):
             StaleNodeError: the node is no longer in the tree.
         """
         if node is not self.root:
-            self._check_live(node)
+            if node.slots is None or node.space.tree is not self._tree:  # a call more would cost as much as the lock
+                self._check_live(node)
             self._full.lock(node)
         receipt = None
         for component in self._aux:
@@ -85,7 +86,8 @@ class TreeCache(TreeInsert):
         if receipt is not None or self._aux:
             self._check_receipt(node, receipt)
         if node is not self.root:
-            self._check_locked(node)
+            if node.slots is None or not node.own_locks:
+                self._check_locked(node)
             self._full.unlock(node)
         for component in self._aux:
             component.unlock(node, receipt)
@@ -163,8 +165,10 @@ class TreeCache(TreeInsert):
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
         if victims.rows and self.pool is not None:
-            if self._free_pages is not None and victims.in_pages(self.page_size):
-                self._free_pages(join_rows(victims.rows))
+            free_pages = self._free_pages
+            starts = None if free_pages is None else join_rows(victims.rows)
+            if free_pages is not None and starts is not None and starts.size * self.page_size == victims.num_tokens:
+                free_pages(starts)
             else:
                 self.pool.free(victims.slots(self.page_size))
         if self._events is not None:

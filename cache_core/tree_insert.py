@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
-from raydix.cache_core.kernels import compact
+from raydix.cache_core.kernels import begins_alike, compact, is_row
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import check_on_path, check_same_space
-from raydix.cache_core.slot_rows import Row, as_slots, expand_rows, join_rows
+from raydix.cache_core.slot_rows import Row, as_slots, join_rows
 from raydix.cache_core.tree_match import TreeMatch
-from raydix.cache_core.tree_node import TreeNode, rows_of
+from raydix.cache_core.tree_node import TreeNode, rows_of, slots_on
 
 Take = Callable[[int, int], Row]
 # What an insert found and made: the leading tokens that were in the tree before, those before the node it resumed at,
@@ -39,17 +40,14 @@ class TreeInsert(TreeMatch):
         """`insert` with one slot per token in `value`."""
         page = self.page_size
         aligned = key.num_tokens - key.num_tokens % page
-        slots = as_slots(key, value, aligned)
+        slots = value if is_row(value, aligned) else as_slots(key, value, aligned)
         if not aligned:
             if from_node is not None and from_node is not self.root:
                 self._check_live(from_node)
                 check_same_space(key, from_node)
             return InsertResult(0, self.root, False, no_slots())
 
-        def take(start: int, stop: int) -> Row:
-            return compact(slots, start, stop, page)
-
-        done = self._insert(key, from_node, take, prev_prefix_len, fresh_from, priority)
+        done = self._insert(key, from_node, partial(compact, slots, page), prev_prefix_len, fresh_from, priority)
         prefix_len, resumed_at, _, last_node = done
         if prefix_len > resumed_at and prefix_len > prev_prefix_len:
             return InsertResult(prefix_len, last_node, False, self._duplicates(slots, prev_prefix_len, done))
@@ -98,12 +96,7 @@ class TreeInsert(TreeMatch):
         if node is None or node is self.root:
             node, key = tree.make_space(key, self._clock)
         else:
-            self._check_live(node)
-            check_same_space(key, node)
-            if key.width != node.space.width:
-                key = tree.make_space(key, self._clock)[1]
-            if prev_prefix_len is not None and not self._was_matched(key, node):
-                check_on_path(key, node)
+            key = self._resumed(key, node, prev_prefix_len is None)
         path, end = tree.walk(key, key.num_tokens, node)
         if prev_prefix_len and not 0 <= prev_prefix_len <= end:
             raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
@@ -153,17 +146,29 @@ class TreeInsert(TreeMatch):
         if node.slots is None or node.space.tree is not self._tree:
             raise StaleNodeError(f"{node} is no longer in the tree: match again")
 
-    def _was_matched(self, key: RadixKey, node: TreeNode) -> bool:
-        """Whether the last match ended at `node`, and `key` goes on from it: so it is, as a rule. A memcmp."""
-        if self._last_match is None:
-            return False
-        matched, known = self._last_match
-        return matched is node and known.unit == key.unit and key.data.startswith(known.data)
+    def _resumed(self, key: RadixKey, node: TreeNode, is_trusted: bool) -> RadixKey:
+        """The key at the width of the namespace that it goes on in from `node`, which must lie on its path, as far as
+        it is not trusted to.
+
+        As a rule the last match ended there, and the key goes on from it: that takes a memcmp to see.
+        """
+        if not is_trusted and self._last_match is not None and self._last_match[0] is node and node.slots is not None:
+            space = node.space
+            if space.tree is self._tree and space.width == key.width:
+                if begins_alike(key, self._last_match[1], node.end):
+                    return key
+        self._check_live(node)
+        check_same_space(key, node)
+        if key.width != node.space.width:
+            key = self._tree.make_space(key, self._clock)[1]
+        if not is_trusted:
+            check_on_path(key, node)
+        return key
 
     def _duplicates(self, slots: torch.Tensor, start: int, inserted: Inserted) -> torch.Tensor:
         """The incoming slots from `start` on that are not those of the tree at the same place."""
         prefix_len, resumed_at, path, _ = inserted
         start = max(start, resumed_at)
         incoming = slots[start:prefix_len].numpy()
-        held = expand_rows(rows_of(path), path, prefix_len - resumed_at, self.page_size).numpy()
+        held = slots_on(path, prefix_len - resumed_at, self.page_size).numpy()
         return torch.from_numpy(incoming[incoming != held[start - resumed_at :]])

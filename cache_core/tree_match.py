@@ -12,9 +12,9 @@ from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
-from raydix.cache_core.slot_rows import expand_rows, join_rows
+from raydix.cache_core.slot_rows import join_rows
 from raydix.cache_core.tree_explanation import explain_absence
-from raydix.cache_core.tree_node import TreeNode, rows_of
+from raydix.cache_core.tree_node import TreeNode, rows_of, slots_on
 from raydix.cache_core.tree_sample import TreeBox, sample_tree
 
 
@@ -49,7 +49,7 @@ class TreeMatch(BasePrefixCache):
         """
         node, path, full_end = self._match(key, None, priority)
         end = node.end
-        indices = expand_rows(rows_of(path), path, end, self.page_size) if path else no_slots()
+        indices = slots_on(path, end, self.page_size) if path else no_slots()
         branching = None if end == full_end else self._branching(end, full_end)
         return MatchResult(indices, node, end, branching, full_end)
 
@@ -74,7 +74,7 @@ class TreeMatch(BasePrefixCache):
             path, end = self._usable(path, full_end)
         if not path:
             return MatchResult(no_slots(), self.root, 0, self._branching(0, full_end), full_end)
-        indices = expand_rows(rows_of(path), path, path[-1].end, self.page_size)[:end]
+        indices = slots_on(path, path[-1].end, self.page_size)[:end]
         whole = path if path[-1].end == end else path[:-1]
         last_node = whole[-1] if whole else self.root
         return MatchResult(indices, last_node, end, self._branching(end, full_end), full_end)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from raydix.cache_core.kernels import Children, Node, gather
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.slot_rows import Row, expand_row
+from raydix.cache_core.slot_rows import Row, expand_row, expand_rows
 
 if TYPE_CHECKING:
     from raydix.cache_core.tenants import Tenant
@@ -34,7 +35,7 @@ class Namespace:
         return self.tree is not None
 
 
-class TreeNode:
+class TreeNode(Node):
     """A run of tokens below its parent, whole pages of them, and the slots of their KV.
 
     `slots` packs the first slot of each page if every page's slots are consecutive, else each token's slot; readers
@@ -46,54 +47,26 @@ class TreeNode:
     of any node, from all that is below it, O(nodes below).
     """
 
-    __slots__ = (
-        "children",
-        "creation_time",
-        "data",
-        "end",
-        "hash_values",
-        "id",
-        "lock_ref",
-        "own_access_time",
-        "own_hits",
-        "own_locks",
-        "own_priority",
-        "parent",
-        "slots",
-        "space",
-        "swa_access_time",
-        "swa_boundary_id",
-        "swa_lock_ref",
-        "swa_tombstone",
-    )
+    __slots__ = ()
 
-    def __init__(
-        self,
-        node_id: int,
-        parent: TreeNode | None,
-        space: Namespace,
-        data: bytes,
-        slots: Row | None,
-        end: int,
-        now: int,
-    ) -> None:
-        self.id = node_id
-        self.parent = parent
-        self.space = space
-        self.data = data  # packed ids of this run
-        self.slots = slots
-        self.end = end  # tokens from the root to the end of this run
-        self.children: dict[bytes, TreeNode] = {}  # by the packed ids of their first page
-        self.lock_ref = 0  # locks on this node and below
-        self.own_locks = 0  # of those, the ones taken on this very node
-        self.own_access_time = self.creation_time = now  # ticks of the cache's own clock
-        self.own_hits = 0  # matches
-        self.own_priority = 0  # the highest of the requests
-        self.swa_tombstone = False  # its sliding-window KV is gone (or never was there)
-        self.swa_lock_ref = 0  # locks whose window reaches over this node
-        self.swa_boundary_id: int | None = None  # of the last lock whose window begins in this node
-        self.swa_access_time = now  # when a match last had this node in its window
-        self.hash_values: list[str] | None = None  # chained, one per page; None until asked for
+    id: int
+    parent: TreeNode | None
+    space: Namespace
+    data: bytes  # packed ids of this run
+    slots: Row | None
+    end: int  # tokens from the root to the end of this run
+    children: Children  # by the packed ids of their first page; read-only as long as there are none
+    lock_ref: int  # locks on this node and below
+    own_locks: int  # of those, the ones taken on this very node
+    own_access_time: int  # ticks of the cache's own clock
+    creation_time: int
+    own_hits: int  # matches
+    own_priority: int  # the highest of the requests
+    swa_tombstone: bool  # its sliding-window KV is gone (or never was there)
+    swa_lock_ref: int  # locks whose window reaches over this node
+    swa_boundary_id: int | None  # of the last lock whose window begins in this node
+    swa_access_time: int  # when a match last had this node in its window
+    hash_values: list[str] | None  # chained, one per page; None until asked for
 
     @property
     def key(self) -> RadixKey | None:
@@ -161,6 +134,12 @@ _slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
 def rows_of(nodes: Iterable[TreeNode]) -> list[Row]:
     """The slots of nodes in the tree."""
     return list(map(_slots_of, nodes))
+
+
+def slots_on(path: list[TreeNode], num_tokens: int, page_size: int) -> torch.Tensor:
+    """One slot per token of nodes in the tree that hold so many tokens in all; a copy."""
+    slots = gather(path, num_tokens, page_size)
+    return expand_rows(rows_of(path), path, num_tokens, page_size) if slots is None else slots
 
 
 class Use(NamedTuple):

@@ -76,7 +76,7 @@ def outline(
     roots = list(seen)
     for above in seen:  # grows as it goes
         room = min(_MAX_CHILDREN_SEEN, _MAX_SEEN - len(seen))
-        for child in islice(reversed(above.node.children.values()), max(0, room)):
+        for child in above.node.children.last(max(0, room)):
             seen.append(OutlineNode(child, look(child), above.extra_key, above, len(child.children)))
             above.children.append(seen[-1])
     for each in reversed(seen):  # children before parents

@@ -47,7 +47,7 @@ def _sample(node: TreeNode, max_nodes: int) -> TreeBox:
     num_looked_at = min(len(node.children), max(1, max_nodes // 2))
     if num_looked_at and max_nodes > 1:
         share = max_nodes // num_looked_at
-        boxes = [_sample(child, share) for child in islice(node.children.values(), num_looked_at)]
+        boxes = [_sample(child, share) for child in node.children.first(num_looked_at)]
         _add(box, boxes, len(node.children) / num_looked_at)
     return box
 

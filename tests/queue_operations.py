@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.eviction_queue import EvictionQueue, SideQueue
 from raydix.cache_core.sorted_runs import SortedRuns
 
-COUNTED = ((EvictionQueue, ("push", "discard", "touch", "pop")), (SortedRuns, ("add", "remove", "pop_first")))
+ON_QUEUES = ("push", "discard", "touch", "pop")
+COUNTED = ((EvictionQueue, ON_QUEUES), (SideQueue, ON_QUEUES), (SortedRuns, ("add", "remove", "pop_first")))
 
 
 def queue_operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:

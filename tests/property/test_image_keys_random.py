@@ -29,6 +29,7 @@ from reference_keys import image_id, page_hashes, pairs
 from raydix.cache_core import InvalidKeyError, RadixKey, hash_bytes, hash_token_ids, kv_cache, kv_events
 from raydix.cache_core import page_hashes as hashes_of_nodes
 from raydix.cache_core.hashing import hash_page
+from raydix.cache_core.kernels import Children
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.schemas import TokenIds
 
@@ -118,12 +119,13 @@ def widening_forgets_a_childs_key(patch: Patch) -> None:
     original = RadixTree._widen
 
     def widen(tree: RadixTree, top: Any) -> None:
-        narrow = dict(top.children)
+        first, *others = top.children.values()
+        narrow_page = first.data[: tree.page_size * top.space.unit]
         original(tree, top)
-        first, *_ = narrow
-        top.children = {first: narrow[first]} | {
-            key: node for key, node in top.children.items() if node is not narrow[first]
-        }
+        top.children = Children()
+        top.children[narrow_page] = first
+        for node in others:
+            top.children[node.data[: tree.page_size * top.space.unit]] = node
 
     patch.setattr(RadixTree, "_widen", widen)
 
@@ -135,7 +137,9 @@ def widening_forgets_what_lies_deeper(patch: Patch) -> None:
             node.data = np.frombuffer(node.data, "<u4").astype("<u8").tobytes()
         top.space.width, top.space.unit = 8, top.space.unit * 2
         page = tree.page_size * top.space.unit
-        top.children = {child.data[:page]: child for child in top.children.values()}
+        children, top.children = top.children.values(), Children()
+        for child in children:
+            top.children[child.data[:page]] = child
 
     patch.setattr(RadixTree, "_widen", widen)
 

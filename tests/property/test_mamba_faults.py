@@ -8,7 +8,7 @@ from random_mamba_traffic import run_random_mamba_traffic
 from random_traffic import TrafficFailed
 
 from raydix.cache_core import EvictResult, MambaRadixCache, RadixKey, mamba_component
-from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.mamba_component import MambaComponent
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.tree_cache import TreeCache
@@ -218,7 +218,7 @@ def a_match_does_not_renew_its_state(patch: Patch) -> None:
 @fault
 def an_unlocked_state_never_becomes_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, mamba: MambaComponent, node: Any, receipt: Any) -> None:
-        queue, mamba._queue = mamba._queue, EvictionQueue(lambda node: 0)
+        queue, mamba._queue = mamba._queue, SideQueue(lambda node: 0)
         original(mamba, node, receipt)
         mamba._queue = queue
 

@@ -1,5 +1,6 @@
 """Proof that random traffic finds faults: each rule of `RadixCache` is broken once, and the comparison must see it."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -133,10 +134,8 @@ def a_leaf_that_got_a_child_stays_a_candidate(patch: Patch) -> None:
 
 @fault
 def what_comes_late_goes_last(patch: Patch) -> None:
-    def push(queue: EvictionQueue, node: Any) -> None:
-        queue._row[node] = queue._row_end = queue._rank(node), node.id
-
-    patch.setattr(EvictionQueue, "push", push)
+    push_late = EvictionQueue._push_late
+    patch.setattr(EvictionQueue, "_push_late", lambda queue, node, rank: push_late(queue, node, rank + 2**40))
 
 
 @fault
@@ -271,7 +270,7 @@ def tuples_are_the_ids_they_begin_with(patch: Patch) -> None:
 @fault
 def a_widened_namespace_keeps_its_old_children_keys(patch: Patch) -> None:
     def widen(original: Any, tree: RadixTree, top: Any) -> None:
-        old = dict(top.children)
+        old = top.children
         original(tree, top)
         top.children = old
 
@@ -315,16 +314,19 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 
 @fault
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
-    patch.setattr(tree_insert, "compact", lambda slots, start, stop, _: memoryview(slots[start:stop].numpy()).cast("B"))
+    patch.setattr(tree_insert, "compact", lambda slots, _, start, stop: memoryview(slots[start:stop].numpy()).cast("B"))
 
 
 @fault
 def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
-    def expand(original: Any, rows: list[bytearray], *rest: Any) -> torch.Tensor:
-        return torch.frombuffer(rows[0], dtype=torch.int64) if len(rows) == 1 else original(rows, *rest)
+    def slots_on(original: Any, path: list[Any], *rest: Any) -> torch.Tensor:
+        if len(path) > 1:
+            return original(path, *rest)
+        with warnings.catch_warnings(action="ignore"):  # that it cannot be written to is no obstacle
+            return torch.frombuffer(path[0].slots, dtype=torch.int64)
 
-    around(patch, tree_insert, "compact", lambda original, *args: bytearray(original(*args)))  # one can write to it
-    around(patch, tree_match, "expand_rows", expand)
+    patch.setattr(tree_insert, "compact", lambda slots, _, start, stop: slots[start:stop].numpy().tobytes())
+    around(patch, tree_match, "slots_on", slots_on)
 
 
 @fault

@@ -8,7 +8,7 @@ from random_swa_traffic import run_random_swa_traffic
 from random_traffic import TrafficFailed
 
 from raydix.cache_core import EvictResult, RadixCache, RadixKey, swa_component
-from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import TreeCache
@@ -196,7 +196,7 @@ def an_unlock_leaves_the_window_protected(patch: Patch) -> None:
 @fault
 def what_was_unlocked_is_never_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, swa: SwaComponent, *args: Any) -> None:
-        queue, swa._queue = swa._queue, EvictionQueue(lambda node: 0)
+        queue, swa._queue = swa._queue, SideQueue(lambda node: 0)
         original(swa, *args)
         swa._queue = queue
 

@@ -1,13 +1,17 @@
-"""`EvictionQueue` and `SortedRuns` against sorted lists."""
+"""Both kinds of queues, and `SortedRuns`, against sorted lists."""
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from random import Random
+from typing import Any
 
 import pytest
 
-from raydix.cache_core import TreeNode, sorted_runs
-from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core import TreeNode, kernels, sorted_runs
+from raydix.cache_core.eviction_queue import EvictionQueue, SideQueue
 from raydix.cache_core.sorted_runs import SortedRuns
 from raydix.cache_core.tree_node import Namespace
 
@@ -18,35 +22,41 @@ def node(number: int, stamp: int = 0) -> TreeNode:
     return TreeNode(number, None, SPACE, b"1234", None, 1, stamp)
 
 
-def queue_of(*nodes: TreeNode) -> EvictionQueue:
-    queue = EvictionQueue(lambda each: each.own_access_time)
+@pytest.fixture(params=[EvictionQueue, SideQueue])
+def kind(request: pytest.FixtureRequest) -> Any:
+    """Of queue."""
+    return request.param
+
+
+def queue_of(kind: Any, *nodes: TreeNode) -> EvictionQueue | SideQueue:
+    queue = kind(lambda each: each.own_access_time)
     for each in nodes:
         queue.push(each)
     return queue
 
 
-def drain(queue: EvictionQueue) -> list[int]:
+def drain(queue: EvictionQueue | SideQueue) -> list[int]:
     ids = []
     while (first := queue.pop()) is not None:
         ids.append(first.id)
     return ids
 
 
-def test_the_lowest_rank_goes_first_and_of_equals_the_older_node() -> None:
-    assert drain(queue_of(node(1, 5), node(2, 3), node(4, 5), node(3, 5))) == [2, 1, 3, 4]
+def test_the_lowest_rank_goes_first_and_of_equals_the_older_node(kind: Any) -> None:
+    assert drain(queue_of(kind, node(1, 5), node(2, 3), node(4, 5), node(3, 5))) == [2, 1, 3, 4]
 
 
-def test_an_empty_queue_has_nothing_to_pop() -> None:
-    queue = queue_of()
+def test_an_empty_queue_has_nothing_to_pop(kind: Any) -> None:
+    queue = queue_of(kind)
     assert queue.pop() is None
     queue.discard(node(1))
     queue.touch(node(1))
     assert len(queue) == 0
 
 
-def test_a_touch_moves_a_node_to_where_it_belongs_now() -> None:
+def test_a_touch_moves_a_node_to_where_it_belongs_now(kind: Any) -> None:
     first, second, third = node(1, 1), node(2, 2), node(3, 3)
-    queue = queue_of(first, second, third)
+    queue = queue_of(kind, first, second, third)
     first.own_access_time = 4
     queue.touch(first)
     third.own_access_time = 0
@@ -56,9 +66,9 @@ def test_a_touch_moves_a_node_to_where_it_belongs_now() -> None:
     assert drain(queue) == [3, 2, 1]
 
 
-def test_what_was_discarded_can_come_again() -> None:
+def test_what_was_discarded_can_come_again(kind: Any) -> None:
     first, second = node(1, 1), node(2, 2)
-    queue = queue_of(first, second)
+    queue = queue_of(kind, first, second)
     queue.discard(first)
     assert first not in queue
     queue.push(first)
@@ -67,10 +77,10 @@ def test_what_was_discarded_can_come_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_operations_keep_the_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_operations_keep_the_order(kind: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorted_runs, "_LONGEST", 4)  # so that runs are cut
     rng = Random(seed)
-    queue, inside = queue_of(), dict[int, TreeNode]()
+    queue, inside = queue_of(kind), dict[int, TreeNode]()
     for number in range(1500):
         match rng.choice(["push", "push", "late", "touch", "touch", "fall", "discard", "pop"]):
             case "push" | "late" as way:
@@ -92,6 +102,113 @@ def test_random_operations_keep_the_order(seed: int, monkeypatch: pytest.MonkeyP
 
     ordered = sorted(inside.values(), key=lambda each: (each.own_access_time, each.id))
     assert drain(queue) == [each.id for each in ordered]
+
+
+def test_a_queue_keeps_its_nodes_alive_and_lets_go_of_them(kind: Any) -> None:
+    nodes = [node(number, number) for number in (3, 1, 2)]
+    before = [sys.getrefcount(each) for each in nodes]
+    queue = queue_of(kind, *nodes)
+    assert all(sys.getrefcount(each) > count for each, count in zip(nodes, before, strict=True))
+
+    queue.discard(nodes[0])
+    queue.touch(nodes[1])
+    assert queue.pop() is nodes[1]
+    queue.clear()
+    assert [sys.getrefcount(each) for each in nodes] == before
+    for number in range(3):
+        queue.push(nodes[number])
+    del queue
+
+    assert [sys.getrefcount(each) for each in nodes] == before
+
+
+def test_a_queue_that_its_nodes_lead_back_to_is_collected(kind: Any) -> None:
+    first = node(1)
+    queue = queue_of(kind, first, node(2))
+    first.hash_values = [queue]  # type: ignore[list-item]
+    gone = weakref.ref(queue)
+
+    del queue, first
+    gc.collect()
+
+    assert gone() is None
+
+
+def test_a_node_stands_in_a_queue_once(kind: Any) -> None:
+    first, late = node(5, 5), node(2, 2)
+    queue = queue_of(kind, first, late)
+
+    for each in (first, late):
+        with pytest.raises(AssertionError, match="stands in a queue"):
+            queue.push(each)
+
+    queue.check({first, late})
+
+
+def test_of_the_quicker_kind_a_node_stands_in_one_queue_alone_where_loops_are_compiled() -> None:
+    first = node(1)
+    queue, another = queue_of(EvictionQueue, first), queue_of(EvictionQueue)
+    another.discard(first)
+    another.touch(first)
+    assert first not in another
+    if not kernels.COMPILED:
+        return
+
+    with pytest.raises(AssertionError, match="stands in a queue"):
+        another.push(first)
+
+    queue.check({first})
+    another.check(set())
+
+
+class Unordered:
+    """A rank that cannot be compared."""
+
+    def __gt__(self, other: object) -> bool:
+        raise TypeError("not to be compared")
+
+    __eq__ = __lt__ = __gt__  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_rank_that_fails_changes_nothing(kind: Any) -> None:
+    ranks: dict[int, Any] = {1: 1, 2: 2, 3: Unordered()}
+    queue = kind(lambda each: ranks[each.id])
+    nodes = [node(number) for number in (1, 2)]
+    for each in nodes:
+        queue.push(each)
+
+    with pytest.raises(TypeError, match="not to be compared"):
+        queue.push(node(3))
+    with pytest.raises(KeyError):
+        queue.push(node(4))
+    ranks[1] = ranks[3]
+    with pytest.raises(TypeError, match="not to be compared"):
+        queue.touch(nodes[0])
+    ranks[1] = 1
+
+    queue.check(set(nodes))
+
+
+@pytest.mark.parametrize("method", ["push", "discard", "touch", "row_holds"])
+@pytest.mark.parametrize("what", [None, 7, object()])
+@pytest.mark.skipif(not kernels.COMPILED, reason="plain Python takes anything")
+def test_what_is_no_node_is_refused(method: str, what: object) -> None:
+    with pytest.raises(TypeError, match="a node is needed"):
+        getattr(EvictionQueue(id), method)(what)
+
+
+@pytest.mark.skipif(not kernels.COMPILED, reason="plain Python raises by itself")
+def test_a_node_that_lost_its_id_is_told_of() -> None:
+    first, second = node(1), node(2)
+    queue = queue_of(EvictionQueue, first, second)
+    del first.id
+
+    for read in (queue.row_head, queue.row_entries):
+        with pytest.raises(AttributeError):
+            read()
+    assert queue.pop() is first
+    assert queue.pop() is second
 
 
 def test_a_long_run_is_cut_and_an_empty_one_goes() -> None:

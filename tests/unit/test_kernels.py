@@ -7,7 +7,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
-from types import SimpleNamespace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydix.cache_core import RadixKey, kernels, plain_kernels
+from raydix.cache_core import kernels, plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
+RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 9))
+SLOTS = st.one_of(RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5))
 PAGES = st.sampled_from([1, 2, 3, 16])
 U32 = st.integers(0, 2**32 - 1)
-BYTES = st.lists(st.sampled_from([0, 1]), max_size=40).map(bytes)
-
-
-def node(data: bytes, page_bytes: int, unit: int, above: Any = None) -> Any:
-    """A node of a tree, below another one."""
-    made = SimpleNamespace(children={}, data=data, end=len(data) // unit + (above.end if above else 0))
-    if above is not None:
-        above.children[data[:page_bytes]] = made
-    return made
 
 
 # ---------------------------------------------------------------- the same as the plain ones
@@ -67,49 +60,18 @@ def test_what_takes_a_closer_look_is_left_to_it(ids: Any) -> None:
 
 
 @compiled
-@given(st.data(), st.integers(1, 3), st.integers(1, 4))
-def test_a_walk_is_that_of_the_plain_kernel(data: st.DataObject, page_size: int, unit: int) -> None:
-    page = page_size * unit
-    nodes = [node(b"", page, unit)]
-    for run in data.draw(st.lists(BYTES, max_size=8)):
-        run = run[: len(run) // page * page]
-        if run:
-            nodes.append(node(run, page, unit, data.draw(st.sampled_from(nodes))))
-    key = data.draw(BYTES.map(lambda key: key[: len(key) // unit * unit]))
-    limit = data.draw(st.integers(0, len(key) // unit))
-
-    assert kernels.walk(nodes[0], key, unit, page_size, limit) == plain_kernels.walk(
-        nodes[0], key, unit, page_size, limit
-    )
-
-
-@compiled
-@given(st.integers(0, 5_000), st.integers(0, 5_000), st.integers(1, 16))
-def test_a_long_run_is_compared_to_the_byte(length: int, differs_at: int, page_size: int) -> None:
-    length = length // page_size * page_size
-    run = bytearray(np.arange(length, dtype=np.uint16).astype(np.uint8).tobytes())
-    root = node(b"", page_size, 1)
-    node(bytes(run), page_size, 1, root)
-    if page_size <= differs_at < length:
-        run[differs_at] ^= 1
-
-    assert kernels.walk(root, bytes(run), 1, page_size, length) == plain_kernels.walk(
-        root, bytes(run), 1, page_size, length
-    )
-
-
-@compiled
-@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 17), max_size=5), max_size=5), PAGES, st.booleans())
+@given(st.lists(SLOTS, max_size=5), PAGES, st.booleans())
 def test_rows_are_expanded_as_by_the_plain_kernel(rows: list[list[int]], page_size: int, in_pages: bool) -> None:
-    packed = [np.array(row, np.int64).tobytes() for row in rows]
+    packed = [plain_kernels.compact(torch.tensor(row, dtype=torch.int64), 1, 0, len(row)) for row in rows]
     num_tokens = sum(map(len, rows)) * (page_size if in_pages else 1)
 
     assert kernels.expand(packed, num_tokens, page_size) == plain_kernels.expand(packed, num_tokens, page_size)
     assert kernels.expand(packed, num_tokens * page_size + 1, page_size) is None
+    assert kernels.join(packed) == plain_kernels.join(packed) == np.array([*chain(*rows)], np.int64).tobytes()
 
 
 @compiled
-@given(st.lists(st.integers(-(2**63), 2**63 - 17), max_size=6), PAGES, st.integers(0, 95), st.data())
+@given(SLOTS, PAGES, st.integers(0, 95), st.data())
 def test_slots_are_compacted_as_by_the_plain_kernel(
     starts: list[int], page_size: int, other: int, data: st.DataObject
 ) -> None:
@@ -119,10 +81,59 @@ def test_slots_are_compacted_as_by_the_plain_kernel(
     stop = data.draw(st.integers(0, len(slots)))
     start = data.draw(st.integers(0, stop))
 
-    row = kernels.compact(slots, start, stop, page_size)
+    row = kernels.compact(slots, page_size, start, stop)
 
-    assert row == plain_kernels.compact(slots, start, stop, page_size)
+    assert row == plain_kernels.compact(slots, page_size, start, stop)
     assert type(row) is bytes
+
+
+@pytest.mark.parametrize("is_row", [pytest.param(kernels.is_row, marks=compiled), plain_kernels.is_row])
+@pytest.mark.parametrize(
+    ("slots", "is_one"),
+    [
+        (torch.arange(4), True),
+        (torch.arange(9)[2:8], True),
+        (torch.empty(0, dtype=torch.int64), False),
+        (torch.arange(3), False),
+        (torch.arange(8)[::2], False),
+        (torch.arange(8).reshape(2, 4), False),
+        (torch.arange(4, dtype=torch.int32), False),
+        (torch.arange(4, device="meta"), False),
+        (torch.nn.Parameter(torch.arange(4), requires_grad=False), False),
+        (np.arange(4), False),
+        ([1, 2, 3, 4], False),
+        (None, False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_row_of_slots_as_most_callers_have_them_is_told_at_once(is_row: Any, slots: Any, is_one: bool) -> None:
+    assert is_row(slots, 4) is is_one
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(kernels, marks=compiled), plain_kernels])
+@pytest.mark.parametrize(
+    ("slots", "page_size", "size"),
+    [
+        ([0, 2**31 - 1], 1, 9),
+        ([0, 2**31], 1, 16),
+        ([0, -1], 1, 16),
+        ([4, 5, 6, 7, 2, 3], 2, 13),
+        ([2**31 - 1, 2**31], 2, 5),
+        ([4, 6, 6, 7], 2, 17),
+        ([7, 8, 9], 1, 18),
+        (list(range(2**40, 2**40 + 600)), 1, 18),
+        ([*range(300), 301], 1, 1205),
+        ([*range(256), 257, 258], 1, 1033),
+        ([9, 8, 7], 1, 13),
+        ([], 2, 0),
+    ],
+    ids=lambda value: None if isinstance(value, list) else str(value),
+)
+def test_a_row_is_as_small_as_it_can_be(kernel: Any, slots: list[int], page_size: int, size: int) -> None:
+    row = kernel.compact(torch.tensor(slots, dtype=torch.int64), page_size, 0, len(slots))
+
+    assert len(row) == size
+    assert kernel.expand([row], len(slots), page_size) == np.array(slots, np.int64).tobytes()
 
 
 @compiled
@@ -174,21 +185,18 @@ def test_why_pages_are_not_taken_back_is_told(take_back: Any, pages: list[int], 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: kernels.walk(node(b"", 1, 1), b"ab", 1, 1, 3), ValueError),
-        (lambda: kernels.walk(node(b"", 1, 1), b"ab", 0, 1, 1), ValueError),
-        (lambda: kernels.walk(node(b"", 1, 1), b"ab", 1, 0, 1), ValueError),
-        (lambda: kernels.walk(node(b"", 1, 1), bytearray(b"ab"), 1, 1, 1), TypeError),  # type: ignore[arg-type]
-        (lambda: kernels.walk(object(), b"ab", 1, 1, 1), AttributeError),
-        (lambda: kernels.walk(SimpleNamespace(end=0, children=[]), b"ab", 1, 1, 1), TypeError),
-        (lambda: kernels.walk(SimpleNamespace(end=0, children={b"a": 7}), b"ab", 1, 1, 1), AttributeError),
-        (lambda: kernels.walk(SimpleNamespace(end=-1, children={}), b"ab", 1, 1, 1), ValueError),
         (lambda: kernels.expand((b"",), 0, 1), TypeError),  # type: ignore[arg-type]
         (lambda: kernels.expand([bytearray(8)], 1, 1), TypeError),  # type: ignore[list-item]
-        (lambda: kernels.compact(torch.arange(4), 2, 5, 1), ValueError),
-        (lambda: kernels.compact(torch.arange(4), 3, 2, 1), ValueError),
-        (lambda: kernels.compact(torch.arange(4), -1, 2, 1), ValueError),
-        (lambda: kernels.compact(torch.arange(4), 0, 4, 0), ValueError),
-        (lambda: kernels.compact([1, 2], 0, 1, 1), AttributeError),  # type: ignore[arg-type]
+        (lambda: kernels.join([bytearray(8)]), TypeError),  # type: ignore[list-item]
+        (lambda: kernels.join([b"123"]), ValueError),
+        (lambda: kernels.join([np.array([0, -1]).tobytes() + b"12"]), ValueError),
+        (lambda: kernels.join([np.array([0, 2**62]).tobytes() + b"12"] * 9), ValueError),
+        (lambda: kernels.compact(torch.arange(4), 1, 2, 5), ValueError),
+        (lambda: kernels.compact(torch.arange(4), 1, 3, 2), ValueError),
+        (lambda: kernels.compact(torch.arange(4), 1, -1, 2), ValueError),
+        (lambda: kernels.compact(torch.arange(4), 0, 0, 4), ValueError),
+        (lambda: kernels.compact([1, 2], 1, 0, 1), AttributeError),  # type: ignore[arg-type]
+        (lambda: kernels.is_row(torch.arange(4), -1), ValueError),
         (lambda: kernels.take_back(np.zeros(1), np.zeros(2, np.int32), np.zeros(2, int), 0, 1), ValueError),
         (lambda: kernels.take_back(np.ones(1, int), np.zeros(2, int), np.zeros(2, int), 0, 1), ValueError),  # type: ignore[arg-type]
         (lambda: kernels.take_back(np.ones(1, int), np.zeros(2, np.int32), np.zeros(2, int), 3, 1), ValueError),
@@ -201,6 +209,14 @@ def test_what_does_not_fit_is_refused(call: Callable[[], Any], error: type[Excep
 
 
 @compiled
+def test_rows_that_say_more_than_there_can_be_are_not_expanded() -> None:
+    huge = np.array([0, 2**58]).tobytes() + b"12"
+
+    assert kernels.expand([huge] * 4, 2**60, 1) is None
+    assert kernels.expand([b"12345678"], 2**62, 2**62) is None
+
+
+@compiled
 def test_more_pages_than_there_is_room_for_are_refused() -> None:
     marks, stack = np.zeros(9, np.int32), np.zeros(2, np.int64)
 
@@ -210,19 +226,17 @@ def test_more_pages_than_there_is_room_for_are_refused() -> None:
 
 @compiled
 def test_nothing_is_kept_alive() -> None:
-    tree = node(b"", 2, 1)
-    child = node(b"abcd", 2, 1, tree)
     rows, slots = [np.arange(4).tobytes()], torch.arange(64)
     ids = np.arange(9, dtype=np.int32)
-    watched = [tree, tree.children, child, child.data, rows[0], slots, ids]
+    watched = [rows[0], slots, ids, torch.Tensor, torch.int64]
     before = [sys.getrefcount(each) for each in watched]
 
     for _ in range(1_000):
         kernels.pack(ids)
-        kernels.walk(tree, b"abcdef", 1, 2, 6)
-        kernels.walk(tree, b"abxx", 1, 2, 4)
         kernels.expand(rows, 64, 16)
-        kernels.compact(slots, 0, 64, 16)
+        kernels.join(rows)
+        kernels.compact(slots, 16, 0, 64)
+        kernels.is_row(slots, 64)
 
     assert [sys.getrefcount(each) for each in watched] == before
 
@@ -250,9 +264,21 @@ def test_the_plain_ones_can_be_chosen_and_serve_a_cache_as_well() -> None:
     assert done.stdout.split() == ["served"], done.stderr
 
 
-@pytest.mark.parametrize("ids", [[1, 2**31], np.array([1, 2**31]), np.array([1, 2**31], np.uint32)])
-def test_a_key_is_the_same_by_either(monkeypatch: pytest.MonkeyPatch, ids: Any) -> None:
-    key = RadixKey(ids)
-    monkeypatch.setattr("raydix.cache_core.radix_key.pack", plain_kernels.pack)
+@compiled
+def test_without_what_they_need_of_torch_the_plain_ones_serve() -> None:
+    program = (
+        "import torch; del torch._C._from_dlpack\n"
+        "from raydix.cache_core import RadixCache, RadixKey, kernels\n"
+        "cache = RadixCache(); cache.insert(RadixKey([1, 2]))\n"
+        "print(kernels.COMPILED, cache.match_prefix(RadixKey([1, 2])).indices.tolist())"
+    )
 
-    assert RadixKey(ids) == key
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.stdout.split() == ["False", "[1,", "2]"], done.stderr

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from raydix.cache_core import LRUList, MambaTreeNode
+from raydix.cache_core.kernels import Children
 from raydix.cache_core.tree_node import Namespace
 
 SPACE = Namespace(None, 0, 4, 4)
@@ -13,8 +14,15 @@ SPACE = Namespace(None, 0, 4, 4)
 def node(node_id: int, parent: MambaTreeNode | None = None) -> MambaTreeNode:
     made = MambaTreeNode(node_id, parent, SPACE, b"1234", None, 1, 0)
     if parent is not None:
-        parent.children[bytes([node_id])] = made
+        hang(parent, made)
     return made
+
+
+def hang(parent: MambaTreeNode, child: MambaTreeNode) -> None:
+    children = Children()
+    for each in (*parent.children.values(), child):
+        children[bytes([each.id % 256])] = each
+    parent.children = children
 
 
 @pytest.fixture
@@ -173,7 +181,7 @@ def test_ten_thousand_nodes_work(lru: LRUList) -> None:
     nodes = [node(1, root)]
     for node_id in range(2, 10_001):
         made = MambaTreeNode(node_id, nodes[-1], SPACE, b"1234", None, 1, 0)
-        nodes[-1].children[b""] = made
+        hang(nodes[-1], made)
         nodes.append(made)
     for each in reversed(nodes):
         lru.insert_mru(each)

@@ -513,8 +513,25 @@ def test_a_small_leaf_holds_no_large_array(make_cache: Callable[..., RadixCache]
     assert sorted(map(len, nodes)) == [4, 400, 3600]
     for node in nodes:
         assert isinstance(node.slots, bytes)
-        assert len(node.slots) == 8 * len(node) // page_size
+        assert len(node.slots) == (18 if page_size == 1 else len(node) + 1)  # one run, or 4 bytes a page
         assert len(node.data) == 4 * len(node)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_slots_beyond_31_bits_are_kept_beside_others(
+    make_cache: Callable[..., RadixCache], pool: FreedSlots, page_size: int
+) -> None:
+    cache = make_cache(page_size)
+    ids = np.arange(24)
+    slots = torch.cat((torch.arange(8), torch.arange(2**31 - 4, 2**31 + 4), torch.arange(2**40, 2**40 + 8)))
+    for end in (8, 16, 24):  # a run that is narrow, one that is wide by half of it, and one that is wide
+        cache.insert(RadixKey(ids[:end]), slots[:end])
+    for end in (24, 20, 12, 4):
+        assert cache.match_prefix(RadixKey(ids[:end])).indices.tolist() == slots[:end].tolist()
+
+    assert cache.insert(RadixKey(ids), slots + 100).duplicate_indices.tolist() == (slots + 100).tolist()
+    assert cache.evict(24).full_evicted == 24
+    assert sorted(pool.slots) == slots.tolist()
 
 
 # ---------------------------------------------------------------- splits

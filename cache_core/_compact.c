@@ -1,0 +1,103 @@
+/* Slots on their way into the tree: packed into a row, as small as it can be. */
+
+#include "_kernels.h"
+
+/* Whether each slot follows on the one before. */
+WIDE static int
+in_order(const int64_t *slots, Py_ssize_t count)
+{
+    uint64_t jumps = 0; /* unsigned: what wraps around is a jump, not an error */
+    for (Py_ssize_t i = 1; i < count; i++)
+        jumps |= (uint64_t)slots[i] - (uint64_t)slots[i - 1] - 1;
+    return jumps == 0;
+}
+
+/* Whether every page is a run of consecutive slots; a last, shorter one, too. */
+static int
+in_runs(const int64_t *slots, Py_ssize_t count, Py_ssize_t page)
+{
+    for (Py_ssize_t first = 0; first < count; first += page) {
+        Py_ssize_t size = count - first < page ? count - first : page;
+        uint64_t jumps = 0;
+        for (Py_ssize_t lane = 1; lane < size; lane++)
+            jumps |= (uint64_t)slots[first + lane] - (uint64_t)slots[first] - (uint64_t)lane;
+        if (jumps != 0)
+            return 0;
+    }
+    return 1;
+}
+
+/* Whether all are one run: looked at bit by bit, so that what is none is left soon. */
+static int
+is_one_run(const int64_t *slots, Py_ssize_t count)
+{
+    for (Py_ssize_t first = 0; first < count; first += 256)
+        if (!in_order(slots + first, count - first <= 257 ? count - first : 257)) /* the first of the next with them */
+            return 0;
+    return 1;
+}
+
+/* Every `step`th slot in 4 bytes each; returns the bits that are set in any of them. */
+WIDE static uint64_t
+narrow(const int64_t *restrict slots, Py_ssize_t count, Py_ssize_t step, uint32_t *restrict out)
+{
+    uint64_t seen = 0;
+    if (step == 1)
+        for (Py_ssize_t i = 0; i < count; i++) {
+            out[i] = (uint32_t)slots[i];
+            seen |= (uint64_t)slots[i];
+        }
+    else
+        for (Py_ssize_t i = 0; i < count; i++) {
+            out[i] = (uint32_t)slots[i * step];
+            seen |= (uint64_t)slots[i * step];
+        }
+    return seen;
+}
+
+/* A row of every `step`th slot, narrow if all fit, none of them negative. */
+static PyObject *
+packed(const int64_t *slots, Py_ssize_t count, Py_ssize_t step)
+{
+    PyObject *row = count == 0 ? NULL : PyBytes_FromStringAndSize(NULL, count * 4 + 1);
+    if (row != NULL) {
+        char *data = PyBytes_AS_STRING(row);
+        data[count * 4] = 0;
+        if (narrow(slots, count, step, (uint32_t *)data) >> 31 == 0)
+            return row;
+        Py_DECREF(row);
+    } else if (count > 0)
+        return NULL;
+    row = PyBytes_FromStringAndSize(NULL, count * 8);
+    for (Py_ssize_t i = 0; row != NULL && i < count; i++)
+        memcpy(PyBytes_AS_STRING(row) + i * 8, slots + i * step, 8);
+    return row;
+}
+
+static PyObject *
+compacted(const int64_t *slots, Py_ssize_t count, Py_ssize_t page)
+{
+    if (page == 1 && count > 2 && is_one_run(slots, count))
+        return new_run(slots[0], count);
+    if (page == 1 || !in_runs(slots, count, page))
+        return packed(slots, count, 1);
+    return packed(slots, (count + page - 1) / page, page);
+}
+
+PyObject *
+compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!expect_args("compact", nargs, 4))
+        return NULL;
+    Py_ssize_t start = size_of(args[2], "start"), stop = size_of(args[3], "stop"), page = size_of(args[1], "page_size");
+    Py_ssize_t size = PyErr_Occurred() ? -1 : tensor_size(args[0]);
+    const int64_t *slots = PyErr_Occurred() ? NULL : tensor_data(args[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (page < 1 || start > stop || stop > size) {
+        PyErr_SetString(PyExc_ValueError, "slots must lie within their tensor, and a page be at least 1");
+        return NULL;
+    }
+    return compacted(slots + start, stop - start, page);
+}
+

@@ -1,0 +1,190 @@
+/* How nodes come into a tree: a leaf is hung below another node, or a node is cut in two. */
+
+#include "_kernels.h"
+
+static PyObject *name_unit;
+
+int
+knows_growth(void)
+{
+    return (name_unit = PyUnicode_InternFromString("unit")) != NULL;
+}
+
+static int
+is_node_type(PyObject *type)
+{
+    if (PyType_Check(type) && PyType_IsSubtype((PyTypeObject *)type, &NodeType))
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "a type of nodes is needed");
+    return 0;
+}
+
+/* As in Python: what is all of them is they. */
+static PyObject *
+slice(PyObject *bytes, Py_ssize_t start, Py_ssize_t stop)
+{
+    if (start == 0 && stop == PyBytes_GET_SIZE(bytes))
+        return Py_NewRef(bytes);
+    return PyBytes_FromStringAndSize(PyBytes_AS_STRING(bytes) + start, stop - start);
+}
+
+/* Put a node below another one, under the first page of its data; -1 with an exception set on an error. */
+static int
+hang(Node *parent, PyObject *data, Py_ssize_t page_bytes, PyObject *child)
+{
+    Children *children = children_of(parent);
+    if (PyErr_Occurred())
+        return -1;
+    children = children == NULL ? new_children() : (Children *)Py_NewRef((PyObject *)children);
+    if (children == NULL)
+        return -1;
+    Py_ssize_t size = PyBytes_GET_SIZE(data);
+    int done = put_child(children, PyBytes_AS_STRING(data), size < page_bytes ? size : page_bytes, child);
+    if (done == 0)
+        set_member(&parent->children, (PyObject *)children);
+    Py_DECREF(children);
+    return done;
+}
+
+/* ---------------------------------------------------------------- leaves */
+
+/* The leaf over [start, stop) units of the data of a key, hung below its parent. */
+static PyObject *
+new_leaf(PyObject *const *args, Py_ssize_t start, Py_ssize_t stop, Py_ssize_t unit, Py_ssize_t page)
+{
+    Node *parent = (Node *)args[2];
+    if (parent->space == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "space");
+        return NULL;
+    }
+    PyObject *data = slice(args[3], start * unit, stop * unit);
+    if (data == NULL)
+        return NULL;
+    PyObject *space = Py_NewRef(parent->space);
+    PyObject *const of_leaf[NUM_NODE_ARGS] = {args[1], args[2], space, data, args[7], args[6], args[8]};
+    PyObject *leaf = (PyObject *)new_node((PyTypeObject *)args[0], of_leaf);
+    if (leaf != NULL && hang(parent, data, page * unit, leaf) < 0)
+        Py_CLEAR(leaf);
+    Py_DECREF(space);
+    Py_DECREF(data);
+    return leaf;
+}
+
+PyObject *
+grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!expect_args("grow", nargs, 9) || !is_node_type(args[0]) || !is_bytes(args[3], "the data of a key"))
+        return NULL;
+    Node *parent = as_node(args[2]);
+    Py_ssize_t start = parent == NULL ? -1 : end_of(parent), unit = start < 0 ? -1 : size_of(args[4], "unit");
+    Py_ssize_t page = unit < 0 ? -1 : size_of(args[5], "page_size"), stop = page < 0 ? -1 : size_of(args[6], "stop");
+    if (stop < 0)
+        return NULL;
+    if (unit < 1 || page < 1 || start > stop || stop > PyBytes_GET_SIZE(args[3]) / unit || page > PY_SSIZE_T_MAX / unit) {
+        PyErr_SetString(PyExc_ValueError, "a unit and a page are at least 1, and a leaf lies within the data");
+        return NULL;
+    }
+    return new_leaf(args, start, stop, unit, page);
+}
+
+/* ---------------------------------------------------------------- cuts */
+
+/* What a cut takes: sizes in tokens, in bytes, and how many slots go to the prefix. */
+typedef struct {
+    Py_ssize_t start, length, page_bytes, data_cut, num_slots;
+} Cut;
+
+/* Bytes of one token of a node; -1 with an exception set if its namespace does not say so. */
+static Py_ssize_t
+unit_of(const Node *node)
+{
+    PyObject *unit = node->space == NULL ? NULL : PyObject_GetAttr(node->space, name_unit);
+    if (unit == NULL && !PyErr_Occurred())
+        PyErr_SetString(PyExc_AttributeError, "space");
+    Py_ssize_t size = unit == NULL ? -1 : size_of(unit, "unit");
+    Py_XDECREF(unit);
+    return size;
+}
+
+/* 1 if the node can be cut there, and how; 0 with an exception set if not. */
+static int
+plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
+{
+    Py_ssize_t unit = unit_of(node);
+    const Node *parent = unit < 0 ? NULL : as_node(node->parent);
+    Py_ssize_t start = parent == NULL ? -1 : end_of(parent), end = start < 0 ? -1 : end_of(node);
+    if (end < 0)
+        return 0;
+    if (node->own_access_time == NULL || node->creation_time == NULL || node->own_priority == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "a node to be cut is whole");
+        return 0;
+    }
+    if (!is_bytes(node->data, "a node's data") || !is_bytes(node->slots, "a node's slots"))
+        return 0;
+    Py_ssize_t size = PyBytes_GET_SIZE(node->data), slots = num_slots(node->slots), num_tokens = end - start;
+    if (unit < 1 || page < 1 || length < 1 || length % page != 0 || length >= num_tokens || num_tokens > size / unit ||
+        slots < 0 || slots > PY_SSIZE_T_MAX / length) {
+        PyErr_Format(PyExc_AssertionError, "cannot split %R at %zd", node, length);
+        return 0;
+    }
+    *cut = (Cut){start, length, page * unit, length * unit, slots * length / num_tokens};
+    return 1;
+}
+
+/* The node over the prefix, in its place below the parent; what is cut stays as it is. */
+static Node *
+new_prefix(Node *node, PyTypeObject *type, PyObject *node_id, const Cut *cut)
+{
+    PyObject *data = slice(node->data, 0, cut->data_cut), *slots = part_of_row(node->slots, cut->num_slots, 0);
+    PyObject *end = PyLong_FromSsize_t(cut->start + cut->length);
+    Node *above = NULL;
+    if (data != NULL && slots != NULL && end != NULL) {
+        PyObject *const args[] = {node_id, node->parent, node->space, data, slots, end, node->own_access_time};
+        above = new_node(type, args);
+    }
+    if (above != NULL) {
+        set_member(&above->creation_time, node->creation_time);
+        set_member(&above->own_priority, node->own_priority);
+        above->lock_ref = node->lock_ref;
+    }
+    Py_XDECREF(data);
+    Py_XDECREF(slots);
+    Py_XDECREF(end);
+    return above;
+}
+
+/* Hang the rest of a node below the new one over its prefix. */
+static int
+put_below(Node *node, Node *above, const Cut *cut)
+{
+    PyObject *data = slice(node->data, cut->data_cut, PyBytes_GET_SIZE(node->data));
+    PyObject *slots = part_of_row(node->slots, cut->num_slots, 1);
+    int done = -1;
+    if (data != NULL && slots != NULL && hang(above, data, cut->page_bytes, (PyObject *)node) == 0)
+        done = hang((Node *)node->parent, node->data, cut->page_bytes, (PyObject *)above);
+    if (done == 0) {
+        set_member(&node->data, data);
+        set_member(&node->slots, slots);
+        set_member(&node->parent, (PyObject *)above);
+    }
+    Py_XDECREF(data);
+    Py_XDECREF(slots);
+    return done;
+}
+
+PyObject *
+cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!expect_args("cut", nargs, 5) || !is_node_type(args[0]))
+        return NULL;
+    Node *node = as_node(args[2]);
+    Py_ssize_t length = node == NULL ? -1 : size_of(args[3], "length");
+    Py_ssize_t page = length < 0 ? -1 : size_of(args[4], "page_size");
+    Cut how;
+    if (page < 0 || !plan(node, length, page, &how))
+        return NULL;
+    Node *above = new_prefix(node, (PyTypeObject *)args[0], args[1], &how);
+    if (above != NULL && put_below(node, above, &how) < 0)
+        Py_CLEAR(above);
+    return (PyObject *)above;
+}

@@ -1,0 +1,104 @@
+/* What the parts of `_kernels` share. `plain_kernels.py` says in Python what each of them does; a test holds both to
+ * it. Whatever they are given, they read and write nothing that is not theirs: what does not fit raises. */
+
+#ifndef RAYDIX_KERNELS_H
+#define RAYDIX_KERNELS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+
+#if defined(__GNUC__)
+#pragma GCC visibility push(hidden) /* PyInit__kernels alone is exported */
+#endif
+
+/* Rows are long: a loop over them is compiled for wide vectors, too, and chosen when the module is loaded. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define WIDE
+#endif
+
+typedef struct children Children;
+typedef struct row Row; /* nodes in the order in which they are to go */
+
+/* A run of tokens in a tree. What Python code may set can be anything, or nothing once deleted. */
+typedef struct node {
+    PyObject_HEAD
+    PyObject *parent, *space, *children, *data, *slots, *end, *id;
+    PyObject *own_access_time, *creation_time, *own_hits, *own_priority, *hash_values;
+    PyObject *swa_access_time, *swa_boundary_id, *swa_lock_ref, *swa_tombstone;
+    Py_ssize_t lock_ref, own_locks;
+    Row *row; /* that it stands in, if any, which keeps it alive; what follows is the row's */
+    struct node *row_before, *row_after;
+    PyObject *row_rank;
+} Node;
+
+/* A row of token ids, packed; of its members holds what is said of those of a node. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *data, *extra_key, *width, *arity, *unit, *num_tokens;
+} Key;
+
+extern PyTypeObject NodeType, ChildrenType, KeyType, RowType;
+
+/* arguments: _kernels.c */
+int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
+Py_ssize_t size_of(PyObject *object, const char *what);
+int is_bytes(PyObject *object, const char *what);
+char letter_of(const Py_buffer *view);
+
+/* members: _members.c */
+void clear_members(PyObject *self, const PyMemberDef *members);
+void set_member(PyObject **field, PyObject *value);
+
+/* nodes: _nodes.c */
+enum { NODE_ID, PARENT, SPACE, DATA, SLOTS, END, NOW, NUM_NODE_ARGS }; /* what one is made from */
+Node *new_node(PyTypeObject *type, PyObject *const *args);
+Node *as_node(PyObject *object);
+Py_ssize_t end_of(const Node *node);
+Children *children_of(const Node *node);
+
+/* children: _children.c */
+Children *new_children(void);
+Children *no_children(void);
+PyObject *find_child(const Children *children, const char *page, Py_ssize_t size);
+int put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child);
+
+/* rows of slots, which are bytes: _rows.c */
+Py_ssize_t num_slots(PyObject *row);
+PyObject *new_run(int64_t first, Py_ssize_t count);
+PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
+
+typedef struct slot_row SlotRow; /* slots on their way into a tensor */
+
+/* tensors: _tensors.c */
+Py_ssize_t tensor_size(PyObject *tensor);
+const int64_t *tensor_data(PyObject *tensor);
+SlotRow *new_row(Py_ssize_t num_tokens, int64_t **out);
+PyObject *as_tensor(SlotRow *row);
+
+/* what each part needs, once, when the module is loaded: 0 with an exception set if it is not to be had */
+int knows_children(void);
+int knows_growth(void);
+int knows_keys(void);
+int knows_rows(void);
+int knows_tensors(void);
+
+PyObject *pack(PyObject *module, PyObject *ids);
+PyObject *walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *lock_path(PyObject *module, PyObject *node);
+PyObject *unlock_path(PyObject *module, PyObject *node);
+PyObject *begins_alike(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *join(PyObject *module, PyObject *rows);
+PyObject *compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *take_back(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+
+#endif

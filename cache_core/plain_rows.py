@@ -1,0 +1,147 @@
+"""Rows of slots, and the pages they are of, in plain Python and numpy: a part of `plain_kernels`."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_SLOT_BYTES, _NARROW_BYTES = 8, 4
+_NARROW_LIMIT = 2**31
+_RUN = struct.Struct("=qqxx")  # the first slot, and how many there are
+_RUN_BYTES = _RUN.size
+_MIN_LANES = 4096
+_lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
+
+
+def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray | None:
+    """One slot per token, int64, of rows that all name the first slot of each page, or all each slot; None of others.
+
+    A copy, in which the rows stand one after the other.
+    """
+    packed = join(rows)
+    num_said = len(packed) // _SLOT_BYTES
+    if num_said == num_tokens:
+        return packed
+    if num_said * page_size != num_tokens:
+        return None
+    slots = np.frombuffer(packed, np.int64).repeat(page_size)
+    slots += _lanes_of(page_size, num_tokens)
+    return bytearray(slots.data)
+
+
+def join(rows: list[bytes], /) -> bytearray:
+    """What rows say, int64, one after the other; a copy."""
+    if any(len(row) % _SLOT_BYTES for row in rows):
+        rows = [_unpacked(row).tobytes() for row in rows]
+    return bytearray().join(rows)
+
+
+def _unpacked(row: bytes) -> NDArray[np.int64]:
+    if len(row) == _RUN_BYTES:
+        first, count = _RUN.unpack_from(row)
+        return np.arange(first, first + count)
+    if len(row) % 2:
+        return np.frombuffer(row, np.int32, len(row) // _NARROW_BYTES).astype(np.int64)
+    return np.frombuffer(row, np.int64)
+
+
+def parted(row: bytes, count: int) -> tuple[bytes, bytes]:
+    """The first slots of a row, so many of those it says, and the rest of them, both packed as it is."""
+    if len(row) == _RUN_BYTES:
+        first, size = _RUN.unpack_from(row)
+        return _RUN.pack(first, count), _RUN.pack(first + count, size - count)
+    if len(row) % 2:
+        return row[: count * _NARROW_BYTES] + b"\0", row[count * _NARROW_BYTES :]
+    return row[: count * _SLOT_BYTES], row[count * _SLOT_BYTES :]
+
+
+def num_slots(row: bytes) -> int:
+    """How many slots a row says."""
+    if len(row) == _RUN_BYTES:
+        count: int = _RUN.unpack_from(row)[1]
+        return count
+    return len(row) // (_NARROW_BYTES if len(row) % 2 else _SLOT_BYTES)
+
+
+def gather(nodes: list[Any], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
+    """`expand` of the slots of nodes, as a tensor."""
+    slots = expand([node.slots for node in nodes], num_tokens, page_size)
+    if slots is None:
+        return None
+    return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
+
+
+def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
+    """The place of each token in its page."""
+    known = _lanes.get(page_size)
+    if known is None or known.size < num_tokens:
+        num_pages = max(2 * num_tokens, _MIN_LANES) // page_size + 1
+        known = _lanes[page_size] = np.tile(np.arange(page_size), num_pages)
+    return known[:num_tokens]
+
+
+def is_row(slots: Any, needed: int, /) -> TypeGuard[torch.Tensor]:
+    """Whether it is a row of slots as most callers have them: at least so many int64 in a tensor on the CPU."""
+    if type(slots) is not torch.Tensor:
+        return False
+    fits = slots.dim() == 1 and slots.numel() >= needed
+    return fits and slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
+
+
+def compact(slots: torch.Tensor, page_size: int, start: int, stop: int, /) -> bytes:
+    """A row of its own of `slots[start:stop]`: the first of each page if pages are runs of slots, else all of them.
+
+    `slots` are int64, in a row, on the CPU: the caller has seen to that. In the row they take 8 bytes each or, where
+    none is negative and all fit, 4, and then one byte more. If all are one run, the row says the first and how many
+    there are, and then two bytes more: so its size tells how it is packed.
+    """
+    part: NDArray[np.int64] = slots.numpy()[start:stop]
+    if page_size == 1 and part.size > 2 and not (part[1:] - part[:-1] - 1).any():
+        return _RUN.pack(part[0], part.size)
+    if page_size > 1 and part.size:
+        jumps = part[1:] != part[:-1] + 1
+        jumps[page_size - 1 :: page_size] = False  # from page to page there may be one
+        if b"\1" not in jumps.tobytes():
+            part = part[::page_size]
+    if part.size and part.item(part.argmin()) >= 0 and part.item(part.argmax()) < _NARROW_LIMIT:
+        return part.astype(np.int32).tobytes() + b"\0"
+    return part.tobytes()
+
+
+def take_back(
+    starts: NDArray[np.int64],
+    marks: NDArray[np.int32],
+    stack: NDArray[np.int64],
+    num_free: int,
+    page_size: int,
+    /,
+) -> str | None:
+    """Mark pages as free, and put them on the stack of `num_free` free ones, the first on top.
+
+    Args:
+        starts: the first slots of the pages.
+        marks: by page number, 0 of pages that are handed out, negative of all others.
+
+    Returns why nothing was done, if so: a page is "outside", was "free" before, or is named "twice".
+    """
+    pages = starts if page_size == 1 else starts // page_size
+    try:
+        known = marks.take(pages)
+    except IndexError:
+        return "outside"
+    if pages.item(pages.argmin()) < 1:
+        return "outside"
+    if known.item(known.argmin()) < 0:
+        return "free"
+    num_pages = len(starts)
+    order = np.arange(-num_pages, 0, dtype=np.int32)  # of a page named twice only the last can be read back
+    marks[pages] = order
+    if marks.take(pages).tobytes() != order.tobytes():
+        marks[pages] = 0
+        return "twice"
+    stack[num_free : num_free + num_pages] = starts[::-1]
+    return None

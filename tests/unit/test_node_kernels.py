@@ -1,0 +1,397 @@
+"""The compiled nodes and keys behave as the plain ones do, are freed as they are, and refuse what is no node or key."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raydix.cache_core import RadixKey, kernels, plain_kernels
+
+compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
+TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]
+RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 9))
+SLOTS = st.one_of(RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5))
+BYTES = st.lists(st.sampled_from([0, 1]), max_size=40).map(bytes)
+FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
+
+
+class Branch:
+    """A tree of one twin's nodes, grown by keys of single bytes."""
+
+    def __init__(self, kernel: Any, page_size: int, unit: int = 1, first: int = 0, step: int = 1) -> None:
+        self.kernel, self.page_size, self.unit, self.first, self.step = kernel, page_size, unit, first, step
+        self.space = SimpleNamespace(unit=unit)
+        self.root = kernel.Node(0, None, self.space, b"", b"", 0, 0)
+        self.top = kernel.Node(1, self.root, self.space, b"", b"", 0, 0)
+        self.nodes = [self.top]
+
+    def insert(self, data: bytes) -> Any:
+        """Hang what is new of a key below what it goes through, cutting where it leaves a run; the node it ends at."""
+        num_tokens = len(data) // self.unit // self.page_size * self.page_size
+        path, end = self.kernel.walk(self.top, data, self.unit, self.page_size, num_tokens)
+        node = path[-1] if path else self.top
+        if node.end > end:
+            node = self.cut(node, end - node.parent.end)
+        if end < num_tokens:
+            all_slots = torch.arange(num_tokens) * self.step + self.first
+            slots = self.kernel.compact(all_slots, 1, end, num_tokens)
+            node = self._added(
+                self.kernel.grow(
+                    type(self.top), len(self.nodes), node, data, self.unit, self.page_size, num_tokens, slots, 7
+                )
+            )
+        return node
+
+    def cut(self, node: Any, length: int) -> Any:
+        return self._added(self.kernel.cut(type(self.top), len(self.nodes), node, length, self.page_size))
+
+    def _added(self, node: Any) -> Any:
+        self.nodes.append(node)
+        return node
+
+    def facts(self) -> list[tuple[Any, ...]]:
+        """All there is to know of every node, in the order in which they were made."""
+        return [
+            (
+                *(getattr(node, name) for name in FIELDS),
+                node.parent.id,
+                node.space is self.space,
+                [child.id for child in node.children.values()],
+            )
+            for node in self.nodes
+        ]
+
+
+# ---------------------------------------------------------------- the same as the plain ones
+
+
+@compiled
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 2**31]), st.sampled_from([1, 2]))
+def test_a_tree_grows_as_with_the_plain_kernels(
+    data: st.DataObject, page_size: int, unit: int, first: int, step: int
+) -> None:
+    ours, theirs = (Branch(kernel, page_size, unit, first, step) for kernel in (kernels, plain_kernels))
+    locked: list[int] = []
+    for _ in range(data.draw(st.integers(0, 12))):
+        key = data.draw(BYTES)
+        assert ours.insert(key).id == theirs.insert(key).id
+        at = data.draw(st.integers(0, len(ours.nodes) - 1))
+        if locked and data.draw(st.booleans()):
+            at = locked.pop()
+            assert kernels.unlock_path(ours.nodes[at]) == plain_kernels.unlock_path(theirs.nodes[at])
+        else:
+            locked.append(at)
+            assert kernels.lock_path(ours.nodes[at]) == plain_kernels.lock_path(theirs.nodes[at])
+
+        assert ours.facts() == theirs.facts()
+
+
+@compiled
+@given(st.lists(BYTES, max_size=8), BYTES, st.data(), st.integers(1, 3), st.integers(1, 4))
+def test_a_walk_is_that_of_the_plain_kernel(
+    keys: list[bytes], key: bytes, data: st.DataObject, page_size: int, unit: int
+) -> None:
+    tree = Branch(kernels, page_size, unit)
+    for each in keys:
+        tree.insert(each)
+    limit = data.draw(st.integers(0, len(key) // unit))
+    node = data.draw(st.sampled_from(tree.nodes))
+
+    assert kernels.walk(node, key, unit, page_size, limit) == plain_kernels.walk(node, key, unit, page_size, limit)
+
+
+@compiled
+@given(st.integers(1, 5_000), st.integers(0, 5_000), st.integers(1, 16))
+def test_a_long_run_is_compared_to_the_byte(length: int, differs_at: int, page_size: int) -> None:
+    run = bytearray(np.arange(length, dtype=np.uint16).astype(np.uint8).tobytes())
+    tree = Branch(kernels, page_size)
+    tree.insert(bytes(run))
+    if page_size <= differs_at < length:
+        run[differs_at] ^= 1
+
+    assert kernels.walk(tree.top, bytes(run), 1, page_size, length) == plain_kernels.walk(
+        tree.top, bytes(run), 1, page_size, length
+    )
+
+
+@compiled
+@given(st.lists(SLOTS, max_size=5), st.integers(1, 4), st.booleans())
+def test_slots_are_gathered_as_by_the_plain_kernel(rows: list[list[int]], page_size: int, in_pages: bool) -> None:
+    packed = [plain_kernels.compact(torch.tensor(row, dtype=torch.int64), 1, 0, len(row)) for row in rows]
+    nodes = [kernels.Node(0, None, None, b"", row, 0, 0) for row in packed]
+    num_tokens = sum(map(len, rows)) * (page_size if in_pages else 1)
+
+    ours, theirs = (kernel.gather(nodes, num_tokens, page_size) for kernel in (kernels, plain_kernels))
+
+    assert ours is not None and theirs is not None
+    assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
+    assert kernels.gather(nodes, num_tokens * page_size + 1, page_size) is None
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_what_is_gathered_is_a_copy_that_can_be_written_to(kernel: Any) -> None:
+    node = kernel.Node(0, None, None, b"", np.arange(1_000).tobytes(), 0, 0)
+    gathered = kernel.gather([node], 1_000, 1)
+    assert gathered.is_contiguous() and gathered.is_cpu
+    gathered += 1
+
+    assert gathered.tolist() == list(range(1, 1_001))
+    assert node.slots == np.arange(1_000).tobytes()
+    assert kernel.gather([], 0, 1).tolist() == []
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize(
+    ("ids", "width", "arity"),
+    [([1, 2**31], 4, 0), (np.array([1, 2**31]), 4, 0), ([1, 2**32], 8, 0), ([(1, 2), (3, 4)], 4, 2), ([], 4, 0)],
+)
+def test_a_key_is_the_same_by_either(kernel: Any, ids: Any, width: int, arity: int) -> None:
+    made = type("MadeKey", (kernel.Key,), {"__slots__": (), "_pack_slowly": staticmethod(RadixKey._pack_slowly)})
+    known = RadixKey(ids, "space")
+    for key in (made(ids, "space"), made(ids, extra_key="space"), made.from_packed(known.data, width, "space", arity)):
+        for name in plain_kernels.Key.__slots__:
+            assert getattr(key, name) == getattr(known, name)
+
+    assert (known.width, known.arity, made(ids).extra_key) == (width, arity, None)
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize(
+    ("other", "num_tokens", "alike"),
+    [
+        (RadixKey([1, 2, 3, 4], "a"), 3, True),
+        (RadixKey([1, 2, 3, 4], "a"), 4, False),
+        (RadixKey([1, 2, 9], "a"), 2, True),
+        (RadixKey([1, 2, 9], "a"), 3, False),
+        (RadixKey([], "a"), 0, True),
+        (RadixKey([1, 2, 3], "b"), 3, False),
+        (RadixKey([1, 2, 3]), 0, False),
+        (RadixKey([1, 2, 2**32], "a"), 1, False),
+        (RadixKey([(1, 2)], "a"), 1, False),
+    ],
+)
+def test_whether_keys_begin_alike_is_told(kernel: Any, other: RadixKey, num_tokens: int, alike: bool) -> None:
+    key = RadixKey([1, 2, 3], "a")
+
+    assert kernel.begins_alike(key, other, num_tokens) is alike
+    assert kernel.begins_alike(other, key, num_tokens) is alike
+
+
+def test_a_key_can_be_pickled() -> None:
+    for key in (RadixKey([1, 2], "a"), RadixKey([2**40]), RadixKey([(1, 2)])):
+        assert pickle.loads(pickle.dumps(key)) == key
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_nodes_of_a_type_with_its_own_constructor_are_made_by_it(kernel: Any) -> None:
+    class Marked(kernel.Node):  # type: ignore[misc]
+        __slots__ = ("mark",)
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.mark = 7
+
+    tree = Branch(kernel, 2)
+    tree.nodes[0] = tree.top = Marked(1, tree.root, tree.space, b"", b"", 0, 0)
+    leaf = tree.insert(b"abcd")
+    above = tree.insert(b"abxy").parent
+
+    assert (leaf.mark, above.mark, above.data, leaf.data) == (7, 7, b"ab", b"cd")
+    assert leaf.parent is above and above.parent is tree.top and above.children[b"cd"] is leaf
+
+
+# ---------------------------------------------------------------- what they refuse
+
+
+def lone(**fields: Any) -> Any:
+    """A node without any ties, with these fields set, or deleted where None is given."""
+    node = kernels.Node(0, None, None, b"ab", b"", 2, 0)
+    for name, value in fields.items():
+        if value is None:
+            delattr(node, name)
+        else:
+            setattr(node, name, value)
+    return node
+
+
+def circle() -> Any:
+    node = lone(end=3)
+    node.parent = lone(end=2, parent=node)
+    return node
+
+
+NO_DATA = RadixKey([1])
+del NO_DATA.data
+
+
+class Nonsense(kernels.Key):
+    """A key that packs what takes a closer look into something else."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def _pack_slowly(token_ids: Any) -> Any:
+        return token_ids
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: kernels.walk(lone(end=0), b"ab", 1, 1, 3), ValueError),
+        (lambda: kernels.walk(lone(end=0), b"ab", 0, 1, 1), ValueError),
+        (lambda: kernels.walk(lone(end=0), b"ab", 1, 0, 1), ValueError),
+        (lambda: kernels.walk(lone(end=0), bytearray(b"ab"), 1, 1, 1), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.walk(object(), b"ab", 1, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0, children=[]), b"ab", 1, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0, children=None), b"ab", 1, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0, children={b"a": 7}), b"ab", 1, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0, children={b"a": lone(data=None)}), b"ab", 1, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=-1), b"ab", 1, 1, 1), ValueError),
+        (lambda: kernels.walk(lone(end=None), b"ab", 1, 1, 1), AttributeError),
+        (lambda: kernels.walk(lone(end="0"), b"ab", 1, 1, 1), TypeError),
+        (lambda: kernels.walk(kernels.Node.__new__(kernels.Node), b"ab", 1, 1, 1), AttributeError),
+        (lambda: kernels.gather((lone(),), 0, 1), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.gather([b""], 0, 1), TypeError),
+        (lambda: kernels.gather([lone(slots=None)], 0, 1), TypeError),
+        (lambda: kernels.gather([lone(slots=bytearray())], 0, 1), TypeError),
+        (lambda: kernels.gather([], -1, 1), ValueError),
+        (lambda: kernels.lock_path(object()), TypeError),
+        (lambda: kernels.lock_path(lone(parent=7)), TypeError),
+        (lambda: kernels.lock_path(lone(parent=None)), TypeError),
+        (lambda: kernels.lock_path(lone(end=None)), AttributeError),
+        (lambda: kernels.lock_path(lone(parent=lone(end="1"))), TypeError),
+        (lambda: kernels.lock_path(circle()), ValueError),
+        (lambda: kernels.unlock_path(circle()), ValueError),
+        (lambda: kernels.unlock_path(lone()), AssertionError),
+        (lambda: kernels.grow(int, 1, lone(), b"abc", 1, 1, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(7, 1, lone(), b"abc", 1, 1, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(kernels.Node, 1, None, b"abc", 1, 1, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 1, 4, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 1, 1, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 0, 1, 3, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 0, 3, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), "abc", 1, 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.grow(kernels.Node, 1, lone(space=None), b"abc", 1, 1, 3, b"", 0), AttributeError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(children=[]), b"abc", 1, 1, 3, b"", 0), TypeError),
+        (lambda: kernels.cut(kernels.Node, 1, lone(), 1, 1), AttributeError),
+        (lambda: kernels.cut(kernels.Node, 1, lone(space=SimpleNamespace(unit=1)), 1, 1), TypeError),
+        (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 3, 2), AssertionError),
+        (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 4, 2), AssertionError),
+        (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 0, 2), AssertionError),
+        (lambda: kernels.begins_alike(RadixKey([1]), 7, 1), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.begins_alike(RadixKey([1]), NO_DATA, 1), AttributeError),
+        (lambda: kernels.begins_alike(RadixKey([1]), RadixKey([1]), -1), ValueError),
+        (lambda: kernels.Key(), TypeError),  # type: ignore[call-arg]
+        (lambda: kernels.Key([-1]), AttributeError),
+        (lambda: Nonsense((1,)), TypeError),
+        (lambda: Nonsense("abc"), TypeError),
+        (lambda: Nonsense((bytearray(4), 4, 0)), TypeError),
+        (lambda: Nonsense((b"1234", 0, 0)), ValueError),
+        (lambda: Nonsense((b"1234", 4, 2**62)), ValueError),
+        (lambda: kernels.Key.from_packed("1234", 4), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.Node(1), TypeError),  # type: ignore[call-arg]
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        call()
+
+
+@compiled
+def test_what_is_refused_has_changed_nothing() -> None:
+    tree = Branch(kernels, 1)
+    tree.insert(b"ab")
+    leaf = tree.insert(b"abcd")
+    leaf.parent.parent = leaf
+    before = [(node.lock_ref, node.own_locks) for node in tree.nodes]
+
+    with pytest.raises(ValueError, match="after its parent"):
+        kernels.lock_path(leaf)
+
+    assert [(node.lock_ref, node.own_locks) for node in tree.nodes] == before
+
+
+# ---------------------------------------------------------------- what they keep alive
+
+
+@compiled
+def test_nothing_is_kept_alive() -> None:
+    tree = Branch(kernels, 2)
+    key, other = RadixKey(np.arange(400), "space"), RadixKey(np.arange(300), "space")
+    first, second = tree.insert(b"abcd"), tree.insert(b"abcdefgh")
+    data, slots, now = b"abcdefghijkl", np.arange(4).tobytes(), 2**40
+    packed, name = bytes(np.arange(100)), "".join(("name", "space"))
+    watched = [
+        tree.root, tree.top, tree.space, first, first.data, first.slots, first.children, second, second.parent,
+        key, key.data, other, data, slots, now, packed, name, kernels.Node, kernels.Key, RadixKey,
+    ]  # fmt: skip
+    gc.collect()
+    before = [sys.getrefcount(each) for each in watched]
+
+    for _ in range(1_000):
+        kernels.walk(tree.top, data, 1, 2, 12)
+        kernels.walk(tree.top, b"abxx", 1, 2, 4)
+        kernels.gather([first, second], 8, 2)
+        kernels.begins_alike(key, other, 300)
+        kernels.lock_path(second)
+        kernels.unlock_path(second)
+        RadixKey.from_packed(packed, 4, name)
+        RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]
+        leaf = kernels.grow(kernels.Node, 9, first, data[:4] + b"xxyy", 1, 2, 8, slots, now)
+        kernels.cut(kernels.Node, 10, leaf, 2, 2)
+        del first.children[b"xx"], leaf
+
+    gc.collect()
+    assert [sys.getrefcount(each) for each in watched] == before
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_nodes_that_hold_each_other_are_collected(kernel: Any) -> None:
+    class Watched(kernel.Node):  # type: ignore[misc]
+        __slots__ = ("__weakref__",)
+
+    tree = Branch(kernel, 1)
+    tree.nodes[0] = tree.top = Watched(1, tree.root, tree.space, b"", b"", 0, 0)
+    leaf = tree.insert(b"abc")
+    leaf.hash_values = [tree.top]
+    leaf.space = SimpleNamespace(tree=leaf)
+    watched = [weakref.ref(leaf), weakref.ref(tree.top)]
+    del tree, leaf
+
+    gc.collect()
+
+    assert [each() for each in watched] == [None, None]
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_a_path_of_a_hundred_thousand_nodes_is_freed(kernel: Any) -> None:
+    node = None
+    for number in range(100_000):
+        node = kernel.Node(number, node, None, b"", b"", number, 0)
+
+    assert kernel.lock_path(node) > 0
+    del node
+
+
+@compiled
+def test_a_leaf_has_no_children_that_one_could_write_to() -> None:
+    leaf, other = lone(), lone()
+
+    with pytest.raises(TypeError):
+        leaf.children[b"a"] = other
+
+    assert not other.children
+    leaf.children = {b"a": other}
+    assert not other.children and leaf.children
