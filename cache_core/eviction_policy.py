@@ -7,6 +7,7 @@ goes first. A leaf has nothing below it, so that its own uses are all there were
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from operator import attrgetter
 
 from raydix.cache_core.tree_node import TreeNode
 
@@ -31,10 +32,7 @@ class LRU(EvictionPolicy):
     """The least recently used goes first."""
 
     name = "lru"
-
-    def rank(self, node: TreeNode) -> int:
-        """Its last use."""
-        return node.own_access_time
+    rank = staticmethod(attrgetter("own_access_time"))  # type: ignore[assignment] # its last use, without a call of Python
 
 
 class MRU(EvictionPolicy):

@@ -82,7 +82,8 @@ class RadixTree:
         leaf: TreeNode = grow(
             self._node_type, next(self._next_id), parent, key.data, key.unit, self.page_size, stop, slots, now
         )
-        leaf.own_priority = priority
+        if priority:
+            leaf.own_priority = priority
         if parent.parent is self.root:  # the namespace is there from its first run on
             self.tops[parent.space.extra_key, parent.space.arity] = parent
         return leaf
