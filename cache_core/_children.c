@@ -1,26 +1,10 @@
 /* The children of a node, by the first page of their runs, in the order in which they came.
  *
  * Entries stand in a row, each with the hash of its page; what the page is, its child's data say, which a walk reads
- * next anyway. A few are looked through; of more, an index tells where to look, as that of a dict does. Against a dict,
- * a lookup in a large tree waits for two cold lines of memory less, and a child takes a hundred bytes less. */
+ * next anyway. A few stand in the object itself and are looked through; of more, an index leads to the child at once.
+ * Against a dict, a lookup in a large tree waits for three cold lines of memory less, and a child takes less room. */
 
-#include "_kernels.h"
-
-#define FEW 8      /* entries without an index */
-#define NOWHERE -1 /* in the index: nothing has stood there yet */
-
-typedef struct {
-    uint64_t hash;
-    PyObject *child; /* NULL: it has gone */
-} Entry;
-
-struct children {
-    PyObject_HEAD
-    Py_ssize_t used, filled, capacity; /* entries that are there, that ever were, and that have room; -1: read-only */
-    Entry *entries;
-    int32_t *index; /* of twice as many places as entries have room, at least; NULL while there are few */
-    uint64_t mask;
-};
+#include "_children.h"
 
 static uint64_t secret;   /* so that nobody can choose pages that collide */
 static Children *nothing; /* the children of all leaves */
@@ -85,7 +69,7 @@ begins_with(PyObject *child, const char *page, Py_ssize_t size)
     fetch(node, sizeof(Node) / 64 + 1);
     PyObject *data = node->data;
     fetch(data, 3);
-    fetch(node->children, 1);
+    fetch(node->children, sizeof(Children) / 64 + 1);
     fetch(node->slots, 2);
     return data != NULL && PyBytes_CheckExact(data) && PyBytes_GET_SIZE(data) >= size &&
            memcmp(PyBytes_AS_STRING(data), page, (size_t)size) == 0;
@@ -93,62 +77,112 @@ begins_with(PyObject *child, const char *page, Py_ssize_t size)
 
 /* ---------------------------------------------------------------- entries */
 
-static Entry *
-entry_for(const Children *children, uint64_t hash, const char *page, Py_ssize_t size)
+/* Where a child of many stands in the index, or the first place for it that is free. */
+static Place *
+place_for(const Children *children, uint64_t hash, const char *page, Py_ssize_t size)
 {
-    if (children->index == NULL) {
-        for (Entry *entry = children->entries; entry < children->entries + children->filled; entry++)
-            if (entry->hash == hash && entry->child != NULL && begins_with(entry->child, page, size))
-                return entry;
-        return NULL;
-    }
-    for (uint64_t place = hash & children->mask;; place = (place + 1) & children->mask) {
-        int32_t at = children->index[place];
-        if (at == NOWHERE)
-            return NULL;
-        Entry *entry = &children->entries[at];
-        if (entry->hash == hash && entry->child != NULL && begins_with(entry->child, page, size))
-            return entry;
+    for (uint64_t at = hash & children->mask;; at = (at + 1) & children->mask) {
+        Place *place = &children->index[at];
+        if (place->at == NOWHERE)
+            return place;
+        if (place->tag == (uint32_t)(hash >> 32) && place->child != NULL && begins_with(place->child, page, size))
+            return place;
     }
 }
 
-static void
-note_place(Children *children, Py_ssize_t at)
+/* The place of a child in the row of entries; -1 if it is not there. */
+static Py_ssize_t
+index_of(const Children *children, uint64_t hash, const char *page, Py_ssize_t size)
 {
-    uint64_t place = children->entries[at].hash & children->mask;
-    while (children->index[place] != NOWHERE)
-        place = (place + 1) & children->mask;
-    children->index[place] = (int32_t)at;
+    if (children->index != NULL)
+        return place_for(children, hash, page, size)->at;
+    for (Py_ssize_t at = 0; at < children->filled; at++) {
+        const Entry *entry = &children->entries[at];
+        if (entry->hash == hash && entry->child != NULL && begins_with(entry->child, page, size))
+            return at;
+    }
+    return NOWHERE;
+}
+
+/* The index over entries that are all there; NULL with an exception set if there is no memory. */
+static Place *
+new_index(const Entry *entries, Py_ssize_t filled, uint64_t mask)
+{
+    Place *index = PyMem_New(Place, mask + 1);
+    if (index == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (uint64_t at = 0; at <= mask; at++)
+        index[at] = (Place){NULL, 0, NOWHERE};
+    for (Py_ssize_t i = 0; i < filled; i++) {
+        uint64_t at = entries[i].hash & mask;
+        while (index[at].at != NOWHERE)
+            at = (at + 1) & mask;
+        index[at] = (Place){entries[i].child, (uint32_t)(entries[i].hash >> 32), (int32_t)i};
+    }
+    return index;
+}
+
+/* Give back the memory of many entries, as far as it is not the object's own. */
+void
+free_entries(const Children *children)
+{
+    if (children->entries != children->few)
+        PyMem_Free(children->entries);
+    PyMem_Free(children->index);
+}
+
+/* Be without any, whatever becomes of those that were there. */
+void
+forget_entries(Children *children)
+{
+    children->entries = children->few;
+    children->index = NULL;
+    children->used = children->filled = 0;
+    children->capacity = FEW;
+}
+
+/* Copy the entries whose children have not gone; returns how many. */
+static Py_ssize_t
+copy_entries(const Children *children, Entry *to)
+{
+    Py_ssize_t filled = 0;
+    for (Py_ssize_t i = 0; i < children->filled; i++)
+        if (children->entries[i].child != NULL)
+            to[filled++] = children->entries[i];
+    return filled;
 }
 
 /* Make room for one more: drop what has gone, and double what is left; 0, or -1 with an exception set. */
 static int
 make_room(Children *children)
 {
-    Py_ssize_t capacity = children->used < 2 ? 2 : 2 * children->used, places = 1, at = 0;
-    while (places < 2 * capacity)
+    if (children->used < FEW && children->index == NULL) {
+        children->filled = copy_entries(children, children->entries);
+        children->capacity = FEW;
+        return 0;
+    }
+    Py_ssize_t capacity = 2 * (children->used + 1), places = 1;
+    while (places < capacity + capacity / 2)
         places *= 2;
-    Entry *entries = capacity > INT32_MAX / 2 ? NULL : PyMem_New(Entry, (size_t)capacity);
-    int32_t *index = entries == NULL || capacity <= FEW ? NULL : PyMem_New(int32_t, (size_t)places);
-    if (entries == NULL || (capacity > FEW && index == NULL)) {
-        PyMem_Free(entries);
+    Entry *entries = capacity > INT32_MAX / 4 ? NULL : PyMem_New(Entry, (size_t)capacity);
+    if (entries == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < children->filled; i++)
-        if (children->entries[i].child != NULL)
-            entries[at++] = children->entries[i];
-    PyMem_Free(children->entries);
-    PyMem_Free(children->index);
+    Py_ssize_t filled = copy_entries(children, entries);
+    Place *index = new_index(entries, filled, (uint64_t)places - 1);
+    if (index == NULL) {
+        PyMem_Free(entries);
+        return -1;
+    }
+    free_entries(children);
     children->entries = entries;
     children->index = index;
-    children->filled = at;
+    children->filled = filled;
     children->capacity = capacity;
     children->mask = (uint64_t)places - 1;
-    for (Py_ssize_t i = 0; index != NULL && i < places; i++)
-        index[i] = NOWHERE;
-    for (Py_ssize_t i = 0; index != NULL && i < at; i++)
-        note_place(children, i);
     return 0;
 }
 
@@ -158,9 +192,11 @@ find_child(const Children *children, const char *page, Py_ssize_t size)
 {
     if (children->used == 0)
         return NULL;
-    fetch(children->entries, 2); /* while the hash is computed */
-    const Entry *entry = entry_for(children, hash_of(page, size), page, size);
-    return entry == NULL ? NULL : entry->child;
+    uint64_t hash = hash_of(page, size);
+    if (children->index != NULL)
+        return place_for(children, hash, page, size)->child;
+    Py_ssize_t at = index_of(children, hash, page, size);
+    return at == NOWHERE ? NULL : children->entries[at].child;
 }
 
 /* Put a child in the place of that page; 0, or -1 with an exception set. */
@@ -168,169 +204,44 @@ int
 put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child)
 {
     uint64_t hash = hash_of(page, size);
-    Entry *entry = entry_for(children, hash, page, size);
-    if (entry != NULL) {
-        set_member(&entry->child, child);
+    Py_ssize_t at = index_of(children, hash, page, size);
+    if (at != NOWHERE) {
+        if (children->index != NULL)
+            place_for(children, hash, page, size)->child = child;
+        set_member(&children->entries[at].child, child);
         return 0;
     }
     if (children->filled == children->capacity && make_room(children) < 0)
         return -1;
-    children->entries[children->filled] = (Entry){hash, Py_NewRef(child)};
-    if (children->index != NULL)
-        note_place(children, children->filled);
-    children->filled++;
+    at = children->filled++;
     children->used++;
+    children->entries[at] = (Entry){hash, Py_NewRef(child)};
+    if (children->index != NULL)
+        *place_for(children, hash, page, size) = (Place){child, (uint32_t)(hash >> 32), (int32_t)at};
     return 0;
+}
+
+/* Take the child of that page out; its reference is the caller's then. NULL if there is none. */
+PyObject *
+drop_child(Children *children, const char *page, Py_ssize_t size)
+{
+    uint64_t hash = hash_of(page, size);
+    Py_ssize_t at = index_of(children, hash, page, size);
+    if (at == NOWHERE)
+        return NULL;
+    if (children->index != NULL)
+        place_for(children, hash, page, size)->child = NULL; /* passed over from now on */
+    PyObject *child = children->entries[at].child;
+    children->entries[at].child = NULL;
+    children->used--;
+    return child;
 }
 
 Children *
 new_children(void)
 {
-    return (Children *)ChildrenType.tp_alloc(&ChildrenType, 0);
+    Children *children = (Children *)ChildrenType.tp_alloc(&ChildrenType, 0);
+    if (children != NULL)
+        forget_entries(children);
+    return children;
 }
-
-/* ---------------------------------------------------------------- a mapping */
-
-static Py_ssize_t
-children_length(PyObject *self)
-{
-    return ((Children *)self)->used;
-}
-
-static PyObject *
-children_subscript(PyObject *self, PyObject *page)
-{
-    if (!is_bytes(page, "a page"))
-        return NULL;
-    PyObject *child = find_child((Children *)self, PyBytes_AS_STRING(page), PyBytes_GET_SIZE(page));
-    if (child == NULL)
-        PyErr_SetObject(PyExc_KeyError, page);
-    return Py_XNewRef(child);
-}
-
-static int
-children_set(PyObject *self, PyObject *page, PyObject *child)
-{
-    Children *children = (Children *)self;
-    if (!is_bytes(page, "a page") || (child != NULL && as_node(child) == NULL))
-        return -1;
-    if (children->capacity < 0) {
-        PyErr_SetString(PyExc_TypeError, "the children of a leaf cannot be changed: hang a node below it");
-        return -1;
-    }
-    const char *start = PyBytes_AS_STRING(page);
-    Py_ssize_t size = PyBytes_GET_SIZE(page);
-    if (child != NULL)
-        return put_child(children, start, size, child);
-    Entry *entry = children->used == 0 ? NULL : entry_for(children, hash_of(start, size), start, size);
-    if (entry == NULL) {
-        PyErr_SetObject(PyExc_KeyError, page);
-        return -1;
-    }
-    children->used--;
-    Py_CLEAR(entry->child);
-    return 0;
-}
-
-static PyObject *
-children_get(PyObject *self, PyObject *page)
-{
-    if (!is_bytes(page, "a page"))
-        return NULL;
-    PyObject *child = find_child((Children *)self, PyBytes_AS_STRING(page), PyBytes_GET_SIZE(page));
-    return Py_NewRef(child == NULL ? Py_None : child);
-}
-
-/* Up to `limit` children, from the first on, or from the last. */
-static PyObject *
-some_children(const Children *children, Py_ssize_t limit, int from_last)
-{
-    PyObject *found = PyList_New(0);
-    for (Py_ssize_t i = 0; found != NULL && i < children->filled && PyList_GET_SIZE(found) < limit; i++) {
-        PyObject *child = children->entries[from_last ? children->filled - 1 - i : i].child;
-        if (child != NULL && PyList_Append(found, child) < 0)
-            Py_CLEAR(found);
-    }
-    return found;
-}
-
-static PyObject *
-children_values(PyObject *self, PyObject *nothing)
-{
-    return some_children((Children *)self, PY_SSIZE_T_MAX, 0);
-}
-
-static PyObject *
-children_first(PyObject *self, PyObject *limit)
-{
-    Py_ssize_t count = size_of(limit, "limit");
-    return count < 0 ? NULL : some_children((Children *)self, count, 0);
-}
-
-static PyObject *
-children_last(PyObject *self, PyObject *limit)
-{
-    Py_ssize_t count = size_of(limit, "limit");
-    return count < 0 ? NULL : some_children((Children *)self, count, 1);
-}
-
-/* ---------------------------------------------------------------- the type */
-
-static int
-children_traverse(PyObject *self, visitproc visit, void *arg)
-{
-    const Children *children = (Children *)self;
-    for (Py_ssize_t i = 0; i < children->filled; i++)
-        Py_VISIT(children->entries[i].child);
-    return 0;
-}
-
-static int
-children_clear(PyObject *self)
-{
-    Children *children = (Children *)self;
-    Entry *entries = children->entries;
-    Py_ssize_t filled = children->filled;
-    children->entries = NULL;
-    children->used = children->filled = children->capacity = 0;
-    PyMem_Free(children->index);
-    children->index = NULL;
-    for (Py_ssize_t i = 0; i < filled; i++)
-        Py_XDECREF(entries[i].child);
-    PyMem_Free(entries);
-    return 0;
-}
-
-static void
-children_dealloc(PyObject *self)
-{
-    PyObject_GC_UnTrack(self);
-    Py_TRASHCAN_BEGIN(self, children_dealloc)
-    children_clear(self);
-    Py_TYPE(self)->tp_free(self);
-    Py_TRASHCAN_END
-}
-
-static PyMethodDef methods[] = {
-    {"get", children_get, METH_O, NULL},
-    {"values", children_values, METH_NOARGS, NULL},
-    {"first", children_first, METH_O, NULL},
-    {"last", children_last, METH_O, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMappingMethods mapping = {children_length, children_subscript, children_set};
-
-PyTypeObject ChildrenType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "raydix.cache_core._kernels.Children",
-    .tp_doc = PyDoc_STR("Children()\n--\n\nNodes by the first page of their runs: see plain_kernels."),
-    .tp_basicsize = sizeof(Children),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = children_dealloc,
-    .tp_traverse = children_traverse,
-    .tp_clear = children_clear,
-    .tp_methods = methods,
-    .tp_as_mapping = &mapping,
-};
