@@ -138,6 +138,10 @@ class Channel(FramedProtocol):
         """Send what waits to be sent, and no more."""
         self._transport.close()
 
+    def abort(self) -> None:
+        """Send nothing more, and wait for no answer."""
+        self._transport.abort()
+
 
 def _close(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
     """Close from whatever thread the collector runs in."""

@@ -12,13 +12,20 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError, RaySystemError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    PendingCallsLimitExceeded,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 
 from raydix.actors import wire
 from raydix.actors.channel import MAX_FRAME_BYTES, Answer, Channel, Tell
@@ -91,7 +98,7 @@ class RayTransport:
         self._channel: Channel | None = None
 
     async def open(self, request: OpenSession) -> SessionResponse:
-        response: SessionResponse = await call(self._actor.open_session, request, self._owner)
+        response: SessionResponse = await self._call(self._actor.open_session, request, self._owner)
         self.session_id, self.epoch = request.session_id, response.epoch
         self._channel = await Channel.open(response.channel, self)
         return response
@@ -100,12 +107,20 @@ class RayTransport:
         request = SessionRef(session_id=self.session_id, epoch=self.epoch)
         try:
             async with asyncio.timeout(stay_s + _ANSWER_S):
-                await self._noting_loss(call(self._actor.heartbeat, request, stay_s))
+                await self._noting_loss(self._call(self._actor.heartbeat, request, stay_s))
         except InvalidRequest as error:  # the cache has even forgotten that the session expired
             self.lost = LeaseExpired(str(error))
             raise
         except TimeoutError:
             raise CacheUnavailable(f"the cache has not answered a heartbeat for {_ANSWER_S:g} s") from None
+
+    async def _call(self, method: Any, *arguments: Any) -> Any:
+        """The result of an actor call. Who is dead to Ray is dead to the channel, too."""
+        return await call(method, *arguments, on_death=self._drop_channel)
+
+    def _drop_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.abort()
 
     async def _noting_loss(self, answer: Coroutine[Any, Any, T]) -> T:
         """The answer to a call that names the session; if that is over, note so."""
@@ -200,27 +215,27 @@ class RayTransport:
 
     async def wait(self, ticket: int) -> Message:
         request = WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket)
-        response: Message = await self._noting_loss(call(self._actor.wait, request))
+        response: Message = await self._noting_loss(self._call(self._actor.wait, request))
         return response
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
         request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
-        batch: KVEventBatch = await self._noting_loss(call(self._actor.next_events, request))
+        batch: KVEventBatch = await self._noting_loss(self._call(self._actor.next_events, request))
         return batch
 
     async def pool_handle(self) -> PoolHandle:
-        handle: PoolHandle = await call(self._actor.pool_handle)
+        handle: PoolHandle = await self._call(self._actor.pool_handle)
         return handle
 
     def local_pool(self) -> KVPool | None:
         return None
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
-        response: KVResponse = await self._noting_loss(call(self._actor.read_kv, request))
+        response: KVResponse = await self._noting_loss(self._call(self._actor.read_kv, request))
         return response
 
     async def write_kv(self, request: WriteKV) -> None:
-        await self._noting_loss(call(self._actor.write_kv, request))
+        await self._noting_loss(self._call(self._actor.write_kv, request))
 
     async def close(self) -> None:
         while self._queue or self._in_flight:
@@ -230,7 +245,7 @@ class RayTransport:
                 await self._landed.wait()
         if self._channel is not None:
             self._channel.close()
-        await call(self._actor.close_session, CloseSession(session_id=self.session_id))
+        await self._call(self._actor.close_session, CloseSession(session_id=self.session_id))
 
 
 def _responses(answer: object) -> Sequence[Any]:
@@ -240,8 +255,8 @@ def _responses(answer: object) -> Sequence[Any]:
     return expect(BatchResponse, answer).responses
 
 
-async def call(method: Any, *arguments: Any) -> Any:
-    """The result of an actor call; Ray's own errors become the cache's.
+async def call(method: Any, *arguments: Any, on_death: Callable[[], None] | None = None) -> Any:
+    """The result of an actor call; Ray's own errors become the cache's. `on_death` is told if the actor is gone.
 
     Raises:
         CacheError: whatever went wrong.
@@ -249,6 +264,8 @@ async def call(method: Any, *arguments: Any) -> Any:
     try:
         return await method.remote(*arguments)
     except (RayError, CacheError) as error:
+        if on_death is not None and isinstance(error, RayActorError):
+            on_death()
         raise from_ray(error) from None
 
 

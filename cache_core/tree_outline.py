@@ -76,12 +76,17 @@ def outline(
     roots = list(seen)
     for above in seen:  # grows as it goes
         room = min(_MAX_CHILDREN_SEEN, _MAX_SEEN - len(seen))
-        for child in above.node.children.last(max(0, room)):
+        for child in _newest(above.node.children, max(0, room)):
             seen.append(OutlineNode(child, look(child), above.extra_key, above, len(child.children)))
             above.children.append(seen[-1])
     for each in reversed(seen):  # children before parents
         _sum_up(each)
     return _told(roots, limits)
+
+
+def _newest(children: Any, limit: int) -> Iterable[Any]:
+    """Up to so many children, those that came last before the others. O(limit)."""
+    return islice(reversed(children.values()), limit) if isinstance(children, dict) else children.last(limit)
 
 
 def _sum_up(each: OutlineNode) -> None:

@@ -63,12 +63,12 @@ def namespaces_do_not_count(patch: Patch) -> None:
 
 
 def the_order_of_pages_does_not_count(patch: Patch) -> None:
-    from_packed = RadixKey.from_packed.__func__  # type: ignore[attr-defined]
+    from_packed = RadixKey.from_packed
 
-    def unordered(cls: type[RadixKey], data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> Any:
-        return from_packed(cls, b"".join(sorted(data[at : at + 4] for at in range(0, len(data), 4))), 4, extra_key)
+    def unordered(data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> Any:
+        return from_packed(b"".join(sorted(data[at : at + 4] for at in range(0, len(data), 4))), 4, extra_key)
 
-    patch.setattr(RadixKey, "from_packed", classmethod(unordered))
+    patch.setattr(RadixKey, "from_packed", staticmethod(unordered))
 
 
 FAULTS = [
