@@ -7,69 +7,12 @@ from __future__ import annotations
 
 import os
 
-from raydix.cache_core.plain_kernels import (
-    Children,
-    Key,
-    Node,
-    Row,
-    begins_alike,
-    compact,
-    cut,
-    expand,
-    gather,
-    grow,
-    is_row,
-    join,
-    lock_path,
-    pack,
-    take_back,
-    unlock_path,
-    walk,
-)
-
-__all__ = [
-    "COMPILED",
-    "Children",
-    "Key",
-    "Node",
-    "Row",
-    "begins_alike",
-    "compact",
-    "cut",
-    "expand",
-    "gather",
-    "grow",
-    "is_row",
-    "join",
-    "lock_path",
-    "pack",
-    "take_back",
-    "unlock_path",
-    "walk",
-]
+from raydix.cache_core.plain_kernels import *  # noqa: F403 -- `__all__` says what they are
 
 COMPILED = os.environ.get("RAYDIX_PLAIN", "0") in ("", "0")  # whether the compiled ones are in use
 
 if COMPILED:
     try:
-        from raydix.cache_core._kernels import (
-            Children,
-            Key,
-            Node,
-            Row,
-            begins_alike,
-            compact,
-            cut,
-            expand,
-            gather,
-            grow,
-            is_row,
-            join,
-            lock_path,
-            pack,
-            take_back,
-            unlock_path,
-            walk,
-        )
+        from raydix.cache_core._kernels import *  # noqa: F403
     except ImportError:  # there was no compiler where it was installed
         COMPILED = False
