@@ -140,7 +140,7 @@ class WaitingLine:
         """
         waiter = self._by_ticket.get(ticket)
         if waiter is None or waiter.session_id != session_id:
-            raise UnknownLease(f"ticket {ticket} is not in line: it was collected or withdrawn")
+            raise UnknownLease(f"ticket {ticket} is not in line: it was collected, or given up while it waited")
         try:
             return await asyncio.shield(waiter.outcome)
         finally:
