@@ -10,7 +10,7 @@ from benchmarks.core_workloads import known_workloads
 from benchmarks.figures import Figure
 
 MAX_PER_FLOOR = {"chat": 7.0, "documents": 2.5, "short": 4.5, "traced": 3.5, "pressed": 6.0}
-GATES = {"chat": 6.0, "documents": 4.0, "short": 6.0, "pressed": 8.0, "chains": 12.0}
+GATES = {"chat": 4.5, "documents": 3.0, "short": 4.5, "pressed": 6.0, "chains": 7.0}
 MAX_PACKINGS = {"traced": 2.0}
 MAX_TAIL = 5.0  # p99 of a match, in its medians
 

@@ -10,14 +10,14 @@ from raydix.cache_core.kernels import COMPILED
 
 LOCKS = {"inc_lock_ref": 5.0, "dec_lock_ref": 3.3}
 MAX_CORE = {
-    ("chat", 1): {"match_prefix": 15.0, "insert": 21.5},
-    ("chat", 16): {"match_prefix": 15.0, "insert": 21.5},
-    ("short", 1): {"match_prefix": 10.0, "insert": 18.5},
-    ("short", 16): {"match_prefix": 10.0, "insert": 18.5},
-    ("pressed", 1): {"match_prefix": 10.0, "insert": 18.5, "evict": 19.5},
-    ("pressed", 16): {"match_prefix": 10.0, "insert": 18.5, "evict": 19.5},
-    ("chains", 1): {"match_prefix": 14.5, "insert": 18.5},
-    ("chains", 16): {"match_prefix": 11.5, "insert": 18.5},
+    ("chat", 1): {"match_prefix": 11.5, "insert": 18.7},
+    ("chat", 16): {"match_prefix": 11.5, "insert": 18.7},
+    ("short", 1): {"match_prefix": 10.0, "insert": 17.6},
+    ("short", 16): {"match_prefix": 10.0, "insert": 17.6},
+    ("pressed", 1): {"match_prefix": 10.0, "insert": 17.6, "evict": 16.0},
+    ("pressed", 16): {"match_prefix": 10.0, "insert": 17.6, "evict": 16.0},
+    ("chains", 1): {"match_prefix": 14.5, "insert": 17.6},
+    ("chains", 16): {"match_prefix": 11.5, "insert": 17.6},
 }
 MAX_SERVICE = {"acquire": 79.0, "insert": 66.0, "release": 41.0}
 
