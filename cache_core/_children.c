@@ -90,12 +90,13 @@ place_for(const Children *children, uint64_t hash, const char *page, Py_ssize_t 
     }
 }
 
-/* The place of a child in the row of entries; -1 if it is not there. */
+/* Where a child stands in the row of entries, -1 if nowhere; and its place in the index, NULL if there is none. */
 static Py_ssize_t
-index_of(const Children *children, uint64_t hash, const char *page, Py_ssize_t size)
+index_of(const Children *children, uint64_t hash, const char *page, Py_ssize_t size, Place **place)
 {
-    if (children->index != NULL)
-        return place_for(children, hash, page, size)->at;
+    *place = children->index == NULL ? NULL : place_for(children, hash, page, size);
+    if (*place != NULL)
+        return (*place)->at;
     for (Py_ssize_t at = 0; at < children->filled; at++) {
         const Entry *entry = &children->entries[at];
         if (entry->hash == hash && entry->child != NULL && begins_with(entry->child, page, size))
@@ -192,11 +193,11 @@ find_child(const Children *children, const char *page, Py_ssize_t size)
 {
     if (children->used == 0)
         return NULL;
-    uint64_t hash = hash_of(page, size);
-    if (children->index != NULL)
-        return place_for(children, hash, page, size)->child;
-    Py_ssize_t at = index_of(children, hash, page, size);
-    return at == NOWHERE ? NULL : children->entries[at].child;
+    Place *place;
+    Py_ssize_t at = index_of(children, hash_of(page, size), page, size, &place);
+    if (at == NOWHERE)
+        return NULL;
+    return place != NULL ? place->child : children->entries[at].child; /* the entry may be a cold line */
 }
 
 /* Put a child in the place of that page; 0, or -1 with an exception set. */
@@ -204,10 +205,11 @@ int
 put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child)
 {
     uint64_t hash = hash_of(page, size);
-    Py_ssize_t at = index_of(children, hash, page, size);
+    Place *place;
+    Py_ssize_t at = index_of(children, hash, page, size, &place);
     if (at != NOWHERE) {
-        if (children->index != NULL)
-            place_for(children, hash, page, size)->child = child;
+        if (place != NULL)
+            place->child = child;
         set_member(&children->entries[at].child, child);
         return 0;
     }
@@ -216,7 +218,7 @@ put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child
     at = children->filled++;
     children->used++;
     children->entries[at] = (Entry){hash, Py_NewRef(child)};
-    if (children->index != NULL)
+    if (children->index != NULL) /* which may be a new one */
         *place_for(children, hash, page, size) = (Place){child, (uint32_t)(hash >> 32), (int32_t)at};
     return 0;
 }
@@ -225,12 +227,12 @@ put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child
 PyObject *
 drop_child(Children *children, const char *page, Py_ssize_t size)
 {
-    uint64_t hash = hash_of(page, size);
-    Py_ssize_t at = index_of(children, hash, page, size);
+    Place *place;
+    Py_ssize_t at = index_of(children, hash_of(page, size), page, size, &place);
     if (at == NOWHERE)
         return NULL;
-    if (children->index != NULL)
-        place_for(children, hash, page, size)->child = NULL; /* passed over from now on */
+    if (place != NULL)
+        place->child = NULL; /* passed over from now on */
     PyObject *child = children->entries[at].child;
     children->entries[at].child = NULL;
     children->used--;

@@ -1,4 +1,4 @@
-"""The inner loops of the core in plain Python and numpy: the twins of `_kernels.c`, and what both of them mean."""
+"""The inner loops of the core in plain Python and numpy: the twins of `_*.c`, and what both of them mean."""
 
 from __future__ import annotations
 

@@ -165,9 +165,8 @@ class TreeCache(TreeInsert):
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
         if victims.rows and self.pool is not None:
-            free_pages = self._free_pages
-            starts = None if free_pages is None else join_rows(victims.rows)
-            if free_pages is not None and starts is not None and starts.size * self.page_size == victims.num_tokens:
+            free_pages, num_tokens = self._free_pages, victims.num_tokens
+            if free_pages is not None and (starts := join_rows(victims.rows)).size * self.page_size == num_tokens:
                 free_pages(starts)
             else:
                 self.pool.free(victims.slots(self.page_size))
