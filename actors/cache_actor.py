@@ -17,6 +17,7 @@ from raydix.actors.channel_server import ChannelServer
 from raydix.actors.death_watch import DeathWatch
 from raydix.actors.json_logs import log_as_json
 from raydix.actors.watched_actor import check_watchable
+from raydix.cache_core import use_huge_pages
 from raydix.schemas import (
     CacheConfig,
     CacheReport,
@@ -61,6 +62,7 @@ class PrefixCacheActor:
 
     def __init__(self, config: CacheConfig) -> None:
         torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
+        use_huge_pages()  # the process is the cache's alone
         node_id = ray.get_runtime_context().get_node_id()
         wanted = config.pool.device
         if wanted == "auto" and not ray.get_gpu_ids():

@@ -58,7 +58,7 @@ fetch(const void *start, int lines)
 {
 #if defined(__GNUC__)
     for (int line = 0; line < lines; line++)
-        __builtin_prefetch((const char *)start + 64 * line);
+        __builtin_prefetch((const void *)((uintptr_t)start + 64 * (uintptr_t)line));
 #endif
 }
 
@@ -71,6 +71,9 @@ begins_with(PyObject *child, const char *page, Py_ssize_t size)
     fetch(data, 3);
     fetch(node->children, sizeof(Children) / 64 + 1);
     fetch(node->slots, 2);
+    fetch(node->row_rank, 1);
+    fetch((void *)((uintptr_t)node->row_before + offsetof(Node, row_after)), 1); /* written to if the node moves */
+    fetch((void *)((uintptr_t)node->row_after + offsetof(Node, row_before)), 1);
     return data != NULL && PyBytes_CheckExact(data) && PyBytes_GET_SIZE(data) >= size &&
            memcmp(PyBytes_AS_STRING(data), page, (size_t)size) == 0;
 }
@@ -114,6 +117,7 @@ new_index(const Entry *entries, Py_ssize_t filled, uint64_t mask)
         PyErr_NoMemory();
         return NULL;
     }
+    spread(index, (mask + 1) * sizeof(Place));
     for (uint64_t at = 0; at <= mask; at++)
         index[at] = (Place){NULL, 0, NOWHERE};
     for (Py_ssize_t i = 0; i < filled; i++) {
@@ -185,6 +189,12 @@ make_room(Children *children)
     children->capacity = capacity;
     children->mask = (uint64_t)places - 1;
     return 0;
+}
+
+Py_ssize_t
+num_children(const Children *children)
+{
+    return children->used;
 }
 
 /* The child whose data begin so, borrowed; NULL if there is none. */

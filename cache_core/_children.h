@@ -27,4 +27,3 @@ struct children {
 
 void forget_entries(Children *children);
 void free_entries(const Children *children);
-PyObject *drop_child(Children *children, const char *page, Py_ssize_t size);

@@ -5,7 +5,7 @@
 static Py_ssize_t
 children_length(PyObject *self)
 {
-    return ((Children *)self)->used;
+    return num_children((Children *)self);
 }
 
 static PyObject *

@@ -95,10 +95,14 @@ compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (!expect_args("compact", nargs, 4))
         return NULL;
     Py_ssize_t start = size_of(args[2], "start"), stop = size_of(args[3], "stop"), page = size_of(args[1], "page_size");
-    Py_ssize_t size = PyErr_Occurred() ? -1 : tensor_size(args[0]);
-    const int64_t *slots = PyErr_Occurred() ? NULL : tensor_data(args[0]);
     if (PyErr_Occurred())
         return NULL;
+    const int64_t *slots;
+    Py_ssize_t size;
+    if (!slots_in_tensor(args[0], &slots, &size)) {
+        PyErr_SetString(PyExc_TypeError, "slots must be int64, in a row, on the CPU");
+        return NULL;
+    }
     if (page < 1 || start > stop || stop > size) {
         PyErr_SetString(PyExc_ValueError, "slots must lie within their tensor, and a page be at least 1");
         return NULL;

@@ -48,25 +48,22 @@ hang(Node *parent, PyObject *data, Py_ssize_t page_bytes, PyObject *child)
 
 /* ---------------------------------------------------------------- leaves */
 
-/* The leaf over [start, stop) units of the data of a key, hung below its parent. */
+/* The leaf of these parts, all but its space and its data, hung below its parent. */
 static PyObject *
-new_leaf(PyObject *const *args, Py_ssize_t start, Py_ssize_t stop, Py_ssize_t unit, Py_ssize_t page)
+new_leaf(PyTypeObject *type, NodeParts *parts, Py_ssize_t page_bytes, PyObject *data)
 {
-    Node *parent = (Node *)args[2];
+    Node *parent = (Node *)parts->parent;
     if (parent->space == NULL) {
         PyErr_SetString(PyExc_AttributeError, "space");
         return NULL;
     }
-    PyObject *data = slice(args[3], start * unit, stop * unit);
-    if (data == NULL)
-        return NULL;
     PyObject *space = Py_NewRef(parent->space);
-    PyObject *const of_leaf[NUM_NODE_ARGS] = {args[1], args[2], space, data, args[7], args[6], args[8]};
-    PyObject *leaf = (PyObject *)new_node((PyTypeObject *)args[0], of_leaf);
-    if (leaf != NULL && hang(parent, data, page * unit, leaf) < 0)
+    parts->space = space;
+    parts->data = data;
+    PyObject *leaf = (PyObject *)new_node(type, parts);
+    if (leaf != NULL && hang(parent, data, page_bytes, leaf) < 0)
         Py_CLEAR(leaf);
     Py_DECREF(space);
-    Py_DECREF(data);
     return leaf;
 }
 
@@ -78,13 +75,20 @@ grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Node *parent = as_node(args[2]);
     Py_ssize_t start = parent == NULL ? -1 : end_of(parent), unit = start < 0 ? -1 : size_of(args[4], "unit");
     Py_ssize_t page = unit < 0 ? -1 : size_of(args[5], "page_size"), stop = page < 0 ? -1 : size_of(args[6], "stop");
-    if (stop < 0)
+    Py_ssize_t node_id = PyLong_AsSsize_t(args[1]), now = PyLong_AsSsize_t(args[8]);
+    if (PyErr_Occurred())
         return NULL;
     if (unit < 1 || page < 1 || start > stop || stop > PyBytes_GET_SIZE(args[3]) / unit || page > PY_SSIZE_T_MAX / unit) {
         PyErr_SetString(PyExc_ValueError, "a unit and a page are at least 1, and a leaf lies within the data");
         return NULL;
     }
-    return new_leaf(args, start, stop, unit, page);
+    PyObject *data = slice(args[3], start * unit, stop * unit);
+    if (data == NULL)
+        return NULL;
+    NodeParts parts = {.id = node_id, .parent = args[2], .slots = args[7], .end = stop, .now = now};
+    PyObject *leaf = new_leaf((PyTypeObject *)args[0], &parts, page * unit, data);
+    Py_DECREF(data);
+    return leaf;
 }
 
 /* ---------------------------------------------------------------- cuts */
@@ -115,7 +119,7 @@ plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
     Py_ssize_t start = parent == NULL ? -1 : end_of(parent), end = start < 0 ? -1 : end_of(node);
     if (end < 0)
         return 0;
-    if (node->own_access_time == NULL || node->creation_time == NULL || node->own_priority == NULL) {
+    if (node->own_priority == NULL) {
         PyErr_SetString(PyExc_AttributeError, "a node to be cut is whole");
         return 0;
     }
@@ -133,23 +137,21 @@ plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
 
 /* The node over the prefix, in its place below the parent; what is cut stays as it is. */
 static Node *
-new_prefix(Node *node, PyTypeObject *type, PyObject *node_id, const Cut *cut)
+new_prefix(Node *node, PyTypeObject *type, Py_ssize_t node_id, const Cut *cut)
 {
     PyObject *data = slice(node->data, 0, cut->data_cut), *slots = part_of_row(node->slots, cut->num_slots, 0);
-    PyObject *end = PyLong_FromSsize_t(cut->start + cut->length);
     Node *above = NULL;
-    if (data != NULL && slots != NULL && end != NULL) {
-        PyObject *const args[] = {node_id, node->parent, node->space, data, slots, end, node->own_access_time};
-        above = new_node(type, args);
+    if (data != NULL && slots != NULL) {
+        NodeParts parts = {node_id, node->parent, node->space, data, slots, cut->start + cut->length, node->own_access_time};
+        above = new_node(type, &parts);
     }
     if (above != NULL) {
-        set_member(&above->creation_time, node->creation_time);
         set_member(&above->own_priority, node->own_priority);
+        above->creation_time = node->creation_time;
         above->lock_ref = node->lock_ref;
     }
     Py_XDECREF(data);
     Py_XDECREF(slots);
-    Py_XDECREF(end);
     return above;
 }
 
@@ -179,11 +181,11 @@ cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     Node *node = as_node(args[2]);
     Py_ssize_t length = node == NULL ? -1 : size_of(args[3], "length");
-    Py_ssize_t page = length < 0 ? -1 : size_of(args[4], "page_size");
+    Py_ssize_t page = length < 0 ? -1 : size_of(args[4], "page_size"), node_id = PyLong_AsSsize_t(args[1]);
     Cut how;
-    if (page < 0 || !plan(node, length, page, &how))
+    if (PyErr_Occurred() || !plan(node, length, page, &how))
         return NULL;
-    Node *above = new_prefix(node, (PyTypeObject *)args[0], args[1], &how);
+    Node *above = new_prefix(node, (PyTypeObject *)args[0], node_id, &how);
     if (above != NULL && put_below(node, above, &how) < 0)
         Py_CLEAR(above);
     return (PyObject *)above;

@@ -36,6 +36,7 @@ static PyMethodDef functions[] = {
     {"walk", (PyCFunction)(void (*)(void))walk, METH_FASTCALL, NULL},
     {"grow", (PyCFunction)(void (*)(void))grow, METH_FASTCALL, NULL},
     {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, NULL},
+    {"uproot", (PyCFunction)(void (*)(void))uproot, METH_FASTCALL, NULL},
     {"lock_path", lock_path, METH_O, NULL},
     {"unlock_path", unlock_path, METH_O, NULL},
     {"begins_alike", (PyCFunction)(void (*)(void))begins_alike, METH_FASTCALL, NULL},
@@ -45,6 +46,7 @@ static PyMethodDef functions[] = {
     {"join", join, METH_O, NULL},
     {"compact", (PyCFunction)(void (*)(void))compact, METH_FASTCALL, NULL},
     {"take_back", (PyCFunction)(void (*)(void))take_back, METH_FASTCALL, NULL},
+    {"use_huge_pages", use_huge_pages, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

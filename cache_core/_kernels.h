@@ -24,13 +24,13 @@
 typedef struct children Children;
 typedef struct row Row; /* nodes in the order in which they are to go */
 
-/* A run of tokens in a tree. What Python code may set can be anything, or nothing once deleted. */
+/* A run of tokens in a tree. What Python code may set of objects can be anything, or nothing once deleted. Numbers stand
+ * in the node itself: an object for each would be one more cold line of memory. */
 typedef struct node {
     PyObject_HEAD
-    PyObject *parent, *space, *children, *data, *slots, *end, *id;
-    PyObject *own_access_time, *creation_time, *own_hits, *own_priority, *hash_values;
-    PyObject *swa_access_time, *swa_boundary_id, *swa_lock_ref, *swa_tombstone;
-    Py_ssize_t lock_ref, own_locks;
+    PyObject *parent, *space, *children, *data, *slots, *own_priority, *hash_values, *swa_boundary_id;
+    Py_ssize_t end, id, own_access_time, creation_time, own_hits, lock_ref, own_locks, swa_access_time, swa_lock_ref;
+    char swa_tombstone;
     Row *row; /* that it stands in, if any, which keeps it alive; what follows is the row's */
     struct node *row_before, *row_after;
     PyObject *row_rank;
@@ -55,8 +55,12 @@ void clear_members(PyObject *self, const PyMemberDef *members);
 void set_member(PyObject **field, PyObject *value);
 
 /* nodes: _nodes.c */
-enum { NODE_ID, PARENT, SPACE, DATA, SLOTS, END, NOW, NUM_NODE_ARGS }; /* what one is made from */
-Node *new_node(PyTypeObject *type, PyObject *const *args);
+typedef struct { /* what one is made from; the objects stay the caller's */
+    Py_ssize_t id;
+    PyObject *parent, *space, *data, *slots;
+    Py_ssize_t end, now;
+} NodeParts;
+Node *new_node(PyTypeObject *type, const NodeParts *parts);
 Node *as_node(PyObject *object);
 Py_ssize_t end_of(const Node *node);
 Children *children_of(const Node *node);
@@ -66,6 +70,8 @@ Children *new_children(void);
 Children *no_children(void);
 PyObject *find_child(const Children *children, const char *page, Py_ssize_t size);
 int put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child);
+PyObject *drop_child(Children *children, const char *page, Py_ssize_t size);
+Py_ssize_t num_children(const Children *children);
 
 /* rows of slots, which are bytes: _rows.c */
 Py_ssize_t num_slots(PyObject *row);
@@ -75,10 +81,11 @@ PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
 typedef struct slot_row SlotRow; /* slots on their way into a tensor */
 
 /* tensors: _tensors.c */
-Py_ssize_t tensor_size(PyObject *tensor);
-const int64_t *tensor_data(PyObject *tensor);
+int slots_in_tensor(PyObject *tensor, const int64_t **slots, Py_ssize_t *count);
 SlotRow *new_row(Py_ssize_t num_tokens, int64_t **out);
 PyObject *as_tensor(SlotRow *row);
+
+void spread(void *table, size_t size); /* _arenas.c */
 
 /* what each part needs, once, when the module is loaded: 0 with an exception set if it is not to be had */
 int knows_children(void);
@@ -91,6 +98,7 @@ PyObject *pack(PyObject *module, PyObject *ids);
 PyObject *walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *uproot(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *lock_path(PyObject *module, PyObject *node);
 PyObject *unlock_path(PyObject *module, PyObject *node);
 PyObject *begins_alike(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
@@ -98,6 +106,7 @@ PyObject *is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *join(PyObject *module, PyObject *rows);
+PyObject *use_huge_pages(PyObject *module, PyObject *nothing);
 PyObject *compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *take_back(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 

@@ -3,14 +3,14 @@
 #include "_kernels.h"
 
 #define FIELD(name) {#name, T_OBJECT_EX, offsetof(Node, name), 0, NULL}
+#define NUMBER(name) {#name, T_PYSSIZET, offsetof(Node, name), 0, NULL}
 
 static PyMemberDef members[] = {
-    FIELD(parent), FIELD(space), FIELD(children), FIELD(hash_values),
-    FIELD(id), FIELD(data), FIELD(slots), FIELD(end),
-    FIELD(own_access_time), FIELD(creation_time), FIELD(own_hits), FIELD(own_priority),
-    FIELD(swa_access_time), FIELD(swa_boundary_id), FIELD(swa_lock_ref), FIELD(swa_tombstone),
-    {"lock_ref", T_PYSSIZET, offsetof(Node, lock_ref), 0, NULL},
-    {"own_locks", T_PYSSIZET, offsetof(Node, own_locks), 0, NULL},
+    FIELD(parent), FIELD(space), FIELD(children), FIELD(data),
+    FIELD(slots), FIELD(own_priority), FIELD(hash_values), FIELD(swa_boundary_id),
+    NUMBER(end), NUMBER(id), NUMBER(own_access_time), NUMBER(creation_time), NUMBER(own_hits),
+    NUMBER(lock_ref), NUMBER(own_locks), NUMBER(swa_access_time), NUMBER(swa_lock_ref),
+    {"swa_tombstone", T_BOOL, offsetof(Node, swa_tombstone), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -48,41 +48,37 @@ node_dealloc(PyObject *self)
 }
 
 static int
-fill(Node *node, PyObject *const *args)
+fill(Node *node, const NodeParts *parts)
 {
     PyObject *zero = PyLong_FromLong(0);
-    if (zero != NULL) {
-        set_member(&node->id, args[NODE_ID]);
-        set_member(&node->parent, args[PARENT]);
-        set_member(&node->space, args[SPACE]);
-        set_member(&node->data, args[DATA]);
-        set_member(&node->slots, args[SLOTS]);
-        set_member(&node->end, args[END]);
-        set_member(&node->children, (PyObject *)no_children());
-        set_member(&node->own_access_time, args[NOW]);
-        set_member(&node->creation_time, args[NOW]);
-        set_member(&node->own_hits, zero);
-        set_member(&node->own_priority, zero);
-        set_member(&node->hash_values, Py_None);
-        set_member(&node->swa_access_time, args[NOW]);
-        set_member(&node->swa_boundary_id, Py_None);
-        set_member(&node->swa_lock_ref, zero);
-        set_member(&node->swa_tombstone, Py_False);
-        node->lock_ref = node->own_locks = 0;
-    }
-    Py_XDECREF(zero);
-    return zero == NULL ? -1 : 0;
+    if (zero == NULL)
+        return -1;
+    set_member(&node->parent, parts->parent);
+    set_member(&node->space, parts->space);
+    set_member(&node->data, parts->data);
+    set_member(&node->slots, parts->slots);
+    set_member(&node->children, (PyObject *)no_children());
+    set_member(&node->own_priority, zero);
+    set_member(&node->hash_values, Py_None);
+    set_member(&node->swa_boundary_id, Py_None);
+    Py_DECREF(zero);
+    node->id = parts->id;
+    node->end = parts->end;
+    node->own_access_time = node->creation_time = node->swa_access_time = parts->now;
+    node->own_hits = node->lock_ref = node->own_locks = node->swa_lock_ref = 0;
+    node->swa_tombstone = 0;
+    return 0;
 }
 
 static int
 node_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"node_id", "parent", "space", "data", "slots", "end", "now", NULL};
-    PyObject *given[NUM_NODE_ARGS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOO:Node", names, &given[NODE_ID], &given[PARENT],
-                                     &given[SPACE], &given[DATA], &given[SLOTS], &given[END], &given[NOW]))
+    NodeParts given;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "nOOOOnn:Node", names, &given.id, &given.parent, &given.space,
+                                     &given.data, &given.slots, &given.end, &given.now))
         return -1;
-    return fill((Node *)self, given);
+    return fill((Node *)self, &given);
 }
 
 PyTypeObject NodeType = {
@@ -100,19 +96,26 @@ PyTypeObject NodeType = {
     .tp_members = members,
 };
 
-/* A node of that type, made in one go unless the type has a constructor of its own. */
-Node *
-new_node(PyTypeObject *type, PyObject *const *args)
+/* A node of a type that has a constructor of its own. */
+static Node *
+called_for(PyTypeObject *type, const NodeParts *parts)
 {
-    if (type->tp_init != node_init || type->tp_new != NodeType.tp_new) {
-        PyObject *other = PyObject_Vectorcall((PyObject *)type, args, NUM_NODE_ARGS, NULL);
-        Node *node = other == NULL ? NULL : as_node(other);
-        if (node == NULL)
-            Py_XDECREF(other);
-        return node;
-    }
+    PyObject *made = PyObject_CallFunction((PyObject *)type, "nOOOOnn", parts->id, parts->parent, parts->space, parts->data,
+                                           parts->slots, parts->end, parts->now);
+    Node *node = made == NULL ? NULL : as_node(made);
+    if (node == NULL)
+        Py_XDECREF(made);
+    return node;
+}
+
+/* A node of that type, made in one go if it can be. */
+Node *
+new_node(PyTypeObject *type, const NodeParts *parts)
+{
+    if (type->tp_init != node_init || type->tp_new != NodeType.tp_new)
+        return called_for(type, parts);
     PyObject *node = type->tp_alloc(type, 0);
-    if (node != NULL && fill((Node *)node, args) < 0)
+    if (node != NULL && fill((Node *)node, parts) < 0)
         Py_CLEAR(node);
     return (Node *)node;
 }
@@ -129,13 +132,13 @@ as_node(PyObject *object)
     return NULL;
 }
 
-/* Where its run ends, in tokens; -1 with an exception set if it does not say so. */
+/* Where its run ends, in tokens; -1 with an exception set if that cannot be. */
 Py_ssize_t
 end_of(const Node *node)
 {
-    if (node->end != NULL)
-        return size_of(node->end, "end");
-    PyErr_SetString(PyExc_AttributeError, "end");
+    if (node->end >= 0)
+        return node->end;
+    PyErr_SetString(PyExc_ValueError, "end must not be negative");
     return -1;
 }
 

@@ -81,9 +81,7 @@ goes_last(const Row *row, const Node *node, PyObject *rank)
     if (higher != 0 || row->last == NULL)
         return higher;
     int equal = compare(rank, row->last->row_rank, Py_EQ);
-    if (equal <= 0 || row->last == NULL || row->last->id == NULL || node->id == NULL)
-        return equal;
-    return compare(node->id, row->last->id, Py_GE);
+    return equal > 0 && row->last != NULL ? node->id >= row->last->id : equal;
 }
 
 /* ---------------------------------------------------------------- methods */
@@ -189,10 +187,7 @@ row_pop(PyObject *self, PyObject *nothing)
 static PyObject *
 entry_of(const Node *node)
 {
-    if (node->id != NULL)
-        return PyTuple_Pack(3, node->row_rank, node->id, node);
-    PyErr_SetString(PyExc_AttributeError, "id");
-    return NULL;
+    return Py_BuildValue("OnO", node->row_rank, node->id, node);
 }
 
 static PyObject *

@@ -175,11 +175,11 @@ expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     page = lanes(total, num_tokens, page);
     if (page == 0)
         Py_RETURN_NONE;
-    PyObject *slots = PyByteArray_FromStringAndSize(NULL, num_tokens * 8);
-    int64_t *out = slots == NULL ? NULL : (int64_t *)PyByteArray_AS_STRING(slots);
+    int64_t *out;
+    SlotRow *slots = new_row(num_tokens, &out);
     for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(args[0]); i++)
         out = write_out(PyList_GET_ITEM(args[0], i), page, out);
-    return slots;
+    return slots == NULL ? NULL : as_tensor(slots);
 }
 
 PyObject *

@@ -1,75 +1,88 @@
-/* Tensors: whether one is a row of slots, where its data is, and new ones over memory of our own. */
+/* Tensors: whether one is a row of slots, where its data is, and new ones over memory of our own. Both by the table of C
+ * functions that a type of tensors has for that: https://dmlc.github.io/dlpack/latest/python_spec.html */
 
 #include "_kernels.h"
 
-static PyObject *name_dim, *name_numel, *name_dtype, *name_is_cpu, *name_is_contiguous, *name_data_ptr;
-static PyObject *tensor_type, *int64, *from_dlpack;
+/* ---------------------------------------------------------------- what DLPack lays down */
+
+typedef struct {
+    uint32_t major, minor;
+} Version;
+
+typedef struct {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides; /* in elements */
+    uint64_t byte_offset;
+} View;
+
+typedef struct managed {
+    Version version;
+    void *context;
+    void (*deleter)(struct managed *self);
+    uint64_t flags;
+    View view;
+} Managed;
+
+typedef struct {
+    Version version;
+    const void *older;
+    void *allocate, *export;
+    int (*import)(Managed *, void **tensor); /* which takes over what it is given */
+    int (*look)(void *tensor, View *);       /* what it tells holds until control is returned */
+} Exchange;
+
+enum { MAJOR = 1, MINOR = 3, CPU = 1, SIGNED = 0, ALIGNMENT = 64 };
+
+static PyObject *tensor_type;
+static const Exchange *exchange;
+
+/* Only a table of functions as they are known here will do; with any other, plain Python takes their place. */
+static int
+is_known(const Exchange *found)
+{
+    if (found != NULL && found->version.major == MAJOR && found->import != NULL && found->look != NULL)
+        return 1;
+    if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_AttributeError))
+        PyErr_SetString(PyExc_ImportError, "the compiled loops need a torch that has __dlpack_c_exchange_api__");
+    return 0;
+}
 
 int
 knows_tensors(void)
 {
-    static const struct {
-        PyObject **name;
-        const char *text;
-    } names[] = {
-        {&name_dim, "dim"}, {&name_numel, "numel"}, {&name_dtype, "dtype"},
-        {&name_is_cpu, "is_cpu"}, {&name_is_contiguous, "is_contiguous"}, {&name_data_ptr, "data_ptr"},
-    };
-    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
-        if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
-            return 0;
-    PyObject *torch = PyImport_ImportModule("torch"), *inner = PyImport_ImportModule("torch._C");
-    if (torch != NULL && inner != NULL) {
-        tensor_type = PyObject_GetAttrString(torch, "Tensor");
-        int64 = PyObject_GetAttrString(torch, "int64");
-        from_dlpack = PyObject_GetAttrString(inner, "_from_dlpack");
-    }
-    Py_XDECREF(torch);
-    Py_XDECREF(inner);
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError)) /* so that plain Python takes their place */
-        PyErr_SetString(PyExc_ImportError, "the compiled loops do not know this version of torch");
-    return tensor_type != NULL && int64 != NULL && from_dlpack != NULL;
+    PyObject *torch = PyImport_ImportModule("torch");
+    if (torch == NULL || (tensor_type = PyObject_GetAttrString(torch, "Tensor")) == NULL)
+        return 0;
+    PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
+    exchange = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_XDECREF(capsule);
+    Py_DECREF(torch);
+    return is_known(exchange);
 }
 
 /* ---------------------------------------------------------------- asking them */
 
-/* What a method without arguments says, as an integer; -1 with an exception set if it fails. */
-static Py_ssize_t
-asked(PyObject *object, PyObject *method)
+/* The slots of a tensor that is a row of them, int64 side by side on the CPU, and how many: 1, or 0 if it is none. */
+int
+slots_in_tensor(PyObject *tensor, const int64_t **slots, Py_ssize_t *count)
 {
-    PyObject *said = PyObject_CallMethodNoArgs(object, method);
-    Py_ssize_t value = said == NULL ? -1 : PyLong_AsSsize_t(said);
-    Py_XDECREF(said);
-    return value;
-}
-
-/* Whether a method without arguments, or an attribute, is true; -1 with an exception set if it fails. */
-static int
-is_true(PyObject *said)
-{
-    int value = said == NULL ? -1 : PyObject_IsTrue(said);
-    Py_XDECREF(said);
-    return value;
-}
-
-Py_ssize_t
-tensor_size(PyObject *tensor)
-{
-    return asked(tensor, name_numel);
-}
-
-const int64_t *
-tensor_data(PyObject *tensor)
-{
-    return (const int64_t *)asked(tensor, name_data_ptr);
-}
-
-static int
-is_int64(PyObject *tensor)
-{
-    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
-    Py_XDECREF(dtype); /* there is one of each, for good */
-    return dtype == NULL ? -1 : dtype == int64;
+    View view;
+    if (!PyObject_TypeCheck(tensor, (PyTypeObject *)tensor_type))
+        return 0;
+    if (exchange->look(tensor, &view) != 0) {
+        PyErr_Clear(); /* what cannot be told of so is no row in memory */
+        return 0;
+    }
+    if (view.device_type != CPU || view.ndim != 1 || view.code != SIGNED || view.bits != 64 || view.lanes != 1 ||
+        (view.strides != NULL && view.strides[0] != 1 && view.shape[0] > 1))
+        return 0;
+    *slots = (const int64_t *)((const char *)view.data + view.byte_offset);
+    *count = view.shape[0];
+    return 1;
 }
 
 PyObject *
@@ -77,56 +90,25 @@ is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!expect_args("is_row", nargs, 2))
         return NULL;
-    Py_ssize_t needed = size_of(args[1], "needed");
+    const int64_t *slots;
+    Py_ssize_t count, needed = size_of(args[1], "needed");
     if (needed < 0)
         return NULL;
-    if ((PyObject *)Py_TYPE(args[0]) != tensor_type)
-        Py_RETURN_FALSE;
-    PyObject *row = args[0];
-    int fits = asked(row, name_dim) == 1 && asked(row, name_numel) >= needed;
-    if (fits && !PyErr_Occurred())
-        fits = is_int64(row) > 0 && is_true(PyObject_GetAttr(row, name_is_cpu)) > 0 &&
-               is_true(PyObject_CallMethodNoArgs(row, name_is_contiguous)) > 0;
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(fits);
+    return PyBool_FromLong((PyObject *)Py_TYPE(args[0]) == tensor_type && slots_in_tensor(args[0], &slots, &count) &&
+                           count >= needed);
 }
 
 /* ---------------------------------------------------------------- new ones */
 
-/* As DLPack lays them down: https://dmlc.github.io/dlpack/latest/c_api.html */
-typedef struct {
-    void *data;
-    int32_t device_type, device_id;
-    int32_t ndim;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} DLTensor;
-
-typedef struct managed {
-    DLTensor tensor;
-    void *context;
-    void (*deleter)(struct managed *self);
-} DLManagedTensor;
-
-enum { DL_CPU = 1, DL_INT = 0, ALIGNMENT = 64 };
-
 struct slot_row {
-    DLManagedTensor managed;
+    Managed managed;
     int64_t shape, stride;
 }; /* and then its slots, where vectors like them */
 
 static void
-free_row(DLManagedTensor *managed)
+free_row(Managed *managed)
 {
     free(managed);
-}
-
-static void
-free_unused(PyObject *capsule)
-{
-    if (PyCapsule_IsValid(capsule, "dltensor")) /* whoever takes it gives it another name */
-        free_row(PyCapsule_GetPointer(capsule, "dltensor"));
 }
 
 /* Room for so many slots, and where to write them; NULL with an exception set if there is none. */
@@ -142,24 +124,19 @@ new_row(Py_ssize_t num_tokens, int64_t **out)
     *out = (int64_t *)(((uintptr_t)(row + 1) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
     row->shape = num_tokens;
     row->stride = 1;
-    row->managed = (DLManagedTensor){
-        .tensor = {.data = *out, .device_type = DL_CPU, .ndim = 1, .code = DL_INT, .bits = 64, .lanes = 1,
-                   .shape = &row->shape, .strides = &row->stride},
+    row->managed = (Managed){
+        .version = {MAJOR, MINOR},
         .deleter = free_row,
+        .view = {.data = *out, .device_type = CPU, .ndim = 1, .code = SIGNED, .bits = 64, .lanes = 1,
+                 .shape = &row->shape, .strides = &row->stride},
     };
     return row;
 }
 
-/* A tensor that owns the row from now on. */
+/* A tensor that owns the row from now on; NULL with an exception set if torch refuses, and the row may be lost. */
 PyObject *
 as_tensor(SlotRow *row)
 {
-    PyObject *capsule = PyCapsule_New(row, "dltensor", free_unused);
-    if (capsule == NULL) {
-        free(row);
-        return NULL;
-    }
-    PyObject *tensor = PyObject_CallOneArg(from_dlpack, capsule);
-    Py_DECREF(capsule);
-    return tensor;
+    void *tensor = NULL;
+    return exchange->import(&row->managed, &tensor) == 0 ? tensor : NULL;
 }

@@ -27,6 +27,8 @@ __all__ = [
     "pack",
     "take_back",
     "unlock_path",
+    "uproot",
+    "use_huge_pages",
     "walk",
 ]
 
@@ -42,6 +44,15 @@ def pack(ids: Any, /) -> bytes | None:
     if isinstance(ids, np.ndarray) and ids.dtype is _I4 and ids.ndim == 1 and ids.size:
         return ids.tobytes() if ids.item(ids.argmin()) >= 0 else None  # `argmin` costs a fraction of `min`
     return None
+
+
+def use_huge_pages() -> bool:
+    """Have whatever small objects Python makes from now on lie in huge pages, in this whole process and for good.
+
+    Linux gives them where `transparent_hugepage` is "madvise" or "always"; a large tree is then walked in less time.
+    Returns whether they are asked for: not by plain Python, nor elsewhere.
+    """
+    return False
 
 
 class Key:
@@ -181,6 +192,21 @@ def _hang(parent: Any, page: bytes, child: Any) -> None:
     if parent.children is NO_CHILDREN:
         parent.children = Children()
     parent.children[page] = child
+
+
+def uproot(leaf: Any, page_bytes: int, /) -> bytes:
+    """Take a leaf out of its parent's children; returns its slots, which it no longer has.
+
+    What went through it went through its parent as well: of its uses the parent tells from now on.
+    """
+    parent, slots = leaf.parent, leaf.slots
+    assert slots is not None and not leaf.children, f"not a leaf: {leaf}"
+    del parent.children[leaf.data[:page_bytes]]
+    leaf.slots = None
+    parent.own_hits += leaf.own_hits
+    parent.own_access_time = max(parent.own_access_time, leaf.own_access_time)
+    parent.own_priority = max(parent.own_priority, leaf.own_priority)
+    return slots  # type: ignore[no-any-return]
 
 
 def lock_path(node: Any, /) -> int:

@@ -17,20 +17,18 @@ _MIN_LANES = 4096
 _lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
 
 
-def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> bytearray | None:
+def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
     """One slot per token, int64, of rows that all name the first slot of each page, or all each slot; None of others.
 
     A copy, in which the rows stand one after the other.
     """
-    packed = join(rows)
-    num_said = len(packed) // _SLOT_BYTES
-    if num_said == num_tokens:
-        return packed
-    if num_said * page_size != num_tokens:
-        return None
-    slots = np.frombuffer(packed, np.int64).repeat(page_size)
-    slots += _lanes_of(page_size, num_tokens)
-    return bytearray(slots.data)
+    slots = np.frombuffer(join(rows), np.int64)
+    if slots.size != num_tokens:
+        if slots.size * page_size != num_tokens:
+            return None
+        slots = slots.repeat(page_size)
+        slots += _lanes_of(page_size, num_tokens)
+    return torch.from_numpy(slots)
 
 
 def join(rows: list[bytes], /) -> bytearray:
@@ -68,11 +66,8 @@ def num_slots(row: bytes) -> int:
 
 
 def gather(nodes: list[Any], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
-    """`expand` of the slots of nodes, as a tensor."""
-    slots = expand([node.slots for node in nodes], num_tokens, page_size)
-    if slots is None:
-        return None
-    return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
+    """`expand` of the slots of nodes."""
+    return expand([node.slots for node in nodes], num_tokens, page_size)
 
 
 def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:

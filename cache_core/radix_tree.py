@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import Children, cut, grow, walk
+from raydix.cache_core.kernels import Children, cut, grow, uproot, walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import Row, unpack
 from raydix.cache_core.tree_node import Namespace, TreeNode
@@ -89,12 +89,11 @@ class RadixTree:
         return leaf
 
     def remove_leaf(self, leaf: TreeNode) -> Row:
-        """Take a childless node out of the tree; returns its slots. A top left without children goes, too."""
-        parent, slots = leaf.parent, leaf.slots
-        assert parent is not None and slots is not None and not leaf.children, f"not a leaf: {leaf}"
-        del parent.children[leaf.data[: self.page_size * leaf.space.unit]]
-        leaf.slots = None
-        parent.inherit_use(leaf)
+        """Take a childless node out of the tree; returns its slots, and leaves its uses to its parent. A top left
+        without children goes, too."""
+        slots = uproot(leaf, self.page_size * leaf.space.unit)
+        parent = leaf.parent
+        assert parent is not None
         if parent.parent is self.root and not parent.children:
             self._remove_top(parent)
         return slots

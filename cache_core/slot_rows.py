@@ -20,11 +20,11 @@ _INT64 = torch.int64
 _INTEGERS = {_INT64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 
-def expand_pages(starts: Slots, page_size: int) -> Slots:
+def expand_pages(starts: Slots, page_size: int) -> torch.Tensor:
     """One slot per token of pages of consecutive slots; a copy."""
     expanded = expand([starts.tobytes()], starts.size * page_size, page_size)
     assert expanded is not None, "pages of one size make a row of slots"
-    return np.frombuffer(expanded, np.int64)
+    return expanded
 
 
 def unpack(row: Row) -> Slots:
@@ -32,10 +32,10 @@ def unpack(row: Row) -> Slots:
     return join_rows([row]) if len(row) % 8 else np.frombuffer(row, np.int64)
 
 
-def expand_row(row: Row, num_tokens: int) -> Slots:
+def expand_row(row: Row, num_tokens: int) -> torch.Tensor:
     """One slot per token of a row; a copy."""
-    slots = unpack(row)
-    return slots.copy() if slots.size == num_tokens else expand_pages(slots, num_tokens // slots.size)
+    slots = expand([row], num_tokens, 1)
+    return expand_pages(starts := unpack(row), num_tokens // starts.size) if slots is None else slots
 
 
 def join_rows(rows: list[Row]) -> Slots:
@@ -46,9 +46,9 @@ def join_rows(rows: list[Row]) -> Slots:
 def expand_rows(rows: list[Row], spans: Sequence[Sized], num_tokens: int, page_size: int) -> torch.Tensor:
     """One slot per token of rows over so many tokens in all, of which `spans` have `len` each; a copy."""
     slots = expand(rows, num_tokens, page_size)
-    if slots is not None:
-        return torch.frombuffer(slots, dtype=_INT64) if slots else torch.empty(0, dtype=_INT64)
-    return torch.from_numpy(np.concatenate([expand_row(row, len(span)) for row, span in zip(rows, spans, strict=True)]))
+    if slots is None:
+        slots = torch.cat([expand_row(row, len(span)) for row, span in zip(rows, spans, strict=True)])
+    return slots
 
 
 def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Tensor:

@@ -23,13 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 
-import numpy as np
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent, Validator
 from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.explanation import Reason
-from raydix.cache_core.slot_rows import Slots, expand_row
+from raydix.cache_core.slot_rows import expand_row
 from raydix.cache_core.tree_node import TreeNode
 
 
@@ -61,7 +60,7 @@ class SwaComponent(AuxComponent):
         self.window = window  # tokens
         self.padded_window = -(-window // page_size) * page_size  # in whole pages
         self._free_swa = free_swa
-        self._dropped: list[Slots] = []  # slots whose window halves have not been handed back yet
+        self._dropped: list[torch.Tensor] = []  # slots whose window halves have not been handed back yet
         self._queue = SideQueue(_rank)
         self._next_boundary_id = count(1)
 
@@ -110,7 +109,7 @@ class SwaComponent(AuxComponent):
     def give_back(self) -> None:
         """Hand the window halves of new tombstones to the pool, in one call."""
         if self._dropped and self._free_swa is not None:
-            self._free_swa(torch.from_numpy(np.concatenate(self._dropped)))
+            self._free_swa(torch.cat(self._dropped))
         self._dropped.clear()
 
     def touch(self, end: TreeNode, now: int) -> None:

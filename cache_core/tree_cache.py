@@ -160,7 +160,7 @@ class TreeCache(TreeInsert):
     def _give_back_slots(self, row: Row, num_tokens: int) -> None:
         """Hand the slots of one run to the pool."""
         if self.pool is not None:
-            self.pool.free(torch.from_numpy(expand_row(row, num_tokens)))
+            self.pool.free(expand_row(row, num_tokens))
 
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""

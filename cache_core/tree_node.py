@@ -78,9 +78,7 @@ class TreeNode(Node):
     @property
     def value(self) -> torch.Tensor | None:
         """The slots of this run, int64, one per token; None once evicted."""
-        if self.slots is None:
-            return None
-        return torch.from_numpy(expand_row(self.slots, len(self)))
+        return None if self.slots is None else expand_row(self.slots, len(self))
 
     @property
     def evicted(self) -> bool:
@@ -109,14 +107,6 @@ class TreeNode(Node):
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-    def inherit_use(self, leaf: TreeNode) -> None:
-        """What went through a child that leaves the tree went through this node as well."""
-        self.own_hits += leaf.own_hits
-        if self.own_access_time < leaf.own_access_time:
-            self.own_access_time = leaf.own_access_time
-        if self.own_priority < leaf.own_priority:
-            self.own_priority = leaf.own_priority
 
     def __len__(self) -> int:
         return len(self.data) // self.space.unit

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
@@ -72,14 +71,13 @@ class WindowTreeCache(TreeCache):
         """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own."""
         assert self._swa is not None and node.slots is not None
         old, size = node.slots, len(node)
-        if np.isin(expand_row(fresh, size), expand_row(old, size)).any():
+        if torch.isin(expand_row(fresh, size), expand_row(old, size)).any():
             return  # the tree's own slots bring nothing fresh
         if not node.lock_ref:
             node.slots = fresh
             self._give_back_slots(old, len(node))
         elif self._transfer_swa is not None:
-            size = len(node)
-            self._transfer_swa(torch.from_numpy(expand_row(fresh, size)), torch.from_numpy(expand_row(old, size)))
+            self._transfer_swa(expand_row(fresh, size), expand_row(old, size))
         elif self.pool is not None:
             return
         self._swa.heal(node)

@@ -23,7 +23,7 @@ from benchmarks.figures import HEADING, Figure
 from numpy.typing import NDArray
 
 from raydix.actors import LocalPrefixCache
-from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator
+from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator, use_huge_pages
 from raydix.schemas import CacheConfig, LeaseConfig, PoolConfig
 
 PAGE = 16
@@ -74,7 +74,8 @@ def _ids(rng: np.random.Generator, *shape: int) -> Tokens:
 
 
 def size_figures(largest: int, num_requests: int) -> list[Figure]:
-    """Match and insert, from a thousand nodes to so many."""
+    """Match and insert, from a thousand nodes to so many, in the pages that a cache's actor has."""
+    use_huge_pages()
     sizes = [size for size in (1_000, 10_000, 100_000, 1_000_000) if size <= largest]
     found = []
     for page_size in (1, PAGE):

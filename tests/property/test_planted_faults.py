@@ -79,20 +79,26 @@ def a_peek_splits(patch: Patch) -> None:
     around(patch, RadixCache, "peek_prefix", lambda _, cache, key: cache.match_prefix(key))
 
 
+def removed_without(patch: Patch, use: str) -> None:
+    """Have leaves leave the tree without telling their parents of this use."""
+
+    def remove_leaf(original: Any, tree: RadixTree, leaf: Any) -> Any:
+        known = getattr(leaf.parent, use)
+        row = original(tree, leaf)
+        setattr(leaf.parent, use, known)
+        return row
+
+    around(patch, RadixTree, "remove_leaf", remove_leaf)
+
+
 @fault
 def what_is_evicted_takes_its_age_with_it(patch: Patch) -> None:
-    def inherit_use(node: TreeNode, leaf: TreeNode) -> None:
-        node.own_hits += leaf.own_hits
-
-    patch.setattr(TreeNode, "inherit_use", inherit_use)
+    removed_without(patch, "own_access_time")
 
 
 @fault
 def what_is_evicted_takes_its_hits_with_it(patch: Patch) -> None:
-    def inherit_use(node: TreeNode, leaf: TreeNode) -> None:
-        node.own_access_time = max(node.own_access_time, leaf.own_access_time)
-
-    patch.setattr(TreeNode, "inherit_use", inherit_use)
+    removed_without(patch, "own_hits")
 
 
 @fault

@@ -110,11 +110,16 @@ def _split_without(name: str, value: int) -> Callable[[Patch], None]:
 
 
 def _what_is_evicted_has_no_priority(patch: Patch) -> None:
-    def inherit_use(node: TreeNode, leaf: TreeNode) -> None:
-        node.own_hits += leaf.own_hits
-        node.own_access_time = max(node.own_access_time, leaf.own_access_time)
+    original = RadixTree.remove_leaf
 
-    patch.setattr(TreeNode, "inherit_use", inherit_use)
+    def remove_leaf(tree: RadixTree, leaf: TreeNode) -> Any:
+        assert leaf.parent is not None
+        known = leaf.parent.own_priority
+        row = original(tree, leaf)
+        leaf.parent.own_priority = known
+        return row
+
+    patch.setattr(RadixTree, "remove_leaf", remove_leaf)
 
 
 def _inserts_have_no_priority(patch: Patch) -> None:

@@ -198,19 +198,6 @@ def test_what_is_no_node_is_refused(method: str, what: object) -> None:
         getattr(EvictionQueue(id), method)(what)
 
 
-@pytest.mark.skipif(not kernels.COMPILED, reason="plain Python raises by itself")
-def test_a_node_that_lost_its_id_is_told_of() -> None:
-    first, second = node(1), node(2)
-    queue = queue_of(EvictionQueue, first, second)
-    del first.id
-
-    for read in (queue.row_head, queue.row_entries):
-        with pytest.raises(AttributeError):
-            read()
-    assert queue.pop() is first
-    assert queue.pop() is second
-
-
 def test_a_long_run_is_cut_and_an_empty_one_goes() -> None:
     runs = SortedRuns()
     entries = [(number * 7919 % 10_007, number) for number in range(10_007)]

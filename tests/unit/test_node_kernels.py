@@ -98,6 +98,23 @@ def test_a_tree_grows_as_with_the_plain_kernels(
 
 
 @compiled
+@given(st.lists(BYTES, min_size=1, max_size=8), st.data(), st.integers(1, 3))
+def test_leaves_are_uprooted_as_by_the_plain_kernel(keys: list[bytes], data: st.DataObject, page_size: int) -> None:
+    ours, theirs = (Branch(kernel, page_size) for kernel in (kernels, plain_kernels))
+    for key in keys:
+        uses = data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(-2, 2)))
+        for branch in (ours, theirs):
+            node = branch.insert(key)
+            node.own_hits, node.own_access_time, node.own_priority = uses
+    while leaves := [at for at, node in enumerate(ours.nodes) if at and not node.children and node.slots is not None]:
+        at = data.draw(st.sampled_from(leaves))
+        rows = [branch.kernel.uproot(branch.nodes[at], page_size) for branch in (ours, theirs)]
+
+        assert rows[0] == rows[1]
+        assert ours.facts() == theirs.facts()
+
+
+@compiled
 @given(st.lists(BYTES, max_size=8), BYTES, st.data(), st.integers(1, 3), st.integers(1, 4))
 def test_a_walk_is_that_of_the_plain_kernel(
     keys: list[bytes], key: bytes, data: st.DataObject, page_size: int, unit: int
@@ -259,9 +276,11 @@ class Nonsense(kernels.Key):
         (lambda: kernels.walk(lone(end=0, children={b"a": 7}), b"ab", 1, 1, 1), TypeError),
         (lambda: kernels.walk(lone(end=0, children={b"a": lone(data=None)}), b"ab", 1, 1, 1), TypeError),
         (lambda: kernels.walk(lone(end=-1), b"ab", 1, 1, 1), ValueError),
-        (lambda: kernels.walk(lone(end=None), b"ab", 1, 1, 1), AttributeError),
-        (lambda: kernels.walk(lone(end="0"), b"ab", 1, 1, 1), TypeError),
-        (lambda: kernels.walk(kernels.Node.__new__(kernels.Node), b"ab", 1, 1, 1), AttributeError),
+        (lambda: kernels.walk(kernels.Node.__new__(kernels.Node), b"ab", 1, 1, 1), TypeError),
+        (lambda: lone(end="0"), TypeError),
+        (lambda: lone(end=None), TypeError),
+        (lambda: lone(own_access_time=2**63), OverflowError),
+        (lambda: lone(swa_tombstone=7), TypeError),
         (lambda: kernels.gather((lone(),), 0, 1), TypeError),  # type: ignore[arg-type]
         (lambda: kernels.gather([b""], 0, 1), TypeError),
         (lambda: kernels.gather([lone(slots=None)], 0, 1), TypeError),
@@ -270,8 +289,7 @@ class Nonsense(kernels.Key):
         (lambda: kernels.lock_path(object()), TypeError),
         (lambda: kernels.lock_path(lone(parent=7)), TypeError),
         (lambda: kernels.lock_path(lone(parent=None)), TypeError),
-        (lambda: kernels.lock_path(lone(end=None)), AttributeError),
-        (lambda: kernels.lock_path(lone(parent=lone(end="1"))), TypeError),
+        (lambda: kernels.lock_path(lone(parent=lone(end=-1))), ValueError),
         (lambda: kernels.lock_path(circle()), ValueError),
         (lambda: kernels.unlock_path(circle()), ValueError),
         (lambda: kernels.unlock_path(lone()), AssertionError),
@@ -283,13 +301,26 @@ class Nonsense(kernels.Key):
         (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 0, 1, 3, b"", 0), ValueError),
         (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 0, 3, b"", 0), ValueError),
         (lambda: kernels.grow(kernels.Node, 1, lone(), "abc", 1, 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.grow(kernels.Node, "1", lone(), b"abc", 1, 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 1, 3, b"", 2**63), OverflowError),
         (lambda: kernels.grow(kernels.Node, 1, lone(space=None), b"abc", 1, 1, 3, b"", 0), AttributeError),
         (lambda: kernels.grow(kernels.Node, 1, lone(children=[]), b"abc", 1, 1, 3, b"", 0), TypeError),
         (lambda: kernels.cut(kernels.Node, 1, lone(), 1, 1), AttributeError),
+        (lambda: kernels.cut(kernels.Node, None, Branch(kernels, 2).insert(b"abcd"), 2, 2), TypeError),
         (lambda: kernels.cut(kernels.Node, 1, lone(space=SimpleNamespace(unit=1)), 1, 1), TypeError),
         (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 3, 2), AssertionError),
         (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 4, 2), AssertionError),
         (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 0, 2), AssertionError),
+        (lambda: kernels.uproot(lone(), 1), TypeError),
+        (lambda: kernels.uproot(lone(parent=lone()), 1), KeyError),
+        (lambda: kernels.uproot(lone(parent=lone(children=[])), 1), TypeError),
+        (lambda: kernels.uproot(lone(parent=lone(own_priority=None)), 1), AttributeError),
+        (lambda: kernels.uproot(lone(parent=lone(own_priority="high")), 1), TypeError),
+        (lambda: kernels.uproot(lone(parent=lone(), slots=None), 1), AssertionError),
+        (lambda: kernels.uproot(lone(parent=lone(), data=None), 1), TypeError),
+        (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd"), -1), ValueError),
+        (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd"), 1), KeyError),
+        (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd").parent, 2), AssertionError),
         (lambda: kernels.begins_alike(RadixKey([1]), 7, 1), TypeError),  # type: ignore[arg-type]
         (lambda: kernels.begins_alike(RadixKey([1]), NO_DATA, 1), AttributeError),
         (lambda: kernels.begins_alike(RadixKey([1]), RadixKey([1]), -1), ValueError),
@@ -350,8 +381,10 @@ def test_nothing_is_kept_alive() -> None:
         RadixKey.from_packed(packed, 4, name)
         RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]
         leaf = kernels.grow(kernels.Node, 9, first, data[:4] + b"xxyy", 1, 2, 8, slots, now)
-        kernels.cut(kernels.Node, 10, leaf, 2, 2)
-        del first.children[b"xx"], leaf
+        above = kernels.cut(kernels.Node, 10, leaf, 2, 2)
+        kernels.uproot(leaf, 2)
+        kernels.uproot(above, 2)
+        del above, leaf
 
     gc.collect()
     assert [sys.getrefcount(each) for each in watched] == before

@@ -1,0 +1,77 @@
+/* How nodes leave a tree. */
+
+#include "_kernels.h"
+
+/* Whether the leaf's priority is the higher one: 1 or 0, -1 with an exception set if that cannot be told. */
+static int
+is_urgent(const Node *leaf, const Node *parent)
+{
+    if (leaf->own_priority == NULL || parent->own_priority == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "own_priority");
+        return -1;
+    }
+    PyObject *one = Py_NewRef(leaf->own_priority), *other = Py_NewRef(parent->own_priority);
+    int said = one == other ? 0 : PyObject_RichCompareBool(one, other, Py_GT);
+    Py_DECREF(one);
+    Py_DECREF(other);
+    return said;
+}
+
+/* 1 if it is a leaf with slots, below a node that has children; 0 with an exception set if not. */
+static int
+is_leaf(const Node *leaf, const Node *parent)
+{
+    const Children *below = children_of(leaf);
+    if (PyErr_Occurred() || (children_of(parent) == NULL && PyErr_Occurred()) || !is_bytes(leaf->data, "a node's data"))
+        return 0;
+    if ((below == NULL || num_children(below) == 0) && leaf->slots != NULL && PyBytes_CheckExact(leaf->slots))
+        return 1;
+    PyErr_Format(PyExc_AssertionError, "not a leaf: %R", leaf);
+    return 0;
+}
+
+/* What went through a leaf went through its parent as well. */
+static void
+inherit_use(Node *parent, const Node *leaf, int urgent)
+{
+    parent->own_hits = (Py_ssize_t)((size_t)parent->own_hits + (size_t)leaf->own_hits);
+    if (parent->own_access_time < leaf->own_access_time)
+        parent->own_access_time = leaf->own_access_time;
+    if (urgent)
+        set_member(&parent->own_priority, leaf->own_priority);
+}
+
+static PyObject *
+take_out(Node *leaf, Node *parent, Py_ssize_t page_bytes)
+{
+    int urgent = is_urgent(leaf, parent); /* first: Python code that runs in it may change anything */
+    if (urgent < 0 || !is_leaf(leaf, parent))
+        return NULL;
+    Py_ssize_t size = PyBytes_GET_SIZE(leaf->data);
+    const char *data = PyBytes_AS_STRING(leaf->data);
+    PyObject *gone = drop_child((Children *)parent->children, data, size < page_bytes ? size : page_bytes);
+    if (gone == NULL) {
+        PyErr_SetObject(PyExc_KeyError, leaf->data);
+        return NULL;
+    }
+    PyObject *slots = leaf->slots;
+    leaf->slots = Py_NewRef(Py_None);
+    inherit_use(parent, leaf, urgent);
+    Py_DECREF(gone);
+    return slots;
+}
+
+PyObject *
+uproot(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!expect_args("uproot", nargs, 2))
+        return NULL;
+    Node *leaf = as_node(args[0]), *parent = leaf == NULL ? NULL : as_node(leaf->parent);
+    Py_ssize_t page_bytes = parent == NULL ? -1 : size_of(args[1], "page_bytes");
+    if (page_bytes < 0)
+        return NULL;
+    Py_INCREF(parent);
+    PyObject *slots = take_out(leaf, parent, page_bytes);
+    Py_DECREF(parent);
+    return slots;
+}
