@@ -52,24 +52,15 @@ hash_of(const char *page, Py_ssize_t size)
     return folded(hash ^ word, secret | 1);
 }
 
-/* Have lines of memory fetched at once that would be waited for one by one: in a large tree none is at hand. */
-static void
-fetch(const void *start, int lines)
-{
-#if defined(__GNUC__)
-    for (int line = 0; line < lines; line++)
-        __builtin_prefetch((const void *)((uintptr_t)start + 64 * (uintptr_t)line));
-#endif
-}
-
+/* In a large tree nothing of a node is at hand: what a walk will want of it is fetched at once. */
 static int
 begins_with(PyObject *child, const char *page, Py_ssize_t size)
 {
     const Node *node = (Node *)child;
-    fetch(node, sizeof(Node) / 64 + 1);
+    fetch(node, LINES(Node));
     PyObject *data = node->data;
     fetch(data, 3);
-    fetch(node->children, sizeof(Children) / 64 + 1);
+    fetch(node->children, LINES(Children));
     fetch(node->slots, 2);
     fetch(node->row_rank, 1);
     fetch((void *)((uintptr_t)node->row_before + offsetof(Node, row_after)), 1); /* written to if the node moves */

@@ -21,6 +21,17 @@
 #define WIDE
 #endif
 
+/* Have lines of memory fetched that would else be waited for one by one. The address need not be valid. */
+#define LINES(type) (sizeof(type) / 64 + 1)
+static inline void
+fetch(const void *start, size_t lines)
+{
+#if defined(__GNUC__)
+    for (size_t line = 0; line < lines; line++)
+        __builtin_prefetch((const void *)((uintptr_t)start + 64 * line));
+#endif
+}
+
 typedef struct children Children;
 typedef struct row Row; /* nodes in the order in which they are to go */
 

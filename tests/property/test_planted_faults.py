@@ -320,7 +320,21 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 
 @fault
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
-    patch.setattr(tree_insert, "compact", lambda slots, _, start, stop: memoryview(slots[start:stop].numpy()).cast("B"))
+    adopted: dict[int, tuple[bytes, torch.Tensor]] = {}  # a row that stands for a caller's tensor, and what of it
+
+    def compact(original: Any, slots: Any, page_size: int, start: int, stop: int) -> bytes:
+        row: bytes = original(slots, page_size, start, stop)
+        adopted[id(row)] = row, slots[start:stop]
+        return row
+
+    def slots_on(original: Any, path: list[Any], *rest: Any) -> Any:
+        for node in path:
+            if id(node.slots) in adopted:
+                node.slots = adopted[id(node.slots)][1].numpy().tobytes()
+        return original(path, *rest)
+
+    around(patch, tree_insert, "compact", compact)
+    around(patch, tree_match, "slots_on", slots_on)
 
 
 @fault

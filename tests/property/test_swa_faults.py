@@ -405,7 +405,7 @@ def held_windows_become_tombstones(patch: Patch) -> None:
         swa.evictable -= 0 if node.swa_tombstone or node.swa_lock_ref else len(node)
         swa.protected -= len(node) if node.swa_lock_ref and not node.swa_tombstone else 0
         swa.num_freed += len(node)
-        swa._dropped.append(node.value.numpy())
+        swa._dropped.append(node.value)
         node.swa_tombstone = True
 
     around(patch, SwaComponent, "pop_victim", pop_victim)
