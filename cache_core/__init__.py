@@ -15,8 +15,8 @@ from raydix.cache_core.errors import (
     UnknownLeaseError,
 )
 from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
-from raydix.cache_core.kv_cache import KVCache
 from raydix.cache_core.kernels import use_huge_pages
+from raydix.cache_core.kv_cache import KVCache
 from raydix.cache_core.leased_cache import LeasedCache
 from raydix.cache_core.lru_list import LRUList
 from raydix.cache_core.mamba_pool import MambaPool

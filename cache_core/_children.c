@@ -62,9 +62,9 @@ begins_with(PyObject *child, const char *page, Py_ssize_t size)
     fetch(data, 3);
     fetch(node->children, LINES(Children));
     fetch(node->slots, 2);
-    fetch(node->row_rank, 1);
-    fetch((void *)((uintptr_t)node->row_before + offsetof(Node, row_after)), 1); /* written to if the node moves */
-    fetch((void *)((uintptr_t)node->row_after + offsetof(Node, row_before)), 1);
+    fetch(node->rank, 1);
+    fetch((void *)((uintptr_t)node->before + offsetof(Node, after)), 1); /* written to if the node moves */
+    fetch((void *)((uintptr_t)node->after + offsetof(Node, before)), 1);
     return data != NULL && PyBytes_CheckExact(data) && PyBytes_GET_SIZE(data) >= size &&
            memcmp(PyBytes_AS_STRING(data), page, (size_t)size) == 0;
 }

@@ -61,10 +61,10 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__kernels(void)
 {
-    if (!knows_children() || !knows_growth() || !knows_keys() || !knows_rows() || !knows_tensors())
+    if (!knows_children() || !knows_growth() || !knows_keys() || !knows_rankings() || !knows_tensors())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
-    PyTypeObject *const types[] = {&NodeType, &ChildrenType, &KeyType, &RowType};
+    PyTypeObject *const types[] = {&NodeType, &ChildrenType, &KeyType, &RankingType};
     for (size_t i = 0; module != NULL && i < sizeof(types) / sizeof(*types); i++)
         if (PyModule_AddType(module, types[i]) < 0)
             Py_CLEAR(module);

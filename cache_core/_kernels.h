@@ -33,7 +33,7 @@ fetch(const void *start, size_t lines)
 }
 
 typedef struct children Children;
-typedef struct row Row; /* nodes in the order in which they are to go */
+typedef struct ranking Ranking; /* nodes in the order in which they are to go */
 
 /* A run of tokens in a tree. What Python code may set of objects can be anything, or nothing once deleted. Numbers stand
  * in the node itself: an object for each would be one more cold line of memory. */
@@ -42,9 +42,9 @@ typedef struct node {
     PyObject *parent, *space, *children, *data, *slots, *own_priority, *hash_values, *swa_boundary_id;
     Py_ssize_t end, id, own_access_time, creation_time, own_hits, lock_ref, own_locks, swa_access_time, swa_lock_ref;
     char swa_tombstone;
-    Row *row; /* that it stands in, if any, which keeps it alive; what follows is the row's */
-    struct node *row_before, *row_after;
-    PyObject *row_rank;
+    Ranking *ranking; /* that it stands in, if any, which keeps it alive; what follows is the ranking's */
+    struct node *before, *after;
+    PyObject *rank;
 } Node;
 
 /* A row of token ids, packed; of its members holds what is said of those of a node. */
@@ -53,7 +53,7 @@ typedef struct {
     PyObject *data, *extra_key, *width, *arity, *unit, *num_tokens;
 } Key;
 
-extern PyTypeObject NodeType, ChildrenType, KeyType, RowType;
+extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType;
 
 /* arguments: _kernels.c */
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
@@ -102,7 +102,7 @@ void spread(void *table, size_t size); /* _arenas.c */
 int knows_children(void);
 int knows_growth(void);
 int knows_keys(void);
-int knows_rows(void);
+int knows_rankings(void);
 int knows_tensors(void);
 
 PyObject *pack(PyObject *module, PyObject *ids);

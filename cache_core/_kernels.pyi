@@ -2,7 +2,7 @@
 from raydix.cache_core.plain_kernels import Children as Children
 from raydix.cache_core.plain_kernels import Key as Key
 from raydix.cache_core.plain_kernels import Node as Node
-from raydix.cache_core.plain_kernels import Row as Row
+from raydix.cache_core.plain_kernels import Ranking as Ranking
 from raydix.cache_core.plain_kernels import begins_alike as begins_alike
 from raydix.cache_core.plain_kernels import compact as compact
 from raydix.cache_core.plain_kernels import cut as cut
@@ -15,4 +15,6 @@ from raydix.cache_core.plain_kernels import lock_path as lock_path
 from raydix.cache_core.plain_kernels import pack as pack
 from raydix.cache_core.plain_kernels import take_back as take_back
 from raydix.cache_core.plain_kernels import unlock_path as unlock_path
+from raydix.cache_core.plain_kernels import uproot as uproot
+from raydix.cache_core.plain_kernels import use_huge_pages as use_huge_pages
 from raydix.cache_core.plain_kernels import walk as walk

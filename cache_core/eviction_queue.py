@@ -15,20 +15,20 @@ Entry = tuple[Rank, int, TreeNode]  # with the node's id: of equal ranks the old
 
 if TYPE_CHECKING:
 
-    class _AnyRow(plain_kernels.Row):
+    class _AnyRanking(plain_kernels.Ranking):
         def pop(self) -> TreeNode | None: ...
-        def row_head(self) -> Entry | None: ...
+        def first_ranked(self) -> Entry | None: ...
 
 else:
-    _AnyRow = object  # it is mixed into both kinds of row
+    _AnyRanking = object  # it is mixed into both kinds of ranking
 
 
-class _Queue(_AnyRow):
+class _Queue(_AnyRanking):
     """Exactly the nodes that may go now, in order; nothing in it is ever out of date.
 
-    What comes in the order of its rank, as new nodes and nodes just used do under LRU, stands in a row, where pushing,
-    moving to the end and taking out are O(1). What comes late, as a parent whose last child has gone, is sorted in
-    beside it, O(log n) and a short move. No operation does the work of another: there is no single slow one.
+    What comes in the order of its rank, as new nodes and nodes just used do under LRU, stands in a ranking, where
+    pushing, moving to the end and taking out are O(1). What comes late, as a parent whose last child has gone, is
+    sorted in beside it, O(log n) and a short move. No operation does the work of another: there is no single slow one.
 
     Args:
         rank: what orders the nodes. Whoever changes it tells by `touch`.
@@ -42,23 +42,23 @@ class _Queue(_AnyRow):
     def first(self) -> Entry | None:
         """The candidate of the lowest rank, and before it what orders it among all nodes; None if there is none."""
         late: Entry | None = self._late.first()
-        head = self.row_head()
+        head = self.first_ranked()
         if head is None or (late is not None and late[:2] < head[:2]):
             return late
         return head
 
     def clear(self) -> None:
         """Forget every candidate."""
-        self.row_clear()
+        self.clear_ranked()
         self._late.clear()
         self._late_ranks.clear()
         self.num_late = 0
 
     def __contains__(self, node: TreeNode) -> bool:
-        return self.row_holds(node) or node in self._late_ranks
+        return self.is_ranked(node) or node in self._late_ranks
 
     def __len__(self) -> int:
-        return self.row_length + len(self._late_ranks)
+        return self.num_ranked + len(self._late_ranks)
 
     # ---------------------------------------------------------------- what comes late
 
@@ -87,23 +87,23 @@ class _Queue(_AnyRow):
 
     def check(self, candidates: set[TreeNode]) -> None:
         """Raise AssertionError unless these are exactly the candidates, in their order. O(n log n)."""
-        row = self.row_entries()
-        queued = {node for _, _, node in row} | set(self._late_ranks)
+        ranked = self.ranked()
+        queued = {node for _, _, node in ranked} | set(self._late_ranks)
         assert len(self) == len(candidates) and queued == candidates, (
             f"queued wrongly or not at all: {candidates ^ queued}"
         )
-        assert [entry[:2] for entry in row] == sorted(entry[:2] for entry in row), "the row is out of order"
+        assert [entry[:2] for entry in ranked] == sorted(entry[:2] for entry in ranked), "the ranking is out of order"
         late = [(rank, node.id) for node, rank in self._late_ranks.items()]
         assert [entry[:2] for entry in self._late] == sorted(late), "the late ones are out of order"
         assert self.num_late == len(late), f"{self.num_late=}, but there are {len(late)}"
-        known = {node: rank for rank, _, node in row} | self._late_ranks
+        known = {node: rank for rank, _, node in ranked} | self._late_ranks
         for node in candidates:
             assert self.rank(node) == known[node], f"{node} has another rank now: {self.rank(node)}"
 
 
-class EvictionQueue(_Queue, kernels.Row):
+class EvictionQueue(_Queue, kernels.Ranking):
     """A queue for nodes that stand in no other of this class."""
 
 
-class SideQueue(_Queue, plain_kernels.Row):
+class SideQueue(_Queue, plain_kernels.Ranking):
     """A queue for nodes that may stand in others, too: slower."""

@@ -7,14 +7,14 @@ from typing import Any, Self
 import numpy as np
 
 from raydix.cache_core.plain_children import NO_CHILDREN, Children
-from raydix.cache_core.plain_queue import Row
+from raydix.cache_core.plain_ranking import Ranking
 from raydix.cache_core.plain_rows import compact, expand, gather, is_row, join, num_slots, parted, take_back
 
 __all__ = [
     "Children",
     "Key",
     "Node",
-    "Row",
+    "Ranking",
     "begins_alike",
     "compact",
     "cut",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, TreeNode, page_hashes, tree_insert, tree_match
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, tree_insert, tree_match
 from raydix.cache_core.eviction_policy import LRU
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent

@@ -190,7 +190,7 @@ def test_a_rank_that_fails_changes_nothing(kind: Any) -> None:
     queue.check(set(nodes))
 
 
-@pytest.mark.parametrize("method", ["push", "discard", "touch", "row_holds"])
+@pytest.mark.parametrize("method", ["push", "discard", "touch", "is_ranked"])
 @pytest.mark.parametrize("what", [None, 7, object()])
 @pytest.mark.skipif(not kernels.COMPILED, reason="plain Python takes anything")
 def test_what_is_no_node_is_refused(method: str, what: object) -> None:

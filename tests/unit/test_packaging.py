@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def build(folder: Path, **environ: str) -> Path:
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
     return built
+
+
+def test_every_source_is_compiled() -> None:
+    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    core = ROOT / "cache_core"
+
+    assert extension["sources"] == sorted(path.relative_to(ROOT).as_posix() for path in core.glob("*.c"))
+    assert extension["depends"] == sorted(path.relative_to(ROOT).as_posix() for path in core.glob("*.h"))
 
 
 def test_the_wheel_holds_exactly_our_packages_with_their_types_and_data(wheel: Path) -> None:
