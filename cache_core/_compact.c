@@ -2,25 +2,7 @@
 
 #include "_kernels.h"
 
-/* Whether each slot follows on the one before: each is compared with where it would lie, as vectors do quickly. */
-WIDE static int
-in_order(const int64_t *slots, Py_ssize_t count)
-{
-    uint64_t jumps = 0, first = (uint64_t)slots[0]; /* unsigned: what wraps around is a jump, not an error */
-    for (Py_ssize_t i = 0; i < count; i++)
-        jumps |= ((uint64_t)slots[i] - first) ^ (uint64_t)i;
-    return jumps == 0;
-}
-
-/* Whether all are one run: looked at bit by bit, so that what is none is left soon. */
-static int
-is_one_run(const int64_t *slots, Py_ssize_t count)
-{
-    for (Py_ssize_t first = 0; first < count; first += 512)
-        if ((uint64_t)slots[first] != (uint64_t)slots[0] + (uint64_t)first || !in_order(slots + first, count - first < 512 ? count - first : 512))
-            return 0;
-    return 1;
-}
+enum { FEW = 2 }; /* slots, that take less room one by one than as a run */
 
 /* How many slots do not follow on the one before them. */
 WIDE static uint64_t
@@ -82,8 +64,9 @@ packed(const int64_t *slots, Py_ssize_t count, Py_ssize_t step)
 static PyObject *
 compacted(const int64_t *slots, Py_ssize_t count, Py_ssize_t page)
 {
-    if (page == 1 && count > 2 && is_one_run(slots, count))
-        return new_run(slots[0], count);
+    PyObject *row = page == 1 && count > FEW ? as_runs(slots, count) : NULL;
+    if (row != NULL || PyErr_Occurred())
+        return row;
     if (page == 1 || !in_runs(slots, count, page))
         return packed(slots, count, 1);
     return packed(slots, (count + page - 1) / page, page);

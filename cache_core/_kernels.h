@@ -86,8 +86,14 @@ Py_ssize_t num_children(const Children *children);
 
 /* rows of slots, which are bytes: _rows.c */
 Py_ssize_t num_slots(PyObject *row);
-PyObject *new_run(int64_t first, Py_ssize_t count);
 PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
+
+/* those that are runs: _runs.c */
+PyObject *as_runs(const int64_t *slots, Py_ssize_t count);
+int is_runs(PyObject *row);
+Py_ssize_t num_in_runs(PyObject *row, Py_ssize_t most);
+void write_runs(PyObject *row, Py_ssize_t count, Py_ssize_t page, int64_t *out);
+PyObject *part_of_runs(PyObject *row, Py_ssize_t count, int is_rest);
 
 typedef struct slot_row SlotRow; /* slots on their way into a tensor */
 

@@ -2,39 +2,14 @@
 
 #include "_kernels.h"
 
-/* A row tells by its size how it is packed: in 8 bytes a slot; in 4, and then one byte more; or, where each slot follows
- * on the one before, as the first of them and how many there are, and then two bytes more. */
-enum { RUN_SIZE = 18 };
+/* A row tells by its size how it is packed: in 8 bytes a slot; in 4, and then one byte more; or, where many a slot follows
+ * on the one before, as runs, and then two bytes more. */
 static const Py_ssize_t MOST = PY_SSIZE_T_MAX / 16; /* slots, so that their bytes can still be counted */
 
 static int
 is_narrow(PyObject *row)
 {
     return PyBytes_GET_SIZE(row) % 4 == 1;
-}
-
-static int
-is_run(PyObject *row)
-{
-    return PyBytes_GET_SIZE(row) == RUN_SIZE;
-}
-
-/* One of the two numbers of a run. */
-static int64_t
-number_of(PyObject *run, int place)
-{
-    int64_t number;
-    memcpy(&number, PyBytes_AS_STRING(run) + place * 8, 8);
-    return number;
-}
-
-PyObject *
-new_run(int64_t first, Py_ssize_t count)
-{
-    char packed[RUN_SIZE] = {0};
-    int64_t numbers[] = {first, count};
-    memcpy(packed, numbers, sizeof(numbers));
-    return PyBytes_FromStringAndSize(packed, RUN_SIZE);
 }
 
 /* How many slots a row says; -1 if it is malformed. */
@@ -44,8 +19,8 @@ num_slots(PyObject *row)
     Py_ssize_t size = PyBytes_GET_SIZE(row);
     if (size % 8 == 0)
         return size / 8;
-    if (is_run(row))
-        return number_of(row, 1) < 0 || number_of(row, 1) > MOST ? -1 : (Py_ssize_t)number_of(row, 1);
+    if (is_runs(row))
+        return num_in_runs(row, MOST);
     return is_narrow(row) ? size / 4 : -1;
 }
 
@@ -55,8 +30,8 @@ part_of_row(PyObject *row, Py_ssize_t count, int is_rest)
 {
     const char *data = PyBytes_AS_STRING(row);
     Py_ssize_t at = count * (is_narrow(row) ? 4 : 8);
-    if (is_run(row))
-        return is_rest ? new_run(number_of(row, 0) + count, num_slots(row) - count) : new_run(number_of(row, 0), count);
+    if (is_runs(row))
+        return part_of_runs(row, count, is_rest);
     if (is_rest)
         return PyBytes_FromStringAndSize(data + at, PyBytes_GET_SIZE(row) - at);
     PyObject *part = PyBytes_FromStringAndSize(NULL, at + is_narrow(row));
@@ -102,26 +77,14 @@ widen(const char *row, Py_ssize_t count, int64_t *restrict out)
     }
 }
 
-WIDE static void
-expand_run(uint64_t first, Py_ssize_t count, Py_ssize_t page, int64_t *restrict out)
-{
-    if (page == 1)
-        for (Py_ssize_t i = 0; i < count; i++)
-            out[i] = (int64_t)(first + (uint64_t)i);
-    else
-        for (Py_ssize_t i = 0; i < count; i++)
-            for (Py_ssize_t lane = 0; lane < page; lane++)
-                *out++ = (int64_t)(first + (uint64_t)i + (uint64_t)lane);
-}
-
 /* Write a row out as it is, or each page expanded; returns where it ends. */
 static int64_t *
 write_out(PyObject *row, Py_ssize_t page, int64_t *out)
 {
     const char *data = PyBytes_AS_STRING(row);
     Py_ssize_t count = num_slots(row);
-    if (is_run(row))
-        expand_run((uint64_t)number_of(row, 0), count, page, out);
+    if (is_runs(row))
+        write_runs(row, count, page, out);
     else if (page == 1 && is_narrow(row))
         widen(data, count, out);
     else if (page == 1)

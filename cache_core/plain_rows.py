@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raydix.cache_core.plain_runs import as_runs, expanded_runs, is_runs, num_in_runs, parted_runs
+
 _SLOT_BYTES, _NARROW_BYTES = 8, 4
 _NARROW_LIMIT = 2**31
-_RUN = struct.Struct("=qqxx")  # the first slot, and how many there are
-_RUN_BYTES = _RUN.size
+_FEW = 2  # slots, that take less room one by one than as a run
 _MIN_LANES = 4096
 _lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
 
@@ -39,9 +39,8 @@ def join(rows: list[bytes], /) -> bytearray:
 
 
 def _unpacked(row: bytes) -> NDArray[np.int64]:
-    if len(row) == _RUN_BYTES:
-        first, count = _RUN.unpack_from(row)
-        return np.arange(first, first + count)
+    if is_runs(row):
+        return expanded_runs(row)
     if len(row) % 2:
         return np.frombuffer(row, np.int32, len(row) // _NARROW_BYTES).astype(np.int64)
     return np.frombuffer(row, np.int64)
@@ -49,9 +48,8 @@ def _unpacked(row: bytes) -> NDArray[np.int64]:
 
 def parted(row: bytes, count: int) -> tuple[bytes, bytes]:
     """The first slots of a row, so many of those it says, and the rest of them, both packed as it is."""
-    if len(row) == _RUN_BYTES:
-        first, size = _RUN.unpack_from(row)
-        return _RUN.pack(first, count), _RUN.pack(first + count, size - count)
+    if is_runs(row):
+        return parted_runs(row, count)
     if len(row) % 2:
         return row[: count * _NARROW_BYTES] + b"\0", row[count * _NARROW_BYTES :]
     return row[: count * _SLOT_BYTES], row[count * _SLOT_BYTES :]
@@ -59,9 +57,8 @@ def parted(row: bytes, count: int) -> tuple[bytes, bytes]:
 
 def num_slots(row: bytes) -> int:
     """How many slots a row says."""
-    if len(row) == _RUN_BYTES:
-        count: int = _RUN.unpack_from(row)[1]
-        return count
+    if is_runs(row):
+        return num_in_runs(row)
     return len(row) // (_NARROW_BYTES if len(row) % 2 else _SLOT_BYTES)
 
 
@@ -91,12 +88,12 @@ def compact(slots: torch.Tensor, page_size: int, start: int, stop: int, /) -> by
     """A row of its own of `slots[start:stop]`: the first of each page if pages are runs of slots, else all of them.
 
     `slots` are int64, in a row, on the CPU: the caller has seen to that. In the row they take 8 bytes each or, where
-    none is negative and all fit, 4, and then one byte more. If all are one run, the row says the first and how many
-    there are, and then two bytes more: so its size tells how it is packed.
+    none is negative and all fit, 4, and then one byte more. If they are runs, and not too short ones, the row says of
+    each its first slot and up to how many slots it goes, and then two bytes more: so its size tells how it is packed.
     """
     part: NDArray[np.int64] = slots.numpy()[start:stop]
-    if page_size == 1 and part.size > 2 and not (part[1:] - part[:-1] - 1).any():
-        return _RUN.pack(part[0], part.size)
+    if page_size == 1 and part.size > _FEW and (row := as_runs(part)) is not None:
+        return row
     if page_size > 1 and part.size:
         jumps = part[1:] != part[:-1] + 1
         jumps[page_size - 1 :: page_size] = False  # from page to page there may be one

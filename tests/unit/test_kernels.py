@@ -19,8 +19,11 @@ from hypothesis import strategies as st
 from raydix.cache_core import kernels, plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
-RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 9))
-SLOTS = st.one_of(RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5))
+RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 60))
+MANY_RUNS = st.lists(RUNS, min_size=2, max_size=5).map(lambda runs: [slot for run in runs for slot in run])
+SLOTS = st.one_of(
+    RUNS, MANY_RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5)
+)
 PAGES = st.sampled_from([1, 2, 3, 16])
 U32 = st.integers(0, 2**32 - 1)
 
@@ -124,8 +127,14 @@ def test_a_row_of_slots_as_most_callers_have_them_is_told_at_once(is_row: Any, s
         ([4, 6, 6, 7], 2, 17),
         ([7, 8, 9], 1, 18),
         (list(range(2**40, 2**40 + 600)), 1, 18),
-        ([*range(300), 301], 1, 1205),
-        ([*range(256), 257, 258], 1, 1033),
+        ([*range(300), 301], 1, 34),
+        ([*range(16), *range(30, 45)], 1, 125),
+        ([*range(16), *range(30, 46)], 1, 34),
+        ([*range(90, 80, -1), *range(2**40, 2**40 + 170)], 1, 178),
+        ([*range(0, 70, 2), *range(100, 1_100)], 1, 4_141),
+        ([*range(0, 68, 2), *range(100, 1_100)], 1, 562),
+        ([slot + slot // 16 for slot in range(4_096)], 1, 4_098),
+        ([slot + slot // 16 for slot in range(4_112)], 1, 16_449),
         ([9, 8, 7], 1, 13),
         ([], 2, 0),
     ],
@@ -220,6 +229,15 @@ def test_rows_that_say_more_than_there_can_be_are_not_expanded() -> None:
 
     assert kernels.expand([huge] * 4, 2**60, 1) is None
     assert kernels.expand([b"12345678"], 2**62, 2**62) is None
+
+
+@compiled
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 9), min_size=4, max_size=8), st.integers(1, 3))
+def test_of_malformed_runs_no_more_is_written_than_they_say(numbers: list[int], page_size: int) -> None:
+    row = np.array([*numbers[: len(numbers) // 2 * 2], 0, 5]).tobytes() + b"12"
+    slots = kernels.expand([row], 5 * page_size, page_size)
+
+    assert slots is not None and slots.numel() == 5 * page_size
 
 
 @compiled

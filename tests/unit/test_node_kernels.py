@@ -20,8 +20,11 @@ from raydix.cache_core import RadixKey, kernels, plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
 TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]
-RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 9))
-SLOTS = st.one_of(RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5))
+RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 60))
+MANY_RUNS = st.lists(RUNS, min_size=1, max_size=5).map(lambda runs: [slot for run in runs for slot in run])
+SLOTS = st.one_of(
+    RUNS, MANY_RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5)
+)
 BYTES = st.lists(st.sampled_from([0, 1]), max_size=40).map(bytes)
 FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
 
@@ -154,6 +157,23 @@ def test_slots_are_gathered_as_by_the_plain_kernel(rows: list[list[int]], page_s
     assert ours is not None and theirs is not None
     assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
     assert kernels.gather(nodes, num_tokens * page_size + 1, page_size) is None
+
+
+@compiled
+@given(MANY_RUNS, st.data())
+def test_slots_are_cut_as_by_the_plain_kernel(slots: list[int], data: st.DataObject) -> None:
+    row = plain_kernels.compact(torch.tensor(slots), 1, 0, len(slots))
+    cuts = data.draw(st.lists(st.integers(1, len(slots) - 1), max_size=3, unique=True).map(sorted))
+    parts = []
+    for kernel in (kernels, plain_kernels):
+        space = SimpleNamespace(unit=1)
+        node = kernel.Node(0, kernel.Node(1, None, space, b"", b"", 0, 0), space, bytes(len(slots)), row, len(slots), 0)
+        above = [kernel.cut(kernel.Node, 2, node, at - node.parent.end, 1) for at in cuts]
+        parts.append([each.slots for each in (*above, node)])
+
+        assert kernel.gather([*above, node], len(slots), 1).tolist() == slots
+
+    assert parts[0] == parts[1]
 
 
 @pytest.mark.parametrize("kernel", TWINS)
