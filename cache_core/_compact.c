@@ -64,7 +64,7 @@ packed(const int64_t *slots, Py_ssize_t count, Py_ssize_t step)
 static PyObject *
 compacted(const int64_t *slots, Py_ssize_t count, Py_ssize_t page)
 {
-    PyObject *row = page == 1 && count > FEW ? as_runs(slots, count) : NULL;
+    PyObject *row = count <= FEW ? NULL : page == 1 ? as_runs(slots, count) : starts_of_runs(slots, count, page);
     if (row != NULL || PyErr_Occurred())
         return row;
     if (page == 1 || !in_runs(slots, count, page))

@@ -90,6 +90,7 @@ PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
 
 /* those that are runs: _runs.c */
 PyObject *as_runs(const int64_t *slots, Py_ssize_t count);
+PyObject *starts_of_runs(const int64_t *slots, Py_ssize_t count, Py_ssize_t page);
 int is_runs(PyObject *row);
 Py_ssize_t num_in_runs(PyObject *row, Py_ssize_t most);
 void write_runs(PyObject *row, Py_ssize_t count, Py_ssize_t page, int64_t *out);

@@ -33,16 +33,19 @@ run_length(const int64_t *slots, Py_ssize_t count)
     return length;
 }
 
-static PyObject *
-row_of_runs(const Run *runs, Py_ssize_t num_runs)
+/* The runs of at least one slot, in room for `MOST_RUNS`; returns how many, 0 if they are not worth it. */
+static Py_ssize_t
+find_runs(const int64_t *slots, Py_ssize_t count, Run *runs)
 {
-    Py_ssize_t size = num_runs * (Py_ssize_t)sizeof(Run);
-    PyObject *row = PyBytes_FromStringAndSize(NULL, size + TAIL);
-    if (row != NULL) {
-        memcpy(PyBytes_AS_STRING(row), runs, (size_t)size);
-        memset(PyBytes_AS_STRING(row) + size, 0, TAIL);
+    Py_ssize_t num_runs = 0, done = 0;
+    while (done < count) {
+        if (num_runs == MOST_RUNS || num_runs * WORTH > done + SLACK)
+            return 0;
+        int64_t first = slots[done];
+        done += run_length(slots + done, count - done);
+        runs[num_runs++] = (Run){first, done};
     }
-    return row;
+    return num_runs > 1 && num_runs * WORTH > count ? 0 : num_runs;
 }
 
 /* The row of at least one slot as runs; NULL if that is not worth it, or with an exception set on an error. */
@@ -50,15 +53,45 @@ PyObject *
 as_runs(const int64_t *slots, Py_ssize_t count)
 {
     Run runs[MOST_RUNS];
-    Py_ssize_t num_runs = 0, done = 0;
-    while (done < count) {
-        if (num_runs == MOST_RUNS || num_runs * WORTH > done + SLACK)
-            return NULL;
-        int64_t first = slots[done];
-        done += run_length(slots + done, count - done);
-        runs[num_runs++] = (Run){first, done};
+    Py_ssize_t size = find_runs(slots, count, runs) * (Py_ssize_t)sizeof(Run);
+    PyObject *row = size == 0 ? NULL : PyBytes_FromStringAndSize(NULL, size + TAIL);
+    if (row != NULL) {
+        memcpy(PyBytes_AS_STRING(row), runs, (size_t)size);
+        memset(PyBytes_AS_STRING(row) + size, 0, TAIL);
     }
-    return num_runs > 1 && num_runs * WORTH > count ? NULL : row_of_runs(runs, num_runs);
+    return row;
+}
+
+/* Whether each run but the last is whole pages, and all slots fit into 4 bytes. */
+static int
+are_narrow_pages(const Run *runs, Py_ssize_t num_runs, Py_ssize_t page)
+{
+    for (Py_ssize_t i = 0; i < num_runs; i++) {
+        int64_t length = runs[i].end - (i > 0 ? runs[i - 1].end : 0);
+        if ((i + 1 < num_runs && length % page != 0) || runs[i].first < 0 || runs[i].first > INT32_MAX - length)
+            return 0;
+    }
+    return num_runs > 0;
+}
+
+/* The row of the first slots of pages, in 4 bytes each, without a look at those that are not; NULL if they are none such,
+ * or not as easily told, or with an exception set on an error. */
+PyObject *
+starts_of_runs(const int64_t *slots, Py_ssize_t count, Py_ssize_t page)
+{
+    Run runs[MOST_RUNS];
+    Py_ssize_t num_runs = find_runs(slots, count, runs), num_pages = (count - 1) / page + 1, start = 0;
+    PyObject *row = are_narrow_pages(runs, num_runs, page) ? PyBytes_FromStringAndSize(NULL, num_pages * 4 + 1) : NULL;
+    if (row == NULL)
+        return NULL;
+    char *out = PyBytes_AS_STRING(row);
+    for (Py_ssize_t i = 0; i < num_runs; start = (Py_ssize_t)runs[i++].end)
+        for (Py_ssize_t at = start; at < runs[i].end; at += page, out += 4) {
+            int32_t slot = (int32_t)(runs[i].first + (at - start));
+            memcpy(out, &slot, 4);
+        }
+    *out = 0;
+    return row;
 }
 
 /* ---------------------------------------------------------------- reading them */

@@ -87,4 +87,6 @@ class RadixCache(WindowTreeCache):
         gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim.
         """
-        return EvictResult(*self._evict(num_tokens, (swa_num_tokens,) if self._aux else ()))
+        if not self._aux:
+            return EvictResult(self._evict_full(num_tokens))
+        return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))

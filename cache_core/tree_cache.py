@@ -104,6 +104,12 @@ class TreeCache(TreeInsert):
 
     # ---------------------------------------------------------------- eviction
 
+    def _evict_full(self, num_tokens: int) -> int:
+        """`_evict` where full KV is all there is."""
+        victims = self._full.evict(num_tokens)
+        self._give_back(victims)
+        return victims.num_tokens
+
     def _evict(self, num_tokens: int, wanted: Sequence[int]) -> tuple[int, ...]:
         """Free whole unlocked leaves, in the policy's order, until at least `num_tokens` slots are free; then what
         each component is to give up, in its own unit, in all. Returns what was freed, tokens first.
@@ -111,10 +117,6 @@ class TreeCache(TreeInsert):
         A parent becomes a candidate when its last child has gone. Where a component's victim is an unlocked leaf, it
         goes whole; else it loses what the component has there, and what is of no use without it. O(log n) per victim.
         """
-        if not self._aux:
-            victims = self._full.evict(num_tokens)
-            self._give_back(victims)
-            return (victims.num_tokens,)
         before = [component.num_freed for component in self._aux]
         victims = self._full.evict(num_tokens)
         self._evict_aux(victims, [start + want for start, want in zip(before, wanted, strict=True)])

@@ -80,7 +80,8 @@ def test_rows_are_expanded_as_by_the_plain_kernel(rows: list[list[int]], page_si
 def test_slots_are_compacted_as_by_the_plain_kernel(
     starts: list[int], page_size: int, other: int, data: st.DataObject
 ) -> None:
-    slots = (torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(page_size)).reshape(-1)
+    firsts = torch.tensor(starts, dtype=torch.int64) * data.draw(st.sampled_from([1, page_size]))
+    slots = (firsts[:, None] + torch.arange(page_size)).reshape(-1)
     if other < len(slots):
         slots[other] += 1
     stop = data.draw(st.integers(0, len(slots)))
