@@ -26,7 +26,7 @@ from raydix.actors.traffic_recorder import TrafficRecorder
 from raydix.actors.typed_messages import arrived, seconds
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import KVPool
-from raydix.cache_core.leased_cache import PoolSizes
+from raydix.cache_core.cache_facts import PoolSizes
 from raydix.cache_core.tenants import Tenant
 from raydix.schemas import (
     AdoptRequest,

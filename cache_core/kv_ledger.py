@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, RadixKey, Starts
+from raydix.cache_core.cache_facts import NO_STARTS, PoolSizes
 from raydix.cache_core.eviction_history import Departure
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kv_events import KVEventSink, PageRun
 from raydix.cache_core.lease_table import LeaseRecord
-from raydix.cache_core.leased_cache import NO_STARTS, LeasedCache, PoolSizes
+from raydix.cache_core.leased_cache import LeasedCache
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.pool_checks import PoolChecks
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator

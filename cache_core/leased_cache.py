@@ -6,28 +6,17 @@ Synchronous, so every operation is atomic for whoever calls it from one thread. 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
-import torch
-
-from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
+from raydix.cache_core.base_prefix_cache import RadixKey, Starts
+from raydix.cache_core.cache_facts import CacheFacts
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import LeaseRangeError, UnknownLeaseError
-from raydix.cache_core.eviction_history import Departure
-from raydix.cache_core.explanation import Explanation
-from raydix.cache_core.kv_events import KVEventSink, PageRun
+from raydix.cache_core.kv_events import KVEventSink
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
-from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.request_watch import RequestWatch
-from raydix.cache_core.tenants import Tenant
-from raydix.cache_core.tree_outline import Outline, OutlineLimits
-from raydix.cache_core.tree_sample import TreeBox
-
-NO_STARTS: Starts = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -41,104 +30,22 @@ class Published:
     repointed: Starts  # the tree's pages that took the place of the duplicates
 
 
-class PoolSizes(NamedTuple):
-    """One pool of a cache, in slots of its own; what is left is private to leases."""
-
-    num_slots: int
-    free: int
-    evictable: int
-    protected: int
-    quarantined: int = 0
-    kept: int = 0  # what no lease holds, but a floor of another tenant keeps
-
-
-class LeasedCache(ABC):
+class LeasedCache(CacheFacts):
     """Prefix reuse with leases over a pool of slots.
 
     Attributes:
-        num_slots: of the pool.
-        page_size: tokens; what is published and found is whole pages.
         leases: the open ones.
-        quarantine: those of vanished sessions, whose private slots are withheld.
         counters: what has happened since the start.
-        tenants: who shares the slots by floors and caps, the rest at last; empty if nobody has any.
         watches: told of every request.
     """
 
-    tenants: Iterable[Tenant] = ()
-
-    num_slots: int
-    page_size: int
-
     def __init__(self, remembered_leases: int = 0) -> None:
+        super().__init__()
         self.leases = LeaseTable(remembered_leases)
-        self.quarantine = Quarantine()
         self.counters = Counters()
         self.watches: list[RequestWatch] = []
 
-    # ---------------------------------------------------------------- sizes
-
-    @property
-    @abstractmethod
-    def free_slots(self) -> int:
-        """Slots that can be handed out as they are."""
-
-    @property
-    @abstractmethod
-    def private_slots(self) -> int:
-        """Slots of leases that nobody shares."""
-
-    @abstractmethod
-    def evictable_size(self) -> int:
-        """Slots of what is cached that no lease holds."""
-
-    @abstractmethod
-    def protected_size(self) -> int:
-        """Slots of what is cached that leases hold, shared."""
-
-    @property
-    def quarantined_slots(self) -> int:
-        """Slots withheld because a vanished owner may still be writing them. O(leases in quarantine)."""
-        return sum(map(self._private_size, self.quarantine))
-
-    def total_size(self) -> int:
-        """Slots of what is cached."""
-        return self.evictable_size() + self.protected_size()
-
-    def held_slots(self) -> int:
-        """Slots that cannot be evicted because leases hold them."""
-        return self.private_slots + self.protected_size()
-
-    def tenant_of(self, extra_key: str | None) -> str | None:
-        """The tenant whose namespace that is; None: nobody's in particular."""
-        return None
-
-    def share_of(self, name: str) -> PoolSizes:
-        """The share of a tenant that has a cap, as if it were a pool of that size."""
-        raise AssertionError(f"there is no tenant {name!r}")
-
-    def is_within_floor(self, key: RadixKey, num_tokens: int) -> bool:
-        """Whether the tenant of `key` holds no more than its floor with a lease over so many tokens."""
-        return False
-
-    def sizes_of(self, pool: str, extra_key: str | None = None) -> PoolSizes:
-        """The pool that an `OutOfSlotsError` names, as a request of that namespace finds it."""
-        sizes = {"window slots": self.swa_sizes, "states": self.state_sizes}.get(pool, lambda: None)()
-        return sizes or PoolSizes(self.num_slots, self.free_slots, self.evictable_size(), self.protected_size())
-
-    def swa_sizes(self) -> PoolSizes | None:
-        """The pool of window slots, if there is one."""
-        return None
-
-    def state_sizes(self) -> PoolSizes | None:
-        """The pool of recurrent states, if there is one."""
-        return None
-
     # ---------------------------------------------------------------- verbs
-
-    @abstractmethod
-    def match(self, key: RadixKey) -> MatchResult:
-        """A probe: what `acquire` would find, without any effect."""
 
     @abstractmethod
     def check_len(self, num_tokens: int, key: RadixKey) -> None:
@@ -286,10 +193,6 @@ class LeasedCache(ABC):
         """Free what an ended lease held by itself."""
 
     @abstractmethod
-    def _private_size(self, lease: LeaseRecord) -> int:
-        """Slots that a lease holds by itself."""
-
-    @abstractmethod
     def _tell_pressure(self) -> None:
         """Tell whoever listens if slots run short."""
 
@@ -331,68 +234,13 @@ class LeasedCache(ABC):
         """Free about so many slots of what was retired and nobody holds; returns how many, 0 if none is left."""
         return 0
 
-    @abstractmethod
-    def explain(self, key: RadixKey) -> Explanation:
-        """Where a match of `key` ends, and why it goes no further. Changes nothing."""
+    # ---------------------------------------------------------------- who is told
 
-    def lease_size(self, lease: LeaseRecord) -> int:
-        """Slots that a lease covers, with those it shares."""
-        return len(lease.starts) * self.page_size
-
-    @property
-    def now(self) -> int:
-        """The cache's own clock, in ticks; 0 where it has none."""
-        return 0
-
-    def sample_tree(self, max_nodes: int) -> list[TreeBox]:
-        """What each namespace holds and where, from so many nodes or a few more; nothing where there is no tree."""
-        return []
-
-    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027 -- most kinds have nothing to do
+    def use_clock(self, clock: Callable[[], float]) -> None:
         """Tell the times of evictions by this clock, in seconds; else by `time.monotonic`."""
 
-    def evictions(self) -> list[Departure]:
-        """What was evicted of late, the latest last, as far as that is remembered."""
-        return []
-
-    @abstractmethod
-    def outline(self, limits: OutlineLimits) -> Outline:
-        """The largest branches of what can be matched. Bounded work, however much is cached."""
-
-    @abstractmethod
-    def published_len(self, lease: LeaseRecord) -> int:
-        """Leading tokens of a lease that others may read; whole pages."""
-
-    # ---------------------------------------------------------------- what a lease holds
-
-    @abstractmethod
-    def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
-        """Whether all of these slots are the lease's to read."""
-
-    @abstractmethod
-    def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
-        """Whether all of these slots are the lease's to write: nothing that others may read."""
-
-    def swa_starts(self, lease: LeaseRecord) -> Starts:
-        """The first window slot of each page of a lease, 0 where the lease does not hold its window KV."""
-        return NO_STARTS
-
-    def swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """The window slot of each slot, 0 where it has none; None without a sliding window."""
-        return None
-
-    # ---------------------------------------------------------------- events, checks, parts
-
-    def tell_events(self, sink: KVEventSink) -> None:  # noqa: B027 -- most kinds have nothing to do
+    def tell_events(self, sink: KVEventSink) -> None:
         """Tell of pages that come and go, from now on. No effect for caches that keep no tree of pages."""
-
-    def resident_pages(self) -> Iterable[PageRun]:
-        """The pages that events tell of and that can be matched now, parents before children. O(n)."""
-        return ()
-
-    @abstractmethod
-    def check_invariants(self) -> None:
-        """Raise AssertionError if a rule of the cache or of what it is made of is broken. O(everything)."""
 
     def _count_grant(self, lease: LeaseRecord, max_prefix_len: int | None = None) -> None:
         self.leases.add(lease)

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
+from raydix.cache_core.cache_facts import NO_STARTS
 from raydix.cache_core.content_check import ContentCheck
 from raydix.cache_core.errors import LeaseRangeError
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.lease_table import LeaseRecord
-from raydix.cache_core.leased_cache import NO_STARTS, LeasedCache, Published
+from raydix.cache_core.leased_cache import LeasedCache, Published
 from raydix.cache_core.row_room import RowRoom
 from raydix.cache_core.tree_outline import Outline, OutlineLimits
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, Starts
+from raydix.cache_core.cache_facts import PoolSizes
 from raydix.cache_core.counters import Counters
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.lease_table import LeaseRecord
-from raydix.cache_core.leased_cache import PoolSizes
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
 from raydix.cache_core.mamba_tree_node import MambaTreeNode

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from raydix.cache_core.base_prefix_cache import RadixKey, Starts
+from raydix.cache_core.cache_facts import PoolSizes
 from raydix.cache_core.kv_cache import KVCache
 from raydix.cache_core.lease_table import LeaseRecord
-from raydix.cache_core.leased_cache import PoolSizes, Published
+from raydix.cache_core.leased_cache import Published
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.tenant_room import TenantRoom
