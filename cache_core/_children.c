@@ -69,6 +69,21 @@ begins_with(PyObject *child, const char *page, Py_ssize_t size)
            memcmp(PyBytes_AS_STRING(data), page, (size_t)size) == 0;
 }
 
+/* `begins_with` of a child of many: what of it was where when last seen need not wait until the node is there. */
+static int
+is_at(Place *place, const char *page, Py_ssize_t size)
+{
+    fetch(place->data, 3);
+    fetch(place->children, LINES(Children));
+    const Node *node = (Node *)place->child;
+    int said = begins_with(place->child, page, size);
+    if (place->data != node->data || place->children != node->children) {
+        place->data = node->data;
+        place->children = node->children;
+    }
+    return said;
+}
+
 /* ---------------------------------------------------------------- entries */
 
 /* Where a child of many stands in the index, or the first place for it that is free. */
@@ -79,7 +94,7 @@ place_for(const Children *children, uint64_t hash, const char *page, Py_ssize_t 
         Place *place = &children->index[at];
         if (place->at == NOWHERE)
             return place;
-        if (place->tag == (uint32_t)(hash >> 32) && place->child != NULL && begins_with(place->child, page, size))
+        if (place->tag == (uint32_t)(hash >> 32) && place->child != NULL && is_at(place, page, size))
             return place;
     }
 }
@@ -110,12 +125,12 @@ new_index(const Entry *entries, Py_ssize_t filled, uint64_t mask)
     }
     spread(index, (mask + 1) * sizeof(Place));
     for (uint64_t at = 0; at <= mask; at++)
-        index[at] = (Place){NULL, 0, NOWHERE};
+        index[at] = (Place){.at = NOWHERE};
     for (Py_ssize_t i = 0; i < filled; i++) {
         uint64_t at = entries[i].hash & mask;
         while (index[at].at != NOWHERE)
             at = (at + 1) & mask;
-        index[at] = (Place){entries[i].child, (uint32_t)(entries[i].hash >> 32), (int32_t)i};
+        index[at] = (Place){.child = entries[i].child, .tag = (uint32_t)(entries[i].hash >> 32), .at = (int32_t)i};
     }
     return index;
 }
@@ -220,7 +235,7 @@ put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child
     children->used++;
     children->entries[at] = (Entry){hash, Py_NewRef(child)};
     if (children->index != NULL) /* which may be a new one */
-        *place_for(children, hash, page, size) = (Place){child, (uint32_t)(hash >> 32), (int32_t)at};
+        *place_for(children, hash, page, size) = (Place){.child = child, .tag = (uint32_t)(hash >> 32), .at = (int32_t)at};
     return 0;
 }
 

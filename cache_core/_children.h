@@ -14,6 +14,7 @@ typedef struct {
     PyObject *child; /* borrowed from its entry; NULL: it has gone, or there never was one */
     uint32_t tag;    /* of its hash */
     int32_t at;      /* in the row of entries, or NOWHERE */
+    const void *data, *children; /* where the child's lay when somebody last came by: to be fetched, never to be read */
 } Place;
 
 struct children {

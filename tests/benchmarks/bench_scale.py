@@ -30,6 +30,7 @@ PAGE = 16
 HALF = 32  # tokens: of a template, of what follows it, and of what a request adds
 FANOUT = 8  # that follow each template
 MAX_GROWTH = 1.5  # of a request, from the smallest tree to the largest
+ROUNDS = 5  # in which the trees take turns
 MAX_TOKEN_BYTES = 12.0
 WARM_UP = 20_000  # requests
 MAX_GROWN_MIB = 4.0  # in a steady state: the allocator takes a mebibyte at a time
@@ -44,29 +45,36 @@ class Costs(NamedTuple):
     insert: float
 
 
-def in_tree_of(num_nodes: int, page_size: int, num_requests: int) -> Costs:
-    """Requests of equal shape: 96 tokens, of which 64 are found, in two nodes; as many are evicted as are added."""
-    rng = np.random.default_rng(num_nodes)
-    cache = RadixCache(page_size)
-    slots = torch.arange(page_size, page_size + 3 * HALF)
-    templates = _ids(rng, num_nodes // (FANOUT + 1), HALF)
-    follows = _ids(rng, len(templates) * FANOUT, HALF)
-    with no_collection():
-        for at, follow in enumerate(follows):
-            cache.insert(RadixKey(np.concatenate((templates[at % len(templates)], follow))), slots[: 2 * HALF])
+class SizedTree:
+    """A tree of so many nodes, for requests of equal shape: 96 tokens, of which 64 are found, in two nodes; as many are
+    evicted as are added."""
+
+    def __init__(self, num_nodes: int, page_size: int) -> None:
+        self._rng = np.random.default_rng(num_nodes)
+        self._cache = RadixCache(page_size)
+        self._slots = torch.arange(page_size, page_size + 3 * HALF)
+        self._templates = _ids(self._rng, num_nodes // (FANOUT + 1), HALF)
+        self._follows = _ids(self._rng, len(self._templates) * FANOUT, HALF)
+        for at, follow in enumerate(self._follows):
+            self._cache.insert(RadixKey(np.concatenate((self._template(at), follow))), self._slots[: 2 * HALF])
+
+    def _template(self, at: int) -> Tokens:
+        return self._templates[at % len(self._templates)]
+
+    def serve(self, num_requests: int) -> Costs:
+        """Medians of so many requests, after as many to get warm."""
         times = []
-        for at in rng.integers(0, len(follows), num_requests):
-            whole = np.concatenate((templates[at % len(templates)], follows[at], _ids(rng, 1, HALF)[0]))
+        for at in self._rng.integers(0, len(self._follows), 2 * num_requests):
+            whole = np.concatenate((self._template(at), self._follows[at], _ids(self._rng, 1, HALF)[0]))
             started = perf_counter_ns()
-            found = cache.match_prefix(RadixKey(whole))
+            found = self._cache.match_prefix(RadixKey(whole))
             matched = perf_counter_ns()
-            cache.insert(RadixKey(whole), slots, from_node=found.last_node)
+            self._cache.insert(RadixKey(whole), self._slots, from_node=found.last_node)
             times.append((matched - started, perf_counter_ns() - matched))
             if found.prefix_len == 2 * HALF:
-                cache.evict(HALF)
-        del cache
-    match, insert = np.median(times, 0) / 1e3
-    return Costs(float(match), float(insert))
+                self._cache.evict(HALF)
+        match, insert = np.median(times[num_requests:], 0) / 1e3
+        return Costs(float(match), float(insert))
 
 
 def _ids(rng: np.random.Generator, *shape: int) -> Tokens:
@@ -78,14 +86,18 @@ def size_figures(largest: int, num_requests: int) -> list[Figure]:
     use_huge_pages()
     sizes = [size for size in (1_000, 10_000, 100_000, 1_000_000) if size <= largest]
     found = []
-    for page_size in (1, PAGE):
-        costs = [in_tree_of(size, page_size, num_requests) for size in sizes]
-        for phase, smallest in zip(Costs._fields, costs[0], strict=True):
-            for size, cost in zip(sizes[1:], costs[1:], strict=True):
-                value = getattr(cost, phase)
-                what = f"{phase}, pages of {page_size}, in {size:,} nodes"
-                ratio = value / smallest
-                found.append(Figure("scale", what, value, "us", ratio, "1,000 nodes", at_most=MAX_GROWTH))
+    with no_collection():
+        for page_size in (1, PAGE):
+            trees = [SizedTree(size, page_size) for size in sizes]
+            rounds = [[tree.serve(num_requests // ROUNDS) for tree in trees] for _ in range(ROUNDS)]
+            costs = np.array(rounds)  # by round, tree and phase
+            values, ratios = np.median(costs, 0), np.median(costs / costs[:, :1], 0)
+            for phase, name in enumerate(Costs._fields):
+                for at, size in enumerate(sizes[1:], 1):
+                    what = f"{name}, pages of {page_size}, in {size:,} nodes"
+                    value, ratio = float(values[at, phase]), float(ratios[at, phase])
+                    found.append(Figure("scale", what, value, "us", ratio, "1,000 nodes", at_most=MAX_GROWTH))
+            del trees
     return found
 
 
@@ -206,7 +218,7 @@ def steady_figures(num_requests: int, num_traced: int) -> list[Figure]:
 
 def figures(quick: bool, num_requests: int | None = None) -> list[Figure]:
     """All of them."""
-    largest, num_measured, num_tokens = (100_000, 500, 500_000) if quick else (1_000_000, 2_000, 10_000_000)
+    largest, num_measured, num_tokens = (100_000, 500, 500_000) if quick else (1_000_000, 5_000, 10_000_000)
     steady = (5_000, 0) if quick else (50_000, 10_000)
     return (
         size_figures(largest, num_measured)

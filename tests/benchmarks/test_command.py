@@ -111,7 +111,7 @@ def test_the_data_plane_of_a_gpu_is_measured() -> None:
 
 @pytest.mark.parametrize("page_size", [1, PAGE])
 def test_requests_are_measured_in_a_tree(page_size: int) -> None:
-    assert min(bench_scale.in_tree_of(100, page_size, 10)) > 0
+    assert min(bench_scale.SizedTree(100, page_size).serve(10)) > 0
 
 
 def test_a_cached_token_takes_few_bytes_beside_the_pool() -> None:
