@@ -14,8 +14,8 @@ MAX_CORE = {
     ("chat", 16): {"match_prefix": 11.5, "insert": 18.7},
     ("short", 1): {"match_prefix": 10.0, "insert": 17.6},
     ("short", 16): {"match_prefix": 10.0, "insert": 17.6},
-    ("pressed", 1): {"match_prefix": 10.0, "insert": 17.6, "evict": 16.0},
-    ("pressed", 16): {"match_prefix": 10.0, "insert": 17.6, "evict": 16.0},
+    ("pressed", 1): {"match_prefix": 10.0, "insert": 17.6, "evict": 15.0},
+    ("pressed", 16): {"match_prefix": 10.0, "insert": 17.6, "evict": 15.0},
     ("chains", 1): {"match_prefix": 14.5, "insert": 17.6},
     ("chains", 16): {"match_prefix": 11.5, "insert": 17.6},
 }
