@@ -46,8 +46,7 @@ is_known(const Exchange *found)
 {
     if (found != NULL && found->version.major == MAJOR && found->import != NULL && found->look != NULL)
         return 1;
-    if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_AttributeError))
-        PyErr_SetString(PyExc_ImportError, "the compiled loops need a torch that has __dlpack_c_exchange_api__");
+    PyErr_SetString(PyExc_ImportError, "the compiled loops need a torch that has __dlpack_c_exchange_api__");
     return 0;
 }
 

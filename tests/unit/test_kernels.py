@@ -290,9 +290,10 @@ def test_the_plain_ones_can_be_chosen_and_serve_a_cache_as_well() -> None:
 
 
 @compiled
-def test_without_what_they_need_of_torch_the_plain_ones_serve() -> None:
+@pytest.mark.parametrize("change", ["del {}", "{} = 7", "{} = torch._C._to_dlpack(torch.arange(2))"])
+def test_without_what_they_need_of_torch_the_plain_ones_serve(change: str) -> None:
     program = (
-        "import torch; del torch.Tensor.__dlpack_c_exchange_api__\n"
+        f"import torch; {change.format('torch.Tensor.__dlpack_c_exchange_api__')}\n"
         "from raydix.cache_core import RadixCache, RadixKey, kernels\n"
         "cache = RadixCache(); cache.insert(RadixKey([1, 2]))\n"
         "print(kernels.COMPILED, cache.match_prefix(RadixKey([1, 2])).indices.tolist())"
