@@ -96,18 +96,35 @@ write_out(PyObject *row, Py_ssize_t page, int64_t *out)
     return out + count * page;
 }
 
+/* ---------------------------------------------------------------- lists of them */
+
+typedef PyObject *(*RowOf)(PyObject *item); /* the row of an item, borrowed; NULL with an exception set if it has none */
+
+static PyObject *
+itself(PyObject *item)
+{
+    return is_bytes(item, "each of the rows") ? item : NULL;
+}
+
+static PyObject *
+of_node(PyObject *item)
+{
+    Node *node = as_node(item);
+    return node != NULL && is_bytes(node->slots, "a node's slots") ? node->slots : NULL;
+}
+
 /* How many slots the rows say together, -1 if one is malformed, -2 with an exception set on an error. */
 static Py_ssize_t
-slots_in(PyObject *rows)
+slots_in(PyObject *items, RowOf row_of)
 {
-    if (!PyList_CheckExact(rows)) {
-        PyErr_SetString(PyExc_TypeError, "rows must be a list of bytes");
+    if (!PyList_CheckExact(items)) {
+        PyErr_SetString(PyExc_TypeError, "rows, or nodes that have them, must come in a list");
         return -2;
     }
     Py_ssize_t total = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
-        PyObject *row = PyList_GET_ITEM(rows, i);
-        if (!is_bytes(row, "each of the rows"))
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        PyObject *row = row_of(PyList_GET_ITEM(items, i));
+        if (row == NULL)
             return -2;
         Py_ssize_t count = num_slots(row);
         total = total < 0 || count < 0 || total > MOST - count ? -1 : total + count;
@@ -126,13 +143,13 @@ lanes(Py_ssize_t total, Py_ssize_t num_tokens, Py_ssize_t page)
     return total >= 0 && page > 0 && num_tokens % page == 0 && total == num_tokens / page ? page : 0;
 }
 
-PyObject *
-expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *
+expanded(const char *function, PyObject *const *args, Py_ssize_t nargs, RowOf row_of)
 {
-    if (!expect_args("expand", nargs, 3))
+    if (!expect_args(function, nargs, 3))
         return NULL;
     Py_ssize_t num_tokens = size_of(args[1], "num_tokens"), page = num_tokens < 0 ? -1 : size_of(args[2], "page_size");
-    Py_ssize_t total = page < 0 ? -2 : slots_in(args[0]);
+    Py_ssize_t total = page < 0 ? -2 : slots_in(args[0], row_of);
     if (total < -1)
         return NULL;
     page = lanes(total, num_tokens, page);
@@ -141,14 +158,26 @@ expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     int64_t *out;
     SlotRow *slots = new_row(num_tokens, &out);
     for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(args[0]); i++)
-        out = write_out(PyList_GET_ITEM(args[0], i), page, out);
+        out = write_out(row_of(PyList_GET_ITEM(args[0], i)), page, out);
     return slots == NULL ? NULL : as_tensor(slots);
+}
+
+PyObject *
+expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return expanded("expand", args, nargs, itself);
+}
+
+PyObject *
+gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return expanded("gather", args, nargs, of_node);
 }
 
 PyObject *
 join(PyObject *module, PyObject *rows)
 {
-    Py_ssize_t total = slots_in(rows);
+    Py_ssize_t total = slots_in(rows, itself);
     if (total < 0) {
         if (total == -1)
             PyErr_SetString(PyExc_ValueError, "a row is malformed");
@@ -159,50 +188,4 @@ join(PyObject *module, PyObject *rows)
     for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(rows); i++)
         out = write_out(PyList_GET_ITEM(rows, i), 1, out);
     return slots;
-}
-
-/* The slots of a node, borrowed; NULL with an exception set if they are no row. */
-static PyObject *
-row_of(PyObject *object)
-{
-    Node *node = as_node(object);
-    return node != NULL && is_bytes(node->slots, "a node's slots") ? node->slots : NULL;
-}
-
-/* How many slots the nodes say together, as `slots_in` tells it. */
-static Py_ssize_t
-slots_of(PyObject *path)
-{
-    if (!PyList_CheckExact(path)) {
-        PyErr_SetString(PyExc_TypeError, "a path must be a list of nodes");
-        return -2;
-    }
-    Py_ssize_t total = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(path); i++) {
-        PyObject *row = row_of(PyList_GET_ITEM(path, i));
-        if (row == NULL)
-            return -2;
-        Py_ssize_t count = num_slots(row);
-        total = total < 0 || count < 0 || total > MOST - count ? -1 : total + count;
-    }
-    return total;
-}
-
-PyObject *
-gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (!expect_args("gather", nargs, 3))
-        return NULL;
-    Py_ssize_t num_tokens = size_of(args[1], "num_tokens"), page = num_tokens < 0 ? -1 : size_of(args[2], "page_size");
-    Py_ssize_t total = page < 0 ? -2 : slots_of(args[0]);
-    if (total < -1)
-        return NULL;
-    page = lanes(total, num_tokens, page);
-    if (page == 0)
-        Py_RETURN_NONE;
-    int64_t *out;
-    SlotRow *slots = new_row(num_tokens, &out);
-    for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(args[0]); i++)
-        out = write_out(((Node *)PyList_GET_ITEM(args[0], i))->slots, page, out);
-    return slots == NULL ? NULL : as_tensor(slots);
 }
