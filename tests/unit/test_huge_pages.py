@@ -1,12 +1,11 @@
 """Small objects lie where they are asked to lie, and their memory is given back as before."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import run_fresh
 
 from raydix.cache_core import kernels, plain_kernels
 
@@ -50,13 +49,7 @@ print(json.dumps(found))
     not (kernels.COMPILED and sys.platform == "linux"), reason="they are asked for by compiled code, on Linux"
 )
 def test_small_objects_lie_in_huge_pages_that_are_given_back() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_fresh(PROGRAM)
 
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from array import array
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fresh_process import run_fresh
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -278,13 +277,7 @@ def test_the_plain_ones_can_be_chosen_and_serve_a_cache_as_well() -> None:
         "print('served')"
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"RAYDIX_PLAIN": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_fresh(program, RAYDIX_PLAIN="1")
 
     assert done.stdout.split() == ["served"], done.stderr
 
@@ -299,12 +292,6 @@ def test_without_what_they_need_of_torch_the_plain_ones_serve(change: str) -> No
         "print(kernels.COMPILED, cache.match_prefix(RadixKey([1, 2])).indices.tolist())"
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_fresh(program)
 
     assert done.stdout.split() == ["False", "[1,", "2]"], done.stderr

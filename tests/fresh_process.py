@@ -1,0 +1,16 @@
+"""Programs in a Python process of their own, which finds what this one finds."""
+
+import os
+import subprocess
+import sys
+
+
+def run_fresh(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """Run a program to its end; what it printed, and how it ended, is the caller's to judge."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
