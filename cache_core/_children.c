@@ -107,8 +107,14 @@ index_of(const Children *children, uint64_t hash, const char *page, Py_ssize_t s
     if (*place != NULL)
         return (*place)->at;
     for (Py_ssize_t at = 0; at < children->filled; at++) {
-        const Entry *entry = &children->entries[at];
-        if (entry->hash == hash && entry->child != NULL && begins_with(entry->child, page, size))
+        Entry *entry = &children->entries[at];
+        if (entry->hash != hash || entry->child == NULL)
+            continue;
+        fetch(entry->data, 3);
+        int said = begins_with(entry->child, page, size);
+        if (entry->data != ((Node *)entry->child)->data)
+            entry->data = ((Node *)entry->child)->data;
+        if (said)
             return at;
     }
     return NOWHERE;
@@ -233,7 +239,7 @@ put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child
         return -1;
     at = children->filled++;
     children->used++;
-    children->entries[at] = (Entry){hash, Py_NewRef(child)};
+    children->entries[at] = (Entry){hash, Py_NewRef(child), ((Node *)child)->data};
     if (children->index != NULL) /* which may be a new one */
         *place_for(children, hash, page, size) = (Place){.child = child, .tag = (uint32_t)(hash >> 32), .at = (int32_t)at};
     return 0;

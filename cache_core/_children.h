@@ -8,6 +8,7 @@
 typedef struct {
     uint64_t hash;
     PyObject *child; /* NULL: it has gone */
+    const void *data; /* where the child's lay when somebody last came by: to be fetched, never to be read */
 } Entry;
 
 typedef struct {

@@ -37,8 +37,6 @@ static PyMethodDef functions[] = {
     {"grow", (PyCFunction)(void (*)(void))grow, METH_FASTCALL, NULL},
     {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, NULL},
     {"uproot", (PyCFunction)(void (*)(void))uproot, METH_FASTCALL, NULL},
-    {"lock_path", lock_path, METH_O, NULL},
-    {"unlock_path", unlock_path, METH_O, NULL},
     {"begins_alike", (PyCFunction)(void (*)(void))begins_alike, METH_FASTCALL, NULL},
     {"is_row", (PyCFunction)(void (*)(void))is_row, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
@@ -65,10 +63,10 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__kernels(void)
 {
-    if (!knows_children() || !knows_growth() || !knows_keys() || !knows_rankings() || !knows_tensors())
+    if (!knows_children() || !knows_holdings() || !knows_keys() || !knows_nodes() || !knows_rankings() || !knows_tensors())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
-    PyTypeObject *const types[] = {&NodeType, &ChildrenType, &KeyType, &RankingType};
+    PyTypeObject *const types[] = {&NodeType, &ChildrenType, &KeyType, &RankingType, &HoldingsType};
     for (size_t i = 0; module != NULL && i < sizeof(types) / sizeof(*types); i++)
         if (PyModule_AddType(module, types[i]) < 0)
             Py_CLEAR(module);

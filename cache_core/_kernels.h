@@ -53,7 +53,7 @@ typedef struct {
     PyObject *data, *extra_key, *width, *arity, *unit, *num_tokens;
 } Key;
 
-extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType;
+extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType, HoldingsType;
 
 /* arguments: _kernels.c */
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
@@ -75,6 +75,15 @@ Node *new_node(PyTypeObject *type, const NodeParts *parts);
 Node *as_node(PyObject *object);
 Py_ssize_t end_of(const Node *node);
 Children *children_of(const Node *node);
+int is_childless(const Node *node);
+Py_ssize_t unit_of(const Node *node);
+
+/* locks of nodes: _locks.c */
+Py_ssize_t lock_path(Node *node);
+Py_ssize_t unlock_path(Node *node);
+
+/* leaves that go: _removal.c */
+PyObject *take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes);
 
 /* children: _children.c */
 Children *new_children(void);
@@ -107,8 +116,9 @@ void spread(void *table, size_t size); /* _arenas.c */
 
 /* what each part needs, once, when the module is loaded: 0 with an exception set if it is not to be had */
 int knows_children(void);
-int knows_growth(void);
+int knows_holdings(void);
 int knows_keys(void);
+int knows_nodes(void);
 int knows_rankings(void);
 int knows_tensors(void);
 
@@ -117,8 +127,6 @@ PyObject *walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *uproot(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-PyObject *lock_path(PyObject *module, PyObject *node);
-PyObject *unlock_path(PyObject *module, PyObject *node);
 PyObject *begins_alike(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs);

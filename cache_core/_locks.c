@@ -38,28 +38,28 @@ climb(Node *node, Py_ssize_t step)
     return reached;
 }
 
-static PyObject *
-count_lock(PyObject *object, Py_ssize_t step)
+/* Count a lock more or less; returns how many tokens changed sides, -1 with an exception set if it cannot be. */
+static Py_ssize_t
+count_lock(Node *node, Py_ssize_t step)
 {
-    Node *node = as_node(object);
-    if (node == NULL || !leads_to_root(node))
-        return NULL;
+    if (!leads_to_root(node))
+        return -1;
     if (step < 0 && node->own_locks <= 0) {
         PyErr_Format(PyExc_AssertionError, "unlock of %R", node);
-        return NULL;
+        return -1;
     }
     node->own_locks += step;
-    return PyLong_FromSsize_t(end_of(node) - climb(node, step));
+    return end_of(node) - climb(node, step);
 }
 
-PyObject *
-lock_path(PyObject *module, PyObject *node)
+Py_ssize_t
+lock_path(Node *node)
 {
     return count_lock(node, 1);
 }
 
-PyObject *
-unlock_path(PyObject *module, PyObject *node)
+Py_ssize_t
+unlock_path(Node *node)
 {
     return count_lock(node, -1);
 }

@@ -21,10 +21,10 @@ is_urgent(const Node *leaf, const Node *parent)
 static int
 is_leaf(const Node *leaf, const Node *parent)
 {
-    const Children *below = children_of(leaf);
-    if (PyErr_Occurred() || (children_of(parent) == NULL && PyErr_Occurred()) || !is_bytes(leaf->data, "a node's data"))
+    int childless = is_childless(leaf);
+    if (childless < 0 || is_childless(parent) < 0 || !is_bytes(leaf->data, "a node's data"))
         return 0;
-    if ((below == NULL || num_children(below) == 0) && leaf->slots != NULL && PyBytes_CheckExact(leaf->slots))
+    if (childless && leaf->slots != NULL && PyBytes_CheckExact(leaf->slots))
         return 1;
     PyErr_Format(PyExc_AssertionError, "not a leaf: %R", leaf);
     return 0;
@@ -41,8 +41,9 @@ inherit_use(Node *parent, const Node *leaf, int urgent)
         set_member(&parent->own_priority, leaf->own_priority);
 }
 
-static PyObject *
-take_out(Node *leaf, Node *parent, Py_ssize_t page_bytes)
+/* Take a leaf out of its parent's children; returns its slots, or NULL with an exception set and nothing changed. */
+PyObject *
+take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes)
 {
     int urgent = is_urgent(leaf, parent); /* first: Python code that runs in it may change anything */
     if (urgent < 0 || !is_leaf(leaf, parent))
@@ -71,7 +72,7 @@ uproot(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (page_bytes < 0)
         return NULL;
     Py_INCREF(parent);
-    PyObject *slots = take_out(leaf, parent, page_bytes);
+    PyObject *slots = take_leaf(leaf, parent, page_bytes);
     Py_DECREF(parent);
     return slots;
 }

@@ -16,7 +16,7 @@ import torch
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.eviction_queue import EvictionQueue
-from raydix.cache_core.kernels import lock_path, unlock_path
+from raydix.cache_core.kernels import Holdings, expand
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.retired_nodes import RetiredNodes
 from raydix.cache_core.slot_rows import Row, expand_rows
@@ -43,61 +43,36 @@ class Victims:
 
     def slots(self, page_size: int) -> torch.Tensor:
         """One slot per token."""
-        return expand_rows(self.rows, self.nodes, self.num_tokens, page_size)
+        slots = expand(self.rows, self.num_tokens, page_size)
+        return expand_rows(self.rows, self.nodes, self.num_tokens, page_size) if slots is None else slots
 
 
-class FullComponent:
+class FullComponent(Holdings):
     """Locks, sizes and eviction order of the full KV."""
 
+    _queue: EvictionQueue | TenantQueues
+
     def __init__(self, tree: RadixTree, policy: EvictionPolicy, aux: Sequence[AuxComponent] = ()) -> None:
-        self.evictable = 0  # tokens
-        self.protected = 0  # tokens
+        super().__init__(EvictionQueue(policy.rank))
         self._tree = tree
         self._aux = aux  # told of nodes that leave
         self.policy = policy
-        self._queue: EvictionQueue | TenantQueues = EvictionQueue(policy.rank)
         self.retired: RetiredNodes | TenantRetired = RetiredNodes()  # they go before all others
-
-    def add(self, leaf: TreeNode) -> None:
-        """A new, unlocked leaf."""
-        parent = leaf.parent
-        assert parent is not None
-        self.evictable += leaf.end - parent.end
-        if len(parent.children) == 1:  # it was a leaf until now
-            self._queue.discard(parent)
-        self._queue.push(leaf)
-
-    def touch(self, leaf: TreeNode) -> None:
-        """A match or an insert ends at a leaf."""
-        self._queue.touch(leaf)
-
-    def lock(self, node: TreeNode) -> None:
-        """Lock a node and its ancestors. O(depth in nodes)."""
-        moved = lock_path(node)
-        if moved and not node.children:
-            self._queue.discard(node)
-        self.evictable -= moved
-        self.protected += moved
-
-    def unlock(self, node: TreeNode) -> None:
-        """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes)."""
-        moved = unlock_path(node)
-        self.evictable += moved
-        self.protected -= moved
-        if moved and not node.children:
-            self._offer(node)
 
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
-        victims = Victims()
-        while victims.num_tokens < num_tokens:
-            if (leaf := self.retired.pop()) is not None:
-                self.take_out(leaf, victims)
-            elif (leaf := self._queue.pop()) is not None:
-                self._remove(leaf, victims)
-            else:
-                break
+        victims = self.evict_retired(num_tokens) if self.retired else Victims()
+        if self._aux:
+            self._evict_each(num_tokens, victims)
+        else:
+            missing, page_size = num_tokens - victims.num_tokens, self._tree.page_size
+            victims.num_tokens += self.fell(missing, page_size, victims.nodes, victims.rows)
         return victims
+
+    def _evict_each(self, num_tokens: int, victims: Victims) -> None:
+        """`fell` where others are to know of each leaf."""
+        while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
+            self._remove(leaf, victims)
 
     def evict_retired(self, max_tokens: int | None) -> Victims:
         """Take out what is unlocked of retired namespaces; given a limit, until it is reached."""
@@ -136,12 +111,17 @@ class FullComponent:
         for component in self._aux:
             component.on_remove(leaf)
         num_tokens = leaf.end - parent.end
-        victims.nodes.append(leaf)  # and not by `add`: a call less
-        victims.rows.append(self._tree.remove_leaf(leaf))
-        victims.num_tokens += num_tokens
+        victims.add(leaf, self._tree.remove_leaf(leaf), num_tokens)
         self.evictable -= num_tokens
-        if not parent.children and not parent.lock_ref and parent.data:
-            self._offer(parent)
+        if not parent.children:
+            self._left_bare(parent)
+
+    def _left_bare(self, node: TreeNode) -> None:
+        """The last child of a node has gone: it may go, too."""
+        if not node.data:
+            self._tree.remove_top(node)
+        elif not node.lock_ref:
+            self._offer(node)
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""

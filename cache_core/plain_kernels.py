@@ -7,11 +7,13 @@ from typing import Any, Self
 import numpy as np
 
 from raydix.cache_core.plain_children import NO_CHILDREN, Children
+from raydix.cache_core.plain_holdings import Holdings, uproot
 from raydix.cache_core.plain_ranking import Ranking
 from raydix.cache_core.plain_rows import compact, expand, gather, is_row, join, num_slots, parted, take_back
 
 __all__ = [
     "Children",
+    "Holdings",
     "Key",
     "Node",
     "Ranking",
@@ -23,10 +25,8 @@ __all__ = [
     "grow",
     "is_row",
     "join",
-    "lock_path",
     "pack",
     "take_back",
-    "unlock_path",
     "uproot",
     "use_huge_pages",
     "walk",
@@ -192,50 +192,6 @@ def _hang(parent: Any, page: bytes, child: Any) -> None:
     if parent.children is NO_CHILDREN:
         parent.children = Children()
     parent.children[page] = child
-
-
-def uproot(leaf: Any, page_bytes: int, /) -> bytes:
-    """Take a leaf out of its parent's children; returns its slots, which it no longer has.
-
-    What went through it went through its parent as well: of its uses the parent tells from now on.
-    """
-    parent, slots = leaf.parent, leaf.slots
-    assert slots is not None and not leaf.children, f"not a leaf: {leaf}"
-    del parent.children[leaf.data[:page_bytes]]
-    leaf.slots = None
-    parent.own_hits += leaf.own_hits
-    parent.own_access_time = max(parent.own_access_time, leaf.own_access_time)
-    parent.own_priority = max(parent.own_priority, leaf.own_priority)
-    return slots  # type: ignore[no-any-return]
-
-
-def lock_path(node: Any, /) -> int:
-    """Lock a node, and so all above it; returns how many tokens became locked that were not. O(depth in nodes)."""
-    node.own_locks += 1
-    end, parent = node.end, node.parent
-    while parent is not None and not node.lock_ref:
-        node.lock_ref = 1
-        node, parent = parent, parent.parent
-    moved: int = end - node.end
-    while parent is not None:
-        node.lock_ref += 1
-        node, parent = parent, parent.parent
-    return moved
-
-
-def unlock_path(node: Any, /) -> int:
-    """Undo one `lock_path`; returns how many tokens are no longer locked. O(depth in nodes)."""
-    assert node.own_locks > 0, f"unlock of {node}"
-    node.own_locks -= 1
-    end, parent = node.end, node.parent
-    while parent is not None and node.lock_ref == 1:
-        node.lock_ref = 0
-        node, parent = parent, parent.parent
-    moved: int = end - node.end
-    while parent is not None:
-        node.lock_ref -= 1
-        node, parent = parent, parent.parent
-    return moved
 
 
 def walk(node: Any, data: bytes, unit: int, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]:

@@ -87,6 +87,8 @@ class RadixCache(WindowTreeCache):
         gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim.
         """
-        if not self._aux:
-            return EvictResult(self._evict_full(num_tokens))
-        return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))
+        if self._aux:
+            return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))
+        victims = self._full.evict(num_tokens)
+        self._give_back(victims)
+        return EvictResult(victims.num_tokens)

@@ -90,23 +90,19 @@ class RadixTree:
 
     def remove_leaf(self, leaf: TreeNode) -> Row:
         """Take a childless node out of the tree; returns its slots, and leaves its uses to its parent. A top left
-        without children goes, too."""
-        slots = uproot(leaf, self.page_size * leaf.space.unit)
-        parent = leaf.parent
-        assert parent is not None
-        if parent.parent is self.root and not parent.children:
-            self._remove_top(parent)
-        return slots
+        without children is the caller's to remove."""
+        return uproot(leaf, self.page_size * leaf.space.unit)
+
+    def remove_top(self, top: TreeNode) -> None:
+        """Forget a namespace without nodes."""
+        top.slots = None
+        if top.space.live:
+            del self.tops[top.space.extra_key, top.space.arity]
 
     def detach(self, top: TreeNode) -> None:
         """Make a namespace unmatchable. O(1): its nodes live on until they are removed."""
         top.space.tree = None
         del self.tops[top.space.extra_key, top.space.arity]
-
-    def _remove_top(self, top: TreeNode) -> None:
-        top.slots = None
-        if top.space.live:
-            del self.tops[top.space.extra_key, top.space.arity]
 
     def _widen(self, top: TreeNode) -> None:
         """Give every id of a namespace 8 bytes. O(its tokens), once in its life, when its first wide id comes."""

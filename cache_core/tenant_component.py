@@ -64,6 +64,12 @@ class TenantComponent(FullComponent):
             self.take_out(leaf, victims)
         return victims
 
+    def evict(self, num_tokens: int) -> Victims:
+        """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`; what a floor keeps, stays."""
+        victims = self.evict_retired(num_tokens)
+        self._evict_each(num_tokens, victims)
+        return victims
+
     def _remove(self, leaf: TreeNode, victims: Victims) -> None:
         """Where a floor keeps a part of the leaf, its tail alone goes: exactly what may."""
         self._cut_to_spare(leaf)

@@ -104,12 +104,6 @@ class TreeCache(TreeInsert):
 
     # ---------------------------------------------------------------- eviction
 
-    def _evict_full(self, num_tokens: int) -> int:
-        """`_evict` where full KV is all there is."""
-        victims = self._full.evict(num_tokens)
-        self._give_back(victims)
-        return victims.num_tokens
-
     def _evict(self, num_tokens: int, wanted: Sequence[int]) -> tuple[int, ...]:
         """Free whole unlocked leaves, in the policy's order, until at least `num_tokens` slots are free; then what
         each component is to give up, in its own unit, in all. Returns what was freed, tokens first.

@@ -82,13 +82,14 @@ def a_peek_splits(patch: Patch) -> None:
 def removed_without(patch: Patch, use: str) -> None:
     """Have leaves leave the tree without telling their parents of this use."""
 
-    def remove_leaf(original: Any, tree: RadixTree, leaf: Any) -> Any:
-        known = getattr(leaf.parent, use)
-        row = original(tree, leaf)
-        setattr(leaf.parent, use, known)
-        return row
+    def fell(original: Any, full: FullComponent, num_tokens: int, page_size: int, nodes: list[Any], rows: Any) -> Any:
+        known = {node: getattr(node, use) for top in full._tree.tops.values() for node in top.subtree()}
+        felled = original(full, num_tokens, page_size, nodes, rows)
+        for node in nodes:
+            setattr(node.parent, use, known.get(node.parent, 0))
+        return felled
 
-    around(patch, RadixTree, "remove_leaf", remove_leaf)
+    around(patch, FullComponent, "fell", fell)
 
 
 @fault
@@ -146,12 +147,11 @@ def what_comes_late_goes_last(patch: Patch) -> None:
 
 @fault
 def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
-    def take_out(original: Any, full: FullComponent, leaf: Any, victims: Any) -> None:
-        offer, full._offer = full._offer, lambda parent: None  # type: ignore[method-assign]
-        original(full, leaf, victims)
-        full._offer = offer  # type: ignore[method-assign]
+    def left_bare(original: Any, full: FullComponent, node: Any) -> None:
+        if not node.data:
+            original(full, node)
 
-    around(patch, FullComponent, "take_out", take_out)
+    around(patch, FullComponent, "_left_bare", left_bare)
 
 
 @fault

@@ -110,16 +110,17 @@ def _split_without(name: str, value: int) -> Callable[[Patch], None]:
 
 
 def _what_is_evicted_has_no_priority(patch: Patch) -> None:
-    original = RadixTree.remove_leaf
+    original = FullComponent.fell
 
-    def remove_leaf(tree: RadixTree, leaf: TreeNode) -> Any:
-        assert leaf.parent is not None
-        known = leaf.parent.own_priority
-        row = original(tree, leaf)
-        leaf.parent.own_priority = known
-        return row
+    def fell(full: FullComponent, num_tokens: int, page_size: int, nodes: list[TreeNode], rows: list[bytes]) -> int:
+        known = {node: node.own_priority for top in full._tree.tops.values() for node in top.subtree()}
+        felled = original(full, num_tokens, page_size, nodes, rows)
+        for node in nodes:
+            assert node.parent is not None
+            node.parent.own_priority = known.get(node.parent, 0)  # what is retired is in no ranking any more
+        return felled
 
-    patch.setattr(RadixTree, "remove_leaf", remove_leaf)
+    patch.setattr(FullComponent, "fell", fell)
 
 
 def _inserts_have_no_priority(patch: Patch) -> None:

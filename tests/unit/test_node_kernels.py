@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from branches import Branch, held_by
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,54 +27,6 @@ SLOTS = st.one_of(
     RUNS, MANY_RUNS, st.lists(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 17)), max_size=5)
 )
 BYTES = st.lists(st.sampled_from([0, 1]), max_size=40).map(bytes)
-FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
-
-
-class Branch:
-    """A tree of one twin's nodes, grown by keys of single bytes."""
-
-    def __init__(self, kernel: Any, page_size: int, unit: int = 1, first: int = 0, step: int = 1) -> None:
-        self.kernel, self.page_size, self.unit, self.first, self.step = kernel, page_size, unit, first, step
-        self.space = SimpleNamespace(unit=unit)
-        self.root = kernel.Node(0, None, self.space, b"", b"", 0, 0)
-        self.top = kernel.Node(1, self.root, self.space, b"", b"", 0, 0)
-        self.nodes = [self.top]
-
-    def insert(self, data: bytes) -> Any:
-        """Hang what is new of a key below what it goes through, cutting where it leaves a run; the node it ends at."""
-        num_tokens = len(data) // self.unit // self.page_size * self.page_size
-        path, end = self.kernel.walk(self.top, data, self.unit, self.page_size, num_tokens)
-        node = path[-1] if path else self.top
-        if node.end > end:
-            node = self.cut(node, end - node.parent.end)
-        if end < num_tokens:
-            all_slots = torch.arange(num_tokens) * self.step + self.first
-            slots = self.kernel.compact(all_slots, 1, end, num_tokens)
-            node = self._added(
-                self.kernel.grow(
-                    type(self.top), len(self.nodes), node, data, self.unit, self.page_size, num_tokens, slots, 7
-                )
-            )
-        return node
-
-    def cut(self, node: Any, length: int) -> Any:
-        return self._added(self.kernel.cut(type(self.top), len(self.nodes), node, length, self.page_size))
-
-    def _added(self, node: Any) -> Any:
-        self.nodes.append(node)
-        return node
-
-    def facts(self) -> list[tuple[Any, ...]]:
-        """All there is to know of every node, in the order in which they were made."""
-        return [
-            (
-                *(getattr(node, name) for name in FIELDS),
-                node.parent.id,
-                node.space is self.space,
-                [child.id for child in node.children.values()],
-            )
-            for node in self.nodes
-        ]
 
 
 # ---------------------------------------------------------------- the same as the plain ones
@@ -85,17 +38,9 @@ def test_a_tree_grows_as_with_the_plain_kernels(
     data: st.DataObject, page_size: int, unit: int, first: int, step: int
 ) -> None:
     ours, theirs = (Branch(kernel, page_size, unit, first, step) for kernel in (kernels, plain_kernels))
-    locked: list[int] = []
     for _ in range(data.draw(st.integers(0, 12))):
         key = data.draw(BYTES)
         assert ours.insert(key).id == theirs.insert(key).id
-        at = data.draw(st.integers(0, len(ours.nodes) - 1))
-        if locked and data.draw(st.booleans()):
-            at = locked.pop()
-            assert kernels.unlock_path(ours.nodes[at]) == plain_kernels.unlock_path(theirs.nodes[at])
-        else:
-            locked.append(at)
-            assert kernels.lock_path(ours.nodes[at]) == plain_kernels.lock_path(theirs.nodes[at])
 
         assert ours.facts() == theirs.facts()
 
@@ -268,6 +213,7 @@ def circle() -> Any:
     return node
 
 
+UNIT = SimpleNamespace(unit=1)
 NO_DATA = RadixKey([1])
 del NO_DATA.data
 
@@ -306,13 +252,28 @@ class Nonsense(kernels.Key):
         (lambda: kernels.gather([lone(slots=None)], 0, 1), TypeError),
         (lambda: kernels.gather([lone(slots=bytearray())], 0, 1), TypeError),
         (lambda: kernels.gather([], -1, 1), ValueError),
-        (lambda: kernels.lock_path(object()), TypeError),
-        (lambda: kernels.lock_path(lone(parent=7)), TypeError),
-        (lambda: kernels.lock_path(lone(parent=None)), TypeError),
-        (lambda: kernels.lock_path(lone(parent=lone(end=-1))), ValueError),
-        (lambda: kernels.lock_path(circle()), ValueError),
-        (lambda: kernels.unlock_path(circle()), ValueError),
-        (lambda: kernels.unlock_path(lone()), AssertionError),
+        (lambda: held_by(kernels).lock(object()), TypeError),
+        (lambda: held_by(kernels).lock(lone(parent=7)), TypeError),
+        (lambda: held_by(kernels).lock(lone(parent=None)), TypeError),
+        (lambda: held_by(kernels).lock(lone(parent=lone(end=-1))), ValueError),
+        (lambda: held_by(kernels).lock(lone(children=[])), TypeError),
+        (lambda: held_by(kernels).lock(circle()), ValueError),
+        (lambda: held_by(kernels).unlock(circle()), ValueError),
+        (lambda: held_by(kernels).unlock(lone()), AssertionError),
+        (lambda: held_by(kernels).add(7), TypeError),
+        (lambda: held_by(kernels).add(lone()), TypeError),
+        (lambda: held_by(kernels).add(lone(parent=lone(children=[]))), TypeError),
+        (lambda: held_by(kernels, 7).fell(1, 1, [], []), TypeError),
+        (lambda: held_by(kernels, lone()).fell(1, 1, [], []), AttributeError),
+        (lambda: held_by(kernels, lone(space=UNIT)).fell(1, 1, [], []), TypeError),
+        (lambda: held_by(kernels, lone(space=UNIT, parent=lone())).fell(1, 1, [], []), ValueError),
+        (lambda: held_by(kernels, lone(space=UNIT, parent=lone(end=0))).fell(1, 1, [], []), KeyError),
+        (lambda: held_by(kernels, lone(space=UNIT, parent=lone(end=0))).fell(1, 2**63 - 1, [], []), ValueError),
+        (lambda: held_by(kernels).fell(1, -1, [], []), ValueError),
+        (lambda: held_by(kernels).fell(2**63, 1, [], []), OverflowError),
+        (lambda: held_by(kernels).fell(1, 1, (), []), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.Holdings(), TypeError),  # type: ignore[call-arg]
+        (lambda: kernels.Holdings.__new__(kernels.Holdings).touch(lone()), AttributeError),
         (lambda: kernels.grow(int, 1, lone(), b"abc", 1, 1, 3, b"", 0), TypeError),
         (lambda: kernels.grow(7, 1, lone(), b"abc", 1, 1, 3, b"", 0), TypeError),
         (lambda: kernels.grow(kernels.Node, 1, None, b"abc", 1, 1, 3, b"", 0), TypeError),
@@ -369,7 +330,7 @@ def test_what_is_refused_has_changed_nothing() -> None:
     before = [(node.lock_ref, node.own_locks) for node in tree.nodes]
 
     with pytest.raises(ValueError, match="after its parent"):
-        kernels.lock_path(leaf)
+        held_by(kernels).lock(leaf)
 
     assert [(node.lock_ref, node.own_locks) for node in tree.nodes] == before
 
@@ -379,7 +340,7 @@ def test_what_is_refused_has_changed_nothing() -> None:
 
 @compiled
 def test_nothing_is_kept_alive() -> None:
-    tree = Branch(kernels, 2)
+    tree, held = Branch(kernels, 2), held_by(kernels)
     key, other = RadixKey(np.arange(400), "space"), RadixKey(np.arange(300), "space")
     first, second = tree.insert(b"abcd"), tree.insert(b"abcdefgh")
     data, slots, now = b"abcdefghijkl", np.arange(4).tobytes(), 2**40
@@ -396,14 +357,17 @@ def test_nothing_is_kept_alive() -> None:
         kernels.walk(tree.top, b"abxx", 1, 2, 4)
         kernels.gather([first, second], 8, 2)
         kernels.begins_alike(key, other, 300)
-        kernels.lock_path(second)
-        kernels.unlock_path(second)
+        held.lock(second)
+        held.unlock(second)
+        held.touch(held._queue.leaves.pop())
         RadixKey.from_packed(packed, 4, name)
         RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]
         leaf = kernels.grow(kernels.Node, 9, first, data[:4] + b"xxyy", 1, 2, 8, slots, now)
         above = kernels.cut(kernels.Node, 10, leaf, 2, 2)
-        kernels.uproot(leaf, 2)
+        held.add(leaf)
+        held.fell(1, 2, [], [])
         kernels.uproot(above, 2)
+        held._queue.leaves.clear()
         del above, leaf
 
     gc.collect()
@@ -434,7 +398,9 @@ def test_a_path_of_a_hundred_thousand_nodes_is_freed(kernel: Any) -> None:
     for number in range(100_000):
         node = kernel.Node(number, node, None, b"", b"", number, 0)
 
-    assert kernel.lock_path(node) > 0
+    held = held_by(kernel)
+    held.lock(node)
+    assert held.protected == 99_999
     del node
 
 

@@ -1,0 +1,244 @@
+/* What of a tree is locked, and which of the rest goes next. */
+
+#include "_kernels.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *queue; /* of the unlocked leaves */
+    Py_ssize_t evictable, protected; /* tokens */
+} Holdings;
+
+static PyObject *name_push, *name_discard, *name_touch, *name_pop, *name_offer, *name_bare;
+
+/* ---------------------------------------------------------------- the queue, whatever its type */
+
+/* Call a method of the queue, with a node or without; NULL with an exception set on an error. */
+static PyObject *
+ask(const Holdings *holdings, PyObject *name, PyObject *node)
+{
+    PyObject *queue = holdings->queue;
+    if (queue == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "_queue");
+        return NULL;
+    }
+    Py_INCREF(queue); /* and the node: whoever is called may let go of either */
+    Py_XINCREF(node);
+    PyObject *said = node == NULL ? PyObject_CallMethodNoArgs(queue, name) : PyObject_CallMethodOneArg(queue, name, node);
+    Py_XDECREF(node);
+    Py_DECREF(queue);
+    return said;
+}
+
+static int
+tell(const Holdings *holdings, PyObject *name, PyObject *node)
+{
+    PyObject *said = ask(holdings, name, node);
+    Py_XDECREF(said);
+    return said == NULL ? -1 : 0;
+}
+
+static PyObject *
+holdings_touch(PyObject *self, PyObject *leaf)
+{
+    return ask((Holdings *)self, name_touch, leaf);
+}
+
+static PyObject *
+holdings_add(PyObject *self, PyObject *object)
+{
+    Node *leaf = as_node(object), *parent = leaf == NULL ? NULL : as_node(leaf->parent);
+    const Children *siblings = parent == NULL ? NULL : children_of(parent);
+    if (PyErr_Occurred())
+        return NULL;
+    ((Holdings *)self)->evictable += leaf->end - parent->end;
+    int was_leaf = siblings != NULL && num_children(siblings) == 1;
+    if (was_leaf && tell((Holdings *)self, name_discard, (PyObject *)parent) < 0)
+        return NULL;
+    return ask((Holdings *)self, name_push, object);
+}
+
+/* ---------------------------------------------------------------- locks */
+
+static PyObject *
+holdings_lock(PyObject *self, PyObject *object)
+{
+    Holdings *holdings = (Holdings *)self;
+    Node *node = as_node(object);
+    int childless = node == NULL ? -1 : is_childless(node);
+    Py_ssize_t moved = childless < 0 ? -1 : lock_path(node);
+    if (moved < 0)
+        return NULL;
+    holdings->evictable -= moved;
+    holdings->protected += moved;
+    if (moved > 0 && childless)
+        return ask(holdings, name_discard, object);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+holdings_unlock(PyObject *self, PyObject *object)
+{
+    Holdings *holdings = (Holdings *)self;
+    Node *node = as_node(object);
+    int childless = node == NULL ? -1 : is_childless(node);
+    Py_ssize_t moved = childless < 0 ? -1 : unlock_path(node);
+    if (moved < 0)
+        return NULL;
+    holdings->evictable += moved;
+    holdings->protected -= moved;
+    if (moved > 0 && childless)
+        return PyObject_CallMethodOneArg(self, name_offer, object);
+    Py_RETURN_NONE;
+}
+
+/* ---------------------------------------------------------------- eviction */
+
+/* Bytes of a page of a leaf; -1 with an exception set if that cannot be. */
+static Py_ssize_t
+page_bytes_of(const Node *leaf, Py_ssize_t page)
+{
+    Py_ssize_t unit = unit_of(leaf);
+    if (unit < 0 || page <= PY_SSIZE_T_MAX / (unit + 1))
+        return unit < 0 ? -1 : page * unit;
+    PyErr_SetString(PyExc_ValueError, "a page is too large");
+    return -1;
+}
+
+/* Take out a leaf below `parent` that holds so many tokens, and note it with its slots; 0, or -1 with an exception set. */
+static int
+fell_leaf(Holdings *holdings, Node *leaf, Node *parent, Py_ssize_t page_bytes, PyObject *nodes, PyObject *rows)
+{
+    Py_ssize_t num_tokens = leaf->end - parent->end;
+    PyObject *row = take_leaf(leaf, parent, page_bytes), *told = NULL;
+    if (row != NULL && PyList_Append(nodes, (PyObject *)leaf) == 0 && PyList_Append(rows, row) == 0) {
+        holdings->evictable -= num_tokens;
+        told = is_childless(parent) == 0
+                   ? Py_NewRef(Py_None)
+                   : PyObject_CallMethodOneArg((PyObject *)holdings, name_bare, (PyObject *)parent);
+    }
+    Py_XDECREF(row);
+    Py_XDECREF(told);
+    return told == NULL ? -1 : 0;
+}
+
+/* Take out the leaf that goes next; returns how many tokens it held, 0 if there is none, -1 on an error. */
+static Py_ssize_t
+fell_next(Holdings *holdings, Py_ssize_t page, PyObject *nodes, PyObject *rows)
+{
+    PyObject *next = ask(holdings, name_pop, NULL);
+    Py_ssize_t num_tokens = next == Py_None ? 0 : -1;
+    Node *leaf = next == NULL || next == Py_None ? NULL : as_node(next);
+    Py_ssize_t page_bytes = leaf == NULL ? -1 : page_bytes_of(leaf, page);
+    Node *parent = page_bytes < 0 ? NULL : as_node(leaf->parent);
+    if (parent != NULL && leaf->end <= parent->end)
+        PyErr_SetString(PyExc_ValueError, "a node must end after its parent");
+    else if (parent != NULL) {
+        Py_INCREF(parent);
+        num_tokens = leaf->end - parent->end;
+        if (fell_leaf(holdings, leaf, parent, page_bytes, nodes, rows) < 0)
+            num_tokens = -1;
+        Py_DECREF(parent);
+    }
+    Py_XDECREF(next);
+    return num_tokens;
+}
+
+static PyObject *
+holdings_fell(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!expect_args("fell", nargs, 4))
+        return NULL;
+    Py_ssize_t wanted = PyLong_AsSsize_t(args[0]), page = PyErr_Occurred() ? -1 : size_of(args[1], "page_size");
+    if (page < 0)
+        return NULL;
+    if (!PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "victims, and their rows, are noted in lists");
+        return NULL;
+    }
+    Py_ssize_t felled = 0, num_tokens = 1;
+    while (felled < wanted && num_tokens > 0) {
+        num_tokens = fell_next((Holdings *)self, page, args[2], args[3]);
+        felled += num_tokens;
+    }
+    return num_tokens < 0 ? NULL : PyLong_FromSsize_t(felled);
+}
+
+/* ---------------------------------------------------------------- the type */
+
+static int
+holdings_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"queue", NULL};
+    PyObject *queue;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:Holdings", names, &queue))
+        return -1;
+    set_member(&((Holdings *)self)->queue, queue);
+    return 0;
+}
+
+static int
+holdings_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(((Holdings *)self)->queue);
+    return 0;
+}
+
+static int
+holdings_clear(PyObject *self)
+{
+    Py_CLEAR(((Holdings *)self)->queue);
+    return 0;
+}
+
+static void
+holdings_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    holdings_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef methods[] = {
+    {"add", holdings_add, METH_O, NULL},
+    {"touch", holdings_touch, METH_O, NULL},
+    {"lock", holdings_lock, METH_O, NULL},
+    {"unlock", holdings_unlock, METH_O, NULL},
+    {"fell", (PyCFunction)(void (*)(void))holdings_fell, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"_queue", T_OBJECT_EX, offsetof(Holdings, queue), 0, NULL},
+    {"evictable", T_PYSSIZET, offsetof(Holdings, evictable), 0, NULL},
+    {"protected", T_PYSSIZET, offsetof(Holdings, protected), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject HoldingsType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "raydix.cache_core._kernels.Holdings",
+    .tp_doc = PyDoc_STR("Holdings(queue)\n--\n\nWhat of a tree is locked, and which of the rest goes next: see "
+                        "plain_kernels."),
+    .tp_basicsize = sizeof(Holdings),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = holdings_init,
+    .tp_dealloc = holdings_dealloc,
+    .tp_traverse = holdings_traverse,
+    .tp_clear = holdings_clear,
+    .tp_methods = methods,
+    .tp_members = members,
+};
+
+int
+knows_holdings(void)
+{
+    name_push = PyUnicode_InternFromString("push");
+    name_discard = PyUnicode_InternFromString("discard");
+    name_touch = PyUnicode_InternFromString("touch");
+    name_pop = PyUnicode_InternFromString("pop");
+    name_offer = PyUnicode_InternFromString("_offer");
+    name_bare = PyUnicode_InternFromString("_left_bare");
+    return name_push != NULL && name_discard != NULL && name_touch != NULL && name_pop != NULL && name_offer != NULL &&
+           name_bare != NULL;
+}

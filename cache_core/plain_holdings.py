@@ -1,0 +1,115 @@
+"""What of a tree is locked, and which of the rest goes next, in plain Python: the twin of `_holdings.c`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Holdings:
+    """Tokens of a tree with locks and without, and its unlocked leaves: what `FullComponent` is made of.
+
+    Its heir says what becomes of a leaf without locks, by `_offer`, and of a node whose last child has gone, by
+    `_left_bare`.
+
+    Args:
+        queue: of the unlocked leaves, to `push`, `discard`, `touch` and `pop` them.
+    """
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.evictable = 0  # tokens of nodes without locks
+        self.protected = 0  # tokens of nodes with locks
+
+    def add(self, leaf: Any, /) -> None:
+        """A new, unlocked leaf."""
+        parent = leaf.parent
+        self.evictable += leaf.end - parent.end
+        if len(parent.children) == 1:  # it was a leaf until now
+            self._queue.discard(parent)
+        self._queue.push(leaf)
+
+    def touch(self, leaf: Any, /) -> None:
+        """A match or an insert ends at a leaf."""
+        self._queue.touch(leaf)
+
+    def lock(self, node: Any, /) -> None:
+        """Lock a node and its ancestors. O(depth in nodes)."""
+        moved = _lock_path(node)
+        self.evictable -= moved
+        self.protected += moved
+        if moved and not node.children:
+            self._queue.discard(node)
+
+    def unlock(self, node: Any, /) -> None:
+        """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes)."""
+        moved = _unlock_path(node)
+        self.evictable += moved
+        self.protected -= moved
+        if moved and not node.children:
+            self._offer(node)
+
+    def fell(self, num_tokens: int, page_size: int, nodes: list[Any], rows: list[bytes], /) -> int:
+        """Take the leaves that go next out of the queue and the tree, until they hold so many tokens or there is none.
+
+        They are noted in `nodes`, their slots in `rows`. Returns how many tokens they hold.
+        """
+        felled = 0
+        while felled < num_tokens and (leaf := self._queue.pop()) is not None:
+            parent = leaf.parent
+            rows.append(uproot(leaf, page_size * leaf.space.unit))
+            nodes.append(leaf)
+            felled += leaf.end - parent.end
+            self.evictable -= leaf.end - parent.end
+            if not parent.children:
+                self._left_bare(parent)
+        return felled
+
+    def _offer(self, leaf: Any) -> None:
+        raise NotImplementedError
+
+    def _left_bare(self, node: Any) -> None:
+        raise NotImplementedError
+
+
+def uproot(leaf: Any, page_bytes: int, /) -> bytes:
+    """Take a leaf out of its parent's children; returns its slots, which it no longer has.
+
+    What went through it went through its parent as well: of its uses the parent tells from now on.
+    """
+    parent, slots = leaf.parent, leaf.slots
+    assert slots is not None and not leaf.children, f"not a leaf: {leaf}"
+    del parent.children[leaf.data[:page_bytes]]
+    leaf.slots = None
+    parent.own_hits += leaf.own_hits
+    parent.own_access_time = max(parent.own_access_time, leaf.own_access_time)
+    parent.own_priority = max(parent.own_priority, leaf.own_priority)
+    return slots  # type: ignore[no-any-return]
+
+
+def _lock_path(node: Any) -> int:
+    """Count a lock on a node and on all above it; returns how many tokens became locked that were not."""
+    node.own_locks += 1
+    end, parent = node.end, node.parent
+    while parent is not None and not node.lock_ref:
+        node.lock_ref = 1
+        node, parent = parent, parent.parent
+    moved: int = end - node.end
+    while parent is not None:
+        node.lock_ref += 1
+        node, parent = parent, parent.parent
+    return moved
+
+
+def _unlock_path(node: Any) -> int:
+    """Undo one `_lock_path`; returns how many tokens are no longer locked."""
+    assert node.own_locks > 0, f"unlock of {node}"
+    node.own_locks -= 1
+    end, parent = node.end, node.parent
+    while parent is not None and node.lock_ref == 1:
+        node.lock_ref = 0
+        node, parent = parent, parent.parent
+    moved: int = end - node.end
+    while parent is not None:
+        node.lock_ref -= 1
+        node, parent = parent, parent.parent
+    return moved

@@ -1,0 +1,101 @@
+"""Small trees of the nodes of either twin, grown kernel by kernel."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from raydix.cache_core import plain_kernels
+
+FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
+
+
+class Branch:
+    """A tree of one twin's nodes, grown by keys of single bytes."""
+
+    def __init__(self, kernel: Any, page_size: int, unit: int = 1, first: int = 0, step: int = 1) -> None:
+        self.kernel, self.page_size, self.unit, self.first, self.step = kernel, page_size, unit, first, step
+        self.space = SimpleNamespace(unit=unit)
+        self.root = kernel.Node(0, None, self.space, b"", b"", 0, 0)
+        self.top = kernel.Node(1, self.root, self.space, b"", b"", 0, 0)
+        self.nodes = [self.top]
+
+    def insert(self, data: bytes) -> Any:
+        """Hang what is new of a key below what it goes through, cutting where it leaves a run; the node it ends at."""
+        num_tokens = len(data) // self.unit // self.page_size * self.page_size
+        path, end = self.kernel.walk(self.top, data, self.unit, self.page_size, num_tokens)
+        node = path[-1] if path else self.top
+        if node.end > end:
+            node = self.cut(node, end - node.parent.end)
+        if end < num_tokens:
+            all_slots = torch.arange(num_tokens) * self.step + self.first
+            slots = self.kernel.compact(all_slots, 1, end, num_tokens)
+            node = self._added(
+                self.kernel.grow(
+                    type(self.top), len(self.nodes), node, data, self.unit, self.page_size, num_tokens, slots, 7
+                )
+            )
+        return node
+
+    def cut(self, node: Any, length: int) -> Any:
+        return self._added(self.kernel.cut(type(self.top), len(self.nodes), node, length, self.page_size))
+
+    def _added(self, node: Any) -> Any:
+        self.nodes.append(node)
+        return node
+
+    def facts(self) -> list[tuple[Any, ...]]:
+        """All there is to know of every node, in the order in which they were made."""
+        return [
+            (
+                *(getattr(node, name) for name in FIELDS),
+                node.parent.id,
+                node.space is self.space,
+                [child.id for child in node.children.values()],
+            )
+            for node in self.nodes
+        ]
+
+
+class ListQueue:
+    """The plainest queue there can be: first in, first out. Notes what it is told."""
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self.leaves = leaves
+        self.told: list[tuple[str, int]] = []
+
+    def push(self, leaf: Any) -> None:
+        self.told.append(("push", leaf.id))
+        self.leaves.append(leaf)
+
+    def discard(self, leaf: Any) -> None:
+        self.told.append(("discard", leaf.id))
+        if leaf in self.leaves:
+            self.leaves.remove(leaf)
+
+    def touch(self, leaf: Any) -> None:
+        self.told.append(("touch", leaf.id))
+
+    def pop(self) -> Any:
+        return self.leaves.pop(0) if self.leaves else None
+
+
+def held_by(kernel: Any, *leaves: Any) -> Any:
+    """Holdings of a twin, over a queue of these leaves."""
+
+    class Heir(kernel.Holdings):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(ListQueue([*leaves]))
+            self.bare: list[int] = []
+
+        def _offer(self, leaf: Any) -> None:
+            self._queue.push(leaf)
+
+        def _left_bare(self, node: Any) -> None:
+            self.bare.append(node.id)
+            if node.data and not node.lock_ref:
+                self._queue.push(node)
+
+    return Heir()

@@ -1,0 +1,112 @@
+"""What of a tree is locked, and which of the rest goes next: the compiled holdings tell it as the plain ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from branches import Branch, held_by
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raydix.cache_core import kernels, plain_kernels
+
+BYTES = st.lists(st.sampled_from([0, 1]), max_size=12).map(bytes)
+compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
+TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]
+
+
+class Tree(Branch):
+    """A tree of one twin, and who holds what of it."""
+
+    def __init__(self, kernel: Any, page_size: int) -> None:
+        super().__init__(kernel, page_size)
+        self.held = held_by(kernel)
+
+    def add(self, key: bytes) -> None:
+        known = len(self.nodes)
+        node = self.insert(key)
+        if len(self.nodes) > known and not node.children:
+            self.held.add(node)
+
+    def lock(self, at: int) -> None:
+        self.held.lock(self.nodes[at])
+
+    def unlock(self, at: int) -> None:
+        self.held.unlock(self.nodes[at])
+
+    def touch(self, at: int) -> None:
+        self.held.touch(self.nodes[at])
+
+    def fell(self, num_tokens: int) -> Any:
+        nodes: list[Any] = []
+        rows: list[bytes] = []
+        return self.held.fell(num_tokens, self.page_size, nodes, rows), [node.id for node in nodes], rows
+
+    def state(self) -> Any:
+        held = self.held
+        return held.evictable, held.protected, held.bare, held._queue.told, self.facts()
+
+
+@compiled
+@given(st.data(), st.integers(1, 3))
+def test_both_twins_hold_the_same(data: st.DataObject, page_size: int) -> None:
+    trees = [Tree(kernel, page_size) for kernel in (kernels, plain_kernels)]
+    locked: list[int] = []
+    for _ in range(data.draw(st.integers(0, 20))):
+        there = [at for at, node in enumerate(trees[0].nodes) if node.slots is not None]
+        what: Any = data.draw(st.sampled_from(["add", "add", "lock", "unlock", "touch", "fell"]))
+        given: Any = data.draw(
+            BYTES if what == "add" else st.integers(-1, 9) if what == "fell" else st.sampled_from(there)
+        )
+        if what == "unlock":
+            if not locked:
+                continue
+            given = locked.pop()
+        elif what == "lock":
+            locked.append(given)
+        results = [getattr(tree, what)(given) for tree in trees]
+
+        assert results[0] == results[1]
+        assert trees[0].state() == trees[1].state()
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_leaves_are_felled_until_they_hold_enough(kernel: Any) -> None:
+    tree = Tree(kernel, 1)
+    for key in (b"aaa", b"bb", b"cccc", b"ccccdd"):
+        tree.add(key)
+    tree.lock(1)
+
+    assert (tree.held.evictable, tree.held.protected) == (8, 3)
+    assert tree.fell(1)[:2] == (2, [2])
+    assert tree.fell(3)[:2] == (6, [4, 3])  # the parent follows its last child
+    assert tree.fell(1)[:2] == (0, [])
+    assert (tree.held.evictable, tree.held.protected, tree.held.bare) == (0, 3, [3])
+
+
+@compiled
+def test_a_queue_may_let_go_of_everything_meanwhile() -> None:
+    tree = Tree(kernels, 1)
+    tree.add(b"abc")
+
+    class Fickle:
+        def discard(self, leaf: Any) -> None:
+            leaf.parent = None
+
+        def push(self, leaf: Any) -> None:
+            tree.held._queue = None
+            leaf.parent = None
+            raise LookupError
+
+        def pop(self) -> Any:
+            tree.held._queue = None
+            return tree.nodes.pop()
+
+    tree.held._queue = Fickle()
+    with pytest.raises(LookupError):
+        tree.add(b"abcd")
+    tree.held._queue = Fickle()
+
+    with pytest.raises(TypeError, match="a node is needed, not NoneType"):
+        tree.held.fell(9, 1, [], [])
