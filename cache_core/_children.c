@@ -222,13 +222,17 @@ find_child(const Children *children, const char *page, Py_ssize_t size)
     return place != NULL ? place->child : children->entries[at].child; /* the entry may be a cold line */
 }
 
-/* Put a child in the place of that page; 0, or -1 with an exception set. */
+/* Put a child in the place of that page, which a new one has to itself; 0, or -1 with an exception set. */
 int
-put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child)
+put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child, int is_new)
 {
     uint64_t hash = hash_of(page, size);
     Place *place;
     Py_ssize_t at = index_of(children, hash, page, size, &place);
+    if (at != NOWHERE && is_new) {
+        PyErr_SetString(PyExc_ValueError, "there is a child that begins so");
+        return -1;
+    }
     if (at != NOWHERE) {
         if (place != NULL)
             place->child = child;

@@ -32,7 +32,7 @@ children_set(PyObject *self, PyObject *page, PyObject *child)
     const char *start = PyBytes_AS_STRING(page);
     Py_ssize_t size = PyBytes_GET_SIZE(page);
     if (child != NULL)
-        return put_child(children, start, size, child);
+        return put_child(children, start, size, child, 0);
     PyObject *gone = drop_child(children, start, size);
     if (gone == NULL) {
         PyErr_SetObject(PyExc_KeyError, page);

@@ -11,18 +11,16 @@ is_node_type(PyObject *type)
     return 0;
 }
 
-/* As in Python: what is all of them is they. */
 static PyObject *
 slice(PyObject *bytes, Py_ssize_t start, Py_ssize_t stop)
 {
-    if (start == 0 && stop == PyBytes_GET_SIZE(bytes))
-        return Py_NewRef(bytes);
     return PyBytes_FromStringAndSize(PyBytes_AS_STRING(bytes) + start, stop - start);
 }
 
-/* Put a node below another one, under the first page of its data; -1 with an exception set on an error. */
+/* Put a node below another one, under the first page of its data, where there is none yet or one that gives way; -1 with
+ * an exception set on an error. */
 static int
-hang(Node *parent, PyObject *data, Py_ssize_t page_bytes, PyObject *child)
+hang(Node *parent, PyObject *data, Py_ssize_t page_bytes, PyObject *child, int is_new)
 {
     Children *children = children_of(parent);
     if (PyErr_Occurred())
@@ -31,7 +29,7 @@ hang(Node *parent, PyObject *data, Py_ssize_t page_bytes, PyObject *child)
     if (children == NULL)
         return -1;
     Py_ssize_t size = PyBytes_GET_SIZE(data);
-    int done = put_child(children, PyBytes_AS_STRING(data), size < page_bytes ? size : page_bytes, child);
+    int done = put_child(children, PyBytes_AS_STRING(data), size < page_bytes ? size : page_bytes, child, is_new);
     if (done == 0)
         set_member(&parent->children, (PyObject *)children);
     Py_DECREF(children);
@@ -53,32 +51,42 @@ new_leaf(PyTypeObject *type, NodeParts *parts, Py_ssize_t page_bytes, PyObject *
     parts->space = space;
     parts->data = data;
     PyObject *leaf = (PyObject *)new_node(type, parts);
-    if (leaf != NULL && hang(parent, data, page_bytes, leaf) < 0)
+    if (leaf != NULL && hang(parent, data, page_bytes, leaf, 1) < 0)
         Py_CLEAR(leaf);
     Py_DECREF(space);
     return leaf;
 }
 
+/* A part of a key's ids, in bytes; what is all of its data is they. */
+static PyObject *
+part_of_key(const Packed *key, Py_ssize_t start, Py_ssize_t stop)
+{
+    if (start == 0 && stop == key->size && key->data != NULL)
+        return Py_NewRef(key->data);
+    return PyBytes_FromStringAndSize(key->ids + start, stop - start);
+}
+
 PyObject *
 grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!expect_args("grow", nargs, 9) || !is_node_type(args[0]) || !is_bytes(args[3], "the data of a key"))
+    Packed key;
+    if (!expect_args("grow", nargs, 8) || !is_node_type(args[0]) || !packed_ids(args[3], &key))
         return NULL;
     Node *parent = as_node(args[2]);
-    Py_ssize_t start = parent == NULL ? -1 : end_of(parent), unit = start < 0 ? -1 : size_of(args[4], "unit");
-    Py_ssize_t page = unit < 0 ? -1 : size_of(args[5], "page_size"), stop = page < 0 ? -1 : size_of(args[6], "stop");
-    Py_ssize_t node_id = PyLong_AsSsize_t(args[1]), now = PyLong_AsSsize_t(args[8]);
+    Py_ssize_t start = parent == NULL ? -1 : end_of(parent), page = start < 0 ? -1 : size_of(args[4], "page_size");
+    Py_ssize_t stop = page < 0 ? -1 : size_of(args[5], "stop");
+    Py_ssize_t node_id = PyLong_AsSsize_t(args[1]), now = PyLong_AsSsize_t(args[7]);
     if (PyErr_Occurred())
         return NULL;
-    if (unit < 1 || page < 1 || start > stop || stop > PyBytes_GET_SIZE(args[3]) / unit || page > PY_SSIZE_T_MAX / unit) {
-        PyErr_SetString(PyExc_ValueError, "a unit and a page are at least 1, and a leaf lies within the data");
+    if (key.unit < 1 || page < 1 || start > stop || stop > key.size / key.unit || page > PY_SSIZE_T_MAX / key.unit) {
+        PyErr_SetString(PyExc_ValueError, "a unit and a page are at least 1, and a leaf lies within the key");
         return NULL;
     }
-    PyObject *data = slice(args[3], start * unit, stop * unit);
+    PyObject *data = part_of_key(&key, start * key.unit, stop * key.unit);
     if (data == NULL)
         return NULL;
-    NodeParts parts = {.id = node_id, .parent = args[2], .slots = args[7], .end = stop, .now = now};
-    PyObject *leaf = new_leaf((PyTypeObject *)args[0], &parts, page * unit, data);
+    NodeParts parts = {.id = node_id, .parent = args[2], .slots = args[6], .end = stop, .now = now};
+    PyObject *leaf = new_leaf((PyTypeObject *)args[0], &parts, page * key.unit, data);
     Py_DECREF(data);
     return leaf;
 }
@@ -142,8 +150,8 @@ put_below(Node *node, Node *above, const Cut *cut)
     PyObject *data = slice(node->data, cut->data_cut, PyBytes_GET_SIZE(node->data));
     PyObject *slots = part_of_row(node->slots, cut->num_slots, 1);
     int done = -1;
-    if (data != NULL && slots != NULL && hang(above, data, cut->page_bytes, (PyObject *)node) == 0)
-        done = hang((Node *)node->parent, node->data, cut->page_bytes, (PyObject *)above);
+    if (data != NULL && slots != NULL && hang(above, data, cut->page_bytes, (PyObject *)node, 1) == 0)
+        done = hang((Node *)node->parent, node->data, cut->page_bytes, (PyObject *)above, 0);
     if (done == 0) {
         set_member(&node->data, data);
         set_member(&node->slots, slots);

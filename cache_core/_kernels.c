@@ -37,7 +37,7 @@ static PyMethodDef functions[] = {
     {"grow", (PyCFunction)(void (*)(void))grow, METH_FASTCALL, NULL},
     {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, NULL},
     {"uproot", (PyCFunction)(void (*)(void))uproot, METH_FASTCALL, NULL},
-    {"begins_alike", (PyCFunction)(void (*)(void))begins_alike, METH_FASTCALL, NULL},
+    {"leads_to", (PyCFunction)(void (*)(void))leads_to, METH_FASTCALL, NULL},
     {"is_row", (PyCFunction)(void (*)(void))is_row, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
     {"expand", (PyCFunction)(void (*)(void))expand, METH_FASTCALL, NULL},

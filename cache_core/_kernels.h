@@ -51,7 +51,14 @@ typedef struct node {
 typedef struct {
     PyObject_HEAD
     PyObject *data, *extra_key, *width, *arity, *unit, *num_tokens;
+    Py_buffer lent; /* ids that somebody else has packed; of nobody once they are copied to `data` */
 } Key;
+
+typedef struct {
+    const char *ids;
+    Py_ssize_t size, unit; /* bytes of all of them, and of one token */
+    PyObject *data;        /* they are all of this, if it is not NULL */
+} Packed;
 
 extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType, HoldingsType;
 
@@ -59,7 +66,6 @@ extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType, HoldingsType;
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
 Py_ssize_t size_of(PyObject *object, const char *what);
 int is_bytes(PyObject *object, const char *what);
-char letter_of(const Py_buffer *view);
 
 /* members: _members.c */
 void clear_members(PyObject *self, const PyMemberDef *members);
@@ -85,11 +91,18 @@ Py_ssize_t unlock_path(Node *node);
 /* leaves that go: _removal.c */
 PyObject *take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes);
 
+/* keys: _keys.c */
+int packed_ids(PyObject *key, Packed *packed);
+
+/* packing: _pack.c */
+char letter_of(const Py_buffer *view);
+int has_no_sign(const uint32_t *ids, Py_ssize_t count);
+
 /* children: _children.c */
 Children *new_children(void);
 Children *no_children(void);
 PyObject *find_child(const Children *children, const char *page, Py_ssize_t size);
-int put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child);
+int put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child, int is_new);
 PyObject *drop_child(Children *children, const char *page, Py_ssize_t size);
 Py_ssize_t num_children(const Children *children);
 
@@ -127,7 +140,7 @@ PyObject *walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *uproot(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-PyObject *begins_alike(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *leads_to(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs);

@@ -4,7 +4,6 @@ from raydix.cache_core.plain_kernels import Holdings as Holdings
 from raydix.cache_core.plain_kernels import Key as Key
 from raydix.cache_core.plain_kernels import Node as Node
 from raydix.cache_core.plain_kernels import Ranking as Ranking
-from raydix.cache_core.plain_kernels import begins_alike as begins_alike
 from raydix.cache_core.plain_kernels import compact as compact
 from raydix.cache_core.plain_kernels import cut as cut
 from raydix.cache_core.plain_kernels import expand as expand
@@ -12,6 +11,7 @@ from raydix.cache_core.plain_kernels import gather as gather
 from raydix.cache_core.plain_kernels import grow as grow
 from raydix.cache_core.plain_kernels import is_row as is_row
 from raydix.cache_core.plain_kernels import join as join
+from raydix.cache_core.plain_kernels import leads_to as leads_to
 from raydix.cache_core.plain_kernels import pack as pack
 from raydix.cache_core.plain_kernels import take_back as take_back
 from raydix.cache_core.plain_kernels import uproot as uproot

@@ -4,24 +4,58 @@
 
 #define FIELD(name) {#name, T_OBJECT_EX, offsetof(Key, name), 0, NULL}
 
-static PyObject *name_pack_slowly;
+static PyObject *name_pack_slowly, *array_type;
 
 static PyMemberDef members[] = {
-    FIELD(data), FIELD(extra_key), FIELD(width), FIELD(arity), FIELD(unit), FIELD(num_tokens),
+    FIELD(extra_key), FIELD(width), FIELD(arity), FIELD(unit), FIELD(num_tokens),
     {NULL, 0, 0, 0, NULL},
 };
+
+/* Have data of its own, or none; what was lent is given back. */
+static void
+set_data(Key *key, PyObject *data)
+{
+    PyObject *old = key->data;
+    key->data = Py_XNewRef(data);
+    Py_XDECREF(old);
+    PyBuffer_Release(&key->lent);
+}
 
 /* Bytes, numbers and a name lead nowhere: a key is nothing for the collector of cycles. */
 static void
 key_dealloc(PyObject *self)
 {
     clear_members(self, members);
+    set_data((Key *)self, NULL);
     Py_TYPE(self)->tp_free(self);
 }
 
-/* Fill a key; what is given stays the caller's. */
+/* Of ids that were lent, a copy of the key's own from now on. */
+static PyObject *
+key_data(PyObject *self, void *closure)
+{
+    Key *key = (Key *)self;
+    if (key->data == NULL && key->lent.obj == NULL)
+        PyErr_SetString(PyExc_AttributeError, "data");
+    else if (key->data == NULL) {
+        PyObject *data = PyBytes_FromStringAndSize(key->lent.buf, key->lent.len);
+        if (data != NULL)
+            set_data(key, data);
+        Py_XDECREF(data);
+    }
+    return Py_XNewRef(key->data);
+}
+
 static int
-fill(Key *key, PyObject *data, Py_ssize_t width, Py_ssize_t arity, PyObject *extra_key)
+key_set_data(PyObject *self, PyObject *data, void *closure)
+{
+    set_data((Key *)self, data);
+    return 0;
+}
+
+/* Fill a key, but for its ids, which are so many bytes; what is given stays the caller's. */
+static int
+fill(Key *key, Py_ssize_t size, Py_ssize_t width, Py_ssize_t arity, PyObject *extra_key)
 {
     if (width < 1 || arity < 0 || arity > PY_SSIZE_T_MAX / width) {
         PyErr_SetString(PyExc_ValueError, "an id has at least 1 byte, a tuple no less than 0 ids");
@@ -29,10 +63,9 @@ fill(Key *key, PyObject *data, Py_ssize_t width, Py_ssize_t arity, PyObject *ext
     }
     Py_ssize_t unit = arity ? width * arity : width;
     PyObject *numbers[] = {PyLong_FromSsize_t(width), PyLong_FromSsize_t(arity), PyLong_FromSsize_t(unit),
-                           PyLong_FromSsize_t(PyBytes_GET_SIZE(data) / unit)};
+                           PyLong_FromSsize_t(size / unit)};
     int made = numbers[0] != NULL && numbers[1] != NULL && numbers[2] != NULL && numbers[3] != NULL;
     if (made) {
-        set_member(&key->data, data);
         set_member(&key->extra_key, extra_key);
         set_member(&key->width, numbers[0]);
         set_member(&key->arity, numbers[1]);
@@ -42,6 +75,35 @@ fill(Key *key, PyObject *data, Py_ssize_t width, Py_ssize_t arity, PyObject *ext
     for (int i = 0; i < 4; i++)
         Py_XDECREF(numbers[i]);
     return made ? 0 : -1;
+}
+
+/* `fill`, with ids packed in data. */
+static int
+fill_packed(Key *key, PyObject *data, Py_ssize_t width, Py_ssize_t arity, PyObject *extra_key)
+{
+    int done = fill(key, PyBytes_GET_SIZE(data), width, arity, extra_key);
+    if (done == 0)
+        set_data(key, data);
+    return done;
+}
+
+/* Have an array's own memory as ids, if they lie there as they would be packed: 1, or 0 if they do not. */
+static int
+borrow(Key *key, PyObject *ids)
+{
+    Py_buffer *lent = &key->lent;
+    if (!PY_LITTLE_ENDIAN || (PyObject *)Py_TYPE(ids) != array_type)
+        return 0;
+    if (PyObject_GetBuffer(ids, lent, PyBUF_ND | PyBUF_FORMAT) < 0) {
+        PyErr_Clear(); /* they do not lie side by side */
+        return 0;
+    }
+    char letter = letter_of(lent);
+    if (lent->ndim == 1 && letter != 0 && lent->itemsize == 4 && (uintptr_t)lent->buf % 4 == 0 &&
+        (letter < 'a' || has_no_sign(lent->buf, lent->shape[0])))
+        return 1;
+    PyBuffer_Release(lent);
+    return 0;
 }
 
 /* Fill a key with what its type makes of ids that take a closer look: data, width and arity. */
@@ -56,7 +118,7 @@ fill_slowly(PyObject *self, PyObject *ids, PyObject *extra_key)
     if (!PyTuple_Check(packed))
         PyErr_SetString(PyExc_TypeError, "packed ids are data, a width and an arity");
     else if (PyArg_ParseTuple(packed, "Snn:packed ids", &data, &width, &arity) && is_bytes(data, "packed ids"))
-        done = fill((Key *)self, data, width, arity, extra_key);
+        done = fill_packed((Key *)self, data, width, arity, extra_key);
     Py_DECREF(packed);
     return done;
 }
@@ -70,10 +132,13 @@ key_init(PyObject *self, PyObject *args, PyObject *kwargs)
         ids = PyTuple_GET_ITEM(args, 0);
     else if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:RadixKey", names, &ids, &extra_key))
         return -1;
+    set_data((Key *)self, NULL);
+    if (borrow((Key *)self, ids))
+        return fill((Key *)self, ((Key *)self)->lent.len, 4, 0, extra_key);
     PyObject *data = pack(NULL, ids);
     if (data == NULL)
         return -1;
-    int done = data == Py_None ? fill_slowly(self, ids, extra_key) : fill((Key *)self, data, 4, 0, extra_key);
+    int done = data == Py_None ? fill_slowly(self, ids, extra_key) : fill_packed((Key *)self, data, 4, 0, extra_key);
     Py_DECREF(data);
     return done;
 }
@@ -88,7 +153,7 @@ from_packed(PyObject *type, PyObject *args, PyObject *kwargs)
         !is_bytes(data, "packed ids"))
         return NULL;
     PyObject *key = ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
-    if (key != NULL && fill((Key *)key, data, width, arity, extra_key) < 0)
+    if (key != NULL && fill_packed((Key *)key, data, width, arity, extra_key) < 0)
         Py_CLEAR(key);
     return key;
 }
@@ -96,6 +161,11 @@ from_packed(PyObject *type, PyObject *args, PyObject *kwargs)
 static PyMethodDef methods[] = {
     {"from_packed", (PyCFunction)(void (*)(void))from_packed, METH_CLASS | METH_VARARGS | METH_KEYWORDS, NULL},
     {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef properties[] = {
+    {"data", key_data, key_set_data, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 
 PyTypeObject KeyType = {
@@ -109,52 +179,71 @@ PyTypeObject KeyType = {
     .tp_dealloc = key_dealloc,
     .tp_members = members,
     .tp_methods = methods,
+    .tp_getset = properties,
 };
 
 int
 knows_keys(void)
 {
-    return (name_pack_slowly = PyUnicode_InternFromString("_pack_slowly")) != NULL;
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    array_type = numpy == NULL ? NULL : PyObject_GetAttrString(numpy, "ndarray");
+    Py_XDECREF(numpy);
+    return array_type != NULL && (name_pack_slowly = PyUnicode_InternFromString("_pack_slowly")) != NULL;
 }
 
-/* ---------------------------------------------------------------- what two of them share */
+/* ---------------------------------------------------------------- what they say */
 
-/* The key that it is, whole; NULL with an exception set if it is none. */
-static Key *
-as_key(PyObject *object)
+/* The ids of a key, as long as it and its data stay; 0 with an exception set if it has none. */
+int
+packed_ids(PyObject *object, Packed *packed)
 {
     Key *key = (Key *)object;
-    if (!PyObject_TypeCheck(object, &KeyType))
+    if (!PyObject_TypeCheck(object, &KeyType)) {
         PyErr_Format(PyExc_TypeError, "a key is needed, not %s", Py_TYPE(object)->tp_name);
-    else if (key->data == NULL || key->extra_key == NULL || key->arity == NULL || key->unit == NULL)
-        PyErr_SetString(PyExc_AttributeError, "a key has data, a namespace, an arity and a unit");
-    else if (is_bytes(key->data, "the data of a key"))
-        return key;
-    return NULL;
+        return 0;
+    }
+    if (key->unit == NULL || (key->data == NULL && key->lent.obj == NULL)) {
+        PyErr_SetString(PyExc_AttributeError, "a key has data and a unit");
+        return 0;
+    }
+    Py_ssize_t unit = size_of(key->unit, "unit");
+    if (unit < 0 || (key->data != NULL && !is_bytes(key->data, "the data of a key")))
+        return 0;
+    *packed = key->data != NULL
+                  ? (Packed){PyBytes_AS_STRING(key->data), PyBytes_GET_SIZE(key->data), unit, key->data}
+                  : (Packed){key->lent.buf, key->lent.len, unit, NULL};
+    return 1;
 }
 
-/* Whether the first tokens of both are there and the same bytes, as far as their namespaces do not matter. */
+/* Whether the runs down to a node are the first of these ids: 1 or 0, -1 with an exception set on an error. */
 static int
-share_bytes(const Key *one, const Key *other, Py_ssize_t num_tokens)
+begin_as(const Packed *packed, Node *node)
 {
-    Py_ssize_t unit = size_of(one->unit, "unit"), arity = unit < 0 ? -1 : size_of(one->arity, "arity");
-    if (arity < 0 || unit != size_of(other->unit, "unit") || arity != size_of(other->arity, "arity"))
-        return 0;
-    Py_ssize_t size = PyBytes_GET_SIZE(one->data), other_size = PyBytes_GET_SIZE(other->data);
-    if (unit < 1 || num_tokens > (size < other_size ? size : other_size) / unit)
-        return 0;
-    return memcmp(PyBytes_AS_STRING(one->data), PyBytes_AS_STRING(other->data), (size_t)(num_tokens * unit)) == 0;
+    Py_ssize_t end = end_of(node);
+    while (end > 0 && node->parent != Py_None) {
+        Node *above = as_node(node->parent);
+        Py_ssize_t start = above == NULL || !is_bytes(node->data, "a node's data") ? -1 : end_of(above);
+        if (start < 0)
+            return -1;
+        Py_ssize_t size = PyBytes_GET_SIZE(node->data);
+        if (start > end || end > packed->size / packed->unit || size != (end - start) * packed->unit ||
+            memcmp(packed->ids + start * packed->unit, PyBytes_AS_STRING(node->data), (size_t)size) != 0)
+            return 0;
+        if (start == end && above->parent != Py_None)
+            return 0;
+        node = above;
+        end = start;
+    }
+    return end < 0 ? -1 : end == 0;
 }
 
 PyObject *
-begins_alike(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+leads_to(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!expect_args("begins_alike", nargs, 3))
+    Packed packed;
+    if (!expect_args("leads_to", nargs, 2) || !packed_ids(args[0], &packed))
         return NULL;
-    Key *one = as_key(args[0]), *other = one == NULL ? NULL : as_key(args[1]);
-    Py_ssize_t num_tokens = other == NULL ? -1 : size_of(args[2], "num_tokens");
-    int alike = num_tokens < 0 ? 0 : share_bytes(one, other, num_tokens);
-    if (PyErr_Occurred())
-        return NULL;
-    return alike ? PyObject_RichCompare(one->extra_key, other->extra_key, Py_EQ) : PyBool_FromLong(0);
+    Node *node = as_node(args[1]);
+    int said = node == NULL ? -1 : packed.unit < 1 ? 0 : begin_as(&packed, node);
+    return said < 0 ? NULL : PyBool_FromLong(said);
 }

@@ -72,6 +72,22 @@ pack_row8(const char *in, Py_ssize_t stride, uint32_t *out, Py_ssize_t count)
     return seen >> 32 == 0;
 }
 
+WIDE static uint32_t
+bits_of(const uint32_t *ids, Py_ssize_t count)
+{
+    uint32_t seen = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        seen |= ids[i];
+    return seen;
+}
+
+/* Whether none of them would be negative as a signed integer. */
+int
+has_no_sign(const uint32_t *ids, Py_ssize_t count)
+{
+    return bits_of(ids, count) >> 31 == 0;
+}
+
 /* The letter of a native integer format, 0 for any other. */
 char
 letter_of(const Py_buffer *view)

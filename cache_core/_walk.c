@@ -19,11 +19,11 @@ common_bytes(const char *one, const char *other, Py_ssize_t limit)
 
 /* The child of `node` that begins as the page of a key at `pos` does, borrowed; NULL if there is none, or on an error. */
 static PyObject *
-child_of(const Node *node, PyObject *data, Py_ssize_t pos, Py_ssize_t page_bytes)
+child_of(const Node *node, const Packed *key, Py_ssize_t pos, Py_ssize_t page_bytes)
 {
     const Children *children = children_of(node);
-    Py_ssize_t left = PyBytes_GET_SIZE(data) - pos;
-    return children == NULL ? NULL : find_child(children, PyBytes_AS_STRING(data) + pos, left < page_bytes ? left : page_bytes);
+    Py_ssize_t left = key->size - pos;
+    return children == NULL ? NULL : find_child(children, key->ids + pos, left < page_bytes ? left : page_bytes);
 }
 
 /* Compare one run, from `*pos` on: 1 if it lies wholly before `stop` and matches, 0 if not, -1 on an error. */
@@ -40,52 +40,61 @@ follow(const Node *node, const char *data, Py_ssize_t page_bytes, Py_ssize_t sto
     return whole;
 }
 
-/* Append the nodes that `data` goes through below `node`, from byte `pos` on; returns up to where, -1 on an error. */
+/* Append the nodes that a key goes through below `node`, from byte `pos` on; returns up to where, -1 on an error. */
 static Py_ssize_t
-walk_below(Node *node, PyObject *data, Py_ssize_t page_bytes, Py_ssize_t pos, Py_ssize_t stop, PyObject *path)
+walk_below(Node *node, const Packed *key, Py_ssize_t page_bytes, Py_ssize_t pos, Py_ssize_t stop, PyObject *path)
 {
     while (pos < stop) {
-        PyObject *child = child_of(node, data, pos, page_bytes);
+        PyObject *child = child_of(node, key, pos, page_bytes);
         if (child == NULL)
             return PyErr_Occurred() ? -1 : pos;
         int appended = PyList_Append(path, child); /* which keeps it alive */
         node = appended < 0 ? NULL : as_node(child);
-        int whole = node == NULL ? -1 : follow(node, PyBytes_AS_STRING(data), page_bytes, stop, &pos);
+        int whole = node == NULL ? -1 : follow(node, key->ids, page_bytes, stop, &pos);
         if (whole <= 0)
             return whole < 0 ? -1 : pos;
     }
     return pos;
 }
 
-PyObject *
-walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* The nodes, and up to which token; `path` is given away. */
+static PyObject *
+found(PyObject *path, Py_ssize_t end)
 {
-    if (!expect_args("walk", nargs, 5) || !is_bytes(args[1], "the data of a key"))
-        return NULL;
-    Node *node = as_node(args[0]);
-    Py_ssize_t end = node == NULL ? -1 : end_of(node);
-    Py_ssize_t unit = end < 0 ? -1 : size_of(args[2], "unit");
-    Py_ssize_t page = unit < 0 ? -1 : size_of(args[3], "page_size");
-    Py_ssize_t num_tokens = page < 0 ? -1 : size_of(args[4], "num_tokens");
-    if (num_tokens < 0)
-        return NULL;
-    if (unit < 1 || page < 1 || num_tokens > PyBytes_GET_SIZE(args[1]) / unit) {
-        PyErr_SetString(PyExc_ValueError, "a unit and a page are at least 1, and num_tokens lie within the data");
-        return NULL;
-    }
-    PyObject *path = PyList_New(0);
-    if (path == NULL)
-        return NULL;
-    Py_ssize_t stop = (num_tokens - num_tokens % page) * unit, pos = end < num_tokens ? end * unit : stop;
-    pos = walk_below(node, args[1], page * unit, pos, stop, path);
-    PyObject *reached = pos < 0 ? NULL : PyLong_FromSsize_t((pos < stop ? pos : stop) / unit);
-    PyObject *found = reached == NULL ? NULL : PyTuple_New(2);
-    if (found == NULL) {
+    PyObject *reached = end < 0 ? NULL : PyLong_FromSsize_t(end), *pair = reached == NULL ? NULL : PyTuple_New(2);
+    if (pair == NULL) {
         Py_DECREF(path);
         Py_XDECREF(reached);
         return NULL;
     }
-    PyTuple_SET_ITEM(found, 0, path);
-    PyTuple_SET_ITEM(found, 1, reached);
-    return found;
+    PyTuple_SET_ITEM(pair, 0, path);
+    PyTuple_SET_ITEM(pair, 1, reached);
+    return pair;
+}
+
+PyObject *
+walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!expect_args("walk", nargs, 4))
+        return NULL;
+    Node *node = as_node(args[0]);
+    Py_ssize_t end = node == NULL ? -1 : end_of(node);
+    Py_ssize_t page = end < 0 ? -1 : size_of(args[2], "page_size");
+    Py_ssize_t num_tokens = page < 0 ? -1 : size_of(args[3], "num_tokens");
+    PyObject *path = num_tokens < 0 ? NULL : PyList_New(0); /* first: a collection may run, and anybody's code with it */
+    Packed key;
+    if (path == NULL)
+        return NULL;
+    if (!packed_ids(args[1], &key)) {
+        Py_DECREF(path);
+        return NULL;
+    }
+    if (key.unit < 1 || page < 1 || page > PY_SSIZE_T_MAX / key.unit || num_tokens > key.size / key.unit) {
+        PyErr_SetString(PyExc_ValueError, "a unit and a page are at least 1, and num_tokens lie within the key");
+        Py_DECREF(path);
+        return NULL;
+    }
+    Py_ssize_t stop = (num_tokens - num_tokens % page) * key.unit, pos = end < num_tokens ? end * key.unit : stop;
+    pos = walk_below(node, &key, page * key.unit, pos, stop, path);
+    return found(path, pos < 0 ? -1 : (pos < stop ? pos : stop) / key.unit);
 }

@@ -57,7 +57,7 @@ class LeaseRecord:
         self.lease_id = lease_id
         self.session_id = session_id
         self.since = monotonic()  # when it was granted
-        self.key = key
+        self.key = key.kept()
         self.node = node  # the locked node that ends the published part; the root, or None, if nothing is
         self.receipt = receipt  # what unlocking it takes
         self.prefix_len = prefix_len  # tokens found at the start; never changes

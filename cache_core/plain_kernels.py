@@ -17,7 +17,6 @@ __all__ = [
     "Key",
     "Node",
     "Ranking",
-    "begins_alike",
     "compact",
     "cut",
     "expand",
@@ -25,6 +24,7 @@ __all__ = [
     "grow",
     "is_row",
     "join",
+    "leads_to",
     "pack",
     "take_back",
     "uproot",
@@ -91,16 +91,15 @@ class Key:
         return key
 
 
-def begins_alike(key: Key, other: Key, num_tokens: int, /) -> bool:
-    """Whether two keys of one namespace, arity and width have the same first tokens. A memcmp."""
-    end = num_tokens * key.unit
-    return (
-        (key.unit, key.arity) == (other.unit, other.arity)
-        and end <= len(key.data)
-        and end <= len(other.data)
-        and key.data[:end] == other.data[:end]
-        and key.extra_key == other.extra_key
-    )
+def leads_to(key: Key, node: Any, /) -> bool:
+    """Whether the runs from the root down to `node` are the first tokens of a key. A memcmp of them."""
+    end: int = node.end * key.unit
+    while node.parent is not None and node.data:
+        if not key.data.startswith(node.data, end - len(node.data), end):
+            return False
+        end -= len(node.data)
+        node = node.parent
+    return end == 0
 
 
 class Node:
@@ -151,22 +150,26 @@ def grow(
     node_type: Any,
     node_id: int,
     parent: Any,
-    data: bytes,
-    unit: int,
+    key: Key,
     page_size: int,
     stop: int,
     slots: bytes,
     now: int,
     /,
 ) -> Any:
-    """Hang a new leaf below `parent`: the tokens of a key from where that ends up to `stop`, `unit` bytes each.
+    """Hang a new leaf below `parent`: the tokens of a key from where that ends up to `stop`.
 
     Args:
         slots: of the leaf, which keeps them.
+
+    Raises:
+        ValueError: a child that begins so is there.
     """
-    run = data[parent.end * unit : stop * unit]
+    run = key.data[parent.end * key.unit : stop * key.unit]
+    if run[: page_size * key.unit] in parent.children:
+        raise ValueError("there is a child that begins so")
     leaf = node_type(node_id, parent, parent.space, run, slots, stop, now)
-    _hang(parent, run[: page_size * unit], leaf)
+    _hang(parent, run[: page_size * key.unit], leaf)
     return leaf
 
 
@@ -194,15 +197,13 @@ def _hang(parent: Any, page: bytes, child: Any) -> None:
     parent.children[page] = child
 
 
-def walk(node: Any, data: bytes, unit: int, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]:
+def walk(node: Any, key: Key, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]:
     """Follow whole pages of the first `num_tokens` of a key from `node`, which it matches up to `node.end`.
-
-    Args:
-        data: the key's tokens, `unit` bytes each.
 
     Returns the nodes it goes through, and up to which token. The last of them may be matched in part, by whole
     pages of it: then it ends beyond that token. Costs a memcmp and a lookup per node.
     """
+    data, unit = key.data, key.unit
     page = page_size * unit
     pos, stop = node.end * unit, (num_tokens - num_tokens % page_size) * unit
     children = node.children

@@ -6,7 +6,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,9 +23,12 @@ class RadixKey(Key):
     """A row of token ids within a namespace: what a prefix is looked up by.
 
     Takes a list of ids, a list of equally long tuples of ids (EAGLE-style bigrams), an `array.array`, or a 1-D integer
-    numpy array or torch tensor. Ids lie in [0, 2**64). The key owns a packed copy: later changes of the argument do
-    not reach it. Costs one pass over the ids, in C. `extra_key` isolates namespaces: keys of different ones never
+    numpy array or torch tensor. Ids lie in [0, 2**64). `extra_key` isolates namespaces: keys of different ones never
     share a node.
+
+    The ids are packed into a copy. Those of a numpy array of 32-bit integers in a row lie packed already: they are read
+    where they are, so leave such an array as it is while its key is in use, or have them `kept`. Either costs one pass
+    over the ids, in C. What a cache takes over it copies.
 
     Raises:
         InvalidKeyError: an id is negative, fractional or too large, or tuples differ in length.
@@ -33,7 +36,7 @@ class RadixKey(Key):
 
     __slots__ = ()
 
-    data: bytes  # little-endian ids
+    data: bytes  # little-endian ids; of lent ones a copy, from when it is first asked for
     width: int  # bytes an id
     arity: int  # ids of a tuple; 0: plain ids
     unit: int  # bytes of one element
@@ -43,6 +46,11 @@ class RadixKey(Key):
     @staticmethod
     def _pack_slowly(token_ids: Any) -> tuple[bytes, int, int]:
         return _pack(token_ids)
+
+    def kept(self) -> Self:
+        """This key, whose ids are a copy of its own from now on: whoever holds on to a key wants that."""
+        _ = self.data
+        return self
 
     @property
     def ids(self) -> NDArray[Any]:

@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import Children, cut, grow, uproot, walk
+from raydix.cache_core.kernels import Children, cut, grow, leads_to, uproot, walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import Row, unpack
 from raydix.cache_core.tree_node import Namespace, TreeNode
@@ -63,7 +63,7 @@ class RadixTree:
 
     def walk(self, key: RadixKey, num_tokens: int, node: TreeNode) -> tuple[list[TreeNode], int]:
         """The nodes that the first `num_tokens` of `key` go through below `node`, and up to where: `kernels.walk`."""
-        return walk(node, key.data, key.unit, self.page_size, num_tokens)
+        return walk(node, key, self.page_size, num_tokens)
 
     def split(self, node: TreeNode, length: int) -> TreeNode:
         """Cut `node` after `length` tokens; returns the new node above it, which takes over the prefix.
@@ -79,9 +79,7 @@ class RadixTree:
 
     def add_leaf(self, parent: TreeNode, key: RadixKey, stop: int, slots: Row, now: int, priority: int) -> TreeNode:
         """Hang the tokens of `key` from the end of `parent` to `stop` below it, with slots that become the tree's."""
-        leaf: TreeNode = grow(
-            self._node_type, next(self._next_id), parent, key.data, key.unit, self.page_size, stop, slots, now
-        )
+        leaf: TreeNode = grow(self._node_type, next(self._next_id), parent, key, self.page_size, stop, slots, now)
         if priority:
             leaf.own_priority = priority
         if parent.parent is self.root:  # the namespace is there from its first run on
@@ -153,10 +151,5 @@ def check_same_space(key: RadixKey, node: TreeNode) -> None:
 
 def check_on_path(key: RadixKey, node: TreeNode) -> None:
     """Raise InvalidKeyError unless the runs down to `node` are the first tokens of a key. A memcmp of them."""
-    end = node.end * key.unit
-    while node.data:
-        if not key.data.startswith(node.data, end - len(node.data), end):
-            raise InvalidKeyError(f"{node} holds other tokens than the key has there: match the key first")
-        end -= len(node.data)
-        assert node.parent is not None
-        node = node.parent
+    if not leads_to(key, node):
+        raise InvalidKeyError(f"{node} holds other tokens than the key has there: match the key first")

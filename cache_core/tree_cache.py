@@ -192,7 +192,6 @@ class TreeCache(TreeInsert):
                 component.forget(node)
             component.clear()
         self._retired.clear()
-        self._last_match = None
         if self._events is not None:
             self._events.cleared()
         self._give_back(victims)

@@ -9,7 +9,7 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
-from raydix.cache_core.kernels import begins_alike, compact, is_row
+from raydix.cache_core.kernels import compact, is_row
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import check_on_path, check_same_space
@@ -149,14 +149,7 @@ class TreeInsert(TreeMatch):
     def _resumed(self, key: RadixKey, node: TreeNode, is_trusted: bool) -> RadixKey:
         """The key at the width of the namespace that it goes on in from `node`, which must lie on its path, as far as
         it is not trusted to.
-
-        As a rule the last match ended there, and the key goes on from it: that takes a memcmp to see.
         """
-        if not is_trusted and self._last_match is not None and self._last_match[0] is node and node.slots is not None:
-            space = node.space
-            if space.tree is self._tree and space.width == key.width:
-                if begins_alike(key, self._last_match[1], node.end):
-                    return key
         self._check_live(node)
         check_same_space(key, node)
         if key.width != node.space.width:

@@ -38,7 +38,6 @@ class TreeMatch(BasePrefixCache):
         self.root: TreeNode = self._tree.root
         self._full = FullComponent(self._tree, policy, self._aux)
         self._clock = 0
-        self._last_match: tuple[TreeNode, RadixKey] | None = None  # where the last one ended, and of what
         self._history: EvictionHistory | None = None
 
     def match_prefix(self, key: RadixKey, priority: int = 0) -> MatchResult:
@@ -137,7 +136,6 @@ class TreeMatch(BasePrefixCache):
         node.own_hits += 1
         self._clock += 1
         self._use(node, priority)
-        self._last_match = node, key
         return node, path, full_end
 
     def _usable(

@@ -24,8 +24,9 @@ class Branch:
 
     def insert(self, data: bytes) -> Any:
         """Hang what is new of a key below what it goes through, cutting where it leaves a run; the node it ends at."""
-        num_tokens = len(data) // self.unit // self.page_size * self.page_size
-        path, end = self.kernel.walk(self.top, data, self.unit, self.page_size, num_tokens)
+        key = self.kernel.Key.from_packed(data, self.unit)
+        num_tokens = key.num_tokens // self.page_size * self.page_size
+        path, end = self.kernel.walk(self.top, key, self.page_size, num_tokens)
         node = path[-1] if path else self.top
         if node.end > end:
             node = self.cut(node, end - node.parent.end)
@@ -33,9 +34,7 @@ class Branch:
             all_slots = torch.arange(num_tokens) * self.step + self.first
             slots = self.kernel.compact(all_slots, 1, end, num_tokens)
             node = self._added(
-                self.kernel.grow(
-                    type(self.top), len(self.nodes), node, data, self.unit, self.page_size, num_tokens, slots, 7
-                )
+                self.kernel.grow(type(self.top), len(self.nodes), node, key, self.page_size, num_tokens, slots, 7)
             )
         return node
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import gc
 import pickle
 import sys
@@ -73,7 +74,9 @@ def test_a_walk_is_that_of_the_plain_kernel(
     limit = data.draw(st.integers(0, len(key) // unit))
     node = data.draw(st.sampled_from(tree.nodes))
 
-    assert kernels.walk(node, key, unit, page_size, limit) == plain_kernels.walk(node, key, unit, page_size, limit)
+    packed = RadixKey.from_packed(key, unit)
+
+    assert kernels.walk(node, packed, page_size, limit) == plain_kernels.walk(node, packed, page_size, limit)
 
 
 @compiled
@@ -85,9 +88,9 @@ def test_a_long_run_is_compared_to_the_byte(length: int, differs_at: int, page_s
     if page_size <= differs_at < length:
         run[differs_at] ^= 1
 
-    assert kernels.walk(tree.top, bytes(run), 1, page_size, length) == plain_kernels.walk(
-        tree.top, bytes(run), 1, page_size, length
-    )
+    key = RadixKey.from_packed(bytes(run), 1)
+
+    assert kernels.walk(tree.top, key, page_size, length) == plain_kernels.walk(tree.top, key, page_size, length)
 
 
 @compiled
@@ -150,24 +153,68 @@ def test_a_key_is_the_same_by_either(kernel: Any, ids: Any, width: int, arity: i
 
 @pytest.mark.parametrize("kernel", TWINS)
 @pytest.mark.parametrize(
-    ("other", "num_tokens", "alike"),
-    [
-        (RadixKey([1, 2, 3, 4], "a"), 3, True),
-        (RadixKey([1, 2, 3, 4], "a"), 4, False),
-        (RadixKey([1, 2, 9], "a"), 2, True),
-        (RadixKey([1, 2, 9], "a"), 3, False),
-        (RadixKey([], "a"), 0, True),
-        (RadixKey([1, 2, 3], "b"), 3, False),
-        (RadixKey([1, 2, 3]), 0, False),
-        (RadixKey([1, 2, 2**32], "a"), 1, False),
-        (RadixKey([(1, 2)], "a"), 1, False),
-    ],
+    ("data", "leads"),
+    [(b"abcdefgh", True), (b"abcdefxx", True), (b"abcdexgh", False), (b"xbcdefgh", False), (b"abcd", False)],
 )
-def test_whether_keys_begin_alike_is_told(kernel: Any, other: RadixKey, num_tokens: int, alike: bool) -> None:
-    key = RadixKey([1, 2, 3], "a")
+def test_whether_a_key_leads_to_a_node_is_told(kernel: Any, data: bytes, leads: bool) -> None:
+    tree = Branch(kernel, 2)
+    tree.insert(b"ab")
+    tree.insert(b"abcd")
+    node = tree.insert(b"abcdef")
 
-    assert kernel.begins_alike(key, other, num_tokens) is alike
-    assert kernel.begins_alike(other, key, num_tokens) is alike
+    assert kernel.leads_to(kernel.Key.from_packed(data, 1), node) is leads
+    assert kernel.leads_to(kernel.Key.from_packed(data, 1), tree.top) is True
+
+
+def test_a_key_of_an_array_reads_it_until_it_has_a_copy_of_its_own() -> None:
+    ids = np.arange(1, 7, dtype=np.int32)
+    tree = Branch(kernels, 1, unit=4)
+    tree.insert(ids.tobytes())
+    key, kept = RadixKey(ids), RadixKey(ids).kept()
+    ids[3] = 9
+
+    assert kernels.walk(tree.top, kept, 1, 6)[1] == 6
+    assert kernels.walk(tree.top, key, 1, 6)[1] == (3 if kernels.COMPILED else 6)
+    assert key.token_ids == ([1, 2, 3, 9, 5, 6] if kernels.COMPILED else [1, 2, 3, 4, 5, 6])
+    ids[4] = 9
+    assert key.token_ids[4] == 5
+    assert kernels.walk(tree.top, key, 1, 6)[1] == (3 if kernels.COMPILED else 6)
+
+
+@compiled
+def test_an_array_is_let_go_with_the_key_or_for_its_copy() -> None:
+    ids = np.arange(100, dtype=np.int32)
+    before = sys.getrefcount(ids)
+    key, other, third = RadixKey(ids), RadixKey(ids), RadixKey(ids)
+
+    assert sys.getrefcount(ids) == before + 3
+    key.kept()
+    assert sys.getrefcount(ids) == before + 2
+    other.__init__([1])  # type: ignore[misc]
+    assert sys.getrefcount(ids) == before + 1
+    del third
+    assert sys.getrefcount(ids) == before
+
+
+@compiled
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.arange(8, dtype=np.int64),
+        np.arange(8, dtype=">i4"),
+        np.arange(8, dtype=np.int32)[::2],
+        np.frombuffer(b"\0" * 33, np.uint8)[1:].view(np.int32),
+        np.arange(8, dtype=np.int32).view(type("Heir", (np.ndarray,), {})),
+        array.array("i", range(8)),
+    ],
+    ids=["wide", "big-endian", "apart", "unaligned", "an heir", "array"],
+)
+def test_what_lies_otherwise_is_copied(ids: Any) -> None:
+    before = sys.getrefcount(ids)
+    key = RadixKey(ids)
+
+    assert sys.getrefcount(ids) == before
+    assert key.token_ids == list(ids)
 
 
 def test_a_key_can_be_pickled() -> None:
@@ -214,6 +261,7 @@ def circle() -> Any:
 
 
 UNIT = SimpleNamespace(unit=1)
+AB, ABC, CDE = (RadixKey.from_packed(data, 1) for data in (b"ab", b"abc", b"cde"))
 NO_DATA = RadixKey([1])
 del NO_DATA.data
 
@@ -232,17 +280,16 @@ class Nonsense(kernels.Key):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: kernels.walk(lone(end=0), b"ab", 1, 1, 3), ValueError),
-        (lambda: kernels.walk(lone(end=0), b"ab", 0, 1, 1), ValueError),
-        (lambda: kernels.walk(lone(end=0), b"ab", 1, 0, 1), ValueError),
-        (lambda: kernels.walk(lone(end=0), bytearray(b"ab"), 1, 1, 1), TypeError),  # type: ignore[arg-type]
-        (lambda: kernels.walk(object(), b"ab", 1, 1, 1), TypeError),
-        (lambda: kernels.walk(lone(end=0, children=[]), b"ab", 1, 1, 1), TypeError),
-        (lambda: kernels.walk(lone(end=0, children=None), b"ab", 1, 1, 1), TypeError),
-        (lambda: kernels.walk(lone(end=0, children={b"a": 7}), b"ab", 1, 1, 1), TypeError),
-        (lambda: kernels.walk(lone(end=0, children={b"a": lone(data=None)}), b"ab", 1, 1, 1), TypeError),
-        (lambda: kernels.walk(lone(end=-1), b"ab", 1, 1, 1), ValueError),
-        (lambda: kernels.walk(kernels.Node.__new__(kernels.Node), b"ab", 1, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0), AB, 1, 3), ValueError),
+        (lambda: kernels.walk(lone(end=0), AB, 0, 1), ValueError),
+        (lambda: kernels.walk(lone(end=0), b"ab", 1, 1), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.walk(object(), AB, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0, children=[]), AB, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0, children=None), AB, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0, children={b"a": 7}), AB, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=0, children={b"a": lone(data=None)}), AB, 1, 1), TypeError),
+        (lambda: kernels.walk(lone(end=-1), AB, 1, 1), ValueError),
+        (lambda: kernels.walk(kernels.Node.__new__(kernels.Node), AB, 1, 1), TypeError),
         (lambda: lone(end="0"), TypeError),
         (lambda: lone(end=None), TypeError),
         (lambda: lone(own_access_time=2**63), OverflowError),
@@ -274,18 +321,17 @@ class Nonsense(kernels.Key):
         (lambda: held_by(kernels).fell(1, 1, (), []), TypeError),  # type: ignore[arg-type]
         (lambda: kernels.Holdings(), TypeError),  # type: ignore[call-arg]
         (lambda: kernels.Holdings.__new__(kernels.Holdings).touch(lone()), AttributeError),
-        (lambda: kernels.grow(int, 1, lone(), b"abc", 1, 1, 3, b"", 0), TypeError),
-        (lambda: kernels.grow(7, 1, lone(), b"abc", 1, 1, 3, b"", 0), TypeError),
-        (lambda: kernels.grow(kernels.Node, 1, None, b"abc", 1, 1, 3, b"", 0), TypeError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 1, 4, b"", 0), ValueError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 1, 1, b"", 0), ValueError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 0, 1, 3, b"", 0), ValueError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 0, 3, b"", 0), ValueError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), "abc", 1, 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
-        (lambda: kernels.grow(kernels.Node, "1", lone(), b"abc", 1, 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
-        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 1, 3, b"", 2**63), OverflowError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(space=None), b"abc", 1, 1, 3, b"", 0), AttributeError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(children=[]), b"abc", 1, 1, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(int, 1, lone(), ABC, 1, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(7, 1, lone(), ABC, 1, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(kernels.Node, 1, None, ABC, 1, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 1, 4, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 1, 1, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 0, 3, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.grow(kernels.Node, "1", lone(), ABC, 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 1, 3, b"", 2**63), OverflowError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(space=None), ABC, 1, 3, b"", 0), AttributeError),
+        (lambda: kernels.grow(kernels.Node, 1, lone(children=[]), ABC, 1, 3, b"", 0), TypeError),
         (lambda: kernels.cut(kernels.Node, 1, lone(), 1, 1), AttributeError),
         (lambda: kernels.cut(kernels.Node, None, Branch(kernels, 2).insert(b"abcd"), 2, 2), TypeError),
         (lambda: kernels.cut(kernels.Node, 1, lone(space=SimpleNamespace(unit=1)), 1, 1), TypeError),
@@ -302,9 +348,13 @@ class Nonsense(kernels.Key):
         (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd"), -1), ValueError),
         (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd"), 1), KeyError),
         (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd").parent, 2), AssertionError),
-        (lambda: kernels.begins_alike(RadixKey([1]), 7, 1), TypeError),  # type: ignore[arg-type]
-        (lambda: kernels.begins_alike(RadixKey([1]), NO_DATA, 1), AttributeError),
-        (lambda: kernels.begins_alike(RadixKey([1]), RadixKey([1]), -1), ValueError),
+        (lambda: kernels.grow(kernels.Node, 1, Branch(kernels, 2).insert(b"cd").parent, CDE, 2, 2, b"", 0), ValueError),
+        (lambda: kernels.leads_to(AB, 7), TypeError),
+        (lambda: kernels.leads_to(7, lone()), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.leads_to(NO_DATA, lone()), AttributeError),
+        (lambda: kernels.leads_to(AB, lone(parent=7)), TypeError),
+        (lambda: kernels.leads_to(AB, lone(parent=lone(), data=None)), TypeError),
+        (lambda: kernels.leads_to(AB, lone(parent=lone(end=-1))), ValueError),
         (lambda: kernels.Key(), TypeError),  # type: ignore[call-arg]
         (lambda: kernels.Key([-1]), AttributeError),
         (lambda: Nonsense((1,)), TypeError),
@@ -344,6 +394,7 @@ def test_nothing_is_kept_alive() -> None:
     key, other = RadixKey(np.arange(400), "space"), RadixKey(np.arange(300), "space")
     first, second = tree.insert(b"abcd"), tree.insert(b"abcdefgh")
     data, slots, now = b"abcdefghijkl", np.arange(4).tobytes(), 2**40
+    packed_key = RadixKey.from_packed(data, 1)
     packed, name = bytes(np.arange(100)), "".join(("name", "space"))
     watched = [
         tree.root, tree.top, tree.space, first, first.data, first.slots, first.children, second, second.parent,
@@ -353,16 +404,16 @@ def test_nothing_is_kept_alive() -> None:
     before = [sys.getrefcount(each) for each in watched]
 
     for _ in range(1_000):
-        kernels.walk(tree.top, data, 1, 2, 12)
-        kernels.walk(tree.top, b"abxx", 1, 2, 4)
+        kernels.walk(tree.top, packed_key, 2, 12)
+        kernels.walk(tree.top, RadixKey(np.arange(9, dtype=np.int32)), 2, 4)
         kernels.gather([first, second], 8, 2)
-        kernels.begins_alike(key, other, 300)
+        kernels.leads_to(packed_key, second)
         held.lock(second)
         held.unlock(second)
         held.touch(held._queue.leaves.pop())
         RadixKey.from_packed(packed, 4, name)
         RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]
-        leaf = kernels.grow(kernels.Node, 9, first, data[:4] + b"xxyy", 1, 2, 8, slots, now)
+        leaf = kernels.grow(kernels.Node, 9, first, RadixKey.from_packed(b"abcdxxyy", 1), 2, 8, slots, now)
         above = kernels.cut(kernels.Node, 10, leaf, 2, 2)
         held.add(leaf)
         held.fell(1, 2, [], [])
