@@ -222,6 +222,14 @@ find_child(const Children *children, const char *page, Py_ssize_t size)
     return place != NULL ? place->child : children->entries[at].child; /* the entry may be a cold line */
 }
 
+/* Have fetched where the child of that page stands, for who is about to look for it. */
+void
+expect_child(const Children *children, const char *page, Py_ssize_t size)
+{
+    if (children->index != NULL)
+        fetch(&children->index[hash_of(page, size) & children->mask], 1);
+}
+
 /* Put a child in the place of that page, which a new one has to itself; 0, or -1 with an exception set. */
 int
 put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child, int is_new)

@@ -104,13 +104,13 @@ page_bytes_of(const Node *leaf, Py_ssize_t page)
     return -1;
 }
 
-/* Take out a leaf below `parent` that holds so many tokens, and note it with its slots; 0, or -1 with an exception set. */
-static int
-fell_leaf(Holdings *holdings, Node *leaf, Node *parent, Py_ssize_t page_bytes, PyObject *nodes, PyObject *rows)
+/* Take out a leaf below `parent`, and note it; returns how many tokens it held, -1 on an error. */
+static Py_ssize_t
+fell_leaf(Holdings *holdings, Node *leaf, Node *parent, Py_ssize_t page_bytes, Victims *victims)
 {
     Py_ssize_t num_tokens = leaf->end - parent->end;
     PyObject *row = take_leaf(leaf, parent, page_bytes), *told = NULL;
-    if (row != NULL && PyList_Append(nodes, (PyObject *)leaf) == 0 && PyList_Append(rows, row) == 0) {
+    if (row != NULL && add_victim(victims, (PyObject *)leaf, row, num_tokens) == 0) {
         holdings->evictable -= num_tokens;
         told = is_childless(parent) == 0
                    ? Py_NewRef(Py_None)
@@ -118,12 +118,12 @@ fell_leaf(Holdings *holdings, Node *leaf, Node *parent, Py_ssize_t page_bytes, P
     }
     Py_XDECREF(row);
     Py_XDECREF(told);
-    return told == NULL ? -1 : 0;
+    return told == NULL ? -1 : num_tokens;
 }
 
 /* Take out the leaf that goes next; returns how many tokens it held, 0 if there is none, -1 on an error. */
 static Py_ssize_t
-fell_next(Holdings *holdings, Py_ssize_t page, PyObject *nodes, PyObject *rows)
+fell_next(Holdings *holdings, Py_ssize_t page, Victims *victims)
 {
     PyObject *next = ask(holdings, name_pop, NULL);
     Py_ssize_t num_tokens = next == Py_None ? 0 : -1;
@@ -134,9 +134,7 @@ fell_next(Holdings *holdings, Py_ssize_t page, PyObject *nodes, PyObject *rows)
         PyErr_SetString(PyExc_ValueError, "a node must end after its parent");
     else if (parent != NULL) {
         Py_INCREF(parent);
-        num_tokens = leaf->end - parent->end;
-        if (fell_leaf(holdings, leaf, parent, page_bytes, nodes, rows) < 0)
-            num_tokens = -1;
+        num_tokens = fell_leaf(holdings, leaf, parent, page_bytes, victims);
         Py_DECREF(parent);
     }
     Py_XDECREF(next);
@@ -146,21 +144,20 @@ fell_next(Holdings *holdings, Py_ssize_t page, PyObject *nodes, PyObject *rows)
 static PyObject *
 holdings_fell(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!expect_args("fell", nargs, 4))
+    if (!expect_args("fell", nargs, 3))
         return NULL;
     Py_ssize_t wanted = PyLong_AsSsize_t(args[0]), page = PyErr_Occurred() ? -1 : size_of(args[1], "page_size");
     if (page < 0)
         return NULL;
-    if (!PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3])) {
-        PyErr_SetString(PyExc_TypeError, "victims, and their rows, are noted in lists");
+    if (!PyObject_TypeCheck(args[2], &VictimsType))
+        return PyErr_Format(PyExc_TypeError, "victims are needed, not %s", Py_TYPE(args[2])->tp_name);
+    Victims *victims = (Victims *)args[2];
+    Py_ssize_t felled = 1;
+    while (victims->num_tokens < wanted && felled > 0)
+        felled = fell_next((Holdings *)self, page, victims);
+    if (felled < 0)
         return NULL;
-    }
-    Py_ssize_t felled = 0, num_tokens = 1;
-    while (felled < wanted && num_tokens > 0) {
-        num_tokens = fell_next((Holdings *)self, page, args[2], args[3]);
-        felled += num_tokens;
-    }
-    return num_tokens < 0 ? NULL : PyLong_FromSsize_t(felled);
+    Py_RETURN_NONE;
 }
 
 /* ---------------------------------------------------------------- the type */

@@ -33,6 +33,7 @@ is_bytes(PyObject *object, const char *what)
 
 static PyMethodDef functions[] = {
     {"pack", pack, METH_O, NULL},
+    {"top_of", (PyCFunction)(void (*)(void))top_of, METH_FASTCALL, NULL},
     {"walk", (PyCFunction)(void (*)(void))walk, METH_FASTCALL, NULL},
     {"grow", (PyCFunction)(void (*)(void))grow, METH_FASTCALL, NULL},
     {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, NULL},
@@ -66,7 +67,7 @@ PyInit__kernels(void)
     if (!knows_children() || !knows_holdings() || !knows_keys() || !knows_nodes() || !knows_rankings() || !knows_tensors())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
-    PyTypeObject *const types[] = {&NodeType, &ChildrenType, &KeyType, &RankingType, &HoldingsType};
+    PyTypeObject *const types[] = {&NodeType, &ChildrenType, &KeyType, &RankingType, &HoldingsType, &VictimsType};
     for (size_t i = 0; module != NULL && i < sizeof(types) / sizeof(*types); i++)
         if (PyModule_AddType(module, types[i]) < 0)
             Py_CLEAR(module);

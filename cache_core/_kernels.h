@@ -60,7 +60,13 @@ typedef struct {
     PyObject *data;        /* they are all of this, if it is not NULL */
 } Packed;
 
-extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType, HoldingsType;
+typedef struct {
+    PyObject_HEAD
+    PyObject *nodes, *rows;
+    Py_ssize_t num_tokens;
+} Victims;
+
+extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType, HoldingsType, VictimsType;
 
 /* arguments: _kernels.c */
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
@@ -90,6 +96,7 @@ Py_ssize_t unlock_path(Node *node);
 
 /* leaves that go: _removal.c */
 PyObject *take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes);
+int add_victim(Victims *victims, PyObject *node, PyObject *row, Py_ssize_t num_tokens); /* _victims.c */
 
 /* keys: _keys.c */
 int packed_ids(PyObject *key, Packed *packed);
@@ -102,6 +109,7 @@ int has_no_sign(const uint32_t *ids, Py_ssize_t count);
 Children *new_children(void);
 Children *no_children(void);
 PyObject *find_child(const Children *children, const char *page, Py_ssize_t size);
+void expect_child(const Children *children, const char *page, Py_ssize_t size);
 int put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child, int is_new);
 PyObject *drop_child(Children *children, const char *page, Py_ssize_t size);
 Py_ssize_t num_children(const Children *children);
@@ -136,6 +144,7 @@ int knows_rankings(void);
 int knows_tensors(void);
 
 PyObject *pack(PyObject *module, PyObject *ids);
+PyObject *top_of(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs);

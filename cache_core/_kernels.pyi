@@ -4,6 +4,7 @@ from raydix.cache_core.plain_kernels import Holdings as Holdings
 from raydix.cache_core.plain_kernels import Key as Key
 from raydix.cache_core.plain_kernels import Node as Node
 from raydix.cache_core.plain_kernels import Ranking as Ranking
+from raydix.cache_core.plain_kernels import Victims as Victims
 from raydix.cache_core.plain_kernels import compact as compact
 from raydix.cache_core.plain_kernels import cut as cut
 from raydix.cache_core.plain_kernels import expand as expand
@@ -14,6 +15,7 @@ from raydix.cache_core.plain_kernels import join as join
 from raydix.cache_core.plain_kernels import leads_to as leads_to
 from raydix.cache_core.plain_kernels import pack as pack
 from raydix.cache_core.plain_kernels import take_back as take_back
+from raydix.cache_core.plain_kernels import top_of as top_of
 from raydix.cache_core.plain_kernels import uproot as uproot
 from raydix.cache_core.plain_kernels import use_huge_pages as use_huge_pages
 from raydix.cache_core.plain_kernels import walk as walk

@@ -72,6 +72,35 @@ found(PyObject *path, Py_ssize_t end)
     return pair;
 }
 
+/* The node that a dict has under a key's namespace and arity, borrowed; NULL if there is none, or on an error. */
+static Node *
+find_top(PyObject *tops, PyObject *object)
+{
+    const Key *key = (Key *)object;
+    if (!PyDict_Check(tops) || !PyObject_TypeCheck(object, &KeyType) || key->extra_key == NULL || key->arity == NULL) {
+        PyErr_SetString(PyExc_TypeError, "tops stand in a dict, by the namespace and the arity of a key");
+        return NULL;
+    }
+    PyObject *place = PyTuple_Pack(2, key->extra_key, key->arity);
+    PyObject *top = place == NULL ? NULL : PyDict_GetItemWithError(tops, place);
+    Py_XDECREF(place);
+    return top == NULL ? NULL : as_node(top);
+}
+
+PyObject *
+top_of(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Packed key;
+    Py_ssize_t page = expect_args("top_of", nargs, 3) ? size_of(args[2], "page_size") : -1;
+    Node *top = page < 0 ? NULL : find_top(args[0], args[1]);
+    const Children *children = top == NULL ? NULL : children_of(top);
+    if (PyErr_Occurred() || !packed_ids(args[1], &key))
+        return NULL;
+    if (children != NULL && key.unit > 0 && page <= key.size / key.unit)
+        expect_child(children, key.ids, page * key.unit);
+    return Py_NewRef(top == NULL ? Py_None : (PyObject *)top);
+}
+
 PyObject *
 walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

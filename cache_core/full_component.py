@@ -13,41 +13,31 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from raydix.cache_core import kernels
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.eviction_queue import EvictionQueue
-from raydix.cache_core.kernels import Holdings, expand
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.retired_nodes import RetiredNodes
-from raydix.cache_core.slot_rows import Row, expand_rows
+from raydix.cache_core.slot_rows import expand_rows
 from raydix.cache_core.tenants import TenantQueues, TenantRetired
 from raydix.cache_core.tree_node import TreeNode
 
 
-class Victims:
+class Victims(kernels.Victims):
     """Nodes that left the tree, with the slots they held: for the pool to take back."""
 
-    __slots__ = ("nodes", "num_tokens", "rows")
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self.nodes: list[TreeNode] = []
-        self.rows: list[Row] = []
-        self.num_tokens = 0
-
-    def add(self, node: TreeNode, slots: Row | None, num_tokens: int) -> None:
-        """One more node, what it held, and for how many tokens."""
-        assert slots is not None, f"{node} had been evicted before"
-        self.nodes.append(node)
-        self.rows.append(slots)
-        self.num_tokens += num_tokens
+    nodes: list[TreeNode]
 
     def slots(self, page_size: int) -> torch.Tensor:
         """One slot per token."""
-        slots = expand(self.rows, self.num_tokens, page_size)
+        slots = kernels.expand(self.rows, self.num_tokens, page_size)
         return expand_rows(self.rows, self.nodes, self.num_tokens, page_size) if slots is None else slots
 
 
-class FullComponent(Holdings):
+class FullComponent(kernels.Holdings):
     """Locks, sizes and eviction order of the full KV."""
 
     _queue: EvictionQueue | TenantQueues
@@ -61,12 +51,11 @@ class FullComponent(Holdings):
 
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
-        victims = self.evict_retired(num_tokens) if self.retired else Victims()
+        victims = self.evict_retired(num_tokens) if self.retired.pending else Victims()
         if self._aux:
             self._evict_each(num_tokens, victims)
         else:
-            missing, page_size = num_tokens - victims.num_tokens, self._tree.page_size
-            victims.num_tokens += self.fell(missing, page_size, victims.nodes, victims.rows)
+            self.fell(num_tokens, self._tree.page_size, victims)
         return victims
 
     def _evict_each(self, num_tokens: int, victims: Victims) -> None:

@@ -48,27 +48,40 @@ class Holdings:
         if moved and not node.children:
             self._offer(node)
 
-    def fell(self, num_tokens: int, page_size: int, nodes: list[Any], rows: list[bytes], /) -> int:
-        """Take the leaves that go next out of the queue and the tree, until they hold so many tokens or there is none.
-
-        They are noted in `nodes`, their slots in `rows`. Returns how many tokens they hold.
-        """
-        felled = 0
-        while felled < num_tokens and (leaf := self._queue.pop()) is not None:
+    def fell(self, num_tokens: int, page_size: int, victims: Any, /) -> None:
+        """Take the leaves that go next out of the queue and the tree, until the victims hold so many tokens, or there
+        is none."""
+        while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
             parent = leaf.parent
-            rows.append(uproot(leaf, page_size * leaf.space.unit))
-            nodes.append(leaf)
-            felled += leaf.end - parent.end
-            self.evictable -= leaf.end - parent.end
+            size = leaf.end - parent.end
+            victims.add(leaf, uproot(leaf, page_size * leaf.space.unit), size)
+            self.evictable -= size
             if not parent.children:
                 self._left_bare(parent)
-        return felled
 
     def _offer(self, leaf: Any) -> None:
         raise NotImplementedError
 
     def _left_bare(self, node: Any) -> None:
         raise NotImplementedError
+
+
+class Victims:
+    """Nodes that left the tree, with the slots they held."""
+
+    __slots__ = ("nodes", "num_tokens", "rows")
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.rows: list[bytes] = []
+        self.num_tokens = 0
+
+    def add(self, node: Any, row: bytes | None, num_tokens: int, /) -> None:
+        """One more node, what it held, and for how many tokens."""
+        assert row is not None, f"{node!r} had been evicted before"
+        self.nodes.append(node)
+        self.rows.append(row)
+        self.num_tokens += num_tokens
 
 
 def uproot(leaf: Any, page_bytes: int, /) -> bytes:

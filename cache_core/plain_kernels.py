@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from raydix.cache_core.plain_children import NO_CHILDREN, Children
-from raydix.cache_core.plain_holdings import Holdings, uproot
+from raydix.cache_core.plain_holdings import Holdings, Victims, uproot
 from raydix.cache_core.plain_ranking import Ranking
 from raydix.cache_core.plain_rows import compact, expand, gather, is_row, join, num_slots, parted, take_back
 
@@ -17,6 +17,7 @@ __all__ = [
     "Key",
     "Node",
     "Ranking",
+    "Victims",
     "compact",
     "cut",
     "expand",
@@ -27,6 +28,7 @@ __all__ = [
     "leads_to",
     "pack",
     "take_back",
+    "top_of",
     "uproot",
     "use_huge_pages",
     "walk",
@@ -195,6 +197,14 @@ def _hang(parent: Any, page: bytes, child: Any) -> None:
     if parent.children is NO_CHILDREN:
         parent.children = Children()
     parent.children[page] = child
+
+
+def top_of(tops: dict[tuple[str | None, int], Any], key: Key, page_size: int, /) -> Any:
+    """The node that a key's namespace has, None if there is none.
+
+    Compiled, where its child of the key's first page stands is being fetched from then on.
+    """
+    return tops.get((key.extra_key, key.arity))
 
 
 def walk(node: Any, key: Key, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]:

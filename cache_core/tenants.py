@@ -195,8 +195,10 @@ class TenantRetired:
         leaves = (tenant.retired.pop() for tenant in self._tenants)
         return next((leaf for leaf in leaves if leaf is not None), None)
 
-    def __bool__(self) -> bool:
-        return any(tenant.retired for tenant in self._tenants)
+    @property
+    def pending(self) -> list[TreeNode]:
+        """Where there may be something to pop."""
+        return [node for tenant in self._tenants for node in tenant.retired.pending]
 
     def clear(self) -> None:
         """Forget everything."""

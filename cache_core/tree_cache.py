@@ -149,7 +149,7 @@ class TreeCache(TreeInsert):
         """Free the unlocked nodes of retired namespaces, `max_tokens` or a node more of them; returns tokens."""
         victims = self._full.evict_retired(max_tokens)
         self._give_back(victims)
-        if not self._full.retired:
+        if not self._full.retired.pending:
             self._retired = [top for top in self._retired if top.slots is not None]
         return victims.num_tokens
 

@@ -82,12 +82,11 @@ def a_peek_splits(patch: Patch) -> None:
 def removed_without(patch: Patch, use: str) -> None:
     """Have leaves leave the tree without telling their parents of this use."""
 
-    def fell(original: Any, full: FullComponent, num_tokens: int, page_size: int, nodes: list[Any], rows: Any) -> Any:
+    def fell(original: Any, full: FullComponent, num_tokens: int, page_size: int, victims: Any) -> None:
         known = {node: getattr(node, use) for top in full._tree.tops.values() for node in top.subtree()}
-        felled = original(full, num_tokens, page_size, nodes, rows)
-        for node in nodes:
+        original(full, num_tokens, page_size, victims)
+        for node in victims.nodes:
             setattr(node.parent, use, known.get(node.parent, 0))
-        return felled
 
     around(patch, FullComponent, "fell", fell)
 

@@ -13,9 +13,8 @@ from reference_policies import POLICIES, PairedPolicyCache
 from raydix.cache_core import RadixCache
 from raydix.cache_core.eviction_policy import LFU, LRU, SLRU, Priority
 from raydix.cache_core.eviction_policy import POLICIES as CLASSES
-from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.full_component import FullComponent, Victims
 from raydix.cache_core.radix_tree import RadixTree
-from raydix.cache_core.tree_node import TreeNode
 
 Patch = pytest.MonkeyPatch
 PAGE_SIZES = (1, 4, 16)
@@ -112,13 +111,12 @@ def _split_without(name: str, value: int) -> Callable[[Patch], None]:
 def _what_is_evicted_has_no_priority(patch: Patch) -> None:
     original = FullComponent.fell
 
-    def fell(full: FullComponent, num_tokens: int, page_size: int, nodes: list[TreeNode], rows: list[bytes]) -> int:
+    def fell(full: FullComponent, num_tokens: int, page_size: int, victims: Victims) -> None:
         known = {node: node.own_priority for top in full._tree.tops.values() for node in top.subtree()}
-        felled = original(full, num_tokens, page_size, nodes, rows)
-        for node in nodes:
+        original(full, num_tokens, page_size, victims)
+        for node in victims.nodes:
             assert node.parent is not None
             node.parent.own_priority = known.get(node.parent, 0)  # what is retired is in no ranking any more
-        return felled
 
     patch.setattr(FullComponent, "fell", fell)
 

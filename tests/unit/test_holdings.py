@@ -39,9 +39,9 @@ class Tree(Branch):
         self.held.touch(self.nodes[at])
 
     def fell(self, num_tokens: int) -> Any:
-        nodes: list[Any] = []
-        rows: list[bytes] = []
-        return self.held.fell(num_tokens, self.page_size, nodes, rows), [node.id for node in nodes], rows
+        victims = self.kernel.Victims()
+        self.held.fell(num_tokens, self.page_size, victims)
+        return victims.num_tokens, [node.id for node in victims.nodes], victims.rows
 
     def state(self) -> Any:
         held = self.held
@@ -85,6 +85,18 @@ def test_leaves_are_felled_until_they_hold_enough(kernel: Any) -> None:
     assert (tree.held.evictable, tree.held.protected, tree.held.bare) == (0, 3, [3])
 
 
+@pytest.mark.parametrize("kernel", TWINS)
+def test_victims_are_noted_with_what_they_held(kernel: Any) -> None:
+    victims = kernel.Victims()
+    victims.add("one", b"slots", 3)
+    victims.add("two", b"", 4)
+
+    assert (victims.nodes, victims.rows, victims.num_tokens) == (["one", "two"], [b"slots", b""], 7)
+    with pytest.raises(AssertionError, match="'three' had been evicted before"):
+        victims.add("three", None, 1)
+    assert victims.num_tokens == 7
+
+
 @compiled
 def test_a_queue_may_let_go_of_everything_meanwhile() -> None:
     tree = Tree(kernels, 1)
@@ -109,4 +121,4 @@ def test_a_queue_may_let_go_of_everything_meanwhile() -> None:
     tree.held._queue = Fickle()
 
     with pytest.raises(TypeError, match="a node is needed, not NoneType"):
-        tree.held.fell(9, 1, [], [])
+        tree.held.fell(9, 1, kernels.Victims())

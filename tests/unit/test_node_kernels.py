@@ -166,6 +166,18 @@ def test_whether_a_key_leads_to_a_node_is_told(kernel: Any, data: bytes, leads: 
     assert kernel.leads_to(kernel.Key.from_packed(data, 1), tree.top) is True
 
 
+@pytest.mark.parametrize("kernel", TWINS)
+def test_the_top_of_a_namespace_is_found(kernel: Any) -> None:
+    tree = Branch(kernel, 2)
+    for number in range(20):
+        tree.insert(bytes((number, 1)))
+    tops = {("a", 0): tree.top, (None, 2): tree.root}
+    for data in (b"", b"a", b"abcdef"):
+        assert kernel.top_of(tops, kernel.Key.from_packed(data, 1, "a"), 2) is tree.top
+        assert kernel.top_of(tops, kernel.Key.from_packed(data, 1), 2) is None
+        assert kernel.top_of(tops, kernel.Key.from_packed(data, 1, None, 2), 2) is tree.root
+
+
 def test_a_key_of_an_array_reads_it_until_it_has_a_copy_of_its_own() -> None:
     ids = np.arange(1, 7, dtype=np.int32)
     tree = Branch(kernels, 1, unit=4)
@@ -310,15 +322,26 @@ class Nonsense(kernels.Key):
         (lambda: held_by(kernels).add(7), TypeError),
         (lambda: held_by(kernels).add(lone()), TypeError),
         (lambda: held_by(kernels).add(lone(parent=lone(children=[]))), TypeError),
-        (lambda: held_by(kernels, 7).fell(1, 1, [], []), TypeError),
-        (lambda: held_by(kernels, lone()).fell(1, 1, [], []), AttributeError),
-        (lambda: held_by(kernels, lone(space=UNIT)).fell(1, 1, [], []), TypeError),
-        (lambda: held_by(kernels, lone(space=UNIT, parent=lone())).fell(1, 1, [], []), ValueError),
-        (lambda: held_by(kernels, lone(space=UNIT, parent=lone(end=0))).fell(1, 1, [], []), KeyError),
-        (lambda: held_by(kernels, lone(space=UNIT, parent=lone(end=0))).fell(1, 2**63 - 1, [], []), ValueError),
-        (lambda: held_by(kernels).fell(1, -1, [], []), ValueError),
-        (lambda: held_by(kernels).fell(2**63, 1, [], []), OverflowError),
-        (lambda: held_by(kernels).fell(1, 1, (), []), TypeError),  # type: ignore[arg-type]
+        (lambda: held_by(kernels, 7).fell(1, 1, kernels.Victims()), TypeError),
+        (lambda: held_by(kernels, lone()).fell(1, 1, kernels.Victims()), AttributeError),
+        (lambda: held_by(kernels, lone(space=UNIT)).fell(1, 1, kernels.Victims()), TypeError),
+        (lambda: held_by(kernels, lone(space=UNIT, parent=lone())).fell(1, 1, kernels.Victims()), ValueError),
+        (lambda: held_by(kernels, lone(space=UNIT, parent=lone(end=0))).fell(1, 1, kernels.Victims()), KeyError),
+        (
+            lambda: held_by(kernels, lone(space=UNIT, parent=lone(end=0))).fell(1, 2**62, kernels.Victims()),
+            ValueError,
+        ),
+        (lambda: held_by(kernels).fell(1, -1, kernels.Victims()), ValueError),
+        (lambda: held_by(kernels).fell(2**63, 1, kernels.Victims()), OverflowError),
+        (lambda: held_by(kernels).fell(1, 1, []), TypeError),
+        (lambda: kernels.Victims().add(lone(), b"", -1), ValueError),
+        (lambda: kernels.Victims().add(lone(), [], 1), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.top_of([], AB, 1), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.top_of({}, 7, 1), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.top_of({}, NO_DATA, 1), AttributeError),
+        (lambda: kernels.top_of({(None, 0): 7}, AB, 1), TypeError),
+        (lambda: kernels.top_of({(None, 0): lone(children=[])}, AB, 1), TypeError),
+        (lambda: kernels.top_of({}, AB, -1), ValueError),
         (lambda: kernels.Holdings(), TypeError),  # type: ignore[call-arg]
         (lambda: kernels.Holdings.__new__(kernels.Holdings).touch(lone()), AttributeError),
         (lambda: kernels.grow(int, 1, lone(), ABC, 1, 3, b"", 0), TypeError),
@@ -408,6 +431,7 @@ def test_nothing_is_kept_alive() -> None:
         kernels.walk(tree.top, RadixKey(np.arange(9, dtype=np.int32)), 2, 4)
         kernels.gather([first, second], 8, 2)
         kernels.leads_to(packed_key, second)
+        kernels.top_of({(None, 0): tree.top}, packed_key, 2)
         held.lock(second)
         held.unlock(second)
         held.touch(held._queue.leaves.pop())
@@ -416,7 +440,7 @@ def test_nothing_is_kept_alive() -> None:
         leaf = kernels.grow(kernels.Node, 9, first, RadixKey.from_packed(b"abcdxxyy", 1), 2, 8, slots, now)
         above = kernels.cut(kernels.Node, 10, leaf, 2, 2)
         held.add(leaf)
-        held.fell(1, 2, [], [])
+        held.fell(1, 2, kernels.Victims())
         kernels.uproot(above, 2)
         held._queue.leaves.clear()
         del above, leaf

@@ -1166,7 +1166,7 @@ def test_the_queue_does_not_grow_with_what_was_reclaimed(cache: RadixCache) -> N
         cache.reclaim_retired()
 
     assert not len(cache._full._queue)
-    assert not cache._full.retired
+    assert not cache._full.retired.pending
     assert not cache._retired
 
 
