@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,12 +33,7 @@ __all__ = [
 Starts = NDArray[np.int64]  # the first slot of each page, in token order
 
 
-_NO_SLOTS = torch.empty(0, dtype=torch.int64)
-
-
-def no_slots() -> torch.Tensor:
-    """An empty row of slot indices, always the same one."""
-    return _NO_SLOTS
+NO_SLOTS = torch.empty(0, dtype=torch.int64)  # an empty row of slot indices
 
 
 @dataclass(slots=True)
@@ -59,7 +54,7 @@ class InsertResult:
     prefix_len: int = 0  # leading tokens that were in the tree before
     last_node: Any = None  # where the inserted key ends; the root if it has no whole page
     mamba_exist: bool = False  # the final node had a state already
-    duplicate_indices: torch.Tensor = field(default_factory=no_slots)  # incoming slots the tree did not take over
+    duplicate_indices: torch.Tensor = NO_SLOTS  # incoming slots the tree did not take over
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import (
+    NO_SLOTS,
     BasePrefixCache,
     EvictResult,
     InsertResult,
@@ -17,7 +18,6 @@ from raydix.cache_core.base_prefix_cache import (
     PageMatch,
     RadixKey,
     Starts,
-    no_slots,
 )
 from raydix.cache_core.explanation import Explanation
 
@@ -38,11 +38,11 @@ class ChunkCache(BasePrefixCache):
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """A miss."""
-        return MatchResult(no_slots())
+        return MatchResult(NO_SLOTS)
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """A miss."""
-        return MatchResult(no_slots())
+        return MatchResult(NO_SLOTS)
 
     def explain(self, key: RadixKey) -> Explanation:
         """Nothing is shared."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 
-from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts, no_slots
+from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
 from raydix.cache_core.kernels import compact, is_row
 from raydix.cache_core.kv_events import KVEventTeller
@@ -17,7 +17,8 @@ from raydix.cache_core.slot_rows import Row, as_slots, join_rows
 from raydix.cache_core.tree_match import TreeMatch
 from raydix.cache_core.tree_node import TreeNode, rows_of, slots_on
 
-Take = Callable[[int, int], Row]
+# The tree's own row of incoming slots, from and up to a token: what they come in, the page size, and the two.
+Take = Callable[[Any, int, int, int], Row]
 # What an insert found and made: the leading tokens that were in the tree before, those before the node it resumed at,
 # the nodes in between, and where the key ends.
 Inserted = tuple[int, int, list[TreeNode], TreeNode]
@@ -45,13 +46,13 @@ class TreeInsert(TreeMatch):
             if from_node is not None and from_node is not self.root:
                 self._check_live(from_node)
                 check_same_space(key, from_node)
-            return InsertResult(0, self.root, False, no_slots())
+            return InsertResult(0, self.root)
 
-        done = self._insert(key, from_node, partial(compact, slots, page), prev_prefix_len, fresh_from, priority)
+        done = self._insert(key, from_node, slots, compact, prev_prefix_len, fresh_from, priority)
         prefix_len, resumed_at, _, last_node = done
         if prefix_len > resumed_at and prefix_len > prev_prefix_len:
             return InsertResult(prefix_len, last_node, False, self._duplicates(slots, prev_prefix_len, done))
-        return InsertResult(prefix_len, last_node, False, no_slots())
+        return InsertResult(prefix_len, last_node)
 
     def insert_pages(
         self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0, priority: int = 0
@@ -63,13 +64,8 @@ class TreeInsert(TreeMatch):
         """
         if key.num_tokens < self.page_size:
             return PageInsert(0, 0, self.root, starts[:0])
-        page, first = self.page_size, from_node.end
-
-        def take(start: int, stop: int) -> Row:
-            return starts[(start - first) // page : (stop - first) // page].tobytes()
-
-        fresh_from = self._aligned(swa_evicted_seqlen)
-        prefix_len, _, path, last_node = self._insert(key, from_node, take, None, fresh_from, priority)
+        fresh_from, pages = self._aligned(swa_evicted_seqlen), (starts, from_node.end)
+        prefix_len, _, path, last_node = self._insert(key, from_node, pages, _take_pages, None, fresh_from, priority)
         return PageInsert(prefix_len, last_node.end, last_node, join_rows(rows_of(path)))
 
     def _aligned(self, num_tokens: int) -> int:
@@ -79,6 +75,7 @@ class TreeInsert(TreeMatch):
         self,
         key: RadixKey,
         from_node: TreeNode | None,
+        incoming: Any,
         take: Take,
         prev_prefix_len: int | None,
         fresh_from: int,
@@ -87,7 +84,8 @@ class TreeInsert(TreeMatch):
         """Insert the whole pages of `key`, of which there is at least one.
 
         Args:
-            take: gives the tree its own row of the incoming slots of [start, stop).
+            incoming: what the slots come in.
+            take: how the tree has a row of its own of them.
             prev_prefix_len: leading tokens whose slots are the tree's own, checked; None: those before `from_node`,
                 for which the caller answers.
             fresh_from: incoming slots before this token bring full KV only.
@@ -106,13 +104,13 @@ class TreeInsert(TreeMatch):
             last_node = self._cut_at(path, end)
         self._clock += 1
         if self._aux:
-            path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), take)
+            path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), incoming, take)
         if end == num_tokens:
             self._use(last_node, priority)
         elif self._aux:
-            last_node = self._add_cut(last_node, key, self._cuts(end, num_tokens, fresh_from), take, priority)
+            last_node = self._add_cut(last_node, key, self._cuts(end, num_tokens, fresh_from), incoming, take, priority)
         else:
-            last_node = self._add(last_node, key, num_tokens, take(end, num_tokens), priority)
+            last_node = self._add(last_node, key, num_tokens, take(incoming, self.page_size, end, num_tokens), priority)
         return end, resumed_at, path, last_node
 
     def _add(self, parent: TreeNode, key: RadixKey, stop: int, row: Row, priority: int, live: bool = True) -> TreeNode:
@@ -126,15 +124,21 @@ class TreeInsert(TreeMatch):
         return leaf
 
     def _add_cut(
-        self, node: TreeNode, key: RadixKey, cuts: Sequence[tuple[int, int, bool]], take: Take, priority: int
+        self,
+        node: TreeNode,
+        key: RadixKey,
+        cuts: Sequence[tuple[int, int, bool]],
+        incoming: Any,
+        take: Take,
+        priority: int,
     ) -> TreeNode:
         """`_add` in several nodes, one below the other; returns the last."""
         for start, stop, live in cuts:
-            node = self._add(node, key, stop, take(start, stop), priority, live)
+            node = self._add(node, key, stop, take(incoming, self.page_size, start, stop), priority, live)
         self._touch(node)
         return node
 
-    def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
+    def _absorb(self, path: list[TreeNode], fresh_from: int, incoming: Any, take: Take) -> list[TreeNode]:
         """Let nodes that lack something take it from the incoming slots; returns the path as it is then."""
         return path
 
@@ -165,3 +169,9 @@ class TreeInsert(TreeMatch):
         incoming = slots[start:prefix_len].numpy()
         held = slots_on(path, prefix_len - resumed_at, self.page_size).numpy()
         return torch.from_numpy(incoming[incoming != held[start - resumed_at :]])
+
+
+def _take_pages(pages: tuple[Starts, int], page_size: int, start: int, stop: int) -> Row:
+    """Of the first slots of pages, the first of them at a token, those from one to another."""
+    starts, first = pages
+    return starts[(start - first) // page_size : (stop - first) // page_size].tobytes()

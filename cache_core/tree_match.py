@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult, PageMatch, no_slots
+from raydix.cache_core.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult, PageMatch
 from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.explanation import Explanation, Reason
@@ -48,7 +48,7 @@ class TreeMatch(BasePrefixCache):
         """
         node, path, full_end = self._match(key, None, priority)
         end = node.end
-        indices = slots_on(path, end, self.page_size) if path else no_slots()
+        indices = slots_on(path, end, self.page_size) if path else NO_SLOTS
         branching = None if end == full_end else self._branching(end, full_end)
         return MatchResult(indices, node, end, branching, full_end)
 
@@ -66,13 +66,13 @@ class TreeMatch(BasePrefixCache):
         """As `match_prefix`, but nothing changes. `last_node` is the deepest node matched wholly."""
         top, key = self._tree.find_space(key)
         if top is None:
-            return MatchResult(no_slots(), self.root)
+            return MatchResult(NO_SLOTS, self.root)
         path, full_end = self._tree.walk(key, key.num_tokens, top)
         end = full_end
         if self._aux:
             path, end = self._usable(path, full_end)
         if not path:
-            return MatchResult(no_slots(), self.root, 0, self._branching(0, full_end), full_end)
+            return MatchResult(NO_SLOTS, self.root, 0, self._branching(0, full_end), full_end)
         indices = slots_on(path, path[-1].end, self.page_size)[:end]
         whole = path if path[-1].end == end else path[:-1]
         last_node = whole[-1] if whole else self.root

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import (
+    NO_SLOTS,
     BasePrefixCache,
     EvictResult,
     InsertResult,
@@ -23,7 +24,6 @@ from raydix.cache_core.base_prefix_cache import (
     PageMatch,
     RadixKey,
     Starts,
-    no_slots,
 )
 from raydix.cache_core.errors import LockError
 from raydix.cache_core.radix_trie import RadixTrie
@@ -75,14 +75,14 @@ class TriePrefixCache(BasePrefixCache):
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """The longest cached prefix, in whole pages. May split a node."""
         match = self.match_pages(key)
-        slots = expand_pages(match.starts, self.page_size) if match.prefix_len else no_slots()
+        slots = expand_pages(match.starts, self.page_size) if match.prefix_len else NO_SLOTS
         return MatchResult(slots, match.last_node, match.prefix_len, None, match.prefix_len)
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, without any effect."""
         blocks = self._trie.peek_prefix(self._tokens(key)) if len(key) else []
         end = len(blocks) * self.page_size
-        slots = expand_pages(np.array(blocks, np.int64), self.page_size) if blocks else no_slots()
+        slots = expand_pages(np.array(blocks, np.int64), self.page_size) if blocks else NO_SLOTS
         return MatchResult(slots, self.root, end, None, end)
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
@@ -103,7 +103,7 @@ class TriePrefixCache(BasePrefixCache):
         starts = as_slots(key, value, aligned).numpy()[: aligned : self.page_size]
         done = self.insert_pages(key[:aligned], starts, self.root)
         refused = starts[: len(done.existing)][starts[: len(done.existing)] != done.existing]
-        duplicates = expand_pages(refused, self.page_size) if len(refused) else no_slots()
+        duplicates = expand_pages(refused, self.page_size) if len(refused) else NO_SLOTS
         return InsertResult(done.prefix_len, done.last_node, False, duplicates)
 
     def insert_pages(

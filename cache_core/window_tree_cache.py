@@ -54,7 +54,7 @@ class WindowTreeCache(TreeCache):
 
     # ---------------------------------------------------------------- insert
 
-    def _absorb(self, path: list[TreeNode], fresh_from: int, take: Take) -> list[TreeNode]:
+    def _absorb(self, path: list[TreeNode], fresh_from: int, incoming: Any, take: Take) -> list[TreeNode]:
         if self._swa is None:
             return path
         healed: list[TreeNode] = []
@@ -63,7 +63,7 @@ class WindowTreeCache(TreeCache):
             if node.swa_tombstone and start < node.end:
                 if start > node.end - len(node):
                     healed.append(self._split(node, start - (node.end - len(node))))
-                self._heal(node, take(start, node.end))
+                self._heal(node, take(incoming, self.page_size, start, node.end))
             healed.append(node)
         return healed
 

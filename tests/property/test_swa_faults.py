@@ -315,12 +315,12 @@ def a_leaf_is_cut_within_a_page(patch: Patch) -> None:
 
 @fault
 def tombstones_never_heal(patch: Patch) -> None:
-    patch.setattr(RadixCache, "_absorb", lambda cache, path, fresh_from, take: path)
+    patch.setattr(RadixCache, "_absorb", lambda cache, path, *rest: path)
 
 
 @fault
 def tombstones_heal_by_slots_without_halves(patch: Patch) -> None:
-    around(patch, RadixCache, "_absorb", lambda original, cache, path, _, take: original(cache, path, 0, take))
+    around(patch, RadixCache, "_absorb", lambda original, cache, path, _, *rest: original(cache, path, 0, *rest))
 
 
 @fault
