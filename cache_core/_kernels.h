@@ -116,6 +116,7 @@ Py_ssize_t num_children(const Children *children);
 
 /* rows of slots, which are bytes: _rows.c */
 Py_ssize_t num_slots(PyObject *row);
+PyObject *expand_rows(PyObject *rows, Py_ssize_t num_tokens, Py_ssize_t page);
 PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
 
 /* those that are runs: _runs.c */

@@ -143,13 +143,11 @@ lanes(Py_ssize_t total, Py_ssize_t num_tokens, Py_ssize_t page)
     return total >= 0 && page > 0 && num_tokens % page == 0 && total == num_tokens / page ? page : 0;
 }
 
+/* The rows of items over so many tokens as one slot for each; None if they say more or less. */
 static PyObject *
-expanded(const char *function, PyObject *const *args, Py_ssize_t nargs, RowOf row_of)
+written_out(PyObject *items, Py_ssize_t num_tokens, Py_ssize_t page, RowOf row_of)
 {
-    if (!expect_args(function, nargs, 3))
-        return NULL;
-    Py_ssize_t num_tokens = size_of(args[1], "num_tokens"), page = num_tokens < 0 ? -1 : size_of(args[2], "page_size");
-    Py_ssize_t total = page < 0 ? -2 : slots_in(args[0], row_of);
+    Py_ssize_t total = slots_in(items, row_of);
     if (total < -1)
         return NULL;
     page = lanes(total, num_tokens, page);
@@ -157,9 +155,24 @@ expanded(const char *function, PyObject *const *args, Py_ssize_t nargs, RowOf ro
         Py_RETURN_NONE;
     int64_t *out;
     SlotRow *slots = new_row(num_tokens, &out);
-    for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(args[0]); i++)
-        out = write_out(row_of(PyList_GET_ITEM(args[0], i)), page, out);
+    for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(items); i++)
+        out = write_out(row_of(PyList_GET_ITEM(items, i)), page, out);
     return slots == NULL ? NULL : as_tensor(slots);
+}
+
+PyObject *
+expand_rows(PyObject *rows, Py_ssize_t num_tokens, Py_ssize_t page)
+{
+    return written_out(rows, num_tokens, page, itself);
+}
+
+static PyObject *
+expanded(const char *function, PyObject *const *args, Py_ssize_t nargs, RowOf row_of)
+{
+    if (!expect_args(function, nargs, 3))
+        return NULL;
+    Py_ssize_t num_tokens = size_of(args[1], "num_tokens"), page = num_tokens < 0 ? -1 : size_of(args[2], "page_size");
+    return page < 0 ? NULL : written_out(args[0], num_tokens, page, row_of);
 }
 
 PyObject *

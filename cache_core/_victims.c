@@ -30,6 +30,19 @@ victims_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+victims_slots(PyObject *self, PyObject *page_size)
+{
+    const Victims *victims = (Victims *)self;
+    Py_ssize_t page = size_of(page_size, "page_size");
+    if (page < 0)
+        return NULL;
+    if (victims->rows != NULL)
+        return expand_rows(victims->rows, victims->num_tokens, page);
+    PyErr_SetString(PyExc_AttributeError, "rows");
+    return NULL;
+}
+
 /* ---------------------------------------------------------------- the type */
 
 static PyObject *
@@ -71,6 +84,7 @@ victims_dealloc(PyObject *self)
 
 static PyMethodDef methods[] = {
     {"add", (PyCFunction)(void (*)(void))victims_add, METH_FASTCALL, NULL},
+    {"slots", victims_slots, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,33 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
-from raydix.cache_core import kernels
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core.kernels import Holdings, Victims
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.retired_nodes import RetiredNodes
-from raydix.cache_core.slot_rows import expand_rows
 from raydix.cache_core.tenants import TenantQueues, TenantRetired
 from raydix.cache_core.tree_node import TreeNode
 
 
-class Victims(kernels.Victims):
-    """Nodes that left the tree, with the slots they held: for the pool to take back."""
-
-    __slots__ = ()
-
-    nodes: list[TreeNode]
-
-    def slots(self, page_size: int) -> torch.Tensor:
-        """One slot per token."""
-        slots = kernels.expand(self.rows, self.num_tokens, page_size)
-        return expand_rows(self.rows, self.nodes, self.num_tokens, page_size) if slots is None else slots
-
-
-class FullComponent(kernels.Holdings):
+class FullComponent(Holdings):
     """Locks, sizes and eviction order of the full KV."""
 
     _queue: EvictionQueue | TenantQueues

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from raydix.cache_core.plain_rows import expand
+
 
 class Holdings:
     """Tokens of a tree with locks and without, and its unlocked leaves: what `FullComponent` is made of.
@@ -82,6 +86,10 @@ class Victims:
         self.nodes.append(node)
         self.rows.append(row)
         self.num_tokens += num_tokens
+
+    def slots(self, page_size: int, /) -> torch.Tensor | None:
+        """One slot per token; None if some rows say the slots of tokens and others those of pages."""
+        return expand(self.rows, self.num_tokens, page_size)
 
 
 def uproot(leaf: Any, page_bytes: int, /) -> bytes:

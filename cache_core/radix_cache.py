@@ -14,6 +14,8 @@ from raydix.cache_core.tree_cache import SlotPool
 from raydix.cache_core.tree_node import TreeNode
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
+_new = object.__new__
+
 
 class RadixCache(WindowTreeCache):
     """The prefix cache for full attention, and for models with sliding-window layers.
@@ -91,4 +93,6 @@ class RadixCache(WindowTreeCache):
             return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))
         victims = self._full.evict(num_tokens)
         self._give_back(victims)
-        return EvictResult(victims.num_tokens)
+        result: EvictResult = _new(EvictResult)  # its constructor would cost as much as half a victim
+        result.full_evicted, result.swa_evicted, result.mamba_evicted = victims.num_tokens, 0, 0
+        return result

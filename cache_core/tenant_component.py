@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
-from raydix.cache_core.full_component import FullComponent, Victims
+from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.tenants import Tenant, TenantQueues, TenantRetired, Tenants
 from raydix.cache_core.tree_node import Namespace, TreeNode

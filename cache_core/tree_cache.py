@@ -16,10 +16,10 @@ from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.base_prefix_cache import Starts
 from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
-from raydix.cache_core.full_component import Victims
+from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
-from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
+from raydix.cache_core.slot_rows import Row, expand_row, expand_rows, join_rows, unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.tree_format import facts_of, format_tree
@@ -161,11 +161,12 @@ class TreeCache(TreeInsert):
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
         if victims.rows and self.pool is not None:
-            free_pages, num_tokens = self._free_pages, victims.num_tokens
-            if free_pages is not None and (starts := join_rows(victims.rows)).size * self.page_size == num_tokens:
+            free_pages, page, size = self._free_pages, self.page_size, victims.num_tokens
+            if free_pages is not None and (starts := join_rows(victims.rows)).size * page == size:
                 free_pages(starts)
             else:
-                self.pool.free(victims.slots(self.page_size))
+                slots = victims.slots(page)
+                self.pool.free(expand_rows(victims.rows, victims.nodes, size, page) if slots is None else slots)
         if self._events is not None:
             self._events.removed(victims.nodes)
         if self._history is not None:

@@ -13,7 +13,8 @@ from reference_policies import POLICIES, PairedPolicyCache
 from raydix.cache_core import RadixCache
 from raydix.cache_core.eviction_policy import LFU, LRU, SLRU, Priority
 from raydix.cache_core.eviction_policy import POLICIES as CLASSES
-from raydix.cache_core.full_component import FullComponent, Victims
+from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix_tree import RadixTree
 
 Patch = pytest.MonkeyPatch
