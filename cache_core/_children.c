@@ -265,9 +265,9 @@ drop_child(Children *children, const char *page, Py_ssize_t size)
     Py_ssize_t at = index_of(children, hash_of(page, size), page, size, &place);
     if (at == NOWHERE)
         return NULL;
+    PyObject *child = place != NULL ? place->child : children->entries[at].child; /* the entry is only written to */
     if (place != NULL)
         place->child = NULL; /* passed over from now on */
-    PyObject *child = children->entries[at].child;
     children->entries[at].child = NULL;
     children->used--;
     return child;

@@ -93,22 +93,29 @@ holdings_unlock(PyObject *self, PyObject *object)
 
 /* ---------------------------------------------------------------- eviction */
 
-/* Bytes of a page of a leaf; -1 with an exception set if that cannot be. */
-static Py_ssize_t
-page_bytes_of(const Node *leaf, Py_ssize_t page)
+/* How many tokens a leaf holds, and the bytes of a page of them; 0 with an exception set if that cannot be told. */
+static int
+measure(const Node *leaf, const Node *parent, Py_ssize_t page, Py_ssize_t *num_tokens, Py_ssize_t *page_bytes)
 {
-    Py_ssize_t unit = unit_of(leaf);
-    if (unit < 0 || page <= PY_SSIZE_T_MAX / (unit + 1))
-        return unit < 0 ? -1 : page * unit;
-    PyErr_SetString(PyExc_ValueError, "a page is too large");
-    return -1;
+    if (!is_bytes(leaf->data, "a node's data"))
+        return 0;
+    *num_tokens = leaf->end > parent->end && parent->end >= 0 ? leaf->end - parent->end : 0;
+    Py_ssize_t unit = *num_tokens == 0 ? 0 : PyBytes_GET_SIZE(leaf->data) / *num_tokens;
+    if (unit == 0 || page > PY_SSIZE_T_MAX / unit) {
+        PyErr_SetString(PyExc_ValueError, "a leaf ends after its parent, and holds tokens in pages that can be counted");
+        return 0;
+    }
+    *page_bytes = page * unit;
+    return 1;
 }
 
 /* Take out a leaf below `parent`, and note it; returns how many tokens it held, -1 on an error. */
 static Py_ssize_t
-fell_leaf(Holdings *holdings, Node *leaf, Node *parent, Py_ssize_t page_bytes, Victims *victims)
+fell_leaf(Holdings *holdings, Node *leaf, Node *parent, Py_ssize_t page, Victims *victims)
 {
-    Py_ssize_t num_tokens = leaf->end - parent->end;
+    Py_ssize_t num_tokens, page_bytes;
+    if (!measure(leaf, parent, page, &num_tokens, &page_bytes))
+        return -1;
     PyObject *row = take_leaf(leaf, parent, page_bytes), *told = NULL;
     if (row != NULL && add_victim(victims, (PyObject *)leaf, row, num_tokens) == 0) {
         holdings->evictable -= num_tokens;
@@ -128,13 +135,10 @@ fell_next(Holdings *holdings, Py_ssize_t page, Victims *victims)
     PyObject *next = ask(holdings, name_pop, NULL);
     Py_ssize_t num_tokens = next == Py_None ? 0 : -1;
     Node *leaf = next == NULL || next == Py_None ? NULL : as_node(next);
-    Py_ssize_t page_bytes = leaf == NULL ? -1 : page_bytes_of(leaf, page);
-    Node *parent = page_bytes < 0 ? NULL : as_node(leaf->parent);
-    if (parent != NULL && leaf->end <= parent->end)
-        PyErr_SetString(PyExc_ValueError, "a node must end after its parent");
-    else if (parent != NULL) {
-        Py_INCREF(parent);
-        num_tokens = fell_leaf(holdings, leaf, parent, page_bytes, victims);
+    Node *parent = leaf == NULL ? NULL : as_node(leaf->parent);
+    if (parent != NULL) {
+        Py_INCREF(parent); /* whoever is called meanwhile may let go of it */
+        num_tokens = fell_leaf(holdings, leaf, parent, page, victims);
         Py_DECREF(parent);
     }
     Py_XDECREF(next);

@@ -272,9 +272,9 @@ def circle() -> Any:
     return node
 
 
-UNIT = SimpleNamespace(unit=1)
 AB, ABC, CDE = (RadixKey.from_packed(data, 1) for data in (b"ab", b"abc", b"cde"))
 NO_DATA = RadixKey([1])
+VICTIMS = kernels.Victims()
 del NO_DATA.data
 
 
@@ -322,15 +322,17 @@ class Nonsense(kernels.Key):
         (lambda: held_by(kernels).add(7), TypeError),
         (lambda: held_by(kernels).add(lone()), TypeError),
         (lambda: held_by(kernels).add(lone(parent=lone(children=[]))), TypeError),
-        (lambda: held_by(kernels, 7).fell(1, 1, kernels.Victims()), TypeError),
-        (lambda: held_by(kernels, lone()).fell(1, 1, kernels.Victims()), AttributeError),
-        (lambda: held_by(kernels, lone(space=UNIT)).fell(1, 1, kernels.Victims()), TypeError),
-        (lambda: held_by(kernels, lone(space=UNIT, parent=lone())).fell(1, 1, kernels.Victims()), ValueError),
-        (lambda: held_by(kernels, lone(space=UNIT, parent=lone(end=0))).fell(1, 1, kernels.Victims()), KeyError),
+        (lambda: held_by(kernels, 7).fell(1, 1, VICTIMS), TypeError),
+        (lambda: held_by(kernels, lone()).fell(1, 1, VICTIMS), TypeError),
+        (lambda: held_by(kernels, lone(parent=lone(end=0), data=None)).fell(1, 1, VICTIMS), TypeError),
+        (lambda: held_by(kernels, lone(parent=lone())).fell(1, 1, VICTIMS), ValueError),
+        (lambda: held_by(kernels, lone(parent=lone(end=-1))).fell(1, 1, VICTIMS), ValueError),
+        (lambda: held_by(kernels, lone(parent=lone(end=0), data=b"a")).fell(1, 1, VICTIMS), ValueError),
         (
-            lambda: held_by(kernels, lone(space=UNIT, parent=lone(end=0))).fell(1, 2**62, kernels.Victims()),
+            lambda: held_by(kernels, lone(parent=lone(end=0), data=b"abcd")).fell(1, 2**62, kernels.Victims()),
             ValueError,
         ),
+        (lambda: held_by(kernels, lone(parent=lone(end=0))).fell(1, 1, VICTIMS), KeyError),
         (lambda: held_by(kernels).fell(1, -1, kernels.Victims()), ValueError),
         (lambda: held_by(kernels).fell(2**63, 1, kernels.Victims()), OverflowError),
         (lambda: held_by(kernels).fell(1, 1, []), TypeError),
