@@ -1,4 +1,4 @@
-/* Keys: packed token ids within a namespace, and whether one begins as another does. */
+/* Keys: packed token ids within a namespace, and whether they lead to a node. */
 
 #include "_kernels.h"
 
@@ -30,19 +30,25 @@ key_dealloc(PyObject *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-/* Of ids that were lent, a copy of the key's own from now on. */
+/* Have a copy of what was lent; 0, or -1 with an exception set. */
+static int
+own_ids(Key *key)
+{
+    PyObject *data = key->lent.obj == NULL ? NULL : PyBytes_FromStringAndSize(key->lent.buf, key->lent.len);
+    if (data != NULL)
+        set_data(key, data);
+    Py_XDECREF(data);
+    return key->lent.obj == NULL ? 0 : -1;
+}
+
 static PyObject *
 key_data(PyObject *self, void *closure)
 {
     Key *key = (Key *)self;
-    if (key->data == NULL && key->lent.obj == NULL)
+    if (own_ids(key) < 0)
+        return NULL;
+    if (key->data == NULL)
         PyErr_SetString(PyExc_AttributeError, "data");
-    else if (key->data == NULL) {
-        PyObject *data = PyBytes_FromStringAndSize(key->lent.buf, key->lent.len);
-        if (data != NULL)
-            set_data(key, data);
-        Py_XDECREF(data);
-    }
     return Py_XNewRef(key->data);
 }
 
@@ -132,13 +138,17 @@ key_init(PyObject *self, PyObject *args, PyObject *kwargs)
         ids = PyTuple_GET_ITEM(args, 0);
     else if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:RadixKey", names, &ids, &extra_key))
         return -1;
-    set_data((Key *)self, NULL);
-    if (borrow((Key *)self, ids))
-        return fill((Key *)self, ((Key *)self)->lent.len, 4, 0, extra_key);
+    Key *key = (Key *)self;
+    if (own_ids(key) < 0) /* of a key that is filled again */
+        return -1;
+    if (borrow(key, ids)) {
+        Py_CLEAR(key->data);
+        return fill(key, key->lent.len, 4, 0, extra_key);
+    }
     PyObject *data = pack(NULL, ids);
     if (data == NULL)
         return -1;
-    int done = data == Py_None ? fill_slowly(self, ids, extra_key) : fill_packed((Key *)self, data, 4, 0, extra_key);
+    int done = data == Py_None ? fill_slowly(self, ids, extra_key) : fill_packed(key, data, 4, 0, extra_key);
     Py_DECREF(data);
     return done;
 }

@@ -5,6 +5,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from fault_catalogue import Catalogue, Fault, Patch, around
 from random_hybrid_traffic import run_random_hybrid_traffic
 from random_traffic import TrafficFailed
 
@@ -16,23 +17,10 @@ from raydix.cache_core.tree_cache import TreeCache
 from raydix.cache_core.tree_match import TreeMatch
 from raydix.cache_core.window_tree_cache import WindowTreeCache
 
-Patch = pytest.MonkeyPatch
-Fault = Callable[[Patch], None]
-
 RUNS = [(0, 1, 3), (3, 1, 7), (4, 4, 6)]  # seed, page size, window
-FAULTS: list[Fault] = []
 
-
-def fault(plant: Fault) -> Fault:
-    """Register a fault; its name says what the cache does wrong."""
-    FAULTS.append(plant)
-    return plant
-
-
-def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+FAULTS = Catalogue()
+fault = FAULTS.register
 
 
 def whole(path: list[TreeNode], end: int) -> list[TreeNode]:

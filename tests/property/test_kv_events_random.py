@@ -12,15 +12,13 @@ from random import Random
 from typing import Any
 
 import pytest
+from fault_catalogue import Catalogue, Fault, Patch, around
 from replayed_index import ReplayedIndex, resident_blocks
 
 from raydix.actors.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey, kv_events, page_hashes
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.tree_cache import TreeCache
-
-Patch = pytest.MonkeyPatch
-Fault = Callable[[Patch], None]
 
 NUM_STATES = 6
 MAX_LOCKS = 5
@@ -194,19 +192,8 @@ def test_events_replayed_are_what_is_there_for_long(kind: str, page_size: int) -
 
 # ---------------------------------------------------------------- planted faults
 
-FAULTS: list[Fault] = []
-
-
-def fault(plant: Fault) -> Fault:
-    """Register a fault; its name says what goes wrong."""
-    FAULTS.append(plant)
-    return plant
-
-
-def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args: wrapper(original, *args))
+FAULTS = Catalogue()
+fault = FAULTS.register
 
 
 @fault

@@ -1,9 +1,9 @@
 """Proof that random traffic finds faults: each rule of the states is broken once, and it must be seen."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fault_catalogue import Catalogue, Fault, Patch, around
 from random_mamba_traffic import run_random_mamba_traffic
 from random_traffic import TrafficFailed
 
@@ -13,23 +13,10 @@ from raydix.cache_core.mamba_component import MambaComponent
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.tree_cache import TreeCache
 
-Patch = pytest.MonkeyPatch
-Fault = Callable[[Patch], None]
-
 RUNS = [(0, 1), (1, 4), (2, 4), (3, 1)]  # seed (chunks of 1, 2, 24 and 1 tokens), page size
-FAULTS: list[Fault] = []
 
-
-def fault(plant: Fault) -> Fault:
-    """Register a fault; its name says what the cache does wrong."""
-    FAULTS.append(plant)
-    return plant
-
-
-def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+FAULTS = Catalogue()
+fault = FAULTS.register
 
 
 # ---------------------------------------------------------------- matches

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fault_catalogue import Catalogue, Fault, Patch, around
 from random_traffic import TrafficFailed, run_random_traffic
 
 from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, tree_insert, tree_match
@@ -16,23 +17,10 @@ from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.retired_nodes import RetiredNodes
 
-Patch = pytest.MonkeyPatch
-Fault = Callable[[Patch], None]
-
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
-FAULTS: list[Fault] = []
 
-
-def fault(plant: Fault) -> Fault:
-    """Register a fault; its name says what the cache does wrong."""
-    FAULTS.append(plant)
-    return plant
-
-
-def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+FAULTS = Catalogue()
+fault = FAULTS.register
 
 
 # ---------------------------------------------------------------- recency and eviction

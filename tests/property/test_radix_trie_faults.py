@@ -1,31 +1,18 @@
 """Proof that random traffic finds faults: each rule of `RadixTrie` is broken once, and the comparison must see it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fault_catalogue import Catalogue, Fault, Patch, around
 from trie_traffic import TrafficFailed, run_trie_traffic
 
 from raydix.cache_core import InvalidKeyError, RadixTrie, TrieNode, radix_trie, trie_node, trie_tokens
 from raydix.cache_core.trie_queue import TrieQueue
 
-Patch = pytest.MonkeyPatch
-Fault = Callable[[Patch], None]
-
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
-FAULTS: list[Fault] = []
 
-
-def fault(plant: Fault) -> Fault:
-    """Register a fault; its name says what the trie does wrong."""
-    FAULTS.append(plant)
-    return plant
-
-
-def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+FAULTS = Catalogue()
+fault = FAULTS.register
 
 
 # ---------------------------------------------------------------- match and insert

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fault_catalogue import Catalogue, Fault, Patch, around
 from row_traffic import RowTrafficFailed, run_row_traffic
 
 from raydix.cache_core import OutOfSlotsError, PrefixCacheManager, RadixKey, RowCache, SlotAllocator
@@ -13,23 +13,10 @@ from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.leased_cache import LeasedCache
 from raydix.cache_core.row_room import RowRoom
 
-Patch = pytest.MonkeyPatch
-Fault = Callable[[Patch], None]
-
 RUNS = [(0, 2), (1, 1), (2, 4)]  # seed, page size
-FAULTS: list[Fault] = []
 
-
-def fault(plant: Fault) -> Fault:
-    """Register a fault; its name says what the cache does wrong."""
-    FAULTS.append(plant)
-    return plant
-
-
-def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+FAULTS = Catalogue()
+fault = FAULTS.register
 
 
 # ---------------------------------------------------------------- which row

@@ -7,6 +7,7 @@ from heapq import heappush
 from typing import Any
 
 import pytest
+from fault_catalogue import Catalogue, Fault, Patch, around
 from slot_traffic import SlotTrafficFailed, run_slot_traffic
 
 from raydix.cache_core import PrefixCacheManager, SlotAllocator, SlotError
@@ -16,23 +17,10 @@ from raydix.cache_core.row_eviction import LeafEviction, RowEviction
 from raydix.cache_core.row_index import RowIndex
 from raydix.cache_core.row_tree import WIDTH, Row, RowNode, RowTree
 
-Patch = pytest.MonkeyPatch
-Fault = Callable[[Patch], None]
-
 RUNS = [(seed, with_allocator) for seed in range(4) for with_allocator in (True, False)]
-FAULTS: list[Fault] = []
 
-
-def fault(plant: Fault) -> Fault:
-    """Register a fault; its name says what goes wrong."""
-    FAULTS.append(plant)
-    return plant
-
-
-def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+FAULTS = Catalogue()
+fault = FAULTS.register
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fault_catalogue import Catalogue, Fault, Patch, around
 from random_swa_traffic import run_random_swa_traffic
 from random_traffic import TrafficFailed
 
@@ -13,23 +14,10 @@ from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import TreeCache
 
-Patch = pytest.MonkeyPatch
-Fault = Callable[[Patch], None]
-
 RUNS = [(0, 1, 3), (1, 4, 10), (2, 1, 1), (4, 4, 4), (3, 1, 3), (7, 4, 4)]  # seed, page size, window
-FAULTS: list[Fault] = []
 
-
-def fault(plant: Fault) -> Fault:
-    """Register a fault; its name says what the cache does wrong."""
-    FAULTS.append(plant)
-    return plant
-
-
-def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+FAULTS = Catalogue()
+fault = FAULTS.register
 
 
 def with_window(patch: Patch, name: str, change: Callable[[int, int], int]) -> None:

@@ -202,7 +202,8 @@ def test_an_array_is_let_go_with_the_key_or_for_its_copy() -> None:
     assert sys.getrefcount(ids) == before + 3
     key.kept()
     assert sys.getrefcount(ids) == before + 2
-    other.__init__([1])  # type: ignore[misc]
+    other.__init__(other, "again")  # type: ignore[misc]
+    assert other.token_ids == list(range(100)) and other.extra_key == "again"
     assert sys.getrefcount(ids) == before + 1
     del third
     assert sys.getrefcount(ids) == before

@@ -1,0 +1,26 @@
+"""Catalogues of planted faults: what a structure could do wrong, a function each, to see that its tests bite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+
+
+class Catalogue(list[Fault]):
+    """The faults of one structure. The name of a fault says what goes wrong."""
+
+    def register(self, plant: Fault) -> Fault:
+        """A decorator: one fault more."""
+        self.append(plant)
+        return plant
+
+
+def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function by `wrapper(original, *arguments)`."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
