@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "_kernels.h"
+#include "_common.h"
 
 #if defined(MADV_HUGEPAGE) && SIZE_MAX > UINT32_MAX
 

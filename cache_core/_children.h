@@ -1,6 +1,6 @@
 /* What the children of a node are made of. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 #define FEW 8      /* entries without an index */
 #define NOWHERE -1 /* in the index: nothing has stood there yet */

@@ -1,6 +1,6 @@
 /* Slots on their way into the tree: packed into a row, as small as it can be. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 enum { FEW = 2 }; /* slots, that take less room one by one than as a run */
 

@@ -1,6 +1,6 @@
 /* How nodes come into a tree: a leaf is hung below another node, or a node is cut in two. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 static int
 is_node_type(PyObject *type)

@@ -1,6 +1,6 @@
 /* What of a tree is locked, and which of the rest goes next. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 typedef struct {
     PyObject_HEAD

@@ -1,6 +1,6 @@
 /* Keys: packed token ids within a namespace, and whether they lead to a node. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 #define FIELD(name) {#name, T_OBJECT_EX, offsetof(Key, name), 0, NULL}
 

@@ -1,6 +1,6 @@
 /* Locks of nodes: each counts on its node and on all above it. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 /* 1 if every node from this one up is sound, each ending after its parent does, so that the way up ends. */
 static int

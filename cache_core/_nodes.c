@@ -1,6 +1,6 @@
 /* The nodes of a tree: what they are made of, and how one more is hung below another. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 static PyObject *name_unit;
 

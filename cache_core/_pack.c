@@ -1,6 +1,6 @@
 /* Token ids, packed into the data of a key. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 /* 1 if all of them are exact integers in [0, 2**32), 0 if not, -1 on an error. */
 static int

@@ -1,6 +1,6 @@
 /* The pages that an allocator takes back. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 static int64_t
 start_at(const char *starts, Py_ssize_t stride, Py_ssize_t i)

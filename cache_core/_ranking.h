@@ -1,6 +1,6 @@
 /* What a ranking of nodes is made of. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 struct ranking {
     PyObject_HEAD

@@ -1,6 +1,6 @@
 /* How nodes leave a tree. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 /* Whether the leaf's priority is the higher one: 1 or 0, -1 with an exception set if that cannot be told. */
 static int

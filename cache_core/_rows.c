@@ -1,6 +1,6 @@
 /* Rows of slots: what they say, in part, and written out for whoever matched them. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 /* A row tells by its size how it is packed: in 8 bytes a slot; in 4, and then one byte more; or, where many a slot follows
  * on the one before, as runs, and then two bytes more. */

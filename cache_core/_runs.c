@@ -1,6 +1,6 @@
 /* Rows of slots as runs, each from a first slot on: what an allocator hands out mostly is a few of them. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 typedef struct {
     int64_t first, end; /* the first slot, and how many slots of the row there are up to its end */

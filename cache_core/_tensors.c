@@ -1,7 +1,7 @@
 /* Tensors: whether one is a row of slots, where its data is, and new ones over memory of our own. Both by the table of C
  * functions that a type of tensors has for that: https://dmlc.github.io/dlpack/latest/python_spec.html */
 
-#include "_kernels.h"
+#include "_common.h"
 
 /* ---------------------------------------------------------------- what DLPack lays down */
 

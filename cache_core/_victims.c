@@ -1,6 +1,6 @@
 /* Nodes that left the tree, with the slots they held. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 /* Note one more, what it held, and for how many tokens; 0, or -1 with an exception set. */
 int

@@ -1,6 +1,6 @@
 /* Where a key goes in a tree. */
 
-#include "_kernels.h"
+#include "_common.h"
 
 #define CHUNK 512
 

@@ -1,8 +1,8 @@
 /* What the parts of `_kernels` share. `plain_kernels.py` says in Python what each of them does; a test holds both to
  * it. Whatever they are given, they read and write nothing that is not theirs: what does not fit raises. */
 
-#ifndef RAYDIX_KERNELS_H
-#define RAYDIX_KERNELS_H
+#ifndef RAYDIX_COMMON_H
+#define RAYDIX_COMMON_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -68,12 +68,10 @@ typedef struct {
 
 extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType, HoldingsType, VictimsType;
 
-/* arguments: _kernels.c */
+/* arguments, members: _common.c */
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
 Py_ssize_t size_of(PyObject *object, const char *what);
 int is_bytes(PyObject *object, const char *what);
-
-/* members: _members.c */
 void clear_members(PyObject *self, const PyMemberDef *members);
 void set_member(PyObject **field, PyObject *value);
 
