@@ -69,18 +69,26 @@ begins_with(PyObject *child, const char *page, Py_ssize_t size)
            memcmp(PyBytes_AS_STRING(data), page, (size_t)size) == 0;
 }
 
-/* `begins_with` of a child of many: what of it was where when last seen need not wait until the node is there. */
+/* `begins_with`, where the data lay when somebody last came by: they need not wait until the node is there. */
+static int
+begins_there(PyObject *child, const void **data, const char *page, Py_ssize_t size)
+{
+    fetch(*data, 3);
+    int said = begins_with(child, page, size);
+    if (*data != ((Node *)child)->data) /* a line that need not change is not written to */
+        *data = ((Node *)child)->data;
+    return said;
+}
+
+/* The same of a child of many, whose children are fetched so as well. */
 static int
 is_at(Place *place, const char *page, Py_ssize_t size)
 {
-    fetch(place->data, 3);
-    fetch(place->children, LINES(Children));
     const Node *node = (Node *)place->child;
-    int said = begins_with(place->child, page, size);
-    if (place->data != node->data || place->children != node->children) {
-        place->data = node->data;
+    fetch(place->children, LINES(Children));
+    int said = begins_there(place->child, &place->data, page, size);
+    if (place->children != node->children)
         place->children = node->children;
-    }
     return said;
 }
 
@@ -108,13 +116,7 @@ index_of(const Children *children, uint64_t hash, const char *page, Py_ssize_t s
         return (*place)->at;
     for (Py_ssize_t at = 0; at < children->filled; at++) {
         Entry *entry = &children->entries[at];
-        if (entry->hash != hash || entry->child == NULL)
-            continue;
-        fetch(entry->data, 3);
-        int said = begins_with(entry->child, page, size);
-        if (entry->data != ((Node *)entry->child)->data)
-            entry->data = ((Node *)entry->child)->data;
-        if (said)
+        if (entry->hash == hash && entry->child != NULL && begins_there(entry->child, &entry->data, page, size))
             return at;
     }
     return NOWHERE;

@@ -86,11 +86,9 @@ Node *as_node(PyObject *object);
 Py_ssize_t end_of(const Node *node);
 Children *children_of(const Node *node);
 int is_childless(const Node *node);
-Py_ssize_t unit_of(const Node *node);
 
 /* locks of nodes: _locks.c */
-Py_ssize_t lock_path(Node *node);
-Py_ssize_t unlock_path(Node *node);
+Py_ssize_t count_lock(Node *node, Py_ssize_t step);
 
 /* leaves that go: _removal.c */
 PyObject *take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes);
@@ -136,9 +134,9 @@ void spread(void *table, size_t size); /* _arenas.c */
 
 /* what each part needs, once, when the module is loaded: 0 with an exception set if it is not to be had */
 int knows_children(void);
+int knows_growth(void);
 int knows_holdings(void);
 int knows_keys(void);
-int knows_nodes(void);
 int knows_rankings(void);
 int knows_tensors(void);
 

@@ -2,6 +2,14 @@
 
 #include "_common.h"
 
+static PyObject *name_unit;
+
+int
+knows_growth(void)
+{
+    return (name_unit = PyUnicode_InternFromString("unit")) != NULL;
+}
+
 static int
 is_node_type(PyObject *type)
 {
@@ -97,6 +105,18 @@ grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 typedef struct {
     Py_ssize_t start, length, page_bytes, data_cut, num_slots;
 } Cut;
+
+/* Bytes of one token of a node; -1 with an exception set if its namespace does not say so. */
+static Py_ssize_t
+unit_of(const Node *node)
+{
+    PyObject *unit = node->space == NULL ? NULL : PyObject_GetAttr(node->space, name_unit);
+    if (unit == NULL && !PyErr_Occurred())
+        PyErr_SetString(PyExc_AttributeError, "space");
+    Py_ssize_t size = unit == NULL ? -1 : size_of(unit, "unit");
+    Py_XDECREF(unit);
+    return size;
+}
 
 /* 1 if the node can be cut there, and how; 0 with an exception set if not. */
 static int

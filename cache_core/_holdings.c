@@ -59,36 +59,33 @@ holdings_add(PyObject *self, PyObject *object)
 
 /* ---------------------------------------------------------------- locks */
 
+/* Count a lock of this very node more or less. A leaf that changes sides is no candidate any more, or may be one. */
 static PyObject *
-holdings_lock(PyObject *self, PyObject *object)
+change_lock(PyObject *self, PyObject *object, Py_ssize_t step)
 {
     Holdings *holdings = (Holdings *)self;
     Node *node = as_node(object);
     int childless = node == NULL ? -1 : is_childless(node);
-    Py_ssize_t moved = childless < 0 ? -1 : lock_path(node);
+    Py_ssize_t moved = childless < 0 ? -1 : count_lock(node, step);
     if (moved < 0)
         return NULL;
-    holdings->evictable -= moved;
-    holdings->protected += moved;
-    if (moved > 0 && childless)
-        return ask(holdings, name_discard, object);
-    Py_RETURN_NONE;
+    holdings->evictable -= step * moved;
+    holdings->protected += step * moved;
+    if (moved == 0 || !childless)
+        Py_RETURN_NONE;
+    return step > 0 ? ask(holdings, name_discard, object) : PyObject_CallMethodOneArg(self, name_offer, object);
 }
 
 static PyObject *
-holdings_unlock(PyObject *self, PyObject *object)
+holdings_lock(PyObject *self, PyObject *node)
 {
-    Holdings *holdings = (Holdings *)self;
-    Node *node = as_node(object);
-    int childless = node == NULL ? -1 : is_childless(node);
-    Py_ssize_t moved = childless < 0 ? -1 : unlock_path(node);
-    if (moved < 0)
-        return NULL;
-    holdings->evictable += moved;
-    holdings->protected -= moved;
-    if (moved > 0 && childless)
-        return PyObject_CallMethodOneArg(self, name_offer, object);
-    Py_RETURN_NONE;
+    return change_lock(self, node, 1);
+}
+
+static PyObject *
+holdings_unlock(PyObject *self, PyObject *node)
+{
+    return change_lock(self, node, -1);
 }
 
 /* ---------------------------------------------------------------- eviction */
@@ -119,9 +116,11 @@ fell_leaf(Holdings *holdings, Node *leaf, Node *parent, Py_ssize_t page, Victims
     PyObject *row = take_leaf(leaf, parent, page_bytes), *told = NULL;
     if (row != NULL && add_victim(victims, (PyObject *)leaf, row, num_tokens) == 0) {
         holdings->evictable -= num_tokens;
-        told = is_childless(parent) == 0
-                   ? Py_NewRef(Py_None)
-                   : PyObject_CallMethodOneArg((PyObject *)holdings, name_bare, (PyObject *)parent);
+        int bare = is_childless(parent);
+        if (bare == 0)
+            told = Py_NewRef(Py_None);
+        else if (bare > 0)
+            told = PyObject_CallMethodOneArg((PyObject *)holdings, name_bare, (PyObject *)parent);
     }
     Py_XDECREF(row);
     Py_XDECREF(told);

@@ -35,7 +35,7 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__kernels(void)
 {
-    if (!knows_children() || !knows_holdings() || !knows_keys() || !knows_nodes() || !knows_rankings() || !knows_tensors())
+    if (!knows_children() || !knows_growth() || !knows_holdings() || !knows_keys() || !knows_rankings() || !knows_tensors())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     PyTypeObject *const types[] = {&NodeType, &ChildrenType, &KeyType, &RankingType, &HoldingsType, &VictimsType};

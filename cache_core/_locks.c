@@ -38,8 +38,8 @@ climb(Node *node, Py_ssize_t step)
     return reached;
 }
 
-/* Count a lock more or less; returns how many tokens changed sides, -1 with an exception set if it cannot be. */
-static Py_ssize_t
+/* Count a lock more (1) or less (-1); returns how many tokens changed sides, -1 with an exception set if it cannot be. */
+Py_ssize_t
 count_lock(Node *node, Py_ssize_t step)
 {
     if (!leads_to_root(node))
@@ -50,16 +50,4 @@ count_lock(Node *node, Py_ssize_t step)
     }
     node->own_locks += step;
     return end_of(node) - climb(node, step);
-}
-
-Py_ssize_t
-lock_path(Node *node)
-{
-    return count_lock(node, 1);
-}
-
-Py_ssize_t
-unlock_path(Node *node)
-{
-    return count_lock(node, -1);
 }

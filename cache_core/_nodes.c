@@ -2,14 +2,6 @@
 
 #include "_common.h"
 
-static PyObject *name_unit;
-
-int
-knows_nodes(void)
-{
-    return (name_unit = PyUnicode_InternFromString("unit")) != NULL;
-}
-
 #define FIELD(name) {#name, T_OBJECT_EX, offsetof(Node, name), 0, NULL}
 #define NUMBER(name) {#name, T_PYSSIZET, offsetof(Node, name), 0, NULL}
 
@@ -170,16 +162,4 @@ is_childless(const Node *node)
     if (children == NULL && PyErr_Occurred())
         return -1;
     return children == NULL || num_children(children) == 0;
-}
-
-/* Bytes of one token of a node; -1 with an exception set if its namespace does not say so. */
-Py_ssize_t
-unit_of(const Node *node)
-{
-    PyObject *unit = node->space == NULL ? NULL : PyObject_GetAttr(node->space, name_unit);
-    if (unit == NULL && !PyErr_Occurred())
-        PyErr_SetString(PyExc_AttributeError, "space");
-    Py_ssize_t size = unit == NULL ? -1 : size_of(unit, "unit");
-    Py_XDECREF(unit);
-    return size;
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sized
 
 import numpy as np
 import torch
@@ -43,12 +43,9 @@ def join_rows(rows: list[Row]) -> Slots:
     return np.frombuffer(join(rows), np.int64)
 
 
-def expand_rows(rows: list[Row], spans: Sequence[Sized], num_tokens: int, page_size: int) -> torch.Tensor:
-    """One slot per token of rows over so many tokens in all, of which `spans` have `len` each; a copy."""
-    slots = expand(rows, num_tokens, page_size)
-    if slots is None:
-        slots = torch.cat([expand_row(row, len(span)) for row, span in zip(rows, spans, strict=True)])
-    return slots
+def expand_each(rows: Iterable[Row], spans: Iterable[Sized]) -> torch.Tensor:
+    """One slot per token of rows that say it each in its way, over `spans` of `len` tokens; a copy."""
+    return torch.cat([expand_row(row, len(span)) for row, span in zip(rows, spans, strict=True)])
 
 
 def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Tensor:

@@ -197,8 +197,8 @@ class TenantRetired:
 
     @property
     def pending(self) -> list[TreeNode]:
-        """Where there may be something to pop."""
-        return [node for tenant in self._tenants for node in tenant.retired.pending]
+        """Where there may be something to pop: those of the first tenant that has any."""
+        return next((tenant.retired.pending for tenant in self._tenants if tenant.retired.pending), [])
 
     def clear(self) -> None:
         """Forget everything."""

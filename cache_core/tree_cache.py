@@ -19,7 +19,7 @@ from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
-from raydix.cache_core.slot_rows import Row, expand_row, expand_rows, join_rows, unpack
+from raydix.cache_core.slot_rows import Row, expand_each, expand_row, join_rows, unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.tree_format import facts_of, format_tree
@@ -161,12 +161,12 @@ class TreeCache(TreeInsert):
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
         if victims.rows and self.pool is not None:
-            free_pages, page, size = self._free_pages, self.page_size, victims.num_tokens
-            if free_pages is not None and (starts := join_rows(victims.rows)).size * page == size:
+            free_pages, page = self._free_pages, self.page_size
+            if free_pages is not None and (starts := join_rows(victims.rows)).size * page == victims.num_tokens:
                 free_pages(starts)
             else:
                 slots = victims.slots(page)
-                self.pool.free(expand_rows(victims.rows, victims.nodes, size, page) if slots is None else slots)
+                self.pool.free(expand_each(victims.rows, victims.nodes) if slots is None else slots)
         if self._events is not None:
             self._events.removed(victims.nodes)
         if self._history is not None:

@@ -11,7 +11,7 @@ import torch
 
 from raydix.cache_core.kernels import Children, Node, gather
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.slot_rows import Row, expand_row, expand_rows
+from raydix.cache_core.slot_rows import Row, expand_each, expand_row
 
 if TYPE_CHECKING:
     from raydix.cache_core.tenants import Tenant
@@ -129,7 +129,7 @@ def rows_of(nodes: Iterable[TreeNode]) -> list[Row]:
 def slots_on(path: list[TreeNode], num_tokens: int, page_size: int) -> torch.Tensor:
     """One slot per token of nodes in the tree that hold so many tokens in all; a copy."""
     slots = gather(path, num_tokens, page_size)
-    return expand_rows(rows_of(path), path, num_tokens, page_size) if slots is None else slots
+    return expand_each(rows_of(path), path) if slots is None else slots
 
 
 class Use(NamedTuple):

@@ -30,6 +30,15 @@ def test_the_pages_after_the_published_ones_are_private() -> None:
     assert record.private_starts.tolist() == []
 
 
+def test_a_lease_keeps_the_prompt_it_was_granted_for() -> None:
+    ids = np.array([1, 2, 3], np.int32)
+    record = LeaseRecord("l1", "a", RadixKey(ids), None, None, 2, np.array([10, 12]), 1, 5)
+
+    ids[:] = 9
+
+    assert record.key.token_ids == [1, 2, 3]
+
+
 def test_an_open_lease_is_found_by_its_session(table: LeaseTable) -> None:
     assert table.get("l1", "a").lease_id == "l1"
     assert table.find("l3", "b") is table.get("l3", "b")

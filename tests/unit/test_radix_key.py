@@ -60,6 +60,17 @@ def test_small_ids_in_64_bit_arrays_stay_as_small_as_a_list() -> None:
     assert len(RadixKey([1, WIDE]).data) == 16
 
 
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=300), st.data())
+def test_a_negative_id_is_found_wherever_it_is_in_an_array(ids: list[int], data: st.DataObject) -> None:
+    row = np.array(ids, np.int32)
+    assert RadixKey(row).token_ids == ids
+
+    row[data.draw(st.integers(0, len(ids) - 1))] = data.draw(st.integers(-(2**31), -1))
+
+    with pytest.raises(InvalidKeyError, match="negative"):
+        RadixKey(row)
+
+
 @pytest.mark.parametrize("empty", [[], (), array("i"), np.empty(0, np.int32), torch.empty(0, dtype=torch.int64)])
 def test_no_ids_make_a_key_of_length_0(empty: Any) -> None:
     assert len(RadixKey(empty)) == 0
@@ -94,6 +105,10 @@ def test_no_ids_make_a_key_of_length_0(empty: Any) -> None:
         [(1, 0.5)],
         [(1, 2**64)],
         np.array([-1]),
+        np.array([1, 2, -1], np.int32),
+        np.array([[1, 2]], np.int32),
+        np.array(1, np.int32),
+        np.array([1.0], np.float32),
         np.array([1.0]),
         np.array([True]),
         np.array([[1, 2]]),
