@@ -137,6 +137,7 @@ int knows_children(void);
 int knows_growth(void);
 int knows_holdings(void);
 int knows_keys(void);
+int knows_makers(void);
 int knows_rankings(void);
 int knows_tensors(void);
 
@@ -152,6 +153,7 @@ PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *join(PyObject *module, PyObject *rows);
 PyObject *use_huge_pages(PyObject *module, PyObject *nothing);
+PyObject *maker(PyObject *module, PyObject *class);
 PyObject *compact(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *take_back(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 

@@ -14,6 +14,7 @@ static PyMethodDef functions[] = {
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
     {"expand", (PyCFunction)(void (*)(void))expand, METH_FASTCALL, NULL},
     {"join", join, METH_O, NULL},
+    {"maker", maker, METH_O, NULL},
     {"compact", (PyCFunction)(void (*)(void))compact, METH_FASTCALL, NULL},
     {"take_back", (PyCFunction)(void (*)(void))take_back, METH_FASTCALL, NULL},
     {"use_huge_pages", use_huge_pages, METH_NOARGS,
@@ -35,7 +36,8 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__kernels(void)
 {
-    if (!knows_children() || !knows_growth() || !knows_holdings() || !knows_keys() || !knows_rankings() || !knows_tensors())
+    if (!knows_children() || !knows_growth() || !knows_holdings() || !knows_keys() || !knows_makers() ||
+        !knows_rankings() || !knows_tensors())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     PyTypeObject *const types[] = {&NodeType, &ChildrenType, &KeyType, &RankingType, &HoldingsType, &VictimsType};

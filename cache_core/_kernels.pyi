@@ -13,6 +13,7 @@ from raydix.cache_core.plain_kernels import grow as grow
 from raydix.cache_core.plain_kernels import is_row as is_row
 from raydix.cache_core.plain_kernels import join as join
 from raydix.cache_core.plain_kernels import leads_to as leads_to
+from raydix.cache_core.plain_kernels import maker as maker
 from raydix.cache_core.plain_kernels import pack as pack
 from raydix.cache_core.plain_kernels import take_back as take_back
 from raydix.cache_core.plain_kernels import top_of as top_of

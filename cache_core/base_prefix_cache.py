@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
+from raydix.cache_core.kernels import maker
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
@@ -64,6 +65,10 @@ class EvictResult:
     full_evicted: int = 0  # tokens
     swa_evicted: int = 0  # tokens
     mamba_evicted: int = 0  # states
+
+
+# for the hot paths: every field is given
+match_result, insert_result, evict_result = maker(MatchResult), maker(InsertResult), maker(EvictResult)
 
 
 class PageMatch(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ __all__ = [
     "is_row",
     "join",
     "leads_to",
+    "maker",
     "pack",
     "take_back",
     "top_of",
@@ -34,6 +36,7 @@ __all__ = [
     "walk",
 ]
 
+_T = TypeVar("_T")
 _I4 = np.dtype("<i4")
 _FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
 
@@ -46,6 +49,14 @@ def pack(ids: Any, /) -> bytes | None:
     if isinstance(ids, np.ndarray) and ids.dtype is _I4 and ids.ndim == 1 and ids.size:
         return ids.tobytes() if ids.item(ids.argmin()) >= 0 else None  # `argmin` costs a fraction of `min`
     return None
+
+
+def maker(made: type[_T], /) -> Callable[..., _T]:
+    """The constructor of a dataclass with slots, for who gives a value for each of its fields, in their order.
+
+    Compiled, it is none: the slots are filled at once, and no code of the class runs.
+    """
+    return made
 
 
 def use_huge_pages() -> bool:

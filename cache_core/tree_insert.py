@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raydix.cache_core.base_prefix_cache import InsertResult, PageInsert, Starts
+from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInsert, Starts, insert_result
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
 from raydix.cache_core.kernels import compact, is_row
 from raydix.cache_core.kv_events import KVEventTeller
@@ -51,8 +51,8 @@ class TreeInsert(TreeMatch):
         done = self._insert(key, from_node, slots, compact, prev_prefix_len, fresh_from, priority)
         prefix_len, resumed_at, _, last_node = done
         if prefix_len > resumed_at and prefix_len > prev_prefix_len:
-            return InsertResult(prefix_len, last_node, False, self._duplicates(slots, prev_prefix_len, done))
-        return InsertResult(prefix_len, last_node)
+            return insert_result(prefix_len, last_node, False, self._duplicates(slots, prev_prefix_len, done))
+        return insert_result(prefix_len, last_node, False, NO_SLOTS)
 
     def insert_pages(
         self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0, priority: int = 0

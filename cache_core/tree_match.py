@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult, PageMatch
+from raydix.cache_core.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult, PageMatch, match_result
 from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.explanation import Explanation, Reason
@@ -50,7 +50,7 @@ class TreeMatch(BasePrefixCache):
         end = node.end
         indices = slots_on(path, end, self.page_size) if path else NO_SLOTS
         branching = None if end == full_end else self._branching(end, full_end)
-        return MatchResult(indices, node, end, branching, full_end)
+        return match_result(indices, node, end, branching, full_end)
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """`match_prefix` of the first `limit` tokens, in pages.
