@@ -259,20 +259,33 @@ put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child
     return 0;
 }
 
-/* Take the child of that page out; its reference is the caller's then. NULL if there is none. */
-PyObject *
-drop_child(Children *children, const char *page, Py_ssize_t size)
+/* Where that very child stands in the row of entries, -1 if nowhere; the index passes it over from now on. */
+static Py_ssize_t
+take_place(const Children *children, uint64_t hash, const PyObject *child)
 {
-    Place *place;
-    Py_ssize_t at = index_of(children, hash_of(page, size), page, size, &place);
+    if (children->index == NULL) {
+        for (Py_ssize_t at = 0; at < children->filled; at++)
+            if (children->entries[at].child == child && children->entries[at].hash == hash)
+                return at;
+        return NOWHERE;
+    }
+    Place *place = &children->index[hash & children->mask];
+    while (place->at != NOWHERE && (place->child != child || place->tag != (uint32_t)(hash >> 32)))
+        place = &children->index[(uint64_t)(place - children->index + 1) & children->mask];
+    place->child = NULL;
+    return place->at;
+}
+
+/* Take a child out that stands in the place of that page; its reference is the caller's then. 0 if it does not. */
+int
+drop_child(Children *children, const char *page, Py_ssize_t size, const PyObject *child)
+{
+    Py_ssize_t at = take_place(children, hash_of(page, size), child);
     if (at == NOWHERE)
-        return NULL;
-    PyObject *child = place != NULL ? place->child : children->entries[at].child; /* the entry is only written to */
-    if (place != NULL)
-        place->child = NULL; /* passed over from now on */
-    children->entries[at].child = NULL;
+        return 0;
+    children->entries[at].child = NULL; /* which is written to, and not read: it may be a cold line */
     children->used--;
-    return child;
+    return 1;
 }
 
 Children *

@@ -33,8 +33,8 @@ children_set(PyObject *self, PyObject *page, PyObject *child)
     Py_ssize_t size = PyBytes_GET_SIZE(page);
     if (child != NULL)
         return put_child(children, start, size, child, 0);
-    PyObject *gone = drop_child(children, start, size);
-    if (gone == NULL) {
+    PyObject *gone = find_child(children, start, size);
+    if (gone == NULL || !drop_child(children, start, size, gone)) {
         PyErr_SetObject(PyExc_KeyError, page);
         return -1;
     }

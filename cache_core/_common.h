@@ -60,10 +60,17 @@ typedef struct {
     PyObject *data;        /* they are all of this, if it is not NULL */
 } Packed;
 
+/* Nodes that left the tree. */
+typedef struct {
+    PyObject *node, *row; /* what it held */
+    Py_ssize_t num_tokens;
+} Victim;
+
 typedef struct {
     PyObject_HEAD
-    PyObject *nodes, *rows;
-    Py_ssize_t num_tokens;
+    Victim *noted;
+    Py_ssize_t count, room, num_tokens; /* of all */
+    Victim few[4];
 } Victims;
 
 extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType, HoldingsType, VictimsType;
@@ -92,7 +99,15 @@ Py_ssize_t count_lock(Node *node, Py_ssize_t step);
 
 /* leaves that go: _removal.c */
 PyObject *take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes);
-int add_victim(Victims *victims, PyObject *node, PyObject *row, Py_ssize_t num_tokens); /* _victims.c */
+void expect_removal(const Node *leaf, Py_ssize_t page);
+
+/* what has gone: _victims.c */
+Victims *new_victims(void);
+int add_victim(Victims *victims, PyObject *node, PyObject *row, Py_ssize_t num_tokens);
+PyObject *slots_of(const Victims *victims, Py_ssize_t page);
+
+/* the next of a queue: _ranking.c */
+const Node *next_of(PyObject *queue);
 
 /* keys: _keys.c */
 int packed_ids(PyObject *key, Packed *packed);
@@ -107,12 +122,12 @@ Children *no_children(void);
 PyObject *find_child(const Children *children, const char *page, Py_ssize_t size);
 void expect_child(const Children *children, const char *page, Py_ssize_t size);
 int put_child(Children *children, const char *page, Py_ssize_t size, PyObject *child, int is_new);
-PyObject *drop_child(Children *children, const char *page, Py_ssize_t size);
+int drop_child(Children *children, const char *page, Py_ssize_t size, const PyObject *child);
 Py_ssize_t num_children(const Children *children);
 
 /* rows of slots, which are bytes: _rows.c */
 Py_ssize_t num_slots(PyObject *row);
-PyObject *expand_rows(PyObject *rows, Py_ssize_t num_tokens, Py_ssize_t page);
+int64_t *write_row(PyObject *row, Py_ssize_t num_tokens, Py_ssize_t page, int64_t *out);
 PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
 
 /* those that are runs: _runs.c */
@@ -129,6 +144,7 @@ typedef struct slot_row SlotRow; /* slots on their way into a tensor */
 int slots_in_tensor(PyObject *tensor, const int64_t **slots, Py_ssize_t *count);
 SlotRow *new_row(Py_ssize_t num_tokens, int64_t **out);
 PyObject *as_tensor(SlotRow *row);
+void drop_row(SlotRow *row);
 
 void spread(void *table, size_t size); /* _arenas.c */
 

@@ -144,23 +144,51 @@ fell_next(Holdings *holdings, Py_ssize_t page, Victims *victims)
     return num_tokens;
 }
 
+/* Fell leaves until the victims hold as many tokens as the first argument says; 0, or -1 with an exception set. */
+static int
+fell_enough(Holdings *holdings, PyObject *const *args, Victims *victims)
+{
+    Py_ssize_t wanted = PyLong_AsSsize_t(args[0]), page = PyErr_Occurred() ? -1 : size_of(args[1], "page_size");
+    Py_ssize_t felled = page < 0 ? -1 : 1;
+    while (felled > 0 && victims->num_tokens < wanted)
+        felled = fell_next(holdings, page, victims);
+    expect_removal(next_of(holdings->queue), page);
+    return felled < 0 ? -1 : 0;
+}
+
 static PyObject *
 holdings_fell(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!expect_args("fell", nargs, 3))
         return NULL;
-    Py_ssize_t wanted = PyLong_AsSsize_t(args[0]), page = PyErr_Occurred() ? -1 : size_of(args[1], "page_size");
-    if (page < 0)
-        return NULL;
     if (!PyObject_TypeCheck(args[2], &VictimsType))
         return PyErr_Format(PyExc_TypeError, "victims are needed, not %s", Py_TYPE(args[2])->tp_name);
-    Victims *victims = (Victims *)args[2];
-    Py_ssize_t felled = 1;
-    while (victims->num_tokens < wanted && felled > 0)
-        felled = fell_next((Holdings *)self, page, victims);
-    if (felled < 0)
+    if (fell_enough((Holdings *)self, args, (Victims *)args[2]) < 0)
         return NULL;
     Py_RETURN_NONE;
+}
+
+/* Hand the slots of victims to whoever frees them; 0, or -1 with an exception set. */
+static int
+give_back(const Victims *victims, Py_ssize_t page, PyObject *free_slots)
+{
+    PyObject *slots = slots_of(victims, page);
+    PyObject *said = slots == NULL ? NULL : PyObject_CallOneArg(free_slots, slots);
+    Py_XDECREF(slots);
+    Py_XDECREF(said);
+    return said == NULL ? -1 : 0;
+}
+
+static PyObject *
+holdings_free_leaves(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Victims *victims = expect_args("free_leaves", nargs, 3) ? new_victims() : NULL;
+    if (victims == NULL)
+        return NULL;
+    if (fell_enough((Holdings *)self, args, victims) < 0 ||
+        (victims->count > 0 && give_back(victims, PyLong_AsSsize_t(args[1]), args[2]) < 0))
+        Py_CLEAR(victims);
+    return (PyObject *)victims;
 }
 
 /* ---------------------------------------------------------------- the type */
@@ -204,6 +232,7 @@ static PyMethodDef methods[] = {
     {"lock", holdings_lock, METH_O, NULL},
     {"unlock", holdings_unlock, METH_O, NULL},
     {"fell", (PyCFunction)(void (*)(void))holdings_fell, METH_FASTCALL, NULL},
+    {"free_leaves", (PyCFunction)(void (*)(void))holdings_free_leaves, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

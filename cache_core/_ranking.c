@@ -74,16 +74,24 @@ goes_last(const Ranking *ranking, const Node *node, PyObject *rank)
     return equal > 0 && ranking->last != NULL ? node->id >= ranking->last->id : equal;
 }
 
-/* Who goes next has been used by nobody for long: of it, what taking it out of the tree will want is fetched now, and of
- * the one after it the node itself. */
+/* Who goes next has been used by nobody for long: what taking it out of the tree will want is fetched while those before
+ * it go. A node leads on only once it is there: of the third it is the node, of the second what it names. */
 void
 fetch_next(const Node *next)
 {
-    if (next == NULL)
+    const Node *second = next == NULL ? NULL : next->after;
+    if (second == NULL)
         return;
-    fetch(next->parent, LINES(Node));
-    fetch(next->data, 2);
-    fetch(next->slots, 12);
-    fetch(next->rank, 1);
-    fetch(next->after, LINES(Node));
+    fetch(second->parent, LINES(Node));
+    fetch(second->data, 3);
+    fetch(second->slots, 12);
+    fetch(second->rank, 1);
+    fetch(second->after, LINES(Node));
+}
+
+/* Who goes next, borrowed, if a ranking says so. */
+const Node *
+next_of(PyObject *queue)
+{
+    return queue != NULL && PyObject_TypeCheck(queue, &RankingType) ? ((Ranking *)queue)->first : NULL;
 }

@@ -50,16 +50,29 @@ take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes)
         return NULL;
     Py_ssize_t size = PyBytes_GET_SIZE(leaf->data);
     const char *data = PyBytes_AS_STRING(leaf->data);
-    PyObject *gone = drop_child((Children *)parent->children, data, size < page_bytes ? size : page_bytes);
-    if (gone == NULL) {
+    if (!drop_child((Children *)parent->children, data, size < page_bytes ? size : page_bytes, (PyObject *)leaf)) {
         PyErr_SetObject(PyExc_KeyError, leaf->data);
         return NULL;
     }
     PyObject *slots = leaf->slots;
     leaf->slots = Py_NewRef(Py_None);
     inherit_use(parent, leaf, urgent);
-    Py_DECREF(gone);
+    Py_DECREF(leaf);
     return slots;
+}
+
+/* Have fetched where a leaf stands among its siblings, for who is about to take it out. */
+void
+expect_removal(const Node *leaf, Py_ssize_t page)
+{
+    const Node *parent = leaf == NULL || leaf->parent == NULL || !PyObject_TypeCheck(leaf->parent, &NodeType)
+                             ? NULL
+                             : (Node *)leaf->parent;
+    if (parent == NULL || leaf->end <= parent->end || parent->children == NULL || leaf->data == NULL ||
+        !Py_IS_TYPE(parent->children, &ChildrenType) || !PyBytes_CheckExact(leaf->data))
+        return;
+    Py_ssize_t size = PyBytes_GET_SIZE(leaf->data), num_tokens = leaf->end - parent->end;
+    expect_child((Children *)parent->children, PyBytes_AS_STRING(leaf->data), page < num_tokens ? size / num_tokens * page : size);
 }
 
 PyObject *

@@ -160,10 +160,16 @@ written_out(PyObject *items, Py_ssize_t num_tokens, Py_ssize_t page, RowOf row_o
     return slots == NULL ? NULL : as_tensor(slots);
 }
 
-PyObject *
-expand_rows(PyObject *rows, Py_ssize_t num_tokens, Py_ssize_t page)
+/* Write out a row over so many tokens as one slot for each; returns where it ends, NULL with an exception set if it says
+ * more or less. */
+int64_t *
+write_row(PyObject *row, Py_ssize_t num_tokens, Py_ssize_t page, int64_t *out)
 {
-    return written_out(rows, num_tokens, page, itself);
+    page = lanes(num_slots(row), num_tokens, page);
+    if (page > 0)
+        return write_out(row, page, out);
+    PyErr_Format(PyExc_ValueError, "a row does not say the slots of %zd tokens", num_tokens);
+    return NULL;
 }
 
 static PyObject *

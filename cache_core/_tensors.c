@@ -2,6 +2,7 @@
  * functions that a type of tensors has for that: https://dmlc.github.io/dlpack/latest/python_spec.html */
 
 #include "_common.h"
+#include <stdatomic.h>
 
 /* ---------------------------------------------------------------- what DLPack lays down */
 
@@ -35,7 +36,7 @@ typedef struct {
     int (*look)(void *tensor, View *);       /* what it tells holds until control is returned */
 } Exchange;
 
-enum { MAJOR = 1, MINOR = 3, CPU = 1, SIGNED = 0, ALIGNMENT = 64 };
+enum { MAJOR = 1, MINOR = 1, CPU = 1, SIGNED = 0, ALIGNMENT = 64 };
 
 static PyObject *tensor_type;
 static const Exchange *exchange;
@@ -101,13 +102,39 @@ is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 struct slot_row {
     Managed managed;
-    int64_t shape, stride;
+    int64_t shape;
+    int bits; /* of the size of its memory */
 }; /* and then its slots, where vectors like them */
 
+/* The memory of the row that went last, for the next one: the allocator would hand out colder lines. Of each size one. */
+enum { FEWEST_BITS = 9, MOST_BITS = 16 };
+static _Atomic(SlotRow *) spare[MOST_BITS + 1];
+
 static void
-free_row(Managed *managed)
+free_row(Managed *managed) /* on whatever thread, with or without the interpreter's lock */
 {
-    free(managed);
+    SlotRow *row = (SlotRow *)managed;
+    free(row->bits > MOST_BITS ? row : atomic_exchange(&spare[row->bits], row));
+}
+
+void
+drop_row(SlotRow *row)
+{
+    free_row(&row->managed);
+}
+
+static SlotRow *
+room_for(size_t size)
+{
+    int bits = FEWEST_BITS;
+    while (bits <= MOST_BITS && (size_t)1 << bits < size)
+        bits++;
+    SlotRow *row = bits > MOST_BITS ? NULL : atomic_exchange(&spare[bits], NULL);
+    if (row == NULL)
+        row = malloc(bits > MOST_BITS ? size : (size_t)1 << bits);
+    if (row != NULL)
+        row->bits = bits;
+    return row;
 }
 
 /* Room for so many slots, and where to write them; NULL with an exception set if there is none. */
@@ -115,19 +142,18 @@ SlotRow *
 new_row(Py_ssize_t num_tokens, int64_t **out)
 {
     const Py_ssize_t most = (PY_SSIZE_T_MAX - (Py_ssize_t)sizeof(SlotRow) - ALIGNMENT) / 8;
-    SlotRow *row = num_tokens > most ? NULL : malloc(sizeof(SlotRow) + ALIGNMENT + (size_t)num_tokens * 8);
+    SlotRow *row = num_tokens > most ? NULL : room_for(sizeof(SlotRow) + ALIGNMENT + (size_t)num_tokens * 8);
     if (row == NULL) {
         PyErr_NoMemory();
         return NULL;
     }
     *out = (int64_t *)(((uintptr_t)(row + 1) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
     row->shape = num_tokens;
-    row->stride = 1;
-    row->managed = (Managed){
+    row->managed = (Managed){ /* of a version in which what stands side by side need not say so */
         .version = {MAJOR, MINOR},
         .deleter = free_row,
         .view = {.data = *out, .device_type = CPU, .ndim = 1, .code = SIGNED, .bits = 64, .lanes = 1,
-                 .shape = &row->shape, .strides = &row->stride},
+                 .shape = &row->shape},
     };
     return row;
 }

@@ -2,17 +2,36 @@
 
 #include "_common.h"
 
+/* ---------------------------------------------------------------- noting them */
+
+static int
+make_room(Victims *victims)
+{
+    Py_ssize_t room = 2 * victims->room;
+    Victim *noted = victims->noted == victims->few ? NULL : victims->noted;
+    Victim *more = room > PY_SSIZE_T_MAX / (Py_ssize_t)sizeof(Victim) ? NULL : PyMem_Realloc(noted, (size_t)room * sizeof(Victim));
+    if (more == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (noted == NULL)
+        memcpy(more, victims->few, sizeof(victims->few));
+    victims->noted = more;
+    victims->room = room;
+    return 0;
+}
+
 /* Note one more, what it held, and for how many tokens; 0, or -1 with an exception set. */
 int
 add_victim(Victims *victims, PyObject *node, PyObject *row, Py_ssize_t num_tokens)
 {
-    if (victims->nodes == NULL || victims->rows == NULL || !PyList_CheckExact(victims->nodes) ||
-        !PyList_CheckExact(victims->rows)) {
-        PyErr_SetString(PyExc_TypeError, "victims, and their rows, are noted in lists");
+    if (num_tokens > PY_SSIZE_T_MAX - victims->num_tokens) {
+        PyErr_SetString(PyExc_OverflowError, "victims hold too many tokens");
         return -1;
     }
-    if (PyList_Append(victims->nodes, node) < 0 || PyList_Append(victims->rows, row) < 0)
+    if (victims->count == victims->room && make_room(victims) < 0)
         return -1;
+    victims->noted[victims->count++] = (Victim){Py_NewRef(node), Py_NewRef(row), num_tokens};
     victims->num_tokens += num_tokens;
     return 0;
 }
@@ -30,17 +49,41 @@ victims_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+/* ---------------------------------------------------------------- what they are */
+
+/* One slot for each of their tokens, in a tensor. */
+PyObject *
+slots_of(const Victims *victims, Py_ssize_t page)
+{
+    int64_t *out;
+    SlotRow *slots = new_row(victims->num_tokens, &out);
+    for (Py_ssize_t i = 0; slots != NULL && i < victims->count; i++) {
+        const Victim *victim = &victims->noted[i];
+        out = write_row(victim->row, victim->num_tokens, page, out);
+        if (out == NULL) {
+            drop_row(slots);
+            return NULL;
+        }
+    }
+    return slots == NULL ? NULL : as_tensor(slots);
+}
+
 static PyObject *
 victims_slots(PyObject *self, PyObject *page_size)
 {
-    const Victims *victims = (Victims *)self;
     Py_ssize_t page = size_of(page_size, "page_size");
-    if (page < 0)
-        return NULL;
-    if (victims->rows != NULL)
-        return expand_rows(victims->rows, victims->num_tokens, page);
-    PyErr_SetString(PyExc_AttributeError, "rows");
-    return NULL;
+    return page < 0 ? NULL : slots_of((Victims *)self, page);
+}
+
+/* What stands at some place in each of them, in a list. */
+static PyObject *
+each(PyObject *self, void *place)
+{
+    const Victims *victims = (Victims *)self;
+    PyObject *list = PyList_New(victims->count);
+    for (Py_ssize_t i = 0; list != NULL && i < victims->count; i++)
+        PyList_SET_ITEM(list, i, Py_NewRef(*(PyObject **)((char *)&victims->noted[i] + (size_t)place)));
+    return list;
 }
 
 /* ---------------------------------------------------------------- the type */
@@ -49,36 +92,48 @@ static PyObject *
 victims_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     Victims *victims = (Victims *)type->tp_alloc(type, 0);
-    if (victims == NULL)
-        return NULL;
-    victims->nodes = PyList_New(0);
-    victims->rows = PyList_New(0);
-    if (victims->nodes == NULL || victims->rows == NULL)
-        Py_CLEAR(victims);
+    if (victims != NULL) {
+        victims->noted = victims->few;
+        victims->room = sizeof(victims->few) / sizeof(Victim);
+    }
     return (PyObject *)victims;
+}
+
+Victims *
+new_victims(void)
+{
+    return (Victims *)victims_new(&VictimsType, NULL, NULL);
 }
 
 static int
 victims_traverse(PyObject *self, visitproc visit, void *arg)
 {
-    Py_VISIT(((Victims *)self)->nodes);
-    Py_VISIT(((Victims *)self)->rows);
+    const Victims *victims = (Victims *)self;
+    for (Py_ssize_t i = 0; i < victims->count; i++)
+        Py_VISIT(victims->noted[i].node); /* its row is bytes */
     return 0;
 }
 
 static int
 victims_clear(PyObject *self)
 {
-    Py_CLEAR(((Victims *)self)->nodes);
-    Py_CLEAR(((Victims *)self)->rows);
+    Victims *victims = (Victims *)self;
+    while (victims->count > 0) {
+        Victim victim = victims->noted[--victims->count];
+        Py_DECREF(victim.row);
+        Py_DECREF(victim.node);
+    }
     return 0;
 }
 
 static void
 victims_dealloc(PyObject *self)
 {
+    Victims *victims = (Victims *)self;
     PyObject_GC_UnTrack(self);
     victims_clear(self);
+    if (victims->noted != victims->few)
+        PyMem_Free(victims->noted);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -89,10 +144,14 @@ static PyMethodDef methods[] = {
 };
 
 static PyMemberDef members[] = {
-    {"nodes", T_OBJECT_EX, offsetof(Victims, nodes), READONLY, NULL},
-    {"rows", T_OBJECT_EX, offsetof(Victims, rows), READONLY, NULL},
     {"num_tokens", T_PYSSIZET, offsetof(Victims, num_tokens), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef lists[] = {
+    {"nodes", each, NULL, NULL, (void *)offsetof(Victim, node)},
+    {"rows", each, NULL, NULL, (void *)offsetof(Victim, row)},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 
 PyTypeObject VictimsType = {
@@ -107,4 +166,5 @@ PyTypeObject VictimsType = {
     .tp_clear = victims_clear,
     .tp_methods = methods,
     .tp_members = members,
+    .tp_getset = lists,
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,6 +64,14 @@ class Holdings:
             if not parent.children:
                 self._left_bare(parent)
 
+    def free_leaves(self, num_tokens: int, page_size: int, free: Callable[[torch.Tensor], object], /) -> Victims:
+        """`fell`, and hand the slots of all that went to `free`, in one call, if there are any. Returns what went."""
+        victims = Victims()
+        self.fell(num_tokens, page_size, victims)
+        if victims.num_tokens:
+            free(victims.slots(page_size))
+        return victims
+
     def _offer(self, leaf: Any) -> None:
         raise NotImplementedError
 
@@ -73,11 +82,12 @@ class Holdings:
 class Victims:
     """Nodes that left the tree, with the slots they held."""
 
-    __slots__ = ("nodes", "num_tokens", "rows")
+    __slots__ = ("_sizes", "nodes", "num_tokens", "rows")
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
         self.rows: list[bytes] = []
+        self._sizes: list[int] = []
         self.num_tokens = 0
 
     def add(self, node: Any, row: bytes | None, num_tokens: int, /) -> None:
@@ -85,11 +95,22 @@ class Victims:
         assert row is not None, f"{node!r} had been evicted before"
         self.nodes.append(node)
         self.rows.append(row)
+        self._sizes.append(num_tokens)
         self.num_tokens += num_tokens
 
-    def slots(self, page_size: int, /) -> torch.Tensor | None:
-        """One slot per token; None if some rows say the slots of tokens and others those of pages."""
-        return expand(self.rows, self.num_tokens, page_size)
+    def slots(self, page_size: int, /) -> torch.Tensor:
+        """One slot per token, whether rows say the slots of tokens or those of pages; a copy."""
+        slots = expand(self.rows, self.num_tokens, page_size)
+        if slots is None:
+            slots = torch.cat([_said(row, size, page_size) for row, size in zip(self.rows, self._sizes, strict=True)])
+        return slots
+
+
+def _said(row: bytes, num_tokens: int, page_size: int) -> torch.Tensor:
+    slots = expand([row], num_tokens, page_size)
+    if slots is None:
+        raise ValueError(f"a row does not say the slots of {num_tokens} tokens")
+    return slots
 
 
 def uproot(leaf: Any, page_bytes: int, /) -> bytes:

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult
+from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, evict_result
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.tree_cache import SlotPool
 from raydix.cache_core.tree_node import TreeNode
 from raydix.cache_core.window_tree_cache import WindowTreeCache
-
-_new = object.__new__
 
 
 class RadixCache(WindowTreeCache):
@@ -89,10 +87,9 @@ class RadixCache(WindowTreeCache):
         gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim.
         """
-        if self._aux:
-            return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))
-        victims = self._full.evict(num_tokens)
-        self._give_back(victims)
-        result: EvictResult = _new(EvictResult)  # its constructor would cost as much as half a victim
-        result.full_evicted, result.swa_evicted, result.mamba_evicted = victims.num_tokens, 0, 0
-        return result
+        if self._free is None or self._full.retired.pending:
+            return EvictResult(*self._evict(num_tokens, (swa_num_tokens,) if self._aux else ()))
+        victims = self._full.free_leaves(num_tokens, self.page_size, self._free)
+        if self._events is not None or self._history is not None or self.on_node_evict is not None:
+            self._tell_of(victims)
+        return evict_result(victims.num_tokens, 0, 0)

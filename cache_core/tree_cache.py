@@ -19,7 +19,7 @@ from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
-from raydix.cache_core.slot_rows import Row, expand_each, expand_row, join_rows, unpack
+from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.tree_format import facts_of, format_tree
@@ -51,6 +51,8 @@ class TreeCache(TreeInsert):
         self.pool = pool
         self.on_node_evict = on_node_evict
         self._free_pages = getattr(pool, "free_pages", None)
+        # what frees the slots of leaves; None: the pool takes pages, or others are to know of each leaf that goes
+        self._free = None if pool is None or self._free_pages is not None or aux else pool.free
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
 
     # ---------------------------------------------------------------- locks
@@ -134,6 +136,7 @@ class TreeCache(TreeInsert):
         """Keep the floors of these tenants from now on, and count what they hold. Before anything is inserted."""
         assert not self._all_tops(), "the tree is not empty"
         self._full = TenantComponent(self._tree, self._full.policy, self._aux, tenants)
+        self._free = None
 
     def evict_own(self, tenant: Tenant, num_tokens: int) -> int:
         """Free at least so many slots that a tenant has in the tree and nobody has locked; returns how many.
@@ -160,21 +163,24 @@ class TreeCache(TreeInsert):
 
     def _give_back(self, victims: Victims) -> None:
         """Hand evicted slots to the pool in one call, then tell of each node."""
-        if victims.rows and self.pool is not None:
+        if victims.num_tokens and self.pool is not None:
             free_pages, page = self._free_pages, self.page_size
             if free_pages is not None and (starts := join_rows(victims.rows)).size * page == victims.num_tokens:
                 free_pages(starts)
             else:
-                slots = victims.slots(page)
-                self.pool.free(expand_each(victims.rows, victims.nodes) if slots is None else slots)
+                self.pool.free(victims.slots(page))
+        self._tell_of(victims)
+
+    def _tell_of(self, victims: Victims) -> None:
+        nodes = victims.nodes
         if self._events is not None:
-            self._events.removed(victims.nodes)
+            self._events.removed(nodes)
         if self._history is not None:
-            for node in victims.nodes:
+            for node in nodes:
                 if node.space.live:
                     self._history.note_evicted(node, self.page_size * node.space.unit)
         if self.on_node_evict is not None:
-            for node in victims.nodes:
+            for node in nodes:
                 self.on_node_evict(node.id)
 
     def reset(self) -> None:
@@ -185,11 +191,12 @@ class TreeCache(TreeInsert):
                 victims.add(node, node.slots, len(node))
         for top in list(self._tree.tops.values()):
             self._tree.detach(top)
-        for node in victims.nodes:
+        nodes = victims.nodes
+        for node in nodes:
             node.slots = None
         self._full.clear()
         for component in self._aux:
-            for node in victims.nodes:
+            for node in nodes:
                 component.forget(node)
             component.clear()
         self._retired.clear()

@@ -166,11 +166,21 @@ def eviction_counts_what_was_asked_for(patch: Patch) -> None:
 
 @fault
 def eviction_tells_nobody(patch: Patch) -> None:
-    def give_back(original: Any, cache: RadixCache, victims: Any) -> None:
-        cache.on_node_evict = None
-        original(cache, victims)
+    patch.setattr(RadixCache, "_tell_of", lambda cache, victims: None)
 
-    around(patch, RadixCache, "_give_back", give_back)
+
+@fault
+def leaves_go_before_what_is_retired(patch: Patch) -> None:
+    def evict(original: Any, cache: RadixCache, num_tokens: int) -> EvictResult:
+        retired = cache._full.retired
+        known, retired.pending = retired.pending, []  # type: ignore[misc]
+        try:
+            result: EvictResult = original(cache, num_tokens)
+        finally:
+            retired.pending[:0] = known
+        return result
+
+    around(patch, RadixCache, "evict", evict)
 
 
 @fault
@@ -343,6 +353,26 @@ def slots_are_freed_twice(patch: Patch) -> None:
         original(cache, victims)
 
     around(patch, RadixCache, "_give_back", give_back)
+
+
+@fault
+def slots_of_leaves_are_freed_twice(patch: Patch) -> None:
+    def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any) -> Any:
+        return original(full, num_tokens, page_size, lambda slots: [free(slots), free(slots)])
+
+    around(patch, FullComponent, "free_leaves", free_leaves)
+
+
+@fault
+def slots_of_the_first_leaf_alone_are_freed(patch: Patch) -> None:
+    def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any) -> Any:
+        freed: list[torch.Tensor] = []
+        victims = original(full, num_tokens, page_size, freed.append)
+        if freed:
+            free(freed[0][: victims.nodes[0].end - victims.nodes[0].parent.end])
+        return victims
+
+    around(patch, FullComponent, "free_leaves", free_leaves)
 
 
 @fault

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from typing import Any
 
 import pytest
+import torch
 from branches import Branch, held_by
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +87,84 @@ def test_leaves_are_felled_until_they_hold_enough(kernel: Any) -> None:
     assert tree.fell(3)[:2] == (6, [4, 3])  # the parent follows its last child
     assert tree.fell(1)[:2] == (0, [])
     assert (tree.held.evictable, tree.held.protected, tree.held.bare) == (0, 3, [3])
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_slots_of_leaves_are_freed_in_one_call(kernel: Any) -> None:
+    tree, freed = Tree(kernel, 1), []
+    for key in (b"aaa", b"bb", b"cccc", b"ccccdd"):
+        tree.add(key)
+
+    gone = tree.held.free_leaves(4, 1, freed.append)
+    nothing = tree.held.free_leaves(0, 1, freed.append)
+
+    assert ([node.id for node in gone.nodes], gone.num_tokens) == ([1, 2], 5)
+    assert [slots.tolist() for slots in freed] == [[0, 1, 2, 0, 1]]
+    assert (nothing.nodes, nothing.rows, nothing.num_tokens) == ([], [], 0)
+    assert tree.held.evictable == 6
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_whoever_frees_slots_may_fail(kernel: Any) -> None:
+    tree = Tree(kernel, 1)
+    tree.add(b"aaa")
+
+    with pytest.raises(ZeroDivisionError):
+        tree.held.free_leaves(1, 1, lambda slots: 1 // 0)
+    assert (tree.held.evictable, len(tree.top.children)) == (0, 0)
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize("num_victims", [0, 1, 4, 5, 100])
+def test_victims_say_their_slots_each_in_its_way(kernel: Any, num_victims: int) -> None:
+    victims, expected = kernel.Victims(), []
+    for at in range(num_victims):
+        in_pages = at % 3 == 0
+        slots = [2 * at * 16 + lane * (1 if in_pages else 2) for lane in range(16)]
+        victims.add(at, kernel.compact(torch.tensor(slots), 16, 0, 16), 16)
+        expected += slots
+
+    assert victims.slots(16).tolist() == expected
+    assert victims.nodes == list(range(num_victims))
+    assert victims.num_tokens == len(expected)
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_a_row_that_says_more_or_less_is_refused(kernel: Any) -> None:
+    victims = kernel.Victims()
+    victims.add("one", b"", 0)
+    victims.add("two", bytes(24), 2)
+
+    with pytest.raises(ValueError, match="does not say the slots of 2 tokens"):
+        victims.slots(1)
+
+
+@compiled
+def test_victims_hold_no_more_tokens_than_can_be_counted() -> None:
+    victims = kernels.Victims()
+    victims.add("one", b"", sys.maxsize)
+
+    with pytest.raises(OverflowError):
+        victims.add("two", b"", 1)
+    assert (victims.num_tokens, victims.nodes) == (sys.maxsize, ["one"])
+    with pytest.raises(MemoryError):
+        victims.slots(1)
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_victims_that_hold_each_other_are_collected(kernel: Any) -> None:
+    class Watched:
+        pass
+
+    node: Any = Watched()
+    node.victims = kernel.Victims()
+    for _ in range(9):
+        node.victims.add(node, b"", 0)
+    watched = weakref.ref(node)
+    del node
+    gc.collect()
+
+    assert watched() is None
 
 
 @pytest.mark.parametrize("kernel", TWINS)

@@ -265,6 +265,23 @@ def test_nothing_is_kept_alive() -> None:
     assert [sys.getrefcount(each) for each in watched] == before
 
 
+@compiled
+@given(st.lists(st.integers(0, 9_000), min_size=2, max_size=20), st.data())
+def test_memory_is_used_again_only_once_it_is_nobodys(sizes: list[int], data: st.DataObject) -> None:
+    kept = []
+    for first, size in enumerate(sizes):
+        slots = kernels.expand([np.arange(first, first + size).tobytes()], size, 1)
+        assert slots is not None
+        if data.draw(st.booleans()):
+            kept.append((slots, slots[size // 2 :], first, size))  # who has a part of it has all of it
+            del kept[0 : data.draw(st.integers(0, 1))]
+        del slots
+
+    for slots, part, first, size in kept:
+        assert slots.tolist() == [*range(first, first + size)]
+        assert part.tolist() == [*range(first + size // 2, first + size)]
+
+
 # ---------------------------------------------------------------- which are in use
 
 

@@ -23,6 +23,7 @@ from raydix.cache_core import (
     hash_token_ids,
 )
 from raydix.cache_core.hashing import namespace_seed
+from raydix.cache_core.tenants import Tenant, Tenants
 
 WIDE = 2**32  # the first id that needs more than 32 bits
 
@@ -1554,6 +1555,19 @@ def test_reclaiming_stops_at_its_limit_and_goes_on_from_there(cache: RadixCache,
     assert cache.reclaim_retired() == 40
     assert sorted(pool.slots) == list(range(100))
     assert cache.reclaim_retired() == 0
+
+
+def test_floors_of_tenants_keep_their_slots_from_a_pool_that_takes_them_one_by_one(
+    cache: RadixCache, pool: FreedSlots
+) -> None:
+    cache.divide(Tenants([Tenant("mine", "a", floor=2)]))
+    cache.insert(RadixKey([1, 2], "a"), row(10, 11))
+    cache.insert(RadixKey([1, 2, 3], "b"), row(20, 21, 22))
+
+    assert cache.evict(5) == EvictResult(3)
+
+    assert pool.take() == [20, 21, 22]
+    cache.check_invariants()
 
 
 def test_a_retired_namespace_can_be_filled_anew_at_once(cache: RadixCache, pool: FreedSlots) -> None:
