@@ -2,18 +2,18 @@
 
 #include "_common.h"
 
-#define CHUNK 512
-
+/* Leading bytes that are the same. What is long is read once: where it differs, the steps become smaller. */
 static Py_ssize_t
 common_bytes(const char *one, const char *other, Py_ssize_t limit)
 {
-    Py_ssize_t done = 0;
-    while (limit - done >= CHUNK && memcmp(one + done, other + done, CHUNK) == 0)
-        done += CHUNK;
-    while (limit - done >= 8 && memcmp(one + done, other + done, 8) == 0)
-        done += 8;
-    while (done < limit && one[done] == other[done])
-        done++;
+    Py_ssize_t done = 0, step = 4096;
+    while (done < limit && step > 0) {
+        Py_ssize_t size = step < limit - done ? step : limit - done;
+        if (memcmp(one + done, other + done, (size_t)size) == 0)
+            done += size;
+        else
+            step = size > 1 ? (size + 7) / 8 : 0;
+    }
     return done;
 }
 
@@ -34,10 +34,9 @@ follow(const Node *node, const char *data, Py_ssize_t page_bytes, Py_ssize_t sto
     if (!is_bytes(run, "a node's data"))
         return -1;
     Py_ssize_t size = PyBytes_GET_SIZE(run), limit = stop - *pos;
-    const char *theirs = PyBytes_AS_STRING(run), *ours = data + *pos;
-    int whole = size <= limit && memcmp(theirs, ours, (size_t)size) == 0;
-    *pos += whole ? size : common_bytes(theirs, ours, size < limit ? size : limit) / page_bytes * page_bytes;
-    return whole;
+    Py_ssize_t common = common_bytes(PyBytes_AS_STRING(run), data + *pos, size < limit ? size : limit);
+    *pos += common == size ? size : common / page_bytes * page_bytes;
+    return common == size;
 }
 
 /* Append the nodes that a key goes through below `node`, from byte `pos` on; returns up to where, -1 on an error. */
