@@ -42,6 +42,8 @@ class Row:
     match: float
     match_p50: float
     match_p99: float
+    floor_p50: float  # of its part in a match
+    floor_p99: float
     insert: float
     locks: float  # taken and given back
     evict: float
@@ -54,6 +56,7 @@ def rows_of(name: str, scale: float, num_rounds: int) -> Iterator[Row]:
     workload = WORKLOADS[name](scale)
     best = run_in_turns(workload, KINDS, num_rounds)
     totals = {kind: _mean(times.sum(1)) for kind, (times, *_) in best.items()}
+    floor_p50, floor_p99 = np.percentile(best["floor"][0][:, 0], (50, 99)) / 1e3
     for page_size, form in KINDS:
         times, hits = best[page_size, form]
         match, lock, evict, insert, unlock = times.T
@@ -67,6 +70,8 @@ def rows_of(name: str, scale: float, num_rounds: int) -> Iterator[Row]:
             match=_mean(match),
             match_p50=float(np.percentile(match, 50)) / 1e3,
             match_p99=float(np.percentile(match, 99)) / 1e3,
+            floor_p50=float(floor_p50),
+            floor_p99=float(floor_p99),
             insert=_mean(insert),
             locks=_mean(lock + unlock),
             evict=_mean(evict),

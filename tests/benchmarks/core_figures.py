@@ -47,3 +47,5 @@ def _of_workload(rows: list[Row]) -> Iterator[Figure]:
     worst = max((row for row in rows if row.form == "numpy"), key=lambda row: row.match_p99 / row.match_p50)
     tail = worst.match_p99 / worst.match_p50
     yield Figure("core", f"{name}, p99 of a match", worst.match_p99, "us", tail, "its median", at_most=MAX_TAIL)
+    tail = worst.floor_p99 / worst.floor_p50  # hits differ in length, so that even a compare and a copy have one
+    yield Figure("core", f"{name}, p99 of the floor's compare and copy", worst.floor_p99, "us", tail, "its median")
