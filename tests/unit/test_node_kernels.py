@@ -46,6 +46,24 @@ def test_a_tree_grows_as_with_the_plain_kernels(
         assert ours.facts() == theirs.facts()
 
 
+@pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    "shared", [1, 4, 7, 8, 63, 64, 65, 511, 512, 1023, 4095, 4096, 4097, 8191, 8704, 9_999, 10_000]
+)
+def test_a_walk_ends_where_a_long_run_and_a_key_part(kernel: Any, page_size: int, shared: int) -> None:
+    tree, run = Branch(kernel, page_size), np.random.default_rng(shared).bytes(10_000)
+    tree.insert(run)
+    parting = bytes(byte ^ 255 for byte in run[shared:]) or b"longer"
+    for other in (run[:shared], run[:shared] + parting[:6], run[:shared] + parting):
+        num_tokens = len(other) // page_size * page_size
+
+        path, end = kernel.walk(tree.top, kernel.Key.from_packed(other, 1), page_size, num_tokens)
+
+        assert end == shared // page_size * page_size
+        assert [node.id for node in path] == ([1] if end else [])
+
+
 @compiled
 @given(st.lists(BYTES, min_size=1, max_size=8), st.data(), st.integers(1, 3))
 def test_leaves_are_uprooted_as_by_the_plain_kernel(keys: list[bytes], data: st.DataObject, page_size: int) -> None:
