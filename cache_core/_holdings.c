@@ -152,8 +152,10 @@ fell_enough(Holdings *holdings, PyObject *const *args, Victims *victims)
     Py_ssize_t felled = page < 0 ? -1 : 1;
     while (felled > 0 && victims->num_tokens < wanted)
         felled = fell_next(holdings, page, victims);
+    if (felled < 0)
+        return -1;
     expect_removal(next_of(holdings->queue), page);
-    return felled < 0 ? -1 : 0;
+    return 0;
 }
 
 static PyObject *

@@ -80,7 +80,11 @@ static PyObject *
 each(PyObject *self, void *place)
 {
     const Victims *victims = (Victims *)self;
-    PyObject *list = PyList_New(victims->count);
+    PyObject *list = PyList_New(victims->count); /* a collection may run here, and code of anybody's with it */
+    if (list != NULL && PyList_GET_SIZE(list) != victims->count) {
+        PyErr_SetString(PyExc_RuntimeError, "the victims have changed meanwhile");
+        Py_CLEAR(list);
+    }
     for (Py_ssize_t i = 0; list != NULL && i < victims->count; i++)
         PyList_SET_ITEM(list, i, Py_NewRef(*(PyObject **)((char *)&victims->noted[i] + (size_t)place)));
     return list;
@@ -118,6 +122,7 @@ static int
 victims_clear(PyObject *self)
 {
     Victims *victims = (Victims *)self;
+    victims->num_tokens = 0;
     while (victims->count > 0) {
         Victim victim = victims->noted[--victims->count];
         Py_DECREF(victim.row);

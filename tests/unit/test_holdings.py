@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydix.cache_core import kernels, plain_kernels
+from raydix.cache_core.eviction_queue import EvictionQueue
 
 BYTES = st.lists(st.sampled_from([0, 1]), max_size=12).map(bytes)
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
@@ -102,6 +103,58 @@ def test_slots_of_leaves_are_freed_in_one_call(kernel: Any) -> None:
     assert [slots.tolist() for slots in freed] == [[0, 1, 2, 0, 1]]
     assert (nothing.nodes, nothing.rows, nothing.num_tokens) == ([], [], 0)
     assert tree.held.evictable == 6
+
+
+@compiled
+def test_no_leaf_is_too_odd_to_be_looked_ahead_at() -> None:
+    tree, queue = Tree(kernels, 1), EvictionQueue(lambda node: node.id)
+    tree.held._queue = queue
+    for key in (b"aaa", b"bbbb"):
+        tree.add(key)
+    first, second = tree.nodes[1:]
+
+    with pytest.raises(ValueError, match="page_size"):
+        tree.held.fell(0, -1, kernels.Victims())
+    for name, odd in {"end": -5, "data": None, "parent": first}.items():
+        known = getattr(first, name)
+        setattr(first, name, odd)
+        for page_size in (0, 1, 2**62):
+            tree.held.fell(0, page_size, kernels.Victims())
+        setattr(first, name, known)
+    del first.data, first.parent
+    tree.held.fell(0, 1, kernels.Victims())
+
+    queue.discard(first)
+    assert [node.id for node in tree.held.free_leaves(1, 1, id).nodes] == [second.id]
+
+
+@compiled
+def test_victims_are_not_listed_while_they_change() -> None:
+    victims, thresholds = kernels.Victims(), gc.get_threshold()
+    said: Any = None
+
+    class Late:
+        def __del__(self) -> None:
+            victims.add("late", b"", 0)
+
+    victims.add("first", b"", 0)
+    gc.disable()
+    cycle: Any = Late()
+    cycle.itself = cycle
+    del cycle
+    spare: list[Any] = [[] for _ in range(1_000)]  # so that the next list has to be made, and the collector is called
+    gc.set_threshold(1)
+    gc.enable()
+    try:
+        said = victims.nodes
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        gc.set_threshold(*thresholds)
+
+    assert len(spare) == 1_000
+    assert said == "the victims have changed meanwhile"
+    assert victims.nodes == ["first", "late"]
 
 
 @pytest.mark.parametrize("kernel", TWINS)
