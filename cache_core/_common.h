@@ -75,6 +75,13 @@ typedef struct {
 
 extern PyTypeObject NodeType, ChildrenType, KeyType, RankingType, HoldingsType, VictimsType;
 
+/* Whether an object is of a type: nearly all are, or of a class made from it, and take no call to tell. */
+static inline int
+is_of(PyObject *object, PyTypeObject *type)
+{
+    return Py_IS_TYPE(object, type) || Py_TYPE(object)->tp_base == type || PyType_IsSubtype(Py_TYPE(object), type);
+}
+
 /* arguments, members: _common.c */
 int expect_args(const char *function, Py_ssize_t found, Py_ssize_t expected);
 Py_ssize_t size_of(PyObject *object, const char *what);

@@ -163,7 +163,7 @@ holdings_fell(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!expect_args("fell", nargs, 3))
         return NULL;
-    if (!PyObject_TypeCheck(args[2], &VictimsType))
+    if (!is_of(args[2], &VictimsType))
         return PyErr_Format(PyExc_TypeError, "victims are needed, not %s", Py_TYPE(args[2])->tp_name);
     if (fell_enough((Holdings *)self, args, (Victims *)args[2]) < 0)
         return NULL;

@@ -208,7 +208,7 @@ int
 packed_ids(PyObject *object, Packed *packed)
 {
     Key *key = (Key *)object;
-    if (!PyObject_TypeCheck(object, &KeyType)) {
+    if (!is_of(object, &KeyType)) {
         PyErr_Format(PyExc_TypeError, "a key is needed, not %s", Py_TYPE(object)->tp_name);
         return 0;
     }

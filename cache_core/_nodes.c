@@ -126,7 +126,7 @@ new_node(PyTypeObject *type, const NodeParts *parts)
 Node *
 as_node(PyObject *object)
 {
-    if (object != NULL && PyObject_TypeCheck(object, &NodeType))
+    if (object != NULL && is_of(object, &NodeType))
         return (Node *)object;
     PyErr_Format(PyExc_TypeError, "a node is needed, not %s", object == NULL ? "nothing" : Py_TYPE(object)->tp_name);
     return NULL;

@@ -93,5 +93,5 @@ fetch_next(const Node *next)
 const Node *
 next_of(PyObject *queue)
 {
-    return queue != NULL && PyObject_TypeCheck(queue, &RankingType) ? ((Ranking *)queue)->first : NULL;
+    return queue != NULL && is_of(queue, &RankingType) ? ((Ranking *)queue)->first : NULL;
 }

@@ -65,10 +65,8 @@ take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes)
 void
 expect_removal(const Node *leaf, Py_ssize_t page)
 {
-    const Node *parent = leaf == NULL || leaf->parent == NULL || !PyObject_TypeCheck(leaf->parent, &NodeType)
-                             ? NULL
-                             : (Node *)leaf->parent;
-    if (parent == NULL || leaf->end <= parent->end || parent->children == NULL || leaf->data == NULL ||
+    const Node *parent = leaf == NULL ? NULL : (Node *)leaf->parent;
+    if (parent == NULL || !is_of(leaf->parent, &NodeType) || leaf->end <= parent->end || parent->children == NULL || leaf->data == NULL ||
         !Py_IS_TYPE(parent->children, &ChildrenType) || !PyBytes_CheckExact(leaf->data))
         return;
     Py_ssize_t size = PyBytes_GET_SIZE(leaf->data), num_tokens = leaf->end - parent->end;

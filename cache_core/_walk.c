@@ -76,7 +76,7 @@ static Node *
 find_top(PyObject *tops, PyObject *object)
 {
     const Key *key = (Key *)object;
-    if (!PyDict_Check(tops) || !PyObject_TypeCheck(object, &KeyType) || key->extra_key == NULL || key->arity == NULL) {
+    if (!PyDict_Check(tops) || !is_of(object, &KeyType) || key->extra_key == NULL || key->arity == NULL) {
         PyErr_SetString(PyExc_TypeError, "tops stand in a dict, by the namespace and the arity of a key");
         return NULL;
     }
