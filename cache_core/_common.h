@@ -95,6 +95,7 @@ typedef struct { /* what one is made from; the objects stay the caller's */
     PyObject *parent, *space, *data, *slots;
     Py_ssize_t end, now;
 } NodeParts;
+int is_plain_type(PyTypeObject *type);
 Node *new_node(PyTypeObject *type, const NodeParts *parts);
 Node *as_node(PyObject *object);
 Py_ssize_t end_of(const Node *node);
@@ -157,7 +158,6 @@ void spread(void *table, size_t size); /* _arenas.c */
 
 /* what each part needs, once, when the module is loaded: 0 with an exception set if it is not to be had */
 int knows_children(void);
-int knows_growth(void);
 int knows_holdings(void);
 int knows_keys(void);
 int knows_makers(void);

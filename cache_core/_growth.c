@@ -2,14 +2,6 @@
 
 #include "_common.h"
 
-static PyObject *name_unit;
-
-int
-knows_growth(void)
-{
-    return (name_unit = PyUnicode_InternFromString("unit")) != NULL;
-}
-
 static int
 is_node_type(PyObject *type)
 {
@@ -106,36 +98,24 @@ typedef struct {
     Py_ssize_t start, length, page_bytes, data_cut, num_slots;
 } Cut;
 
-/* Bytes of one token of a node; -1 with an exception set if its namespace does not say so. */
-static Py_ssize_t
-unit_of(const Node *node)
-{
-    PyObject *unit = node->space == NULL ? NULL : PyObject_GetAttr(node->space, name_unit);
-    if (unit == NULL && !PyErr_Occurred())
-        PyErr_SetString(PyExc_AttributeError, "space");
-    Py_ssize_t size = unit == NULL ? -1 : size_of(unit, "unit");
-    Py_XDECREF(unit);
-    return size;
-}
-
 /* 1 if the node can be cut there, and how; 0 with an exception set if not. */
 static int
 plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
 {
-    Py_ssize_t unit = unit_of(node);
-    const Node *parent = unit < 0 ? NULL : as_node(node->parent);
+    const Node *parent = as_node(node->parent);
     Py_ssize_t start = parent == NULL ? -1 : end_of(parent), end = start < 0 ? -1 : end_of(node);
     if (end < 0)
         return 0;
-    if (node->own_priority == NULL) {
+    if (node->space == NULL || node->own_priority == NULL) {
         PyErr_SetString(PyExc_AttributeError, "a node to be cut is whole");
         return 0;
     }
     if (!is_bytes(node->data, "a node's data") || !is_bytes(node->slots, "a node's slots"))
         return 0;
-    Py_ssize_t size = PyBytes_GET_SIZE(node->data), slots = num_slots(node->slots), num_tokens = end - start;
-    if (unit < 1 || page < 1 || length < 1 || length % page != 0 || length >= num_tokens || num_tokens > size / unit ||
-        slots < 0 || slots > PY_SSIZE_T_MAX / length) {
+    Py_ssize_t num_tokens = end - start, slots = num_slots(node->slots);
+    Py_ssize_t unit = num_tokens < 1 ? 0 : PyBytes_GET_SIZE(node->data) / num_tokens;
+    if (unit < 1 || page < 1 || length < 1 || length % page != 0 || length >= num_tokens || slots < 0 ||
+        slots > PY_SSIZE_T_MAX / length) {
         PyErr_Format(PyExc_AssertionError, "cannot split %R at %zd", node, length);
         return 0;
     }
@@ -143,11 +123,20 @@ plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
     return 1;
 }
 
-/* The node over the prefix, in its place below the parent; what is cut stays as it is. */
+/* Whether a prefix shall have the memory of all that is cut, less the rest: most of it would have to be copied, and no
+ * constructor is to see it before it is cut. */
+static int
+takes_over(PyTypeObject *type, PyObject *whole, Py_ssize_t size)
+{
+    return size >= PyBytes_GET_SIZE(whole) - size && is_plain_type(type);
+}
+
+/* The node over the prefix, in its place below the parent; what is cut stays as it is. Its data may still be all of that. */
 static Node *
 new_prefix(Node *node, PyTypeObject *type, Py_ssize_t node_id, const Cut *cut)
 {
-    PyObject *data = slice(node->data, 0, cut->data_cut), *slots = part_of_row(node->slots, cut->num_slots, 0);
+    PyObject *whole = node->data, *slots = part_of_row(node->slots, cut->num_slots, 0);
+    PyObject *data = takes_over(type, whole, cut->data_cut) ? Py_NewRef(whole) : slice(whole, 0, cut->data_cut);
     Node *above = NULL;
     if (data != NULL && slots != NULL) {
         NodeParts parts = {node_id, node->parent, node->space, data, slots, cut->start + cut->length, node->own_access_time};
@@ -163,6 +152,31 @@ new_prefix(Node *node, PyTypeObject *type, Py_ssize_t node_id, const Cut *cut)
     return above;
 }
 
+/* See to it that data that both nodes have is read by nobody else. From then on no code may run that is not ours. */
+static int
+keep_others_out(Node *above, const Node *node, const Cut *cut)
+{
+    if (above->data != node->data || Py_REFCNT(node->data) == 2)
+        return 0;
+    PyObject *data = slice(node->data, 0, cut->data_cut);
+    if (data == NULL)
+        return -1;
+    set_member(&above->data, data);
+    Py_DECREF(data);
+    return 0;
+}
+
+/* Leave a node the rest, and its prefix all else, which stays where it is: to give memory back takes none. */
+static int
+share_out(Node *node, Node *above, PyObject *data, PyObject *slots, const Cut *cut)
+{
+    int is_shared = above->data == node->data;
+    set_member(&node->data, data);
+    set_member(&node->slots, slots);
+    set_member(&node->parent, (PyObject *)above);
+    return is_shared ? _PyBytes_Resize(&above->data, cut->data_cut) : 0;
+}
+
 /* Hang the rest of a node below the new one over its prefix. */
 static int
 put_below(Node *node, Node *above, const Cut *cut)
@@ -170,13 +184,11 @@ put_below(Node *node, Node *above, const Cut *cut)
     PyObject *data = slice(node->data, cut->data_cut, PyBytes_GET_SIZE(node->data));
     PyObject *slots = part_of_row(node->slots, cut->num_slots, 1);
     int done = -1;
-    if (data != NULL && slots != NULL && hang(above, data, cut->page_bytes, (PyObject *)node, 1) == 0)
+    if (data != NULL && slots != NULL && hang(above, data, cut->page_bytes, (PyObject *)node, 1) == 0 &&
+        keep_others_out(above, node, cut) == 0)
         done = hang((Node *)node->parent, node->data, cut->page_bytes, (PyObject *)above, 0);
-    if (done == 0) {
-        set_member(&node->data, data);
-        set_member(&node->slots, slots);
-        set_member(&node->parent, (PyObject *)above);
-    }
+    if (done == 0)
+        done = share_out(node, above, data, slots, cut);
     Py_XDECREF(data);
     Py_XDECREF(slots);
     return done;

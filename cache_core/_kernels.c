@@ -36,7 +36,7 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__kernels(void)
 {
-    if (!knows_children() || !knows_growth() || !knows_holdings() || !knows_keys() || !knows_makers() ||
+    if (!knows_children() || !knows_holdings() || !knows_keys() || !knows_makers() ||
         !knows_rankings() || !knows_tensors())
         return NULL;
     PyObject *module = PyModule_Create(&definition);

@@ -108,11 +108,18 @@ called_for(PyTypeObject *type, const NodeParts *parts)
     return node;
 }
 
+/* Whether a type has no constructor of its own. */
+int
+is_plain_type(PyTypeObject *type)
+{
+    return type->tp_init == node_init && type->tp_new == NodeType.tp_new;
+}
+
 /* A node of that type, made in one go if it can be. */
 Node *
 new_node(PyTypeObject *type, const NodeParts *parts)
 {
-    if (type->tp_init != node_init || type->tp_new != NodeType.tp_new)
+    if (!is_plain_type(type))
         return called_for(type, parts);
     PyObject *node = type->tp_alloc(type, 0);
     if (node != NULL && fill((Node *)node, parts) < 0)

@@ -189,7 +189,8 @@ def grow(
 def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /) -> Any:
     """Cut `node` after `length` tokens; returns the new node above it, which takes over the prefix.
 
-    Locks, age and priority are copied to the prefix; uses and hashes are not.
+    Locks, age and priority are copied to the prefix; uses and hashes are not. Compiled, a prefix that is most of the
+    node stays where it lies, unless somebody else reads that, and only the rest is copied.
     """
     parent, row, unit = node.parent, node.slots, node.space.unit
     num_tokens = node.end - parent.end

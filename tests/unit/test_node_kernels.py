@@ -6,6 +6,7 @@ import array
 import gc
 import pickle
 import sys
+import tracemalloc
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -140,6 +141,63 @@ def test_slots_are_cut_as_by_the_plain_kernel(slots: list[int], data: st.DataObj
         assert kernel.gather([*above, node], len(slots), 1).tolist() == slots
 
     assert parts[0] == parts[1]
+
+
+def tree_of_one_run(kernel: Any, size: int) -> Any:
+    """The only node of a tree, with bytes at random and a few slots; nobody else reads its data."""
+    key = kernel.Key.from_packed(b"above" + np.random.default_rng(size).bytes(size), 1)
+    space = SimpleNamespace(unit=1)
+    top = kernel.Node(0, None, space, b"", b"", 5, 0)
+    return kernel.grow(kernel.Node, 1, top, key, 1, 5 + size, bytes(8 * 16), 0)
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("size", [2, 40, 600, 200_000])
+def test_data_are_cut_whoever_reads_them(kernel: Any, size: int, is_read: bool) -> None:
+    for length in sorted({1, size // 2, -(-size // 2), size - 1}):
+        node = tree_of_one_run(kernel, size)
+        run = bytes(memoryview(node.data))  # a copy
+        hash(node.data)  # is noted in the object
+        reader = node.data if is_read else None
+
+        above = kernel.cut(kernel.Node, 2, node, length, 1)
+
+        assert (above.data, node.data) == (run[:length], run[length:])
+        assert hash(above.data) == hash(run[:length]) and {above.data: 1}[run[:length]] == 1
+        assert above.children[node.data[:1]] is node and above.parent.children[run[:1]] is above
+        assert reader in (None, run)
+
+
+@compiled
+def test_a_cut_copies_only_the_rest_of_what_is_mostly_prefix() -> None:
+    size, rest = 2**24, 2**10
+    tracemalloc.start()
+    try:
+        node = tree_of_one_run(kernels, size)
+        tracemalloc.reset_peak()
+        above = kernels.cut(kernels.Node, 2, node, size - rest, 1)
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert (len(above.data), len(node.data)) == (size - rest, rest)
+    assert max(held, most) < size + 2**16
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_a_constructor_is_given_what_the_prefix_holds(kernel: Any) -> None:
+    seen = []
+
+    class Told(kernel.Node):  # type: ignore[misc]
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*parts)
+            seen.append(self.data)
+
+    node = tree_of_one_run(kernel, 1_000)
+    kernel.cut(Told, 2, node, 900, 1)
+
+    assert list(map(len, seen)) == [900]
 
 
 @pytest.mark.parametrize("kernel", TWINS)
@@ -379,9 +437,10 @@ class Nonsense(kernels.Key):
         (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 1, 3, b"", 2**63), OverflowError),
         (lambda: kernels.grow(kernels.Node, 1, lone(space=None), ABC, 1, 3, b"", 0), AttributeError),
         (lambda: kernels.grow(kernels.Node, 1, lone(children=[]), ABC, 1, 3, b"", 0), TypeError),
-        (lambda: kernels.cut(kernels.Node, 1, lone(), 1, 1), AttributeError),
+        (lambda: kernels.cut(kernels.Node, 1, lone(), 1, 1), TypeError),
+        (lambda: kernels.cut(kernels.Node, 1, lone(parent=lone(end=0), space=None), 1, 1), AttributeError),
+        (lambda: kernels.cut(kernels.Node, 1, lone(parent=lone(end=0), data=b"a"), 1, 1), AssertionError),
         (lambda: kernels.cut(kernels.Node, None, Branch(kernels, 2).insert(b"abcd"), 2, 2), TypeError),
-        (lambda: kernels.cut(kernels.Node, 1, lone(space=SimpleNamespace(unit=1)), 1, 1), TypeError),
         (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 3, 2), AssertionError),
         (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 4, 2), AssertionError),
         (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 0, 2), AssertionError),
