@@ -14,9 +14,10 @@
 #pragma GCC visibility push(hidden) /* PyInit__kernels alone is exported */
 #endif
 
-/* Rows are long: a loop over them is compiled for wide vectors, too, and chosen when the module is loaded. */
+/* Rows are long: a loop over them is compiled for wide vectors, too, and the widest that the machine has is chosen when the
+ * module is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define WIDE __attribute__((target_clones("avx2", "default")))
+#define WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define WIDE
 #endif
