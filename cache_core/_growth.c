@@ -93,18 +93,19 @@ grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 /* ---------------------------------------------------------------- cuts */
 
-/* What a cut takes: sizes in tokens, in bytes, and how many slots go to the prefix. */
+/* What a cut takes: where it is, in tokens from the root; the bytes of a page and of the prefix's data; and how many slots
+ * go to the prefix. */
 typedef struct {
-    Py_ssize_t start, length, page_bytes, data_cut, num_slots;
+    Py_ssize_t end, page_bytes, data_cut, num_slots;
 } Cut;
 
 /* 1 if the node can be cut there, and how; 0 with an exception set if not. */
 static int
-plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
+plan(const Node *node, Py_ssize_t end, Py_ssize_t page, Cut *cut)
 {
     const Node *parent = as_node(node->parent);
-    Py_ssize_t start = parent == NULL ? -1 : end_of(parent), end = start < 0 ? -1 : end_of(node);
-    if (end < 0)
+    Py_ssize_t start = parent == NULL ? -1 : end_of(parent), stop = start < 0 ? -1 : end_of(node);
+    if (stop < 0)
         return 0;
     if (node->space == NULL || node->own_priority == NULL) {
         PyErr_SetString(PyExc_AttributeError, "a node to be cut is whole");
@@ -112,14 +113,14 @@ plan(const Node *node, Py_ssize_t length, Py_ssize_t page, Cut *cut)
     }
     if (!is_bytes(node->data, "a node's data") || !is_bytes(node->slots, "a node's slots"))
         return 0;
-    Py_ssize_t num_tokens = end - start, slots = num_slots(node->slots);
+    Py_ssize_t length = end - start, num_tokens = stop - start, slots = num_slots(node->slots);
     Py_ssize_t unit = num_tokens < 1 ? 0 : PyBytes_GET_SIZE(node->data) / num_tokens;
     if (unit < 1 || page < 1 || length < 1 || length % page != 0 || length >= num_tokens || slots < 0 ||
         slots > PY_SSIZE_T_MAX / length) {
-        PyErr_Format(PyExc_AssertionError, "cannot split %R at %zd", node, length);
+        PyErr_Format(PyExc_AssertionError, "cannot split %R at %zd", node, end);
         return 0;
     }
-    *cut = (Cut){start, length, page * unit, length * unit, slots * length / num_tokens};
+    *cut = (Cut){end, page * unit, length * unit, slots * length / num_tokens};
     return 1;
 }
 
@@ -139,7 +140,7 @@ new_prefix(Node *node, PyTypeObject *type, Py_ssize_t node_id, const Cut *cut)
     PyObject *data = takes_over(type, whole, cut->data_cut) ? Py_NewRef(whole) : slice(whole, 0, cut->data_cut);
     Node *above = NULL;
     if (data != NULL && slots != NULL) {
-        NodeParts parts = {node_id, node->parent, node->space, data, slots, cut->start + cut->length, node->own_access_time};
+        NodeParts parts = {node_id, node->parent, node->space, data, slots, cut->end, node->own_access_time};
         above = new_node(type, &parts);
     }
     if (above != NULL) {
@@ -200,10 +201,10 @@ cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (!expect_args("cut", nargs, 5) || !is_node_type(args[0]))
         return NULL;
     Node *node = as_node(args[2]);
-    Py_ssize_t length = node == NULL ? -1 : size_of(args[3], "length");
-    Py_ssize_t page = length < 0 ? -1 : size_of(args[4], "page_size"), node_id = PyLong_AsSsize_t(args[1]);
+    Py_ssize_t end = node == NULL ? -1 : size_of(args[3], "end");
+    Py_ssize_t page = end < 0 ? -1 : size_of(args[4], "page_size"), node_id = PyLong_AsSsize_t(args[1]);
     Cut how;
-    if (PyErr_Occurred() || !plan(node, length, page, &how))
+    if (PyErr_Occurred() || !plan(node, end, page, &how))
         return NULL;
     Node *above = new_prefix(node, (PyTypeObject *)args[0], node_id, &how);
     if (above != NULL && put_below(node, above, &how) < 0)

@@ -186,18 +186,18 @@ def grow(
     return leaf
 
 
-def cut(node_type: Any, node_id: int, node: Any, length: int, page_size: int, /) -> Any:
-    """Cut `node` after `length` tokens; returns the new node above it, which takes over the prefix.
+def cut(node_type: Any, node_id: int, node: Any, end: int, page_size: int, /) -> Any:
+    """Cut `node` at `end`, tokens from the root; returns the new node above it, which takes over the prefix.
 
     Locks, age and priority are copied to the prefix; uses and hashes are not. Compiled, a prefix that is most of the
     node stays where it lies, unless somebody else reads that, and only the rest is copied.
     """
     parent, row, unit = node.parent, node.slots, node.space.unit
-    num_tokens = node.end - parent.end
-    assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {length}"
+    length, num_tokens = end - parent.end, node.end - parent.end
+    assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {end}"
     at, page = length * unit, page_size * unit
     prefix, rest = parted(row, num_slots(row) * length // num_tokens)
-    above = node_type(node_id, parent, node.space, node.data[:at], prefix, parent.end + length, node.own_access_time)
+    above = node_type(node_id, parent, node.space, node.data[:at], prefix, end, node.own_access_time)
     above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
     _hang(parent, node.data[:page], above)
     node.data, node.slots, node.parent = node.data[at:], rest, above

@@ -65,15 +65,15 @@ class RadixTree:
         """The nodes that the first `num_tokens` of `key` go through below `node`, and up to where: `kernels.walk`."""
         return walk(node, key, self.page_size, num_tokens)
 
-    def split(self, node: TreeNode, length: int) -> TreeNode:
-        """Cut `node` after `length` tokens; returns the new node above it, which takes over the prefix.
+    def split(self, node: TreeNode, end: int) -> TreeNode:
+        """Cut `node` at `end`, tokens from the root; returns the new node above it, which takes over the prefix.
 
         The suffix keeps its identity and its uses, which so count for the prefix, too; locks are copied to the prefix,
         hashes are shared out.
         """
-        above: TreeNode = cut(self._node_type, next(self._next_id), node, length, self.page_size)
+        above: TreeNode = cut(self._node_type, next(self._next_id), node, end, self.page_size)
         if node.hash_values is not None:
-            pages = length // self.page_size
+            pages = len(above) // self.page_size
             above.hash_values, node.hash_values = node.hash_values[:pages], node.hash_values[pages:]
         return above
 

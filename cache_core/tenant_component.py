@@ -85,7 +85,7 @@ class TenantComponent(FullComponent):
         if not self.may_take(leaf):
             tenant = self._tenants.of_node(leaf)
             spare = tenant.held - tenant.dead - tenant.floor
-            above = self._tree.split(leaf, len(leaf) - spare)
+            above = self._tree.split(leaf, leaf.end - spare)
             for component in self._aux:
                 component.on_split(above, leaf)
 

@@ -101,7 +101,7 @@ class TreeInsert(TreeMatch):
         resumed_at, num_tokens = node.end, key.num_tokens - key.num_tokens % self.page_size
         last_node = path[-1] if path else node
         if last_node.end > end:
-            last_node = self._cut_at(path, end)
+            last_node = path[-1] = self._split(last_node, end)
         self._clock += 1
         if self._aux:
             path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), incoming, take)

@@ -132,7 +132,7 @@ class TreeMatch(BasePrefixCache):
             return self.root, path, full_end
         node = path[-1]
         if node.end > end:
-            node = self._cut_at(path, end)
+            node = path[-1] = self._split(node, end)
         node.own_hits += 1
         self._clock += 1
         self._use(node, priority)
@@ -156,13 +156,6 @@ class TreeMatch(BasePrefixCache):
         """Where it would be worth making the prefix usable, beyond what is."""
         return full_end if full_end > usable else None
 
-    def _cut_at(self, path: list[TreeNode], end: int) -> TreeNode:
-        """Make the last node of a path end at `end`, which lies within it; returns it. The rest keeps its recency."""
-        node = path[-1]
-        assert node.parent is not None
-        node = path[-1] = self._split(node, end - node.parent.end)
-        return node
-
     def _use(self, end: TreeNode, priority: int) -> None:
         """A match or an insert ends here, now: what of it counts as used depends on what is kept."""
         end.own_access_time = self._clock
@@ -178,8 +171,9 @@ class TreeMatch(BasePrefixCache):
         for component in self._aux:
             component.touch(end, self._clock)
 
-    def _split(self, node: TreeNode, length: int) -> TreeNode:
-        above = self._tree.split(node, length)
+    def _split(self, node: TreeNode, end: int) -> TreeNode:
+        """Cut a node at `end`, which lies within it; returns the one that ends there. The rest keeps its recency."""
+        above = self._tree.split(node, end)
         for component in self._aux:
             component.on_split(above, node)
         return above

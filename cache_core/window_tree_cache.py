@@ -62,7 +62,7 @@ class WindowTreeCache(TreeCache):
             start = max(node.end - len(node), fresh_from)
             if node.swa_tombstone and start < node.end:
                 if start > node.end - len(node):
-                    healed.append(self._split(node, start - (node.end - len(node))))
+                    healed.append(self._split(node, start))
                 self._heal(node, take(incoming, self.page_size, start, node.end))
             healed.append(node)
         return healed

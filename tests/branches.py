@@ -29,7 +29,7 @@ class Branch:
         path, end = self.kernel.walk(self.top, key, self.page_size, num_tokens)
         node = path[-1] if path else self.top
         if node.end > end:
-            node = self.cut(node, end - node.parent.end)
+            node = self.cut(node, end)
         if end < num_tokens:
             all_slots = torch.arange(num_tokens) * self.step + self.first
             slots = self.kernel.compact(all_slots, 1, end, num_tokens)
@@ -38,8 +38,8 @@ class Branch:
             )
         return node
 
-    def cut(self, node: Any, length: int) -> Any:
-        return self._added(self.kernel.cut(type(self.top), len(self.nodes), node, length, self.page_size))
+    def cut(self, node: Any, end: int) -> Any:
+        return self._added(self.kernel.cut(type(self.top), len(self.nodes), node, end, self.page_size))
 
     def _added(self, node: Any) -> Any:
         self.nodes.append(node)

@@ -198,8 +198,8 @@ fault = FAULTS.register
 
 @fault
 def a_split_tells_of_its_prefix_again(patch: Patch) -> None:
-    def split(original: Any, tree: TreeCache, node: Any, length: int) -> Any:
-        above = original(tree, node, length)
+    def split(original: Any, tree: TreeCache, node: Any, end: int) -> Any:
+        above = original(tree, node, end)
         if tree._events is not None:
             tree._events.stored(above)
         return above
@@ -209,8 +209,8 @@ def a_split_tells_of_its_prefix_again(patch: Patch) -> None:
 
 @fault
 def a_split_shares_the_hashes_out_wrongly(patch: Patch) -> None:
-    def split(original: Any, tree: TreeCache, node: Any, length: int) -> Any:
-        above = original(tree, node, length)
+    def split(original: Any, tree: TreeCache, node: Any, end: int) -> Any:
+        above = original(tree, node, end)
         above.hash_values, node.hash_values = above.hash_values[::-1], node.hash_values
         return above
 

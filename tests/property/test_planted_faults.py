@@ -28,8 +28,8 @@ fault = FAULTS.register
 
 @fault
 def a_split_renews_the_suffix_that_was_not_matched(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
-        above = original(cache, node, length)
+    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
+        above = original(cache, node, end)
         node.own_access_time = cache._clock + 1
         return above
 
@@ -431,8 +431,8 @@ def an_unlock_takes_the_lock_of_a_node_below(patch: Patch) -> None:
 
 @fault
 def a_split_loses_the_locks_of_the_prefix(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
-        above = original(cache, node, length)
+    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
+        above = original(cache, node, end)
         above.lock_ref = 0
         return above
 
@@ -441,8 +441,8 @@ def a_split_loses_the_locks_of_the_prefix(patch: Patch) -> None:
 
 @fault
 def a_split_moves_the_locks_to_the_prefix(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
-        above = original(cache, node, length)
+    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
+        above = original(cache, node, end)
         above.own_locks, node.own_locks, node.lock_ref = node.own_locks, 0, node.lock_ref - node.own_locks
         return above
 
@@ -451,8 +451,8 @@ def a_split_moves_the_locks_to_the_prefix(patch: Patch) -> None:
 
 @fault
 def a_split_forgets_the_hits(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
-        above = original(cache, node, length)
+    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
+        above = original(cache, node, end)
         node.own_hits = 0
         return above
 
@@ -495,8 +495,8 @@ def pages_are_hashed_each_by_itself(patch: Patch) -> None:
 
 @fault
 def a_split_gives_the_hashes_of_the_suffix_to_the_prefix(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, length: int) -> Any:
-        above = original(cache, node, length)
+    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
+        above = original(cache, node, end)
         if above.hash_values is not None and len(above.hash_values) == len(node.hash_values):
             above.hash_values, node.hash_values = node.hash_values, above.hash_values
         return above

@@ -135,7 +135,7 @@ def test_slots_are_cut_as_by_the_plain_kernel(slots: list[int], data: st.DataObj
     for kernel in (kernels, plain_kernels):
         space = SimpleNamespace(unit=1)
         node = kernel.Node(0, kernel.Node(1, None, space, b"", b"", 0, 0), space, bytes(len(slots)), row, len(slots), 0)
-        above = [kernel.cut(kernel.Node, 2, node, at - node.parent.end, 1) for at in cuts]
+        above = [kernel.cut(kernel.Node, 2, node, at, 1) for at in cuts]
         parts.append([each.slots for each in (*above, node)])
 
         assert kernel.gather([*above, node], len(slots), 1).tolist() == slots
@@ -161,7 +161,7 @@ def test_data_are_cut_whoever_reads_them(kernel: Any, size: int, is_read: bool) 
         hash(node.data)  # is noted in the object
         reader = node.data if is_read else None
 
-        above = kernel.cut(kernel.Node, 2, node, length, 1)
+        above = kernel.cut(kernel.Node, 2, node, node.parent.end + length, 1)
 
         assert (above.data, node.data) == (run[:length], run[length:])
         assert hash(above.data) == hash(run[:length]) and {above.data: 1}[run[:length]] == 1
@@ -176,7 +176,7 @@ def test_a_cut_copies_only_the_rest_of_what_is_mostly_prefix() -> None:
     try:
         node = tree_of_one_run(kernels, size)
         tracemalloc.reset_peak()
-        above = kernels.cut(kernels.Node, 2, node, size - rest, 1)
+        above = kernels.cut(kernels.Node, 2, node, node.end - rest, 1)
         held, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -195,7 +195,7 @@ def test_a_constructor_is_given_what_the_prefix_holds(kernel: Any) -> None:
             seen.append(self.data)
 
     node = tree_of_one_run(kernel, 1_000)
-    kernel.cut(Told, 2, node, 900, 1)
+    kernel.cut(Told, 2, node, node.end - 100, 1)
 
     assert list(map(len, seen)) == [900]
 
@@ -521,7 +521,7 @@ def test_nothing_is_kept_alive() -> None:
         RadixKey.from_packed(packed, 4, name)
         RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]
         leaf = kernels.grow(kernels.Node, 9, first, RadixKey.from_packed(b"abcdxxyy", 1), 2, 8, slots, now)
-        above = kernels.cut(kernels.Node, 10, leaf, 2, 2)
+        above = kernels.cut(kernels.Node, 10, leaf, 6, 2)
         held.add(leaf)
         held.fell(1, 2, kernels.Victims())
         kernels.uproot(above, 2)
