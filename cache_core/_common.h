@@ -140,6 +140,7 @@ int64_t *write_row(PyObject *row, Py_ssize_t num_tokens, Py_ssize_t page, int64_
 PyObject *part_of_row(PyObject *row, Py_ssize_t count, int is_rest);
 
 /* those that are runs: _runs.c */
+Py_ssize_t run_length(const int64_t *slots, Py_ssize_t count);
 PyObject *as_runs(const int64_t *slots, Py_ssize_t count);
 PyObject *starts_of_runs(const int64_t *slots, Py_ssize_t count, Py_ssize_t page);
 int is_runs(PyObject *row);

@@ -2,6 +2,14 @@
 
 #include "_common.h"
 
+enum { LONG = 64 }; /* slots: shorter runs are marked as soon one by one */
+
+static int
+lie_side_by_side(const char *starts, Py_ssize_t stride)
+{
+    return stride == sizeof(int64_t) && (uintptr_t)starts % sizeof(int64_t) == 0;
+}
+
 static int64_t
 start_at(const char *starts, Py_ssize_t stride, Py_ssize_t i)
 {
@@ -20,11 +28,50 @@ mark(int64_t number, int32_t *marks, Py_ssize_t num_marks)
     return 1;
 }
 
+/* Whether no mark is other than that of a page that was handed out. */
+WIDE static int
+are_handed_out(const int32_t *marks, Py_ssize_t count)
+{
+    int32_t seen = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        seen |= marks[i];
+    return seen == 0;
+}
+
+/* Mark a run of pages of one slot as free at once; 0, and nothing is done, if one of them was not handed out. */
+static int
+mark_run(int64_t first, Py_ssize_t length, int32_t *marks, Py_ssize_t num_marks)
+{
+    if (first < 1 || first > num_marks - length || !are_handed_out(marks + first, length))
+        return 0;
+    memset(marks + first, -1, (size_t)length * sizeof(*marks));
+    return 1;
+}
+
+/* `mark_free` of pages of one slot that are named side by side. */
+static Py_ssize_t
+mark_runs(const int64_t *slots, Py_ssize_t count, int32_t *marks, Py_ssize_t num_marks)
+{
+    Py_ssize_t i = 0;
+    while (i < count) {
+        int may_be_long = count - i >= LONG && (uint64_t)slots[i + LONG - 1] == (uint64_t)slots[i] + LONG - 1;
+        Py_ssize_t end = i + (may_be_long ? run_length(slots + i, count - i) : 1);
+        if (may_be_long && mark_run(slots[i], end - i, marks, num_marks))
+            i = end;
+        for (; i < end; i++)
+            if (!mark(slots[i], marks, num_marks))
+                return i;
+    }
+    return count;
+}
+
 /* Mark pages as free; of what went wrong, the first page that is to blame, else `count`. */
 static Py_ssize_t
 mark_free(const char *starts, Py_ssize_t stride, Py_ssize_t count, Py_ssize_t page, int32_t *marks, Py_ssize_t num_marks)
 {
     Py_ssize_t i = 0;
+    if (page == 1 && lie_side_by_side(starts, stride))
+        return mark_runs((const int64_t *)starts, count, marks, num_marks);
     if (page == 1) /* a division takes longer than all else here */
         while (i < count && mark(start_at(starts, stride, i), marks, num_marks))
             i++;
@@ -32,6 +79,24 @@ mark_free(const char *starts, Py_ssize_t stride, Py_ssize_t count, Py_ssize_t pa
         while (i < count && mark(start_at(starts, stride, i) / page, marks, num_marks))
             i++;
     return i;
+}
+
+WIDE static void
+push_row(const int64_t *starts, Py_ssize_t count, int64_t *out)
+{
+    for (Py_ssize_t i = 0; i < count; i++)
+        out[i] = starts[count - 1 - i];
+}
+
+/* Put pages on a stack, the first on top. */
+static void
+push(const char *starts, Py_ssize_t stride, Py_ssize_t count, int64_t *out)
+{
+    if (lie_side_by_side(starts, stride))
+        push_row((const int64_t *)starts, count, out);
+    else
+        for (Py_ssize_t i = 0; i < count; i++)
+            out[i] = start_at(starts, stride, count - 1 - i);
 }
 
 static int
@@ -48,9 +113,7 @@ take_back_all(Py_buffer *pages, Py_buffer *marks, Py_buffer *stack, Py_ssize_t n
     Py_ssize_t count = pages->shape[0], stride = pages->strides[0], num_marks = marks->shape[0];
     Py_ssize_t good = mark_free(starts, stride, count, page, known, num_marks);
     if (good == count && count <= stack->shape[0] - num_free) {
-        int64_t *top = (int64_t *)stack->buf + num_free + count;
-        for (Py_ssize_t i = 0; i < count; i++)
-            *--top = start_at(starts, stride, i);
+        push(starts, stride, count, (int64_t *)stack->buf + num_free);
         return NULL;
     }
     int64_t blamed = good < count ? start_at(starts, stride, good) : 0;

@@ -22,7 +22,8 @@ in_order(const int64_t *slots, uint64_t first)
     return jumps == 0;
 }
 
-static Py_ssize_t
+/* How many of at least one slot follow on each other from the first on. */
+Py_ssize_t
 run_length(const int64_t *slots, Py_ssize_t count)
 {
     Py_ssize_t length = 1;

@@ -169,6 +169,29 @@ def test_pages_are_taken_back_as_by_the_plain_kernel(
     assert done(kernels.take_back) == done(plain_kernels.take_back)
 
 
+@compiled
+@given(
+    st.lists(st.tuples(st.integers(-1, 300), st.integers(1, 150)), min_size=1, max_size=3),
+    st.sets(st.integers(0, 300), max_size=2),
+    st.integers(0, 1),
+)
+def test_runs_of_pages_are_taken_back_as_by_the_plain_kernel(
+    runs: list[tuple[int, int]], others: set[int], odd: int
+) -> None:
+    slots = np.concatenate([np.arange(first, first + length) for first, length in runs])
+    marks = np.full(301, -1, np.int32)
+    marks[slots[(slots > 0) & (slots < len(marks))]] = 0
+    marks[list(others)] = -1
+    shifted = np.frombuffer(bytes(odd) + slots.tobytes(), np.int64, len(slots), odd)  # not where int64 should lie
+
+    def done(take_back: Any) -> tuple[bool, list[int], list[int]]:
+        free, stack = marks.copy(), np.zeros(500, np.int64)
+        fault = take_back(shifted, free, stack, 20, 1)
+        return fault is None, np.flatnonzero(free == 0).tolist(), stack.tolist()
+
+    assert done(kernels.take_back) == done(plain_kernels.take_back)
+
+
 @pytest.mark.parametrize("take_back", [pytest.param(kernels.take_back, marks=compiled), plain_kernels.take_back])
 @pytest.mark.parametrize(
     ("pages", "fault"),
