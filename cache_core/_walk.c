@@ -2,6 +2,8 @@
 
 #include "_common.h"
 
+enum { MOST_LINES = 32 };
+
 /* Leading bytes that are the same. What is long is read once: where it differs, the steps become smaller. */
 static Py_ssize_t
 common_bytes(const char *one, const char *other, Py_ssize_t limit)
@@ -26,6 +28,15 @@ child_of(const Node *node, const Packed *key, Py_ssize_t pos, Py_ssize_t page_by
     return children == NULL ? NULL : find_child(children, key->ids + pos, left < page_bytes ? left : page_bytes);
 }
 
+/* Have fetched what a cut there will want of a run: the rest, which is copied if it is short, and where the memory ends. */
+static void
+expect_cut(PyObject *run, Py_ssize_t at)
+{
+    const char *rest = PyBytes_AS_STRING(run) + at, *end = PyBytes_AS_STRING(run) + PyBytes_GET_SIZE(run);
+    fetch(rest, end - rest < MOST_LINES * 64 ? (size_t)(end - rest) / 64 + 1 : MOST_LINES);
+    fetch(end, 2);
+}
+
 /* Compare one run, from `*pos` on: 1 if it lies wholly before `stop` and matches, 0 if not, -1 on an error. */
 static int
 follow(const Node *node, const char *data, Py_ssize_t page_bytes, Py_ssize_t stop, Py_ssize_t *pos)
@@ -35,6 +46,8 @@ follow(const Node *node, const char *data, Py_ssize_t page_bytes, Py_ssize_t sto
         return -1;
     Py_ssize_t size = PyBytes_GET_SIZE(run), limit = stop - *pos;
     Py_ssize_t common = common_bytes(PyBytes_AS_STRING(run), data + *pos, size < limit ? size : limit);
+    if (common < size)
+        expect_cut(run, common / page_bytes * page_bytes);
     *pos += common == size ? size : common / page_bytes * page_bytes;
     return common == size;
 }
