@@ -46,33 +46,45 @@ class Costs(NamedTuple):
 
 
 class SizedTree:
-    """A tree of so many nodes, for requests of equal shape: 96 tokens, of which 64 are found, in two nodes; as many are
-    evicted as are added."""
+    """A tree of so many nodes, for requests of equal shape: 96 tokens, of which 64 are found, in two nodes, the second
+    an unlocked leaf; 32 more are added below it, and another leaf as long is evicted.
+
+    What was added last is asked for, once each; what was added first is evicted. Before they meet, the tree is planted
+    anew: a small one soon.
+    """
 
     def __init__(self, num_nodes: int, page_size: int) -> None:
         self._rng = np.random.default_rng(num_nodes)
-        self._cache = RadixCache(page_size)
+        self._page_size = page_size
         self._slots = torch.arange(page_size, page_size + 3 * HALF)
         self._templates = _ids(self._rng, num_nodes // (FANOUT + 1), HALF)
         self._follows = _ids(self._rng, len(self._templates) * FANOUT, HALF)
-        for at, follow in enumerate(self._follows):
-            self._cache.insert(RadixKey(np.concatenate((self._template(at), follow))), self._slots[: 2 * HALF])
+        self._to_ask: list[int] = []
 
-    def _template(self, at: int) -> Tokens:
-        return self._templates[at % len(self._templates)]
+    def _plant(self) -> None:
+        self._cache = RadixCache(self._page_size)
+        for at in range(len(self._follows)):
+            self._cache.insert(RadixKey(self._known(at)), self._slots[: 2 * HALF])
+        last = np.arange(len(self._follows) // FANOUT * (FANOUT - 1), len(self._follows))
+        self._to_ask = self._rng.permutation(last).tolist()
+
+    def _known(self, at: int) -> Tokens:
+        return np.concatenate((self._templates[at % len(self._templates)], self._follows[at]))
 
     def serve(self, num_requests: int) -> Costs:
         """Medians of so many requests, after as many to get warm."""
         times = []
-        for at in self._rng.integers(0, len(self._follows), 2 * num_requests):
-            whole = np.concatenate((self._template(at), self._follows[at], _ids(self._rng, 1, HALF)[0]))
+        for _ in range(2 * num_requests):
+            if not self._to_ask:
+                self._plant()
+            whole = np.concatenate((self._known(self._to_ask.pop()), _ids(self._rng, 1, HALF)[0]))
             started = perf_counter_ns()
             found = self._cache.match_prefix(RadixKey(whole))
             matched = perf_counter_ns()
             self._cache.insert(RadixKey(whole), self._slots, from_node=found.last_node)
             times.append((matched - started, perf_counter_ns() - matched))
-            if found.prefix_len == 2 * HALF:
-                self._cache.evict(HALF)
+            assert found.prefix_len == 2 * HALF, found
+            self._cache.evict(HALF)
         match, insert = np.median(times[num_requests:], 0) / 1e3
         return Costs(float(match), float(insert))
 
