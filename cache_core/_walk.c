@@ -2,7 +2,7 @@
 
 #include "_common.h"
 
-enum { MOST_LINES = 32 };
+enum { MOST_LINES = 32 }; /* of a rest: more of them come by themselves */
 
 /* Leading bytes that are the same. What is long is read once: where it differs, the steps become smaller. */
 static Py_ssize_t

@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import Children, cut, grow, leads_to, top_of, uproot, walk
+from raydix.cache_core.kernels import Children, cut, grow, top_of, uproot
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import Row, unpack
 from raydix.cache_core.tree_node import Namespace, TreeNode
@@ -60,10 +60,6 @@ class RadixTree:
                 self._widen(top)
             key = key.with_width(8)
         return top, key
-
-    def walk(self, key: RadixKey, num_tokens: int, node: TreeNode) -> tuple[list[TreeNode], int]:
-        """The nodes that the first `num_tokens` of `key` go through below `node`, and up to where: `kernels.walk`."""
-        return walk(node, key, self.page_size, num_tokens)
 
     def split(self, node: TreeNode, end: int) -> TreeNode:
         """Cut `node` at `end`, tokens from the root; returns the new node above it, which takes over the prefix.
@@ -147,9 +143,3 @@ def check_same_space(key: RadixKey, node: TreeNode) -> None:
     space = node.space
     if space.extra_key != key.extra_key or space.arity != key.arity or node.end > key.num_tokens:
         raise InvalidKeyError(f"{node} of namespace {space.extra_key!r} does not end a prefix of {key}")
-
-
-def check_on_path(key: RadixKey, node: TreeNode) -> None:
-    """Raise InvalidKeyError unless the runs down to `node` are the first tokens of a key. A memcmp of them."""
-    if not leads_to(key, node):
-        raise InvalidKeyError(f"{node} holds other tokens than the key has there: match the key first")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from raydix.cache_core.eviction_history import Departure, EvictionHistory, place_of
 from raydix.cache_core.explanation import Elsewhere, Explanation
+from raydix.cache_core.kernels import walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
 
@@ -32,7 +33,7 @@ def _departure(tree: RadixTree, key: RadixKey, history: EvictionHistory | None) 
     if history is None:
         return None
     top, there = tree.find_space(key)
-    path, end = tree.walk(there, there.num_tokens, top) if top is not None else ([], 0)
+    path, end = walk(top, there, tree.page_size, there.num_tokens) if top is not None else ([], 0)
     if path and path[-1].end > end:
         return None
     if path:
@@ -55,6 +56,6 @@ def _elsewhere(tree: RadixTree, key: RadixKey, full_len: int) -> Iterator[Elsewh
         if extra_key == key.extra_key or arity != key.arity:
             continue
         top, there = tree.find_space(RadixKey.from_packed(key.data, key.width, extra_key, key.arity))
-        prefix_len = tree.walk(there, there.num_tokens, top)[1] if top is not None else 0
+        prefix_len = walk(top, there, tree.page_size, there.num_tokens)[1] if top is not None else 0
         if prefix_len > full_len:
             yield Elsewhere(extra_key, prefix_len)

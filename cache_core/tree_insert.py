@@ -9,10 +9,10 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInsert, Starts, insert_result
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
-from raydix.cache_core.kernels import compact, is_row
+from raydix.cache_core.kernels import compact, is_row, leads_to, walk
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import check_on_path, check_same_space
+from raydix.cache_core.radix_tree import check_same_space
 from raydix.cache_core.slot_rows import Row, as_slots, join_rows
 from raydix.cache_core.tree_match import TreeMatch
 from raydix.cache_core.tree_node import TreeNode, rows_of, slots_on
@@ -95,7 +95,7 @@ class TreeInsert(TreeMatch):
             node, key = tree.make_space(key, self._clock)
         else:
             key = self._resumed(key, node, prev_prefix_len is None)
-        path, end = tree.walk(key, key.num_tokens, node)
+        path, end = walk(node, key, self.page_size, key.num_tokens)
         if prev_prefix_len and not 0 <= prev_prefix_len <= end:
             raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
         resumed_at, num_tokens = node.end, key.num_tokens - key.num_tokens % self.page_size
@@ -154,12 +154,13 @@ class TreeInsert(TreeMatch):
         """The key at the width of the namespace that it goes on in from `node`, which must lie on its path, as far as
         it is not trusted to.
         """
-        self._check_live(node)
+        if node.slots is None or node.space.tree is not self._tree:  # a call more would cost as much as the check
+            self._check_live(node)
         check_same_space(key, node)
         if key.width != node.space.width:
             key = self._tree.make_space(key, self._clock)[1]
-        if not is_trusted:
-            check_on_path(key, node)
+        if not is_trusted and not leads_to(key, node):
+            raise InvalidKeyError(f"{node} holds other tokens than the key has there: match the key first")
         return key
 
     def _duplicates(self, slots: torch.Tensor, start: int, inserted: Inserted) -> torch.Tensor:

@@ -10,6 +10,7 @@ from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.kernels import walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import join_rows
@@ -67,7 +68,7 @@ class TreeMatch(BasePrefixCache):
         top, key = self._tree.find_space(key)
         if top is None:
             return MatchResult(NO_SLOTS, self.root)
-        path, full_end = self._tree.walk(key, key.num_tokens, top)
+        path, full_end = walk(top, key, self.page_size, key.num_tokens)
         end = full_end
         if self._aux:
             path, end = self._usable(path, full_end)
@@ -110,7 +111,7 @@ class TreeMatch(BasePrefixCache):
         """Which component alone keeps a match furthest from what the full KV allows."""
         top, key = self._tree.find_space(key)
         assert top is not None, f"nothing of {key} is there"
-        path, end = self._tree.walk(key, key.num_tokens, top)
+        path, end = walk(top, key, self.page_size, key.num_tokens)
         return min(
             (self._usable(path, end, [component])[1], place, component.reason)
             for place, component in enumerate(self._aux)
@@ -124,7 +125,7 @@ class TreeMatch(BasePrefixCache):
         if top is None:
             return self.root, [], 0
         num_tokens = key.num_tokens if limit is None else min(limit, key.num_tokens)
-        path, full_end = self._tree.walk(key, num_tokens, top)
+        path, full_end = walk(top, key, self.page_size, num_tokens)
         end = full_end
         if self._aux:
             path, end = self._usable(path, full_end)

@@ -224,11 +224,12 @@ def what_is_unlocked_after_its_retirement_is_forgotten(patch: Patch) -> None:
 
 @fault
 def a_match_ends_within_a_page(patch: Patch) -> None:
-    def walk(original: Any, tree: RadixTree, key: RadixKey, num_tokens: int, node: Any) -> Any:
-        path, end = original(tree, key, num_tokens, node)
+    def walk(original: Any, *args: Any) -> Any:
+        path, end = original(*args)
         return path, end + 3 if path and end + 3 < path[-1].end else end  # three tokens more than there are
 
-    around(patch, RadixTree, "walk", walk)
+    for module in (tree_match, tree_insert):
+        around(patch, module, "walk", walk)
 
 
 @fault
