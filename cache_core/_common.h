@@ -100,6 +100,7 @@ int is_plain_type(PyTypeObject *type);
 Node *new_node(PyTypeObject *type, const NodeParts *parts);
 Node *as_node(PyObject *object);
 Py_ssize_t end_of(const Node *node);
+Py_ssize_t length_of(const Node *node);
 Children *children_of(const Node *node);
 int is_childless(const Node *node);
 
@@ -172,6 +173,7 @@ PyObject *walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *uproot(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *last_use(PyObject *module, PyObject *node);
 PyObject *leads_to(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *is_row(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs);

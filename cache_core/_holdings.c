@@ -37,10 +37,34 @@ tell(const Holdings *holdings, PyObject *name, PyObject *node)
     return said == NULL ? -1 : 0;
 }
 
-static PyObject *
-holdings_touch(PyObject *self, PyObject *leaf)
+/* Raise a node's priority to that of a request; 0, or -1 with an exception set. */
+static int
+raise_priority(Node *node, PyObject *priority)
 {
-    return ask((Holdings *)self, name_touch, leaf);
+    PyObject *own = Py_XNewRef(node->own_priority); /* whoever compares them may set another */
+    if (own == NULL)
+        PyErr_SetString(PyExc_AttributeError, "own_priority");
+    int lower = own == NULL ? -1 : own == priority ? 0 : PyObject_RichCompareBool(own, priority, Py_LT);
+    Py_XDECREF(own);
+    if (lower > 0)
+        set_member(&node->own_priority, priority);
+    return lower < 0 ? -1 : 0;
+}
+
+static PyObject *
+holdings_use(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Node *end = expect_args("use", nargs, 4) ? as_node(args[0]) : NULL;
+    Py_ssize_t now = end == NULL ? -1 : PyLong_AsSsize_t(args[1]);
+    Py_ssize_t num_hits = PyErr_Occurred() ? -1 : size_of(args[2], "num_hits");
+    if (num_hits < 0 || raise_priority(end, args[3]) < 0)
+        return NULL;
+    end->own_access_time = now;
+    end->own_hits = (Py_ssize_t)((size_t)end->own_hits + (size_t)num_hits);
+    int childless = is_childless(end);
+    if (childless > 0) /* of all that was gone through, only this can be a leaf */
+        return ask((Holdings *)self, name_touch, args[0]);
+    return childless < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -59,33 +83,39 @@ holdings_add(PyObject *self, PyObject *object)
 
 /* ---------------------------------------------------------------- locks */
 
-/* Count a lock of this very node more or less. A leaf that changes sides is no candidate any more, or may be one. */
-static PyObject *
-change_lock(PyObject *self, PyObject *object, Py_ssize_t step)
+/* Count a lock of this very node more or less. A leaf that changes sides is no candidate any more, or may be one. Returns
+ * 0, or -1 with an exception set. */
+static int
+change_lock(PyObject *self, Node *node, Py_ssize_t step)
 {
     Holdings *holdings = (Holdings *)self;
-    Node *node = as_node(object);
-    int childless = node == NULL ? -1 : is_childless(node);
+    int childless = is_childless(node);
     Py_ssize_t moved = childless < 0 ? -1 : count_lock(node, step);
     if (moved < 0)
-        return NULL;
+        return -1;
     holdings->evictable -= step * moved;
     holdings->protected += step * moved;
     if (moved == 0 || !childless)
-        Py_RETURN_NONE;
-    return step > 0 ? ask(holdings, name_discard, object) : PyObject_CallMethodOneArg(self, name_offer, object);
+        return 0;
+    PyObject *said = step > 0 ? ask(holdings, name_discard, (PyObject *)node)
+                              : PyObject_CallMethodOneArg(self, name_offer, (PyObject *)node);
+    Py_XDECREF(said);
+    return said == NULL ? -1 : 0;
 }
 
 static PyObject *
-holdings_lock(PyObject *self, PyObject *node)
+holdings_lock(PyObject *self, PyObject *object)
 {
-    return change_lock(self, node, 1);
+    Node *node = as_node(object);
+    return node == NULL || change_lock(self, node, 1) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-holdings_unlock(PyObject *self, PyObject *node)
+holdings_unlock(PyObject *self, PyObject *object)
 {
-    return change_lock(self, node, -1);
+    Node *node = as_node(object);
+    int is_locked = node != NULL && node->own_locks > 0;
+    return node == NULL || (is_locked && change_lock(self, node, -1) < 0) ? NULL : PyBool_FromLong(is_locked);
 }
 
 /* ---------------------------------------------------------------- eviction */
@@ -230,7 +260,7 @@ holdings_dealloc(PyObject *self)
 
 static PyMethodDef methods[] = {
     {"add", holdings_add, METH_O, NULL},
-    {"touch", holdings_touch, METH_O, NULL},
+    {"use", (PyCFunction)(void (*)(void))holdings_use, METH_FASTCALL, NULL},
     {"lock", holdings_lock, METH_O, NULL},
     {"unlock", holdings_unlock, METH_O, NULL},
     {"fell", (PyCFunction)(void (*)(void))holdings_fell, METH_FASTCALL, NULL},

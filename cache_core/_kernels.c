@@ -9,6 +9,7 @@ static PyMethodDef functions[] = {
     {"grow", (PyCFunction)(void (*)(void))grow, METH_FASTCALL, NULL},
     {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, NULL},
     {"uproot", (PyCFunction)(void (*)(void))uproot, METH_FASTCALL, NULL},
+    {"last_use", last_use, METH_O, NULL},
     {"leads_to", (PyCFunction)(void (*)(void))leads_to, METH_FASTCALL, NULL},
     {"is_row", (PyCFunction)(void (*)(void))is_row, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},

@@ -12,6 +12,7 @@ from raydix.cache_core.plain_kernels import gather as gather
 from raydix.cache_core.plain_kernels import grow as grow
 from raydix.cache_core.plain_kernels import is_row as is_row
 from raydix.cache_core.plain_kernels import join as join
+from raydix.cache_core.plain_kernels import last_use as last_use
 from raydix.cache_core.plain_kernels import leads_to as leads_to
 from raydix.cache_core.plain_kernels import maker as maker
 from raydix.cache_core.plain_kernels import pack as pack

@@ -38,16 +38,13 @@ climb(Node *node, Py_ssize_t step)
     return reached;
 }
 
-/* Count a lock more (1) or less (-1); returns how many tokens changed sides, -1 with an exception set if it cannot be. */
+/* Count a lock more (1) or, of those there are, less (-1); returns how many tokens changed sides, -1 with an exception set
+ * if it cannot be. */
 Py_ssize_t
 count_lock(Node *node, Py_ssize_t step)
 {
     if (!leads_to_root(node))
         return -1;
-    if (step < 0 && node->own_locks <= 0) {
-        PyErr_Format(PyExc_AssertionError, "unlock of %R", node);
-        return -1;
-    }
     node->own_locks += step;
     return end_of(node) - climb(node, step);
 }

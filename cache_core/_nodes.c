@@ -139,6 +139,14 @@ as_node(PyObject *object)
     return NULL;
 }
 
+PyObject *
+last_use(PyObject *module, PyObject *object)
+{
+    if (is_of(object, &NodeType))
+        return PyLong_FromSsize_t(((Node *)object)->own_access_time);
+    return PyObject_GetAttrString(object, "own_access_time");
+}
+
 /* Where its run ends, in tokens; -1 with an exception set if that cannot be. */
 Py_ssize_t
 end_of(const Node *node)
@@ -146,6 +154,18 @@ end_of(const Node *node)
     if (node->end >= 0)
         return node->end;
     PyErr_SetString(PyExc_ValueError, "end must not be negative");
+    return -1;
+}
+
+/* How many tokens its run holds; -1 with an exception set if that cannot be told. */
+Py_ssize_t
+length_of(const Node *node)
+{
+    const Node *parent = as_node(node->parent);
+    Py_ssize_t start = parent == NULL ? -1 : end_of(parent);
+    if (start < 0 || node->end >= start)
+        return start < 0 ? -1 : node->end - start;
+    PyErr_SetString(PyExc_ValueError, "a node must not end before its parent");
     return -1;
 }
 

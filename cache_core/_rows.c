@@ -98,33 +98,25 @@ write_out(PyObject *row, Py_ssize_t page, int64_t *out)
 
 /* ---------------------------------------------------------------- lists of them */
 
-typedef PyObject *(*RowOf)(PyObject *item); /* the row of an item, borrowed; NULL with an exception set if it has none */
-
-static PyObject *
-itself(PyObject *item)
+static int
+is_list(PyObject *items)
 {
-    return is_bytes(item, "each of the rows") ? item : NULL;
-}
-
-static PyObject *
-of_node(PyObject *item)
-{
-    Node *node = as_node(item);
-    return node != NULL && is_bytes(node->slots, "a node's slots") ? node->slots : NULL;
+    if (PyList_CheckExact(items))
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "rows, or nodes that have them, must come in a list");
+    return 0;
 }
 
 /* How many slots the rows say together, -1 if one is malformed, -2 with an exception set on an error. */
 static Py_ssize_t
-slots_in(PyObject *items, RowOf row_of)
+slots_in(PyObject *rows)
 {
-    if (!PyList_CheckExact(items)) {
-        PyErr_SetString(PyExc_TypeError, "rows, or nodes that have them, must come in a list");
+    if (!is_list(rows))
         return -2;
-    }
     Py_ssize_t total = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
-        PyObject *row = row_of(PyList_GET_ITEM(items, i));
-        if (row == NULL)
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
+        PyObject *row = PyList_GET_ITEM(rows, i);
+        if (!is_bytes(row, "each of the rows"))
             return -2;
         Py_ssize_t count = num_slots(row);
         total = total < 0 || count < 0 || total > MOST - count ? -1 : total + count;
@@ -143,23 +135,6 @@ lanes(Py_ssize_t total, Py_ssize_t num_tokens, Py_ssize_t page)
     return total >= 0 && page > 0 && num_tokens % page == 0 && total == num_tokens / page ? page : 0;
 }
 
-/* The rows of items over so many tokens as one slot for each; None if they say more or less. */
-static PyObject *
-written_out(PyObject *items, Py_ssize_t num_tokens, Py_ssize_t page, RowOf row_of)
-{
-    Py_ssize_t total = slots_in(items, row_of);
-    if (total < -1)
-        return NULL;
-    page = lanes(total, num_tokens, page);
-    if (page == 0)
-        Py_RETURN_NONE;
-    int64_t *out;
-    SlotRow *slots = new_row(num_tokens, &out);
-    for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(items); i++)
-        out = write_out(row_of(PyList_GET_ITEM(items, i)), page, out);
-    return slots == NULL ? NULL : as_tensor(slots);
-}
-
 /* Write out a row over so many tokens as one slot for each; returns where it ends, NULL with an exception set if it says
  * more or less. */
 int64_t *
@@ -172,31 +147,69 @@ write_row(PyObject *row, Py_ssize_t num_tokens, Py_ssize_t page, int64_t *out)
     return NULL;
 }
 
-static PyObject *
-expanded(const char *function, PyObject *const *args, Py_ssize_t nargs, RowOf row_of)
-{
-    if (!expect_args(function, nargs, 3))
-        return NULL;
-    Py_ssize_t num_tokens = size_of(args[1], "num_tokens"), page = num_tokens < 0 ? -1 : size_of(args[2], "page_size");
-    return page < 0 ? NULL : written_out(args[0], num_tokens, page, row_of);
-}
-
 PyObject *
 expand(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return expanded("expand", args, nargs, itself);
+    if (!expect_args("expand", nargs, 3))
+        return NULL;
+    PyObject *rows = args[0];
+    Py_ssize_t num_tokens = size_of(args[1], "num_tokens"), page = num_tokens < 0 ? -1 : size_of(args[2], "page_size");
+    Py_ssize_t total = page < 0 ? -2 : slots_in(rows);
+    if (total < -1)
+        return NULL;
+    page = lanes(total, num_tokens, page);
+    if (page == 0)
+        Py_RETURN_NONE;
+    int64_t *out;
+    SlotRow *slots = new_row(num_tokens, &out);
+    for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(rows); i++)
+        out = write_out(PyList_GET_ITEM(rows, i), page, out);
+    return slots == NULL ? NULL : as_tensor(slots);
+}
+
+/* How many tokens the nodes of a list hold, -1 with an exception set if one is none, or holds no slots. */
+static Py_ssize_t
+tokens_of(PyObject *nodes)
+{
+    if (!is_list(nodes))
+        return -1;
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes); i++) {
+        const Node *node = as_node(PyList_GET_ITEM(nodes, i));
+        Py_ssize_t length = node == NULL || !is_bytes(node->slots, "a node's slots") ? -1 : length_of(node);
+        if (length < 0)
+            return -1;
+        if (length > MOST - total) {
+            PyErr_SetString(PyExc_OverflowError, "nodes hold too many tokens");
+            return -1;
+        }
+        total += length;
+    }
+    return total;
 }
 
 PyObject *
 gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return expanded("gather", args, nargs, of_node);
+    Py_ssize_t page = expect_args("gather", nargs, 2) ? size_of(args[1], "page_size") : -1;
+    Py_ssize_t num_tokens = page < 0 ? -1 : tokens_of(args[0]);
+    int64_t *out;
+    SlotRow *slots = num_tokens < 0 ? NULL : new_row(num_tokens, &out);
+    for (Py_ssize_t i = 0; slots != NULL && i < PyList_GET_SIZE(args[0]); i++) {
+        const Node *node = (Node *)PyList_GET_ITEM(args[0], i);
+        out = write_row(node->slots, length_of(node), page, out);
+        if (out == NULL) {
+            drop_row(slots);
+            return NULL;
+        }
+    }
+    return slots == NULL ? NULL : as_tensor(slots);
 }
 
 PyObject *
 join(PyObject *module, PyObject *rows)
 {
-    Py_ssize_t total = slots_in(rows, itself);
+    Py_ssize_t total = slots_in(rows);
     if (total < 0) {
         if (total == -1)
             PyErr_SetString(PyExc_ValueError, "a row is malformed");

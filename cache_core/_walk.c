@@ -69,19 +69,31 @@ walk_below(Node *node, const Packed *key, Py_ssize_t page_bytes, Py_ssize_t pos,
     return pos;
 }
 
-/* The nodes, and up to which token; `path` is given away. */
+/* How much of the last node lies beyond `end`, in tokens. */
+static Py_ssize_t
+rest_of(PyObject *path, Py_ssize_t end)
+{
+    Py_ssize_t count = PyList_GET_SIZE(path);
+    return count == 0 ? 0 : ((Node *)PyList_GET_ITEM(path, count - 1))->end - end;
+}
+
+/* The nodes, up to which token, and the rest; `path` is given away. */
 static PyObject *
 found(PyObject *path, Py_ssize_t end)
 {
-    PyObject *reached = end < 0 ? NULL : PyLong_FromSsize_t(end), *pair = reached == NULL ? NULL : PyTuple_New(2);
-    if (pair == NULL) {
+    PyObject *reached = end < 0 ? NULL : PyLong_FromSsize_t(end);
+    PyObject *rest = reached == NULL ? NULL : PyLong_FromSsize_t(rest_of(path, end));
+    PyObject *all = rest == NULL ? NULL : PyTuple_New(3);
+    if (all == NULL) {
         Py_DECREF(path);
         Py_XDECREF(reached);
+        Py_XDECREF(rest);
         return NULL;
     }
-    PyTuple_SET_ITEM(pair, 0, path);
-    PyTuple_SET_ITEM(pair, 1, reached);
-    return pair;
+    PyTuple_SET_ITEM(all, 0, path);
+    PyTuple_SET_ITEM(all, 1, reached);
+    PyTuple_SET_ITEM(all, 2, rest);
+    return all;
 }
 
 /* The node that a dict has under a key's namespace and arity, borrowed; NULL if there is none, or on an error. */

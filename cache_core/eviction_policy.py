@@ -7,8 +7,8 @@ goes first. A leaf has nothing below it, so that its own uses are all there were
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from operator import attrgetter
 
+from raydix.cache_core.kernels import last_use
 from raydix.cache_core.tree_node import TreeNode
 
 Rank = int | tuple[int, ...]
@@ -32,7 +32,7 @@ class LRU(EvictionPolicy):
     """The least recently used goes first."""
 
     name = "lru"
-    rank = staticmethod(attrgetter("own_access_time"))  # type: ignore[assignment] # its last use, without a call of Python
+    rank = staticmethod(last_use)  # type: ignore[assignment]
 
 
 class MRU(EvictionPolicy):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raydix.cache_core.plain_rows import expand
+from raydix.cache_core.plain_rows import expand_each
 
 
 class Holdings:
@@ -33,9 +33,14 @@ class Holdings:
             self._queue.discard(parent)
         self._queue.push(leaf)
 
-    def touch(self, leaf: Any, /) -> None:
-        """A match or an insert ends at a leaf."""
-        self._queue.touch(leaf)
+    def use(self, end: Any, now: int, num_hits: int, priority: int, /) -> None:
+        """What was looked up or inserted ends at a node, now: so many matches, by a request of that priority."""
+        end.own_access_time = now
+        end.own_hits += num_hits
+        if end.own_priority < priority:
+            end.own_priority = priority
+        if not end.children:  # of all that was gone through, only this can be a leaf
+            self._queue.touch(end)
 
     def lock(self, node: Any, /) -> None:
         """Lock a node and its ancestors. O(depth in nodes)."""
@@ -45,13 +50,18 @@ class Holdings:
         if moved and not node.children:
             self._queue.discard(node)
 
-    def unlock(self, node: Any, /) -> None:
-        """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes)."""
+    def unlock(self, node: Any, /) -> bool:
+        """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes).
+
+        Returns whether it had any."""
+        if node.own_locks < 1:
+            return False
         moved = _unlock_path(node)
         self.evictable += moved
         self.protected -= moved
         if moved and not node.children:
             self._offer(node)
+        return True
 
     def fell(self, num_tokens: int, page_size: int, victims: Any, /) -> None:
         """Take the leaves that go next out of the queue and the tree, until the victims hold so many tokens, or there
@@ -100,17 +110,7 @@ class Victims:
 
     def slots(self, page_size: int, /) -> torch.Tensor:
         """One slot per token, whether rows say the slots of tokens or those of pages; a copy."""
-        slots = expand(self.rows, self.num_tokens, page_size)
-        if slots is None:
-            slots = torch.cat([_said(row, size, page_size) for row, size in zip(self.rows, self._sizes, strict=True)])
-        return slots
-
-
-def _said(row: bytes, num_tokens: int, page_size: int) -> torch.Tensor:
-    slots = expand([row], num_tokens, page_size)
-    if slots is None:
-        raise ValueError(f"a row does not say the slots of {num_tokens} tokens")
-    return slots
+        return expand_each(self.rows, self._sizes, page_size)
 
 
 def uproot(leaf: Any, page_bytes: int, /) -> bytes:
@@ -144,7 +144,6 @@ def _lock_path(node: Any) -> int:
 
 def _unlock_path(node: Any) -> int:
     """Undo one `_lock_path`; returns how many tokens are no longer locked."""
-    assert node.own_locks > 0, f"unlock of {node}"
     node.own_locks -= 1
     end, parent = node.end, node.parent
     while parent is not None and node.lock_ref == 1:

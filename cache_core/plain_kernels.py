@@ -26,6 +26,7 @@ __all__ = [
     "grow",
     "is_row",
     "join",
+    "last_use",
     "leads_to",
     "maker",
     "pack",
@@ -102,6 +103,11 @@ class Key:
         key = cls.__new__(cls)
         key._fill(data, width, arity, extra_key)
         return key
+
+
+def last_use(node: Any, /) -> int:
+    """When a match or an insert last ended at a node, or at what was evicted from below it: what LRU ranks by."""
+    return node.own_access_time  # type: ignore[no-any-return]
 
 
 def leads_to(key: Key, node: Any, /) -> bool:
@@ -219,11 +225,11 @@ def top_of(tops: dict[tuple[str | None, int], Any], key: Key, page_size: int, /)
     return tops.get((key.extra_key, key.arity))
 
 
-def walk(node: Any, key: Key, page_size: int, num_tokens: int, /) -> tuple[list[Any], int]:
+def walk(node: Any, key: Key, page_size: int, num_tokens: int, /) -> tuple[list[Any], int, int]:
     """Follow whole pages of the first `num_tokens` of a key from `node`, which it matches up to `node.end`.
 
-    Returns the nodes it goes through, and up to which token. The last of them may be matched in part, by whole
-    pages of it: then it ends beyond that token. Costs a memcmp and a lookup per node.
+    Returns the nodes it goes through, up to which token, and how many tokens the last of them holds beyond that: it
+    may be matched in part, by whole pages of it. Costs a memcmp and a lookup per node.
     """
     data, unit = key.data, key.unit
     page = page_size * unit
@@ -241,7 +247,8 @@ def walk(node: Any, key: Key, page_size: int, num_tokens: int, /) -> tuple[list[
             break
         pos += len(run)
         children = child.children
-    return path, min(pos, stop) // unit  # the last run may match beyond where the walk stops
+    end = min(pos, stop) // unit  # the last run may match beyond where the walk stops
+    return path, end, path[-1].end - end if path else 0
 
 
 def common_bytes(data: bytes, pos: int, stop: int, run: bytes) -> int:

@@ -62,9 +62,24 @@ def num_slots(row: bytes) -> int:
     return len(row) // (_NARROW_BYTES if len(row) % 2 else _SLOT_BYTES)
 
 
-def gather(nodes: list[Any], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
-    """`expand` of the slots of nodes."""
-    return expand([node.slots for node in nodes], num_tokens, page_size)
+def gather(nodes: list[Any], page_size: int, /) -> torch.Tensor:
+    """One slot per token, int64, of nodes in a tree; a copy, in which they stand one after the other."""
+    return expand_each([node.slots for node in nodes], [node.end - node.parent.end for node in nodes], page_size)
+
+
+def expand_each(rows: list[bytes], sizes: list[int], page_size: int) -> torch.Tensor:
+    """`expand` of rows over so many tokens each, whether a row says the slots of tokens or those of pages."""
+    slots = expand(rows, sum(sizes), page_size)
+    if slots is None:
+        slots = torch.cat([_said(row, size, page_size) for row, size in zip(rows, sizes, strict=True)])
+    return slots
+
+
+def _said(row: bytes, num_tokens: int, page_size: int) -> torch.Tensor:
+    slots = expand([row], num_tokens, page_size)
+    if slots is None:
+        raise ValueError(f"a row does not say the slots of {num_tokens} tokens")
+    return slots
 
 
 def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:

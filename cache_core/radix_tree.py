@@ -18,7 +18,6 @@ from itertools import count
 
 import numpy as np
 
-from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.kernels import Children, cut, grow, top_of, uproot
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.slot_rows import Row, unpack
@@ -136,10 +135,3 @@ class RadixTree:
             assert node.end == parent.end + len(node), f"rule 3 at {node}"
             assert node.slots is not None, f"rule 4 at {node}: evicted, yet in the tree"
             assert unpack(node.slots).size in (len(node), len(node) // page), f"rule 4 at {node}"
-
-
-def check_same_space(key: RadixKey, node: TreeNode) -> None:
-    """Raise InvalidKeyError unless `node` can lie on the path of `key`."""
-    space = node.space
-    if space.extra_key != key.extra_key or space.arity != key.arity or node.end > key.num_tokens:
-        raise InvalidKeyError(f"{node} of namespace {space.extra_key!r} does not end a prefix of {key}")

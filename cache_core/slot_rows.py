@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -41,11 +39,6 @@ def expand_row(row: Row, num_tokens: int) -> torch.Tensor:
 def join_rows(rows: list[Row]) -> Slots:
     """What rows say, one after the other; always a copy."""
     return np.frombuffer(join(rows), np.int64)
-
-
-def expand_each(rows: Iterable[Row], spans: Iterable[Sized]) -> torch.Tensor:
-    """One slot per token of rows that say it each in its way, over `spans` of `len` tokens; a copy."""
-    return torch.cat([expand_row(row, len(span)) for row, span in zip(rows, spans, strict=True)])
 
 
 def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Tensor:

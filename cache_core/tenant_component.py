@@ -41,11 +41,12 @@ class TenantComponent(FullComponent):
         super().lock(node)
         self._note(node.space, self.evictable - before, 0)
 
-    def unlock(self, node: TreeNode) -> None:
-        """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes)."""
+    def unlock(self, node: TreeNode) -> bool:
+        """Undo one lock of this very node, if it has any; a leaf without locks may then be evicted. O(depth)."""
         before = self.evictable
-        super().unlock(node)
+        was_locked = super().unlock(node)
         self._note(node.space, self.evictable - before, 0)
+        return was_locked
 
     def may_take(self, leaf: TreeNode) -> bool:
         """Whether an unlocked leaf may go whole: no floor keeps it, or it is the caller's own."""

@@ -70,8 +70,9 @@ class TreeCache(TreeInsert):
                 self._check_live(node)
             self._full.lock(node)
         receipt = None
-        for component in self._aux:
-            receipt = component.lock(node) or receipt
+        if self._aux:
+            for component in self._aux:
+                receipt = component.lock(node) or receipt
         return receipt
 
     def dec_lock_ref(self, node: TreeNode, receipt: Any = None, *, swa_boundary_id: Any = None, **kwargs: Any) -> None:
@@ -84,25 +85,24 @@ class TreeCache(TreeInsert):
             StaleNodeError: the node is no longer in the tree.
             LockError: the node is not locked, or the receipt is missing, used, another lock's, or none was due.
         """
-        receipt = swa_boundary_id if receipt is None else receipt
-        if receipt is not None or self._aux:
+        receipt, aux = swa_boundary_id if receipt is None else receipt, self._aux
+        if receipt is not None or aux:
             self._check_receipt(node, receipt)
-        if node is not self.root:
-            if node.slots is None or not node.own_locks:
-                self._check_locked(node)
-            self._full.unlock(node)
-        for component in self._aux:
-            component.unlock(node, receipt)
+        if node is not self.root and (node.slots is None or not self._full.unlock(node)):
+            raise self._not_locked(node)
+        if aux:
+            for component in aux:
+                component.unlock(node, receipt)
 
     def _check_receipt(self, node: TreeNode, receipt: Any) -> None:
         if receipt is not None:
             raise LockError("this cache hands out no receipts, so it takes none back")
 
-    def _check_locked(self, node: TreeNode) -> None:
+    @staticmethod
+    def _not_locked(node: TreeNode) -> StaleNodeError | LockError:
         if node.slots is None:
-            raise StaleNodeError(f"{node} is no longer in the tree")
-        if not node.own_locks:
-            raise LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
+            return StaleNodeError(f"{node} is no longer in the tree")
+        return LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
 
     # ---------------------------------------------------------------- eviction
 

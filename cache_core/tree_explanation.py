@@ -33,8 +33,8 @@ def _departure(tree: RadixTree, key: RadixKey, history: EvictionHistory | None) 
     if history is None:
         return None
     top, there = tree.find_space(key)
-    path, end = walk(top, there, tree.page_size, there.num_tokens) if top is not None else ([], 0)
-    if path and path[-1].end > end:
+    path, end, rest = walk(top, there, tree.page_size, there.num_tokens) if top is not None else ([], 0, 0)
+    if rest:
         return None
     if path:
         start = end * there.unit

@@ -9,19 +9,18 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInsert, Starts, insert_result
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
-from raydix.cache_core.kernels import compact, is_row, leads_to, walk
+from raydix.cache_core.kernels import compact, gather, is_row, leads_to, walk
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.radix_tree import check_same_space
 from raydix.cache_core.slot_rows import Row, as_slots, join_rows
 from raydix.cache_core.tree_match import TreeMatch
-from raydix.cache_core.tree_node import TreeNode, rows_of, slots_on
+from raydix.cache_core.tree_node import TreeNode, rows_of
 
 # The tree's own row of incoming slots, from and up to a token: what they come in, the page size, and the two.
 Take = Callable[[Any, int, int, int], Row]
-# What an insert found and made: the leading tokens that were in the tree before, those before the node it resumed at,
-# the nodes in between, and where the key ends.
-Inserted = tuple[int, int, list[TreeNode], TreeNode]
+# What an insert found and made: the leading tokens that were in the tree before, the nodes that hold them below the one
+# it resumed at, and where the key ends.
+Inserted = tuple[int, list[TreeNode], TreeNode]
 
 
 class TreeInsert(TreeMatch):
@@ -45,13 +44,15 @@ class TreeInsert(TreeMatch):
         if not aligned:
             if from_node is not None and from_node is not self.root:
                 self._check_live(from_node)
-                check_same_space(key, from_node)
+                raise _off_path(key, from_node)
             return InsertResult(0, self.root)
 
-        done = self._insert(key, from_node, slots, compact, prev_prefix_len, fresh_from, priority)
-        prefix_len, resumed_at, _, last_node = done
-        if prefix_len > resumed_at and prefix_len > prev_prefix_len:
-            return insert_result(prefix_len, last_node, False, self._duplicates(slots, prev_prefix_len, done))
+        prefix_len, found, last_node = self._insert(
+            key, from_node, slots, compact, prev_prefix_len, fresh_from, priority
+        )
+        if found and prefix_len > prev_prefix_len:
+            duplicates = self._duplicates(slots, prev_prefix_len, prefix_len, found)
+            return insert_result(prefix_len, last_node, False, duplicates)
         return insert_result(prefix_len, last_node, False, NO_SLOTS)
 
     def insert_pages(
@@ -65,7 +66,7 @@ class TreeInsert(TreeMatch):
         if key.num_tokens < self.page_size:
             return PageInsert(0, 0, self.root, starts[:0])
         fresh_from, pages = self._aligned(swa_evicted_seqlen), (starts, from_node.end)
-        prefix_len, _, path, last_node = self._insert(key, from_node, pages, _take_pages, None, fresh_from, priority)
+        prefix_len, path, last_node = self._insert(key, from_node, pages, _take_pages, None, fresh_from, priority)
         return PageInsert(prefix_len, last_node.end, last_node, join_rows(rows_of(path)))
 
     def _aligned(self, num_tokens: int) -> int:
@@ -95,30 +96,33 @@ class TreeInsert(TreeMatch):
             node, key = tree.make_space(key, self._clock)
         else:
             key = self._resumed(key, node, prev_prefix_len is None)
-        path, end = walk(node, key, self.page_size, key.num_tokens)
+        path, end, rest = walk(node, key, self.page_size, key.num_tokens)
         if prev_prefix_len and not 0 <= prev_prefix_len <= end:
             raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
-        resumed_at, num_tokens = node.end, key.num_tokens - key.num_tokens % self.page_size
+        num_tokens = key.num_tokens - key.num_tokens % self.page_size
         last_node = path[-1] if path else node
-        if last_node.end > end:
+        if rest:
             last_node = path[-1] = self._split(last_node, end)
         self._clock += 1
         if self._aux:
-            path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), resumed_at, fresh_from), incoming, take)
+            path = self._absorb(path, max(self._aligned(prev_prefix_len or 0), node.end, fresh_from), incoming, take)
         if end == num_tokens:
-            self._use(last_node, priority)
+            self._full.use(last_node, self._clock, 0, priority)
+            if self._aux:
+                self._touch(last_node)
         elif self._aux:
             last_node = self._add_cut(last_node, key, self._cuts(end, num_tokens, fresh_from), incoming, take, priority)
         else:
             last_node = self._add(last_node, key, num_tokens, take(incoming, self.page_size, end, num_tokens), priority)
-        return end, resumed_at, path, last_node
+        return end, path, last_node
 
     def _add(self, parent: TreeNode, key: RadixKey, stop: int, row: Row, priority: int, live: bool = True) -> TreeNode:
         """Hang the tokens of `key` up to `stop` below `parent`: a new, unlocked leaf, used now."""
         leaf = self._tree.add_leaf(parent, key, stop, row, self._clock, priority)
         self._full.add(leaf)
-        for component in self._aux:
-            component.add(leaf, live)
+        if self._aux:
+            for component in self._aux:
+                component.add(leaf, live)
         if self._events is not None:
             self._events.stored(leaf)
         return leaf
@@ -151,25 +155,32 @@ class TreeInsert(TreeMatch):
             raise StaleNodeError(f"{node} is no longer in the tree: match again")
 
     def _resumed(self, key: RadixKey, node: TreeNode, is_trusted: bool) -> RadixKey:
-        """The key at the width of the namespace that it goes on in from `node`, which must lie on its path, as far as
-        it is not trusted to.
-        """
-        if node.slots is None or node.space.tree is not self._tree:  # a call more would cost as much as the check
+        """The key at the width of the namespace that it goes on in from `node`, which must lie on its path; what is
+        trusted is not compared."""
+        space = node.space
+        if node.slots is None or space.tree is not self._tree:  # a call more would cost as much as the check
             self._check_live(node)
-        check_same_space(key, node)
-        if key.width != node.space.width:
+        if space.extra_key != key.extra_key or space.arity != key.arity:
+            raise _off_path(key, node)
+        if key.width != space.width:
             key = self._tree.make_space(key, self._clock)[1]
-        if not is_trusted and not leads_to(key, node):
-            raise InvalidKeyError(f"{node} holds other tokens than the key has there: match the key first")
+        if node.end > key.num_tokens if is_trusted else not leads_to(key, node):
+            raise _off_path(key, node)
         return key
 
-    def _duplicates(self, slots: torch.Tensor, start: int, inserted: Inserted) -> torch.Tensor:
-        """The incoming slots from `start` on that are not those of the tree at the same place."""
-        prefix_len, resumed_at, path, _ = inserted
-        start = max(start, resumed_at)
-        incoming = slots[start:prefix_len].numpy()
-        held = slots_on(path, prefix_len - resumed_at, self.page_size).numpy()
-        return torch.from_numpy(incoming[incoming != held[start - resumed_at :]])
+    def _duplicates(self, slots: torch.Tensor, start: int, stop: int, found: list[TreeNode]) -> torch.Tensor:
+        """The incoming slots in [start, stop) that are not those of the tree at the same place, of nodes up to `stop`;
+        before these the slots are the tree's own."""
+        held = gather(found, self.page_size).numpy()
+        start = max(start, stop - held.size)
+        incoming = slots[start:stop].numpy()
+        return torch.from_numpy(incoming[incoming != held[start - stop :]])
+
+
+def _off_path(key: RadixKey, node: TreeNode) -> InvalidKeyError:
+    """`node` does not lie on the path of `key`."""
+    space = repr(node.space.extra_key)
+    return InvalidKeyError(f"{node} of namespace {space} does not end a prefix of {key}: match it first")
 
 
 def _take_pages(pages: tuple[Starts, int], page_size: int, start: int, stop: int) -> Row:

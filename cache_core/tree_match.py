@@ -10,12 +10,12 @@ from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
-from raydix.cache_core.kernels import walk
+from raydix.cache_core.kernels import gather, walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import join_rows
 from raydix.cache_core.tree_explanation import explain_absence
-from raydix.cache_core.tree_node import TreeNode, rows_of, slots_on
+from raydix.cache_core.tree_node import TreeNode, rows_of
 from raydix.cache_core.tree_sample import TreeBox, sample_tree
 
 
@@ -47,9 +47,8 @@ class TreeMatch(BasePrefixCache):
         Refreshes recency and counts a hit along the matched path, and raises its priority to the request's; a match
         that ends inside a node splits it. Costs a memcmp of the match and a lookup per node.
         """
-        node, path, full_end = self._match(key, None, priority)
-        end = node.end
-        indices = slots_on(path, end, self.page_size) if path else NO_SLOTS
+        node, path, end, full_end = self._match(key, None, priority)
+        indices = gather(path, self.page_size) if path else NO_SLOTS
         branching = None if end == full_end else self._branching(end, full_end)
         return match_result(indices, node, end, branching, full_end)
 
@@ -58,8 +57,7 @@ class TreeMatch(BasePrefixCache):
 
         Only for caches whose slots were all inserted in whole pages of consecutive slots.
         """
-        node, path, full_end = self._match(key, limit, priority)
-        end = node.end
+        node, path, end, full_end = self._match(key, limit, priority)
         branching = None if end == full_end else self._branching(end, full_end)
         return PageMatch(end, node, join_rows(rows_of(path)), full_end, branching)
 
@@ -68,14 +66,15 @@ class TreeMatch(BasePrefixCache):
         top, key = self._tree.find_space(key)
         if top is None:
             return MatchResult(NO_SLOTS, self.root)
-        path, full_end = walk(top, key, self.page_size, key.num_tokens)
-        end = full_end
+        path, end, rest = walk(top, key, self.page_size, key.num_tokens)
+        full_end = end
         if self._aux:
             path, end = self._usable(path, full_end)
+            rest = path[-1].end - end if path else 0
         if not path:
             return MatchResult(NO_SLOTS, self.root, 0, self._branching(0, full_end), full_end)
-        indices = slots_on(path, path[-1].end, self.page_size)[:end]
-        whole = path if path[-1].end == end else path[:-1]
+        indices = gather(path, self.page_size)[:end]
+        whole = path[:-1] if rest else path
         last_node = whole[-1] if whole else self.root
         return MatchResult(indices, last_node, end, self._branching(end, full_end), full_end)
 
@@ -111,7 +110,7 @@ class TreeMatch(BasePrefixCache):
         """Which component alone keeps a match furthest from what the full KV allows."""
         top, key = self._tree.find_space(key)
         assert top is not None, f"nothing of {key} is there"
-        path, end = walk(top, key, self.page_size, key.num_tokens)
+        path, end, _ = walk(top, key, self.page_size, key.num_tokens)
         return min(
             (self._usable(path, end, [component])[1], place, component.reason)
             for place, component in enumerate(self._aux)
@@ -119,25 +118,27 @@ class TreeMatch(BasePrefixCache):
 
     # ---------------------------------------------------------------- parts
 
-    def _match(self, key: RadixKey, limit: int | None, priority: int) -> tuple[TreeNode, list[TreeNode], int]:
-        """Where the usable match ends, the nodes it uses, and how far the full KV alone would reach."""
+    def _match(self, key: RadixKey, limit: int | None, priority: int) -> tuple[TreeNode, list[TreeNode], int, int]:
+        """The node that the usable match ends at, those it uses, its tokens, and how many the full KV alone has."""
         top, key = self._tree.find_space(key)
         if top is None:
-            return self.root, [], 0
+            return self.root, [], 0, 0
         num_tokens = key.num_tokens if limit is None else min(limit, key.num_tokens)
-        path, full_end = walk(top, key, self.page_size, num_tokens)
-        end = full_end
+        path, end, rest = walk(top, key, self.page_size, num_tokens)
+        full_end = end
         if self._aux:
             path, end = self._usable(path, full_end)
+            rest = path[-1].end - end if path else 0
         if not path:
-            return self.root, path, full_end
+            return self.root, path, 0, full_end
         node = path[-1]
-        if node.end > end:
+        if rest:
             node = path[-1] = self._split(node, end)
-        node.own_hits += 1
         self._clock += 1
-        self._use(node, priority)
-        return node, path, full_end
+        self._full.use(node, self._clock, 1, priority)
+        if self._aux:
+            self._touch(node)
+        return node, path, end, full_end
 
     def _usable(
         self, path: list[TreeNode], end: int, aux: Sequence[AuxComponent] | None = None
@@ -157,18 +158,8 @@ class TreeMatch(BasePrefixCache):
         """Where it would be worth making the prefix usable, beyond what is."""
         return full_end if full_end > usable else None
 
-    def _use(self, end: TreeNode, priority: int) -> None:
-        """A match or an insert ends here, now: what of it counts as used depends on what is kept."""
-        end.own_access_time = self._clock
-        if end.own_priority < priority:
-            end.own_priority = priority
-        if not end.children:  # of all that was gone through, only this can be a leaf
-            self._full.touch(end)
-        if self._aux:
-            self._touch(end)
-
     def _touch(self, end: TreeNode) -> None:
-        """The same for what the aux components keep of it, which may be new."""
+        """A match or an insert ends here, now: what of the aux components' counts as used, which may be new."""
         for component in self._aux:
             component.touch(end, self._clock)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from raydix.cache_core.kernels import Children, Node, gather
+from raydix.cache_core.kernels import Children, Node
 from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.slot_rows import Row, expand_each, expand_row
+from raydix.cache_core.slot_rows import Row, expand_row
 
 if TYPE_CHECKING:
     from raydix.cache_core.tenants import Tenant
@@ -124,12 +124,6 @@ _slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
 def rows_of(nodes: Iterable[TreeNode]) -> list[Row]:
     """The slots of nodes in the tree."""
     return list(map(_slots_of, nodes))
-
-
-def slots_on(path: list[TreeNode], num_tokens: int, page_size: int) -> torch.Tensor:
-    """One slot per token of nodes in the tree that hold so many tokens in all; a copy."""
-    slots = gather(path, num_tokens, page_size)
-    return expand_each(rows_of(path), path) if slots is None else slots
 
 
 class Use(NamedTuple):

@@ -26,9 +26,9 @@ class Branch:
         """Hang what is new of a key below what it goes through, cutting where it leaves a run; the node it ends at."""
         key = self.kernel.Key.from_packed(data, self.unit)
         num_tokens = key.num_tokens // self.page_size * self.page_size
-        path, end = self.kernel.walk(self.top, key, self.page_size, num_tokens)
+        path, end, rest = self.kernel.walk(self.top, key, self.page_size, num_tokens)
         node = path[-1] if path else self.top
-        if node.end > end:
+        if rest:
             node = self.cut(node, end)
         if end < num_tokens:
             all_slots = torch.arange(num_tokens) * self.step + self.first

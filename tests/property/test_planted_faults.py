@@ -143,10 +143,11 @@ def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
 
 @fault
 def an_unlocked_leaf_never_becomes_a_candidate_again(patch: Patch) -> None:
-    def unlock(original: Any, full: FullComponent, node: Any) -> None:
+    def unlock(original: Any, full: FullComponent, node: Any) -> Any:
         offer, full._offer = full._offer, lambda parent: None  # type: ignore[method-assign]
-        original(full, node)
+        was_locked = original(full, node)
         full._offer = offer  # type: ignore[method-assign]
+        return was_locked
 
     around(patch, FullComponent, "unlock", unlock)
 
@@ -225,8 +226,8 @@ def what_is_unlocked_after_its_retirement_is_forgotten(patch: Patch) -> None:
 @fault
 def a_match_ends_within_a_page(patch: Patch) -> None:
     def walk(original: Any, *args: Any) -> Any:
-        path, end = original(*args)
-        return path, end + 3 if path and end + 3 < path[-1].end else end  # three tokens more than there are
+        path, end, rest = original(*args)
+        return (path, end + 3, rest - 3) if rest > 3 else (path, end, rest)  # three tokens more than there are
 
     for module in (tree_match, tree_insert):
         around(patch, module, "walk", walk)
@@ -291,8 +292,8 @@ def duplicates_are_not_reported(patch: Patch) -> None:
 
 @fault
 def the_slots_that_the_tree_holds_are_reported_as_duplicates(patch: Patch) -> None:
-    def duplicates(cache: RadixCache, slots: torch.Tensor, start: int, inserted: Any) -> torch.Tensor:
-        return slots[start : inserted[0]].clone()
+    def duplicates(cache: RadixCache, slots: torch.Tensor, start: int, stop: int, found: Any) -> torch.Tensor:
+        return slots[start:stop].clone()
 
     patch.setattr(RadixCache, "_duplicates", duplicates)
 
@@ -325,26 +326,26 @@ def slots_are_adopted_without_a_copy(patch: Patch) -> None:
         adopted[id(row)] = row, slots[start:stop]
         return row
 
-    def slots_on(original: Any, path: list[Any], *rest: Any) -> Any:
+    def gather(original: Any, path: list[Any], *rest: Any) -> Any:
         for node in path:
             if id(node.slots) in adopted:
                 node.slots = adopted[id(node.slots)][1].numpy().tobytes()
         return original(path, *rest)
 
     around(patch, tree_insert, "compact", compact)
-    around(patch, tree_match, "slots_on", slots_on)
+    around(patch, tree_match, "gather", gather)
 
 
 @fault
 def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
-    def slots_on(original: Any, path: list[Any], *rest: Any) -> torch.Tensor:
+    def gather(original: Any, path: list[Any], *rest: Any) -> torch.Tensor:
         if len(path) > 1:
             return original(path, *rest)
         with warnings.catch_warnings(action="ignore"):  # that it cannot be written to is no obstacle
             return torch.frombuffer(path[0].slots, dtype=torch.int64)
 
     patch.setattr(tree_insert, "compact", lambda slots, _, start, stop: slots[start:stop].numpy().tobytes())
-    around(patch, tree_match, "slots_on", slots_on)
+    around(patch, tree_match, "gather", gather)
 
 
 @fault
@@ -403,10 +404,11 @@ def a_lock_holds_the_node_alone(patch: Patch) -> None:
 
 @fault
 def an_unlock_leaves_its_tokens_protected(patch: Patch) -> None:
-    def unlock(original: Any, full: FullComponent, node: Any) -> None:
+    def unlock(original: Any, full: FullComponent, node: Any) -> Any:
         sizes = full.evictable, full.protected
-        original(full, node)
+        was_locked = original(full, node)
         full.evictable, full.protected = sizes
+        return was_locked
 
     around(patch, FullComponent, "unlock", unlock)
 
@@ -467,7 +469,12 @@ def stale_nodes_are_accepted(patch: Patch) -> None:
 
 @fault
 def nodes_of_other_namespaces_are_resumed_at(patch: Patch) -> None:
-    patch.setattr(tree_insert, "check_same_space", lambda key, node: None)
+    def resumed(original: Any, cache: RadixCache, key: RadixKey, node: Any, is_trusted: bool) -> RadixKey:
+        renamed = RadixKey.from_packed(key.data, key.width, node.space.extra_key, node.space.arity)
+        there: RadixKey = original(cache, renamed, node, is_trusted)
+        return there
+
+    around(patch, RadixCache, "_resumed", resumed)
 
 
 @fault

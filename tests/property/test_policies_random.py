@@ -13,6 +13,7 @@ from reference_policies import POLICIES, PairedPolicyCache
 from raydix.cache_core import RadixCache
 from raydix.cache_core.eviction_policy import LFU, LRU, SLRU, Priority
 from raydix.cache_core.eviction_policy import POLICIES as CLASSES
+from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix_tree import RadixTree
@@ -133,7 +134,7 @@ def _matches_have_no_priority(patch: Patch) -> None:
 
 
 def _uses_do_not_reach_the_queue(patch: Patch) -> None:
-    patch.setattr(FullComponent, "touch", lambda full, end: None)
+    patch.setattr(EvictionQueue, "touch", lambda queue, node: None)
 
 
 FAULTS |= {

@@ -37,11 +37,11 @@ class Tree(Branch):
     def lock(self, at: int) -> None:
         self.held.lock(self.nodes[at])
 
-    def unlock(self, at: int) -> None:
-        self.held.unlock(self.nodes[at])
+    def unlock(self, at: int) -> Any:
+        return self.held.unlock(self.nodes[at])
 
-    def touch(self, at: int) -> None:
-        self.held.touch(self.nodes[at])
+    def use(self, at: int, now: int, num_hits: int, priority: int) -> None:
+        self.held.use(self.nodes[at], now, num_hits, priority)
 
     def fell(self, num_tokens: int) -> Any:
         victims = self.kernel.Victims()
@@ -57,23 +57,50 @@ class Tree(Branch):
 @given(st.data(), st.integers(1, 3))
 def test_both_twins_hold_the_same(data: st.DataObject, page_size: int) -> None:
     trees = [Tree(kernel, page_size) for kernel in (kernels, plain_kernels)]
-    locked: list[int] = []
-    for _ in range(data.draw(st.integers(0, 20))):
-        there = [at for at, node in enumerate(trees[0].nodes) if node.slots is not None]
-        what: Any = data.draw(st.sampled_from(["add", "add", "lock", "unlock", "touch", "fell"]))
-        given: Any = data.draw(
-            BYTES if what == "add" else st.integers(-1, 9) if what == "fell" else st.sampled_from(there)
-        )
-        if what == "unlock":
-            if not locked:
-                continue
-            given = locked.pop()
-        elif what == "lock":
-            locked.append(given)
-        results = [getattr(tree, what)(given) for tree in trees]
+    for now in range(data.draw(st.integers(0, 20))):
+        there = st.sampled_from([at for at, node in enumerate(trees[0].nodes) if node.slots is not None])
+        given: dict[str, Any] = {
+            "add": st.tuples(BYTES),
+            "lock": st.tuples(there),
+            "unlock": st.tuples(there),  # locked or not
+            "use": st.tuples(there, st.just(now), st.integers(0, 1), st.integers(-1, 2)),
+            "fell": st.tuples(st.integers(-1, 9)),
+        }
+        what = data.draw(st.sampled_from(["add", *given]))
+        arguments = data.draw(given[what])
+        results = [getattr(tree, what)(*arguments) for tree in trees]
 
         assert results[0] == results[1]
         assert trees[0].state() == trees[1].state()
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_a_use_is_noted_at_the_node_itself_and_told_of_a_leaf(kernel: Any) -> None:
+    tree = Tree(kernel, 1)
+    for key in (b"aa", b"aabb"):
+        tree.add(key)
+    tree.held._queue.told.clear()
+
+    tree.use(1, 7, 1, 3)
+    tree.use(2, 8, 0, -1)
+
+    uses = [(node.own_access_time, node.own_hits, node.own_priority) for node in tree.nodes[1:]]
+    assert uses == [(7, 1, 3), (8, 0, 0)]  # a priority is never lowered
+    assert tree.held._queue.told == [("touch", 2)]
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_only_a_lock_of_the_very_node_can_be_undone(kernel: Any) -> None:
+    tree = Tree(kernel, 1)
+    for key in (b"aa", b"aabb"):
+        tree.add(key)
+    tree.lock(2)
+
+    assert not tree.unlock(1)
+    assert (tree.held.protected, tree.nodes[1].lock_ref) == (4, 1)
+    assert tree.unlock(2)
+    assert not tree.unlock(2)
+    assert (tree.held.protected, tree.nodes[1].lock_ref) == (0, 0)
 
 
 @pytest.mark.parametrize("kernel", TWINS)

@@ -59,9 +59,10 @@ def test_a_walk_ends_where_a_long_run_and_a_key_part(kernel: Any, page_size: int
     for other in (run[:shared], run[:shared] + parting[:6], run[:shared] + parting):
         num_tokens = len(other) // page_size * page_size
 
-        path, end = kernel.walk(tree.top, kernel.Key.from_packed(other, 1), page_size, num_tokens)
+        path, end, rest = kernel.walk(tree.top, kernel.Key.from_packed(other, 1), page_size, num_tokens)
 
         assert end == shared // page_size * page_size
+        assert rest == (path[0].end - end if path else 0)
         assert [node.id for node in path] == ([1] if end else [])
 
 
@@ -112,18 +113,38 @@ def test_a_long_run_is_compared_to_the_byte(length: int, differs_at: int, page_s
     assert kernels.walk(tree.top, key, page_size, length) == plain_kernels.walk(tree.top, key, page_size, length)
 
 
+def one_below_the_other(kernel: Any, rows: list[bytes], sizes: list[int]) -> list[Any]:
+    """Nodes that hold these rows, over so many tokens each."""
+    nodes = [kernel.Node(0, None, None, b"", b"", 0, 0)]
+    for row, size in zip(rows, sizes, strict=True):
+        nodes.append(kernel.Node(0, nodes[-1], None, b"", row, nodes[-1].end + size, 0))
+    return nodes[1:]
+
+
 @compiled
-@given(st.lists(SLOTS, max_size=5), st.integers(1, 4), st.booleans())
-def test_slots_are_gathered_as_by_the_plain_kernel(rows: list[list[int]], page_size: int, in_pages: bool) -> None:
-    packed = [plain_kernels.compact(torch.tensor(row, dtype=torch.int64), 1, 0, len(row)) for row in rows]
-    nodes = [kernels.Node(0, None, None, b"", row, 0, 0) for row in packed]
-    num_tokens = sum(map(len, rows)) * (page_size if in_pages else 1)
+@given(st.lists(st.tuples(SLOTS, st.booleans()), max_size=5), st.integers(1, 4))
+def test_slots_are_gathered_as_by_the_plain_kernel(runs: list[tuple[list[int], bool]], page_size: int) -> None:
+    runs = [(slots, in_pages or len(slots) % page_size > 0) for slots, in_pages in runs]  # whole pages, either way
+    rows = [plain_kernels.compact(torch.tensor(slots, dtype=torch.int64), 1, 0, len(slots)) for slots, _ in runs]
+    sizes = [len(slots) * (page_size if in_pages else 1) for slots, in_pages in runs]
 
-    ours, theirs = (kernel.gather(nodes, num_tokens, page_size) for kernel in (kernels, plain_kernels))
+    ours, theirs = (
+        kernel.gather(one_below_the_other(kernel, rows, sizes), page_size) for kernel in (kernels, plain_kernels)
+    )
 
-    assert ours is not None and theirs is not None
     assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
-    assert kernels.gather(nodes, num_tokens * page_size + 1, page_size) is None
+    expected = [
+        slot + lane for slots, in_pages in runs for slot in slots for lane in range(page_size if in_pages else 1)
+    ]
+    assert ours.tolist() == expected
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_a_row_that_does_not_say_the_slots_of_a_node_is_not_gathered(kernel: Any) -> None:
+    nodes = one_below_the_other(kernel, [np.arange(4).tobytes(), np.arange(3).tobytes()], [4, 4])
+
+    with pytest.raises(ValueError, match="does not say the slots of 4 tokens"):
+        kernel.gather(nodes, 2)
 
 
 @compiled
@@ -138,7 +159,7 @@ def test_slots_are_cut_as_by_the_plain_kernel(slots: list[int], data: st.DataObj
         above = [kernel.cut(kernel.Node, 2, node, at, 1) for at in cuts]
         parts.append([each.slots for each in (*above, node)])
 
-        assert kernel.gather([*above, node], len(slots), 1).tolist() == slots
+        assert kernel.gather([*above, node], 1).tolist() == slots
 
     assert parts[0] == parts[1]
 
@@ -202,14 +223,14 @@ def test_a_constructor_is_given_what_the_prefix_holds(kernel: Any) -> None:
 
 @pytest.mark.parametrize("kernel", TWINS)
 def test_what_is_gathered_is_a_copy_that_can_be_written_to(kernel: Any) -> None:
-    node = kernel.Node(0, None, None, b"", np.arange(1_000).tobytes(), 0, 0)
-    gathered = kernel.gather([node], 1_000, 1)
+    (node,) = one_below_the_other(kernel, [np.arange(1_000).tobytes()], [1_000])
+    gathered = kernel.gather([node], 1)
     assert gathered.is_contiguous() and gathered.is_cpu
     gathered += 1
 
     assert gathered.tolist() == list(range(1, 1_001))
     assert node.slots == np.arange(1_000).tobytes()
-    assert kernel.gather([], 0, 1).tolist() == []
+    assert kernel.gather([], 1).tolist() == []
 
 
 @pytest.mark.parametrize("kernel", TWINS)
@@ -344,7 +365,7 @@ def lone(**fields: Any) -> Any:
 
 
 def circle() -> Any:
-    node = lone(end=3)
+    node = lone(end=3, own_locks=1)
     node.parent = lone(end=2, parent=node)
     return node
 
@@ -383,11 +404,15 @@ class Nonsense(kernels.Key):
         (lambda: lone(end=None), TypeError),
         (lambda: lone(own_access_time=2**63), OverflowError),
         (lambda: lone(swa_tombstone=7), TypeError),
-        (lambda: kernels.gather((lone(),), 0, 1), TypeError),  # type: ignore[arg-type]
-        (lambda: kernels.gather([b""], 0, 1), TypeError),
-        (lambda: kernels.gather([lone(slots=None)], 0, 1), TypeError),
-        (lambda: kernels.gather([lone(slots=bytearray())], 0, 1), TypeError),
-        (lambda: kernels.gather([], -1, 1), ValueError),
+        (lambda: kernels.gather((lone(),), 1), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.gather([b""], 1), TypeError),
+        (lambda: kernels.gather([lone(slots=None)], 1), TypeError),
+        (lambda: kernels.gather([lone(slots=bytearray())], 1), TypeError),
+        (lambda: kernels.gather([lone()], 1), TypeError),
+        (lambda: kernels.gather([lone(parent=lone(end=-1))], 1), ValueError),
+        (lambda: kernels.gather([lone(parent=lone(end=3), end=2)], 1), ValueError),
+        (lambda: kernels.gather([lone(parent=lone(end=0), end=2**62)], 1), OverflowError),
+        (lambda: kernels.gather([], -1), ValueError),
         (lambda: held_by(kernels).lock(object()), TypeError),
         (lambda: held_by(kernels).lock(lone(parent=7)), TypeError),
         (lambda: held_by(kernels).lock(lone(parent=None)), TypeError),
@@ -395,7 +420,16 @@ class Nonsense(kernels.Key):
         (lambda: held_by(kernels).lock(lone(children=[])), TypeError),
         (lambda: held_by(kernels).lock(circle()), ValueError),
         (lambda: held_by(kernels).unlock(circle()), ValueError),
-        (lambda: held_by(kernels).unlock(lone()), AssertionError),
+        (lambda: held_by(kernels).unlock(7), TypeError),
+        (lambda: held_by(kernels).lock(7), TypeError),
+        (lambda: held_by(kernels).use(7, 0, 1, 0), TypeError),
+        (lambda: held_by(kernels).use(lone(), 0, 1), TypeError),
+        (lambda: held_by(kernels).use(lone(), 2**63, 1, 0), OverflowError),
+        (lambda: held_by(kernels).use(lone(), 0, -1, 0), ValueError),
+        (lambda: held_by(kernels).use(lone(), 0, 1, "high"), TypeError),
+        (lambda: held_by(kernels).use(lone(own_priority=None), 0, 1, 0), AttributeError),
+        (lambda: held_by(kernels).use(lone(children=[]), 0, 1, 0), TypeError),
+        (lambda: kernels.last_use(7), AttributeError),
         (lambda: held_by(kernels).add(7), TypeError),
         (lambda: held_by(kernels).add(lone()), TypeError),
         (lambda: held_by(kernels).add(lone(parent=lone(children=[]))), TypeError),
@@ -425,7 +459,7 @@ class Nonsense(kernels.Key):
         (lambda: kernels.top_of({(None, 0): lone(children=[])}, AB, 1), TypeError),
         (lambda: kernels.top_of({}, AB, -1), ValueError),
         (lambda: kernels.Holdings(), TypeError),  # type: ignore[call-arg]
-        (lambda: kernels.Holdings.__new__(kernels.Holdings).touch(lone()), AttributeError),
+        (lambda: kernels.Holdings.__new__(kernels.Holdings).use(lone(), 0, 1, 0), AttributeError),
         (lambda: kernels.grow(int, 1, lone(), ABC, 1, 3, b"", 0), TypeError),
         (lambda: kernels.grow(7, 1, lone(), ABC, 1, 3, b"", 0), TypeError),
         (lambda: kernels.grow(kernels.Node, 1, None, ABC, 1, 3, b"", 0), TypeError),
@@ -512,12 +546,13 @@ def test_nothing_is_kept_alive() -> None:
     for _ in range(1_000):
         kernels.walk(tree.top, packed_key, 2, 12)
         kernels.walk(tree.top, RadixKey(np.arange(9, dtype=np.int32)), 2, 4)
-        kernels.gather([first, second], 8, 2)
+        kernels.gather([first, second], 2)
         kernels.leads_to(packed_key, second)
         kernels.top_of({(None, 0): tree.top}, packed_key, 2)
         held.lock(second)
         held.unlock(second)
-        held.touch(held._queue.leaves.pop())
+        held.use(held._queue.leaves.pop(), now, 1, 2**70)
+        kernels.last_use(second)
         RadixKey.from_packed(packed, 4, name)
         RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]
         leaf = kernels.grow(kernels.Node, 9, first, RadixKey.from_packed(b"abcdxxyy", 1), 2, 8, slots, now)
