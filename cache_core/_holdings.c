@@ -217,10 +217,12 @@ holdings_free_leaves(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Victims *victims = expect_args("free_leaves", nargs, 3) ? new_victims() : NULL;
     if (victims == NULL)
         return NULL;
-    if (fell_enough((Holdings *)self, args, victims) < 0 ||
-        (victims->count > 0 && give_back(victims, PyLong_AsSsize_t(args[1]), args[2]) < 0))
-        Py_CLEAR(victims);
-    return (PyObject *)victims;
+    int done = fell_enough((Holdings *)self, args, victims);
+    if (done == 0 && victims->count > 0)
+        done = give_back(victims, PyLong_AsSsize_t(args[1]), args[2]);
+    PyObject *freed = done < 0 ? NULL : PyLong_FromSsize_t(victims->num_tokens);
+    Py_DECREF(victims);
+    return freed;
 }
 
 /* ---------------------------------------------------------------- the type */

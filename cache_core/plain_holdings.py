@@ -74,13 +74,13 @@ class Holdings:
             if not parent.children:
                 self._left_bare(parent)
 
-    def free_leaves(self, num_tokens: int, page_size: int, free: Callable[[torch.Tensor], object], /) -> Victims:
-        """`fell`, and hand the slots of all that went to `free`, in one call, if there are any. Returns what went."""
+    def free_leaves(self, num_tokens: int, page_size: int, free: Callable[[torch.Tensor], object], /) -> int:
+        """`fell`, and hand the slots of all that went to `free`, in one call, if there are any. Returns how many."""
         victims = Victims()
         self.fell(num_tokens, page_size, victims)
         if victims.num_tokens:
             free(victims.slots(page_size))
-        return victims
+        return victims.num_tokens
 
     def _offer(self, leaf: Any) -> None:
         raise NotImplementedError

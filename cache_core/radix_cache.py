@@ -87,13 +87,10 @@ class RadixCache(WindowTreeCache):
         gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim.
         """
+        if self._free is not None and self.on_node_evict is None and not self._full.retired.pending:
+            return evict_result(self._full.free_leaves(num_tokens, self.page_size, self._free), 0, 0)
         if self._aux:
             return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))
-        if self._free is None or self._full.retired.pending:
-            victims = self._full.evict(num_tokens)
-            self._give_back(victims)
-            return evict_result(victims.num_tokens, 0, 0)
-        victims = self._full.free_leaves(num_tokens, self.page_size, self._free)
-        if self._events is not None or self._history is not None or self.on_node_evict is not None:
-            self._tell_of(victims)
+        victims = self._full.evict(num_tokens)
+        self._give_back(victims)
         return evict_result(victims.num_tokens, 0, 0)

@@ -368,11 +368,12 @@ def slots_of_leaves_are_freed_twice(patch: Patch) -> None:
 @fault
 def slots_of_the_first_leaf_alone_are_freed(patch: Patch) -> None:
     def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any) -> Any:
-        freed: list[torch.Tensor] = []
-        victims = original(full, num_tokens, page_size, freed.append)
+        first, freed = full._queue.first(), []
+        num_freed = original(full, num_tokens, page_size, freed.append)
         if freed:
-            free(freed[0][: victims.nodes[0].end - victims.nodes[0].parent.end])
-        return victims
+            assert first is not None
+            free(freed[0][: len(first[2])])
+        return num_freed
 
     around(patch, FullComponent, "free_leaves", free_leaves)
 
