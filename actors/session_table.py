@@ -9,6 +9,7 @@ A vanished session has no leases any more; what it could still be writing is in 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,7 +52,7 @@ class SessionTable:
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._vanished: dict[str, tuple[Session, float]] = {}  # with the time at which they are gone at the latest
-        self._expired: dict[str, None] = {}  # ids, the oldest first
+        self._expired: OrderedDict[str, None] = OrderedDict()  # ids, the oldest first
 
     def __len__(self) -> int:
         return len(self._open)
@@ -118,7 +119,7 @@ class SessionTable:
         self._vanished[session.session_id] = (session, self._clock() + self._grace_s)
         self._expired[session.session_id] = None
         while len(self._expired) > _MAX_REMEMBERED:
-            del self._expired[next(iter(self._expired))]
+            self._expired.popitem(last=False)
         session.note_end()
 
     def overdue(self) -> list[Session]:

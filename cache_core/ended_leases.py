@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from raydix.cache_core.errors import ExpiredLeaseError, UnknownLeaseError
 
 
@@ -13,13 +15,14 @@ class EndedLeases:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._expired: dict[tuple[str, str], bool] = {}  # by session and lease, the oldest first
+        # by session and lease, the oldest first; a plain dict would look for its first through all that went before
+        self._expired: OrderedDict[tuple[str, str], bool] = OrderedDict()
 
     def add(self, session_id: str, lease_id: str, expired: bool = False) -> None:
         """Remember an id; how it ended first is what counts."""
         self._expired.setdefault((session_id, lease_id), expired)
         while len(self._expired) > self._capacity:
-            del self._expired[next(iter(self._expired))]
+            self._expired.popitem(last=False)
 
     def check(self, session_id: str, lease_id: str) -> None:
         """Raise if that lease of that session is remembered as ended.

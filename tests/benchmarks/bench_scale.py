@@ -12,18 +12,22 @@ import asyncio
 import gc
 import os
 import tracemalloc
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from statistics import median
 from time import perf_counter_ns
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from benchmarks.bench_eviction import no_collection
-from benchmarks.figures import HEADING, Figure
+from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from numpy.typing import NDArray
 
 from raydix.actors import LocalPrefixCache
 from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator, use_huge_pages
+from raydix.cache_core.ended_leases import EndedLeases
 from raydix.schemas import CacheConfig, LeaseConfig, PoolConfig
 
 PAGE = 16
@@ -35,6 +39,7 @@ MAX_TOKEN_BYTES = 12.0
 WARM_UP = 20_000  # requests
 MAX_GROWN_MIB = 4.0  # in a steady state: the allocator takes a mebibyte at a time
 MAX_LEFT_BYTES = 8.0  # by a request
+MAX_FORGETTING = 3.0  # of one id, from few remembered to many
 Tokens = NDArray[np.int32]
 
 
@@ -228,6 +233,26 @@ def steady_figures(num_requests: int, num_traced: int) -> list[Figure]:
     return found
 
 
+def forgetting_figures() -> list[Figure]:
+    """One more lease that has ended, for which the oldest is forgotten: however many are remembered."""
+    count = 50_000
+    remembering = {f"{capacity:,}": EndedLeases(capacity) for capacity in (1_024, 65_536)}
+    numbers = iter(range(10**9))
+
+    def end(ended: EndedLeases) -> None:
+        for number in islice(numbers, count):
+            ended.add("session", f"lease-{number}")
+
+    for ended in remembering.values():
+        end(ended)
+        end(ended)  # from here on, each makes one more forgotten
+    times = times_in_turns({name: partial(end, ended) for name, ended in remembering.items()}, ROUNDS)
+    few, many = times
+    what, value = f"one more of {many} ended leases remembered", median(times[many]) / count * 1e6
+    ratio = median_ratio(times, few, many)
+    return [Figure("scale", what, value, "us", ratio, f"of {few}", at_most=MAX_FORGETTING, gate=3 * MAX_FORGETTING)]
+
+
 def figures(quick: bool, num_requests: int | None = None) -> list[Figure]:
     """All of them."""
     largest, num_measured, num_tokens = (100_000, 500, 500_000) if quick else (1_000_000, 5_000, 10_000_000)
@@ -236,6 +261,7 @@ def figures(quick: bool, num_requests: int | None = None) -> list[Figure]:
         size_figures(largest, num_measured)
         + memory_figures(num_tokens)
         + steady_figures(num_requests or steady[0], steady[1])
+        + forgetting_figures()
     )
 
 
