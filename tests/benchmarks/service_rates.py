@@ -157,7 +157,12 @@ def by_processes(
     ray.get([client.close.remote() for client in clients])
     for client in clients:
         ray.kill(client)
-    one = median(rates[counts[0]])
+    ones = rates[counts[0]]
     return [
-        {"processes": count, "cycles": median(each), "per_one": median(each) / one} for count, each in rates.items()
+        {
+            "processes": count,
+            "cycles": median(each),
+            "per_one": median([rate / one for rate, one in zip(each, ones, strict=True)]),  # of the same round
+        }
+        for count, each in rates.items()
     ]
