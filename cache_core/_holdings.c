@@ -61,10 +61,10 @@ holdings_use(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     end->own_access_time = now;
     end->own_hits = (Py_ssize_t)((size_t)end->own_hits + (size_t)num_hits);
-    int childless = is_childless(end);
-    if (childless > 0) /* of all that was gone through, only this can be a leaf */
-        return ask((Holdings *)self, name_touch, args[0]);
-    return childless < 0 ? NULL : Py_NewRef(Py_None);
+    int done = is_childless(end);
+    if (done > 0) /* of all that was gone through, only this can be a leaf */
+        done = tell((Holdings *)self, name_touch, args[0]);
+    return done < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *

@@ -74,7 +74,7 @@ static Py_ssize_t
 rest_of(PyObject *path, Py_ssize_t end)
 {
     Py_ssize_t count = PyList_GET_SIZE(path);
-    return count == 0 ? 0 : ((Node *)PyList_GET_ITEM(path, count - 1))->end - end;
+    return count == 0 ? 0 : (Py_ssize_t)((size_t)((Node *)PyList_GET_ITEM(path, count - 1))->end - (size_t)end);
 }
 
 /* The nodes, up to which token, and the rest; `path` is given away. */

@@ -35,10 +35,10 @@ class Holdings:
 
     def use(self, end: Any, now: int, num_hits: int, priority: int, /) -> None:
         """What was looked up or inserted ends at a node, now: so many matches, by a request of that priority."""
-        end.own_access_time = now
-        end.own_hits += num_hits
         if end.own_priority < priority:
             end.own_priority = priority
+        end.own_access_time = now
+        end.own_hits += num_hits
         if not end.children:  # of all that was gone through, only this can be a leaf
             self._queue.touch(end)
 

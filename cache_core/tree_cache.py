@@ -52,7 +52,8 @@ class TreeCache(TreeInsert):
         self.pool = pool
         self.on_node_evict = on_node_evict
         self._free_pages = getattr(pool, "free_pages", None)
-        # what frees the slots of leaves; None: the pool takes pages, or somebody is to know of each leaf that goes
+        # what frees the slots of leaves; None: the pool takes pages, or history, events, tenants or aux components are
+        # to know of each leaf that goes; whether `on_node_evict` is, is asked when one goes
         self._free = None if pool is None or self._free_pages is not None or aux else pool.free
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
 

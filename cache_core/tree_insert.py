@@ -43,8 +43,7 @@ class TreeInsert(TreeMatch):
         slots = value if is_row(value, aligned) else as_slots(key, value, aligned)
         if not aligned:
             if from_node is not None and from_node is not self.root:
-                self._check_live(from_node)
-                raise _off_path(key, from_node)
+                self._resumed(key, from_node, False)
             return InsertResult(0, self.root)
 
         prefix_len, found, last_node = self._insert(
@@ -162,11 +161,10 @@ class TreeInsert(TreeMatch):
             self._check_live(node)
         if space.extra_key != key.extra_key or space.arity != key.arity:
             raise _off_path(key, node)
-        if key.width != space.width:
-            key = self._tree.make_space(key, self._clock)[1]
-        if node.end > key.num_tokens if is_trusted else not leads_to(key, node):
+        there = key if key.width == space.width else key[: key.num_narrow()].with_width(space.width)
+        if node.end > there.num_tokens if is_trusted else not leads_to(there, node):
             raise _off_path(key, node)
-        return key
+        return key if there is key else self._tree.make_space(key, self._clock)[1]
 
     def _duplicates(self, slots: torch.Tensor, start: int, stop: int, found: list[TreeNode]) -> torch.Tensor:
         """The incoming slots in [start, stop) that are not those of the tree at the same place, of nodes up to `stop`;

@@ -246,7 +246,8 @@ def forgetting_figures() -> list[Figure]:
     for ended in remembering.values():
         end(ended)
         end(ended)  # from here on, each makes one more forgotten
-    times = times_in_turns({name: partial(end, ended) for name, ended in remembering.items()}, ROUNDS)
+    with no_collection():
+        times = times_in_turns({name: partial(end, ended) for name, ended in remembering.items()}, ROUNDS)
     few, many = times
     what, value = f"one more of {many} ended leases remembered", median(times[many]) / count * 1e6
     ratio = median_ratio(times, few, many)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fault_catalogue import Catalogue, Fault, Patch, around
+from index_pool import IndexPool
 from replayed_index import ReplayedIndex, resident_blocks
 
 from raydix.actors.event_feed import EventFeed
@@ -25,7 +26,7 @@ MAX_LOCKS = 5
 MAX_TOKENS = 200  # in the tree
 KEPT = 8  # events, of the reader who falls behind
 TREES: dict[str, Callable[[int], TreeCache]] = {
-    "full": RadixCache,
+    "full": lambda page_size: RadixCache(page_size, token_to_kv_pool_allocator=IndexPool()),
     "window": lambda page_size: RadixCache(page_size, sliding_window_size=2 * page_size),
     "mamba": lambda page_size: MambaRadixCache(page_size, mamba_pool=MambaPool(NUM_STATES)),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from index_pool import IndexPool
 from set_clock import Clock
 
 from raydix.cache_core import ChunkCache, MambaRadixCache, RadixCache, RadixKey
@@ -26,7 +27,7 @@ def history(clock: Clock) -> EvictionHistory:
 
 @pytest.fixture
 def cache(history: EvictionHistory) -> RadixCache:
-    cache = RadixCache(2)
+    cache = RadixCache(2, token_to_kv_pool_allocator=IndexPool())
     cache.keep_history(history)
     return cache
 

@@ -40,6 +40,8 @@ class Tree(Branch):
     def unlock(self, at: int) -> Any:
         return self.held.unlock(self.nodes[at])
 
+    unlock_any = unlock
+
     def use(self, at: int, now: int, num_hits: int, priority: int) -> None:
         self.held.use(self.nodes[at], now, num_hits, priority)
 
@@ -58,15 +60,18 @@ class Tree(Branch):
 def test_both_twins_hold_the_same(data: st.DataObject, page_size: int) -> None:
     trees = [Tree(kernel, page_size) for kernel in (kernels, plain_kernels)]
     for now in range(data.draw(st.integers(0, 20))):
-        there = st.sampled_from([at for at, node in enumerate(trees[0].nodes) if node.slots is not None])
+        nodes = trees[0].nodes
+        there = st.sampled_from([at for at, node in enumerate(nodes) if node.slots is not None])
+        locked = [at for at, node in enumerate(nodes) if node.own_locks]
         given: dict[str, Any] = {
             "add": st.tuples(BYTES),
             "lock": st.tuples(there),
-            "unlock": st.tuples(there),  # locked or not
+            "unlock": st.tuples(st.sampled_from(locked) if locked else there),
+            "unlock_any": st.tuples(there),  # locked or not
             "use": st.tuples(there, st.just(now), st.integers(0, 1), st.integers(-1, 2)),
             "fell": st.tuples(st.integers(-1, 9)),
         }
-        what = data.draw(st.sampled_from(["add", *given]))
+        what = data.draw(st.sampled_from(["add", "lock", "unlock", *given]))
         arguments = data.draw(given[what])
         results = [getattr(tree, what)(*arguments) for tree in trees]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from index_pool import IndexPool
 from pydantic import ValidationError
 from replayed_index import ReplayedIndex, resident_blocks
 
@@ -51,7 +52,7 @@ class Told:
     """A tree, the feed it tells, and what it told since last asked."""
 
     def __init__(self, tree: TreeCache | None = None, **limits: int) -> None:
-        self.tree: Any = tree or RadixCache(PAGE)
+        self.tree: Any = tree or RadixCache(PAGE, token_to_kv_pool_allocator=IndexPool())
         self.feed = EventFeed("e", self.tree.page_size, "GPU", **limits)
         self.tree.tell_events(self.feed)
         self._seq = 0

@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -525,6 +526,18 @@ def test_what_is_refused_has_changed_nothing() -> None:
     assert [(node.lock_ref, node.own_locks) for node in tree.nodes] == before
 
 
+@pytest.mark.parametrize("kernel", TWINS)
+def test_a_use_of_a_priority_that_is_none_has_changed_nothing(kernel: Any) -> None:
+    tree = Branch(kernel, 1)
+    tree.insert(b"ab")
+    before = tree.facts()
+
+    with pytest.raises(TypeError):
+        held_by(kernel).use(tree.nodes[1], 5, 1, "high")
+
+    assert tree.facts() == before
+
+
 # ---------------------------------------------------------------- what they keep alive
 
 
@@ -535,10 +548,11 @@ def test_nothing_is_kept_alive() -> None:
     first, second = tree.insert(b"abcd"), tree.insert(b"abcdefgh")
     data, slots, now = b"abcdefghijkl", np.arange(4).tobytes(), 2**40
     packed_key = RadixKey.from_packed(data, 1)
-    packed, name = bytes(np.arange(100)), "".join(("name", "space"))
+    packed, name, high = bytes(np.arange(100)), "".join(("name", "space")), 2**70
+    odd = kernels.Node(9, first, tree.space, b"ab", np.arange(3).tobytes(), first.end + 2, 0)
     watched = [
         tree.root, tree.top, tree.space, first, first.data, first.slots, first.children, second, second.parent,
-        key, key.data, other, data, slots, now, packed, name, kernels.Node, kernels.Key, RadixKey,
+        key, key.data, other, data, slots, now, packed, name, high, odd, odd.slots, kernels.Node, kernels.Key, RadixKey,
     ]  # fmt: skip
     gc.collect()
     before = [sys.getrefcount(each) for each in watched]
@@ -551,7 +565,11 @@ def test_nothing_is_kept_alive() -> None:
         kernels.top_of({(None, 0): tree.top}, packed_key, 2)
         held.lock(second)
         held.unlock(second)
-        held.use(held._queue.leaves.pop(), now, 1, 2**70)
+        held.unlock(second)
+        held.use(held._queue.leaves.pop(), now, 1, high)
+        second.own_priority = 0
+        with suppress(ValueError):
+            kernels.gather([first, odd], 2)
         kernels.last_use(second)
         RadixKey.from_packed(packed, 4, name)
         RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]

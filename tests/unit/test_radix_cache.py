@@ -328,6 +328,28 @@ def test_pages_are_resumed_from_a_node(paged: RadixCache) -> None:
     assert found(paged, 1, 2, 3, 4, 5, 6) == [10, 11, 12, 13, 24, 25]
 
 
+@pytest.mark.parametrize("other", [key(1, 2), key(1, 2, 3, 4, ns="a"), key((1, 2), (2, 3), (3, 4), (4, 5))], ids=repr)
+def test_pages_are_not_resumed_from_a_node_off_their_path(paged: RadixCache, other: RadixKey) -> None:
+    node = paged.insert(key(1, 2, 3, 4), row(10, 11, 12, 13)).last_node
+
+    with pytest.raises(InvalidKeyError, match="does not end a prefix"):
+        paged.insert_pages(other, np.array([22, 24]), node)
+
+    assert edges(paged) == {"1 2 3 4"}
+
+
+@pytest.mark.parametrize("ids", [(WIDE, 2, 3), (8, 9, WIDE), (1, WIDE)])
+def test_a_namespace_is_not_widened_for_a_key_that_is_refused(cache: RadixCache, ids: tuple[int, ...]) -> None:
+    node = cache.insert(key(1, 2), row(10, 11)).last_node
+
+    with pytest.raises(InvalidKeyError, match="does not end a prefix"):
+        cache.insert(key(*ids), row(20, 21, 22), from_node=node)
+
+    assert node.space.width == 4
+    assert cache.insert(key(1, 2, WIDE), row(10, 11, 12), from_node=node).prefix_len == 2
+    assert node.space.width == 8
+
+
 # ---------------------------------------------------------------- insert: who owns what
 
 
