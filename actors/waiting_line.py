@@ -53,7 +53,8 @@ class WaitingLine:
         self._max_waiters = max_waiters
         self._line: list[Waiter] = []
         self._waiting: Counter[str | None] = Counter()  # by tenant
-        self._by_ticket: dict[int, Waiter] = {}
+        self._by_ticket: dict[int, Waiter] = {}  # those in line, and those whose outcome was not collected yet
+        self._by_lease: dict[tuple[str, str], list[Waiter]] = {}  # the same
         self._next_ticket = count(1)
 
     def __len__(self) -> int:
@@ -90,9 +91,9 @@ class WaitingLine:
         Raises:
             CacheBusy: the line is full: so many of that tenant wait.
         """
-        for waiter in self._line:  # a retry of a request that waits already
-            if (waiter.session_id, waiter.lease_id, waiter.place.urgent) == (session_id, lease_id, place.urgent):
-                return waiter.ticket, self._line.index(waiter)
+        for waiter in self._by_lease.get((session_id, lease_id), ()):
+            if waiter.place.urgent == place.urgent and not waiter.outcome.done():
+                return waiter.ticket, self._line.index(waiter)  # it is a retry
         if self._waiting[place.tenant] >= self._max_waiters:
             raise CacheBusy(f"{self._waiting[place.tenant]} requests wait for room already", _RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
@@ -103,6 +104,7 @@ class WaitingLine:
         self._line.insert(position, waiter)
         self._waiting[place.tenant] += 1
         self._by_ticket[waiter.ticket] = waiter
+        self._by_lease.setdefault((session_id, lease_id), []).append(waiter)
         return waiter.ticket, position
 
     def serve(self) -> None:
@@ -145,21 +147,30 @@ class WaitingLine:
             return await asyncio.shield(waiter.outcome)
         finally:
             if waiter.outcome.done():
-                self._by_ticket.pop(ticket, None)
+                self._forget(waiter)
 
     def withdraw(self, session_id: str, lease_id: str | None = None, error: CacheError | None = None) -> None:
         """Take a session's requests, or those of one of its leases, out of line and drop their outcomes.
 
-        Whoever waits for one is told `error`; None: that it was given up.
+        Whoever waits for one is told `error`; None: that it was given up. O(1) for a lease that waits for nothing.
         """
-        if not self._by_ticket:
-            return
-        for waiter in list(self._by_ticket.values()):
-            if waiter.session_id == session_id and lease_id in (None, waiter.lease_id):
-                if not waiter.outcome.done():
-                    given_up = UnknownLease(f"lease {waiter.lease_id!r} was given up while it waited")
-                    self._settle(waiter, error or given_up)
-                self._by_ticket.pop(waiter.ticket, None)
+        if lease_id is not None:
+            gone = list(self._by_lease.get((session_id, lease_id), ()))
+        else:
+            gone = [waiter for waiter in self._by_ticket.values() if waiter.session_id == session_id]
+        for waiter in gone:
+            if not waiter.outcome.done():
+                given_up = UnknownLease(f"lease {waiter.lease_id!r} was given up while it waited")
+                self._settle(waiter, error or given_up)
+            self._forget(waiter)
+
+    def _forget(self, waiter: Waiter) -> None:
+        """Its outcome was collected, or nobody will collect it. Idempotent."""
+        if self._by_ticket.pop(waiter.ticket, None) is not None:
+            place = waiter.session_id, waiter.lease_id
+            self._by_lease[place].remove(waiter)
+            if not self._by_lease[place]:
+                del self._by_lease[place]
 
     def refuse_all(self, error: CacheError) -> None:
         """Nobody in line is served any more: they are told `error`."""

@@ -20,7 +20,7 @@ from raydix.cache_core.ghost_stack import Depths, GhostStack, Group
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.radix_key import RadixKey
 
-_QUEUED_TOKENS = 393_216  # looked at together
+_QUEUED_TOKENS = 65_536  # looked at together
 _QUEUED_PAGES = 65_536
 _QUEUED_USES = 512
 _SPREAD = 0x9E3779B97F4A7C15

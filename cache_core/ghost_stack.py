@@ -12,7 +12,7 @@ from raydix.cache_core.ghost_hashes import Hashes
 
 Depths = NDArray[np.int64]
 
-_BLOCK = 1024  # uses that are taken together
+_BLOCK = 256  # uses that are taken together
 _MATRIX = 262_144  # pairs of uses that are compared at once
 _NONE: Depths = np.empty(0, np.int64)
 
@@ -74,8 +74,9 @@ class GhostStack:
         asked = np.flatnonzero(found & np.repeat([group.looks_up for group in groups], sizes))
         depths = np.full(len(previous), -1, np.int64)
         depths[asked] = len(self._times) - np.searchsorted(self._times, previous[asked], side="right")
-        for rows in np.array_split(asked, -(-len(asked) * len(came.times) // _MATRIX) or 1):
-            depths[rows] += came.count_above(previous[rows], group[rows])
+        if len(groups) > 1:  # of one group, none came above another of it
+            for rows in np.array_split(asked, -(-len(asked) * len(came.times) // _MATRIX) or 1):
+                depths[rows] += came.count_above(previous[rows], group[rows])
         pages = np.fromiter(chain.from_iterable([group.pages for group in groups]), np.uint64, len(previous))
         self._renew(pages[on_top], came)
         self._now += len(previous)

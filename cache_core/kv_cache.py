@@ -140,7 +140,8 @@ class KVCache(KVLedger):
             held = np.count_nonzero(self.swa_allocator.swa_starts(lease.private_starts))
             self.room.check_window_capacity(int(held) + num_pages - len(lease.starts))
         added = self.room.take_pages(num_pages - len(lease.starts))
-        lease.starts = np.concatenate((lease.starts, added))
+        if len(added):
+            lease.starts = np.concatenate((lease.starts, added))
         lease.num_slots += num_tokens
         return added
 

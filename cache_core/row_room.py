@@ -24,6 +24,8 @@ from raydix.cache_core.memory_pool import wait_for_device
 from raydix.cache_core.slot_cache import FoundRow, PrefixCacheManager
 from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
+_MAX_LOOKED_AT = 64  # rows that hold a prefix
+
 
 class RowRoom:
     """The rows as leases draw on them.
@@ -78,13 +80,14 @@ class RowRoom:
         """Take a row whose first positions hold `prefix`, which was just found; it can be found there, and no more.
 
         A row that nobody has taken is reused in place, the one that holds least beyond the prefix. Where all that hold
-        it are taken, it is copied into an empty row, or into one that is evicted for it: one copy per tensor.
+        it are taken, it is copied into an empty row, or into one that is evicted for it: one copy per tensor. Of a
+        prefix that more than 64 rows hold, those are looked at in which it was recorded last.
 
         Raises:
             OutOfSlotsError: every row is taken; nothing changed.
             ContentError: somebody wrote to the prefix in one of its rows; nothing changed. Only if that is checked.
         """
-        holders = self._records.peek_slots(prefix)[1]
+        holders = self._records.peek_slots(prefix, _MAX_LOOKED_AT)[1]
         if self._check is not None:
             for row in holders:
                 self._check.verify(self._pages(row, 0, len(prefix)))

@@ -18,6 +18,7 @@ Nothing here awaits: whoever calls from one thread finds each operation atomic, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, NamedTuple
 
 from raydix.cache_core.bitmask_slots import SlotAllocator
@@ -89,13 +90,14 @@ class PrefixCacheManager:
         found = self._locate(_as_key(token_ids))
         return MISS if found is None else FoundRow(found[1], found[2].slot, found[2].version)
 
-    def peek_slots(self, token_ids: Any) -> tuple[int, list[int]]:
-        """The length that `find` would return, and all slots that hold that prefix, recorded last first."""
+    def peek_slots(self, token_ids: Any, limit: int | None = None) -> tuple[int, list[int]]:
+        """The length that `find` would return, and the slots that hold that prefix, recorded last first: all of them,
+        or so many. O(slots told)."""
         found = self._locate(_as_key(token_ids))
         if found is None:
             return 0, []
         node, end, _ = found
-        return end, [slot for slot in reversed(node.rows) if self.slot_is_findable(slot)]
+        return end, list(islice(filter(self.slot_is_findable, reversed(node.rows)), limit))
 
     def _locate(self, key: RadixKey) -> tuple[RowNode, int, Row] | None:
         """The deepest node on the path of `key` that a current row holds, how far the key goes there, and the row."""

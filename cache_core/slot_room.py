@@ -80,7 +80,8 @@ class SlotRoom:
         needed = max(0, num_pages) * self._page_size
         if self._swa is not None and needed > self._swa.swa_available_size() + self._tree.swa_evictable_size():
             self._refuse(num_pages, window=True)
-        if needed > self._allocator.available_size() + self._evictable_size():
+        free = self._allocator.available_size()
+        if needed > free and needed > free + self._evictable_size():  # which, with tenants, is a sum over all of them
             self._refuse(num_pages)
 
     def held_by_prefix(self, pool: str, prefix_len: int) -> int:

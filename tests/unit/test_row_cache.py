@@ -153,6 +153,22 @@ def test_a_row_that_nobody_owns_is_reused_in_place(cache: RowCache) -> None:
     assert count(cache) == (2, 1, 0)
 
 
+def test_of_many_rows_with_a_prefix_those_recorded_last_are_looked_at(
+    make: Callable[..., RowCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raydix.cache_core.row_room._MAX_LOOKED_AT", 2)
+    cache = make(num_rows=4)
+    assert [held(cache, name, 1, 2, 3, digit) for name, digit in (("a", 4), ("b", 5), ("c", 6))] == [0, 1, 2]
+    cache.release("a", "s")
+
+    lease = take(cache, "d", 1, 2, 3, 7)  # row 0 could be reused, but two are recorded later
+
+    assert (lease.row, lease.prefix_len) == (3, 2)
+    assert count(cache) == (0, 3, 1)
+    cache.release("c", "s")
+    assert take(cache, "e", 1, 2, 3, 8).row == 2
+
+
 def test_what_went_on_otherwise_in_a_reused_row_is_forgotten(cache: RowCache) -> None:
     publish(cache, 1, 2, 3, 4)
 

@@ -152,6 +152,7 @@ def test_of_rows_that_share_a_prefix_the_last_recorded_is_found(cache: PrefixCac
     assert cache.find((1, 2, 9)) == (2, 11, 1)
     assert cache.find((1, 2, 3)) == (3, 10, 1)
     assert cache.peek_slots((1, 2, 9)) == (2, [11, 10])
+    assert cache.peek_slots((1, 2, 9), limit=1) == (2, [11])
 
 
 def test_when_the_last_recorded_row_goes_another_still_serves_the_prefix(cache: PrefixCacheManager) -> None:
