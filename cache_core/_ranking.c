@@ -4,20 +4,24 @@
 
 /* ---------------------------------------------------------------- links */
 
+/* Put a node behind another one; NULL: before all others. */
 void
-append_node(Ranking *ranking, Node *node, PyObject *rank)
+link_node(Ranking *ranking, Node *node, PyObject *rank, Node *before)
 {
     Py_INCREF(node);
     Py_INCREF(rank);
     node->ranking = ranking;
     node->rank = rank;
-    node->before = ranking->last;
-    node->after = NULL;
-    if (ranking->last != NULL)
-        ranking->last->after = node;
+    node->before = before;
+    node->after = before == NULL ? ranking->first : before->after;
+    if (before != NULL)
+        before->after = node;
     else
         ranking->first = node;
-    ranking->last = node;
+    if (node->after != NULL)
+        node->after->before = node;
+    else
+        ranking->last = node;
     ranking->length++;
 }
 
@@ -51,6 +55,8 @@ empty_ranking(Ranking *ranking)
 
 /* ---------------------------------------------------------------- order */
 
+enum { SPARSE = 4 }; /* ticks between two that stand side by side, at most, in the mean */
+
 /* Whether one object goes before another: 1 or 0, -1 on an error. */
 int
 compare_ranks(PyObject *one, PyObject *other, int how)
@@ -72,6 +78,38 @@ goes_last(const Ranking *ranking, const Node *node, PyObject *rank)
         return higher;
     int equal = compare_ranks(rank, ranking->last->rank, Py_EQ);
     return equal > 0 && ranking->last != NULL ? node->id >= ranking->last->id : equal;
+}
+
+/* What a rank is if it is a plain integer, which alone can be compared without code of anybody's: 1, or 0 if it is none. */
+static int
+is_integer(PyObject *rank, long long *value)
+{
+    int overflow = 1;
+    if (PyLong_CheckExact(rank))
+        *value = PyLong_AsLongLongAndOverflow(rank, &overflow);
+    return !overflow;
+}
+
+/* Find the one behind which a node of that rank stands, NULL if it goes before all others: 1, or 0 if it is none of the last
+ * few. Ranks are times, most of them: what differs by much in rank does so in place, and is not looked for. */
+int
+find_place(const Ranking *ranking, const Node *node, PyObject *rank, Node **before)
+{
+    long long value, other;
+    Node *at = ranking->last;
+    if (at == NULL || !is_integer(rank, &value) || !is_integer(at->rank, &other) ||
+        other / SPARSE - value / SPARSE > ranking->reach)
+        return 0;
+    for (Py_ssize_t steps = 0; at != NULL && steps <= ranking->reach; at = at->before, steps++) {
+        if (!is_integer(at->rank, &other))
+            return 0;
+        if (other < value || (other == value && at->id <= node->id))
+            break;
+        if (steps == ranking->reach)
+            return 0;
+    }
+    *before = at;
+    return 1;
 }
 
 /* Who goes next has been used by nobody for long: what taking it out of the tree will want is fetched while those before

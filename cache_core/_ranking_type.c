@@ -2,20 +2,23 @@
 
 #include "_ranking.h"
 
+enum { REACH = 256 }; /* more than most caches have leases open that could end before an older one */
+
 static PyObject *name_push_late, *name_discard_late, *name_touch_late, *name_pop_late;
 
-/* Put a node at the end, or have it kept beside the ranking if it goes before the last one. */
+/* Put a node at the end or close to it, or have it kept beside the ranking if it goes before all of the last few. */
 static PyObject *
 put(Ranking *ranking, Node *node, PyObject *rank)
 {
     int last = goes_last(ranking, node, rank);
     if (last < 0)
         return NULL;
-    if (!last)
+    Node *before = ranking->last;
+    if (!last && !find_place(ranking, node, rank, &before))
         return PyObject_CallMethodObjArgs((PyObject *)ranking, name_push_late, node, rank, NULL);
     if (node->ranking != NULL)
         return PyErr_Format(PyExc_AssertionError, "%R stands in a queue", node);
-    append_node(ranking, node, rank);
+    link_node(ranking, node, rank, before);
     Py_RETURN_NONE;
 }
 
@@ -162,6 +165,7 @@ ranking_init(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:Ranking", names, &rank))
         return -1;
     set_member(&((Ranking *)self)->rank, rank);
+    ((Ranking *)self)->reach = REACH;
     return 0;
 }
 
@@ -206,6 +210,7 @@ static PyMethodDef methods[] = {
 static PyMemberDef members[] = {
     {"rank", T_OBJECT_EX, offsetof(Ranking, rank), READONLY, NULL},
     {"num_late", T_PYSSIZET, offsetof(Ranking, num_late), 0, NULL},
+    {"reach", T_PYSSIZET, offsetof(Ranking, reach), 0, NULL},
     {"num_ranked", T_PYSSIZET, offsetof(Ranking, length), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };

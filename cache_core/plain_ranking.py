@@ -11,8 +11,14 @@ class Ranking:
     """Nodes in the order of their ranks, and of their ids where those are equal: what `EvictionQueue` is made of.
 
     Compiled, a node stands in one ranking at most: its neighbours are named in it. What is put and goes before the last
-    node does not stand in it. Its heir keeps that, by `_push_late`, `_discard_late`, `_touch_late` and `_pop_late`.
+    node does not stand in it, but, compiled, where its place is among the last few, and ranks are integers. Its heir
+    keeps the others, by `_push_late`, `_discard_late`, `_touch_late` and `_pop_late`.
+
+    Attributes:
+        reach: so many from the end are looked at for the place of a node.
     """
+
+    reach = 0
 
     def __init__(self, rank: Callable[[Any], Any]) -> None:
         self.rank = rank

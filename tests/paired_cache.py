@@ -123,6 +123,7 @@ class PairedCache:
         self.page_size = page_size
         self.told: list[int] = []
         self._make(num_pages, rng, paged_pool)
+        self.cache._full._queue.reach = 64 if paged_pool else 1  # leaves are few: beyond that they come late
         self._page_of_hash: dict[str, Page] = {}
         self._hash_of_page: dict[Page, str] = {}
 

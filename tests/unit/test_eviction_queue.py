@@ -76,11 +76,13 @@ def test_what_was_discarded_can_come_again(kind: Any) -> None:
     assert drain(queue) == [1, 2]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_operations_keep_the_order(kind: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reach", [0, 3, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_keep_the_order(kind: Any, seed: int, reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorted_runs, "_LONGEST", 4)  # so that runs are cut
     rng = Random(seed)
     queue, inside = queue_of(kind), dict[int, TreeNode]()
+    queue.reach = reach
     for number in range(1500):
         match rng.choice(["push", "push", "late", "touch", "touch", "fall", "discard", "pop"]):
             case "push" | "late" as way:
@@ -102,6 +104,34 @@ def test_random_operations_keep_the_order(kind: Any, seed: int, monkeypatch: pyt
 
     ordered = sorted(inside.values(), key=lambda each: (each.own_access_time, each.id))
     assert drain(queue) == [each.id for each in ordered]
+
+
+@pytest.mark.skipif(not kernels.COMPILED, reason="plain, all that is late is sorted in beside the others")
+def test_what_comes_a_few_places_late_stands_in_the_ranking() -> None:
+    queue = queue_of(EvictionQueue, *(node(number, number) for number in range(10, 80)))
+
+    queue.reach = 64
+    queue.push(node(90, 15))
+    assert queue.num_late == 0
+    queue.push(node(2, 15))
+    assert queue.num_late == 1, "more than 64 places from the end"
+    queue.reach = 100
+    queue.push(node(3, 9))
+    queue.reach = 16
+    queue.push(node(4, 0))
+    assert queue.num_late == 2, "too far in time to be close"
+
+    assert [each.id for _, _, each in queue.ranked()][:9] == [3, 10, 11, 12, 13, 14, 15, 90, 16]
+    assert drain(queue)[:10] == [4, 3, 10, 11, 12, 13, 14, 2, 15, 90]
+
+
+@pytest.mark.skipif(not kernels.COMPILED, reason="plain, all that is late is sorted in beside the others")
+def test_ranks_that_are_no_plain_integers_are_not_compared_on_the_way() -> None:
+    queue = EvictionQueue(lambda each: (each.own_access_time, 0))
+    for each in (node(1, 1), node(2, 3), node(3, 2)):
+        queue.push(each)
+
+    assert (queue.num_late, drain(queue)) == (1, [1, 3, 2])
 
 
 def test_a_queue_keeps_its_nodes_alive_and_lets_go_of_them(kind: Any) -> None:
