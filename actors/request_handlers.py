@@ -52,6 +52,7 @@ from raydix.schemas import (
     WaitingResponse,
     WindowResponse,
     WithdrawRequest,
+    namespaces_of,
     unframe_namespace,
 )
 from raydix.schemas.message import Malformed
@@ -277,12 +278,7 @@ class RequestHandlers:
         wanted = (request.extra_key, request.lora_id, request.cache_salt)
         if wanted == (None, None, None):
             raise InvalidRequest("name at least one of extra_key, lora_id and cache_salt; reset() retires everything")
-
-        def is_meant(namespace: str | None) -> bool:
-            fields = (None, None, None) if namespace is None else unframe_namespace(namespace)
-            return all(want in (None, field) for want, field in zip(wanted, fields, strict=True))
-
-        return RetireResponse(num_namespaces=self.core.retire(is_meant))
+        return RetireResponse(num_namespaces=self.core.retire(namespaces_of(*wanted)))
 
     def _explain(self, session_id: str, request: ExplainRequest) -> ExplainResponse:
         found = self.core.explain(_key(request.tokens, request.namespace))

@@ -27,7 +27,7 @@ from raydix.schemas.explain import ExplainRequest, ExplainResponse
 from raydix.schemas.lease_grant import LeaseGrant
 from raydix.schemas.lease_owner import LeaseOwner
 from raydix.schemas.message import Message
-from raydix.schemas.namespace import frame_namespace, unframe_namespace
+from raydix.schemas.namespace import frame_namespace, namespaces_of, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
 from raydix.schemas.recording import RecordingStatus, StartRecording
 from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, TreePart
@@ -161,5 +161,6 @@ __all__ = [
     "WithdrawRequest",
     "WriteKV",
     "frame_namespace",
+    "namespaces_of",
     "unframe_namespace",
 ]

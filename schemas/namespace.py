@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 MAX_FIELD_LENGTH = 4096  # characters
@@ -32,6 +33,10 @@ def _frame(name: str, part: str | None) -> str:
         part.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is not valid Unicode text: {error}") from None
+    return _text_of(part)
+
+
+def _text_of(part: str) -> str:
     return f"{len(part)}:{part}"
 
 
@@ -57,3 +62,21 @@ def unframe_namespace(namespace: str) -> tuple[str | None, str | None, str | Non
         raise ValueError(f"not a framed namespace: {namespace!r}")
     extra_key, lora_id, cache_salt = parts
     return extra_key, lora_id, cache_salt
+
+
+def namespaces_of(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> Callable[[str | None], bool]:
+    """Whether a namespace key was made of these parts, of which None stands for any.
+
+    Of most that were not, it takes a search for a text to tell.
+    """
+    wanted = (extra_key, lora_id, cache_salt)
+    texts = [_text_of(part) for part in wanted if part is not None]
+
+    def is_meant(namespace: str | None) -> bool:
+        for text in texts:
+            if namespace is None or text not in namespace:
+                return False
+        parts = (None, None, None) if namespace is None else unframe_namespace(namespace)
+        return all(want in (None, part) for want, part in zip(wanted, parts, strict=True))
+
+    return is_meant

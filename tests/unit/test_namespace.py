@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raydix.schemas import frame_namespace
+from raydix.schemas import frame_namespace, namespaces_of
 from raydix.schemas.namespace import MAX_FIELD_LENGTH
 
 Triple = tuple[str | None, str | None, str | None]
@@ -49,6 +49,20 @@ def test_each_part_is_its_presence_its_length_and_its_text(triple: Triple, frame
 )
 def test_triples_that_look_alike_differ(one: Triple, other: Triple) -> None:
     assert frame_namespace(*one) != frame_namespace(*other)
+
+
+@settings(max_examples=500, deadline=None)
+@given(wanted=triples, others=st.lists(triples, max_size=5), named=st.tuples(*[st.booleans()] * 3))
+def test_the_namespaces_of_parts_are_those_that_were_made_of_them(
+    wanted: Triple, others: list[Triple], named: tuple[bool, ...]
+) -> None:
+    asked = [part if is_named else None for part, is_named in zip(wanted, named, strict=True)]
+    is_meant = namespaces_of(*asked)
+
+    assert is_meant(frame_namespace(*wanted))
+    for other in others:
+        fits = all(part in (None, its) for part, its in zip(asked, other, strict=True))
+        assert is_meant(frame_namespace(*other)) is fits
 
 
 @settings(max_examples=500, deadline=None)
