@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from raydix.actors.lease_owners import LeaseOwners
 from raydix.cache_core import LeasedCache, OutOfSlotsError
-from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import PoolExhausted
 
 _NUM_OWNERS = 3  # named in a refusal
@@ -23,22 +22,21 @@ class Refusals:
         self._owners = owners
 
     def of(self, shortage: OutOfSlotsError, extra_key: str | None) -> PoolExhausted:
-        """The refusal of a request of that namespace that found, or still finds, too little room. O(leases)."""
+        """The refusal of a request of that namespace that found, or still finds, too little room.
+
+        O(owners), and O(leases) where one has come, gone or grown since the last refusal.
+        """
         core, tenant = self._core, shortage.tenant
         sizes = core.sizes_of(shortage.pool, extra_key) if tenant is None else core.share_of(tenant)
-
-        def is_theirs(lease: LeaseRecord) -> bool:
-            return core.tenant_of(lease.key.extra_key) == tenant
-
         return PoolExhausted(
             shortage.needed,
             sizes.free,
             sizes.evictable,
             sizes.num_slots - sizes.free - sizes.evictable - sizes.kept,
-            len(core.leases) if tenant is None else sum(map(is_theirs, core.leases)),
+            self._owners.num_leases(tenant),
             shortage.can_ever_fit,
             shortage.pool,
-            self._owners.largest(_NUM_OWNERS, None if tenant is None else is_theirs),
+            self._owners.largest(_NUM_OWNERS, tenant),
             tenant,
             sizes.kept,
         )

@@ -142,6 +142,7 @@ class KVCache(KVLedger):
         added = self.room.take_pages(num_pages - len(lease.starts))
         if len(added):
             lease.starts = np.concatenate((lease.starts, added))
+            self.leases.note_growth()
         lease.num_slots += num_tokens
         return added
 

@@ -104,12 +104,14 @@ class LeaseTable:
 
     def __init__(self, remembered: int = 0) -> None:
         self.ended = EndedLeases(remembered)
+        self.num_changes = 0  # of who has leases, and how many slots they cover
         self._leases: dict[str, LeaseRecord] = {}
         self._by_session: dict[str, dict[str, None]] = {}
 
     def add(self, lease: LeaseRecord) -> None:
         """Open a lease; its id must be new."""
         assert lease.lease_id not in self._leases, f"lease {lease.lease_id} is open already"
+        self.num_changes += 1
         self._leases[lease.lease_id] = lease
         self._by_session.setdefault(lease.session_id, {})[lease.lease_id] = None
 
@@ -154,16 +156,22 @@ class LeaseTable:
 
     def remove(self, lease: LeaseRecord, expired: bool = False) -> None:
         """Close a lease."""
+        self.num_changes += 1
         del self._leases[lease.lease_id]
         self._leave_session(lease)
         self.ended.add(lease.session_id, lease.lease_id, expired)
 
     def move(self, lease: LeaseRecord, session_id: str) -> None:
         """Give a lease to another session; for its old one it has ended."""
+        self.num_changes += 1
         self._leave_session(lease)
         self.ended.add(lease.session_id, lease.lease_id)
         lease.session_id = session_id
         self._by_session.setdefault(session_id, {})[lease.lease_id] = None
+
+    def note_growth(self) -> None:
+        """A lease covers more slots from now on."""
+        self.num_changes += 1
 
     def _leave_session(self, lease: LeaseRecord) -> None:
         mine = self._by_session[lease.session_id]

@@ -30,6 +30,24 @@ async def test_owners_are_told_with_their_leases_the_largest_first(cache1: Cache
     assert all(each.oldest_s >= 0 for each in owners)
 
 
+async def test_what_was_told_before_is_told_anew_once_a_lease_has_changed(cache1: CacheUnderTest) -> None:
+    async def told() -> list[tuple[str, int, int]]:
+        return [(each.owner, each.leases, each.slots) for each in (await cache1.client.stats()).owners]
+
+    trainer, server = named_client(cache1, "trainer"), named_client(cache1, "server")
+    first, second = await trainer.acquire([1]), await server.acquire([3, 3])
+    assert await told() == [("server", 1, 2), ("trainer", 1, 1)]
+
+    await first.extend(3)
+    assert await told() == [("trainer", 1, 4), ("server", 1, 2)]
+
+    await server.adopt(await first.grant())
+    assert await told() == [("server", 2, 6)]
+
+    await second.release()
+    assert await told() == [("server", 1, 4)]
+
+
 async def test_slots_that_leases_share_are_counted_for_each(cache1: CacheUnderTest) -> None:
     await cache1.publish(1, 2)
     for _ in range(2):
