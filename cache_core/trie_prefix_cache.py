@@ -113,7 +113,7 @@ class TriePrefixCache(BasePrefixCache):
         start, stop = from_node.end, len(key) - len(key) % self.page_size
         if start == stop:
             return PageInsert(stop, stop, from_node, starts[:0])
-        tokens = self._tokens(key)[start:stop]
+        tokens = self._tokens(key[start:stop])
         there = len(self._trie.peek_prefix(tokens, from_node.node))
         node = self._trie.insert(tokens, starts.tolist(), from_node.node)
         incoming = set(starts.tolist())
