@@ -28,7 +28,7 @@ class Ghost:
         self.curve = GhostCurve(page, max(page, int(self._filled * self._sizes[-1])), ghost.max_pages)
 
     def stats(self) -> GhostStats:
-        """The curve so far. Looks at what is queued: a millisecond at most."""
+        """The curve so far. Looks at what is queued: a few milliseconds at most."""
         return GhostStats(
             tokens_requested=self.curve.tokens_requested,
             sample_rate=self.curve.sample_rate,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from heapq import nlargest
+from math import inf
 
 from raydix.actors.session_table import SessionTable
 from raydix.cache_core import LeasedCache
@@ -15,14 +17,9 @@ from raydix.schemas import LeaseOwner
 class _Held:
     """What one owner has."""
 
-    leases: int
-    slots: int
-    since: float  # of the oldest lease
-
-    def add(self, other: _Held) -> None:
-        self.leases += other.leases
-        self.slots += other.slots
-        self.since = min(self.since, other.since)
+    leases: int = 0
+    slots: int = 0
+    since: float = inf  # of the oldest lease
 
 
 class LeaseOwners:
@@ -60,19 +57,12 @@ class LeaseOwners:
         return held
 
     def _count(self, tenant: str | None) -> dict[str, _Held]:
-        core, by_session = self._core, dict[str, _Held]()
+        core, by_owner = self._core, defaultdict[str, _Held](_Held)
         for lease in core.leases:
             if tenant is None or core.tenant_of(lease.key.extra_key) == tenant:
-                _add(by_session, lease.session_id, _Held(1, core.lease_size(lease), lease.since))
-        by_owner: dict[str, _Held] = {}
-        for session_id, held in by_session.items():
-            session = self._sessions.find(session_id)
-            _add(by_owner, session_id if session is None else session.owner, held)
+                session = self._sessions.find(lease.session_id)
+                held = by_owner[lease.session_id if session is None else session.owner]
+                held.leases += 1
+                held.slots += core.lease_size(lease)
+                held.since = min(held.since, lease.since)
         return by_owner
-
-
-def _add(by_name: dict[str, _Held], name: str, held: _Held) -> None:
-    if name in by_name:
-        by_name[name].add(held)
-    else:
-        by_name[name] = held

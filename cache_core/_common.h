@@ -103,6 +103,7 @@ Py_ssize_t end_of(const Node *node);
 Py_ssize_t length_of(const Node *node);
 Children *children_of(const Node *node);
 int is_childless(const Node *node);
+int is_below(const Node *node, PyObject *priority);
 
 /* locks of nodes: _locks.c */
 Py_ssize_t count_lock(Node *node, Py_ssize_t step);

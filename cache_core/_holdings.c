@@ -37,28 +37,17 @@ tell(const Holdings *holdings, PyObject *name, PyObject *node)
     return said == NULL ? -1 : 0;
 }
 
-/* Raise a node's priority to that of a request; 0, or -1 with an exception set. */
-static int
-raise_priority(Node *node, PyObject *priority)
-{
-    PyObject *own = Py_XNewRef(node->own_priority); /* whoever compares them may set another */
-    if (own == NULL)
-        PyErr_SetString(PyExc_AttributeError, "own_priority");
-    int lower = own == NULL ? -1 : own == priority ? 0 : PyObject_RichCompareBool(own, priority, Py_LT);
-    Py_XDECREF(own);
-    if (lower > 0)
-        set_member(&node->own_priority, priority);
-    return lower < 0 ? -1 : 0;
-}
-
 static PyObject *
 holdings_use(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Node *end = expect_args("use", nargs, 4) ? as_node(args[0]) : NULL;
     Py_ssize_t now = end == NULL ? -1 : PyLong_AsSsize_t(args[1]);
     Py_ssize_t num_hits = PyErr_Occurred() ? -1 : size_of(args[2], "num_hits");
-    if (num_hits < 0 || raise_priority(end, args[3]) < 0)
+    int is_raised = num_hits < 0 ? -1 : is_below(end, args[3]);
+    if (is_raised < 0)
         return NULL;
+    if (is_raised)
+        set_member(&end->own_priority, args[3]);
     end->own_access_time = now;
     end->own_hits = (Py_ssize_t)((size_t)end->own_hits + (size_t)num_hits);
     int done = is_childless(end);

@@ -157,6 +157,21 @@ end_of(const Node *node)
     return -1;
 }
 
+/* Whether its priority is below another one: 1 or 0, -1 with an exception set if that cannot be told. */
+int
+is_below(const Node *node, PyObject *priority)
+{
+    if (node->own_priority == NULL || priority == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "own_priority");
+        return -1;
+    }
+    PyObject *own = Py_NewRef(node->own_priority), *other = Py_NewRef(priority); /* who compares them may set others */
+    int said = own == other ? 0 : PyObject_RichCompareBool(own, other, Py_LT);
+    Py_DECREF(own);
+    Py_DECREF(other);
+    return said;
+}
+
 /* How many tokens its run holds; -1 with an exception set if that cannot be told. */
 Py_ssize_t
 length_of(const Node *node)

@@ -100,13 +100,11 @@ find_place(const Ranking *ranking, const Node *node, PyObject *rank, Node **befo
     if (at == NULL || !is_integer(rank, &value) || !is_integer(at->rank, &other) ||
         other / SPARSE - value / SPARSE > ranking->reach)
         return 0;
-    for (Py_ssize_t steps = 0; at != NULL && steps <= ranking->reach; at = at->before, steps++) {
-        if (!is_integer(at->rank, &other))
+    for (Py_ssize_t steps = 0; at != NULL; at = at->before, steps++) {
+        if (steps > ranking->reach || !is_integer(at->rank, &other))
             return 0;
         if (other < value || (other == value && at->id <= node->id))
             break;
-        if (steps == ranking->reach)
-            return 0;
     }
     *before = at;
     return 1;

@@ -2,21 +2,6 @@
 
 #include "_common.h"
 
-/* Whether the leaf's priority is the higher one: 1 or 0, -1 with an exception set if that cannot be told. */
-static int
-is_urgent(const Node *leaf, const Node *parent)
-{
-    if (leaf->own_priority == NULL || parent->own_priority == NULL) {
-        PyErr_SetString(PyExc_AttributeError, "own_priority");
-        return -1;
-    }
-    PyObject *one = Py_NewRef(leaf->own_priority), *other = Py_NewRef(parent->own_priority);
-    int said = one == other ? 0 : PyObject_RichCompareBool(one, other, Py_GT);
-    Py_DECREF(one);
-    Py_DECREF(other);
-    return said;
-}
-
 /* 1 if it is a leaf with slots, below a node that has children; 0 with an exception set if not. */
 static int
 is_leaf(const Node *leaf, const Node *parent)
@@ -45,7 +30,7 @@ inherit_use(Node *parent, const Node *leaf, int urgent)
 PyObject *
 take_leaf(Node *leaf, Node *parent, Py_ssize_t page_bytes)
 {
-    int urgent = is_urgent(leaf, parent); /* first: Python code that runs in it may change anything */
+    int urgent = is_below(parent, leaf->own_priority); /* first: Python code that runs in it may change anything */
     if (urgent < 0 || !is_leaf(leaf, parent))
         return NULL;
     Py_ssize_t size = PyBytes_GET_SIZE(leaf->data);

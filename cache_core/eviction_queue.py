@@ -27,9 +27,9 @@ class _Queue(_AnyRanking):
     """Exactly the nodes that may go now, in order; nothing in it is ever out of date.
 
     What comes in the order of its rank, as new nodes and nodes just used do under LRU, stands in a ranking, where
-    pushing, moving to the end and taking out are O(1); so does, compiled, what comes a few places late, as where leases
-    end in another order than they began. What comes later, as a parent whose last child has gone, is sorted in beside
-    it, O(log n) and a short move. No operation does the work of another: there is no single slow one.
+    pushing, moving to the end and taking out are O(1). Compiled, what comes a few places late stands there, too, as
+    where leases end in another order than they began. What comes later, as a parent whose last child has gone, is
+    sorted in beside it, O(log n) and a short move. No operation does the work of another: there is no single slow one.
 
     Args:
         rank: what orders the nodes. Whoever changes it tells by `touch`.

@@ -12,8 +12,7 @@ from raydix.cache_core.ghost_hashes import Hashes
 
 Depths = NDArray[np.int64]
 
-_BLOCK = 256  # uses that are taken together
-_MATRIX = 262_144  # pairs of uses that are compared at once
+_BLOCK = 256  # uses that are taken together, and compared with one another
 _NONE: Depths = np.empty(0, np.int64)
 
 
@@ -75,8 +74,7 @@ class GhostStack:
         depths = np.full(len(previous), -1, np.int64)
         depths[asked] = len(self._times) - np.searchsorted(self._times, previous[asked], side="right")
         if len(groups) > 1:  # of one group, none came above another of it
-            for rows in np.array_split(asked, -(-len(asked) * len(came.times) // _MATRIX) or 1):
-                depths[rows] += came.count_above(previous[rows], group[rows])
+            depths[asked] += came.count_above(previous[asked], group[asked])
         pages = np.fromiter(chain.from_iterable([group.pages for group in groups]), np.uint64, len(previous))
         self._renew(pages[on_top], came)
         self._now += len(previous)

@@ -87,8 +87,10 @@ class RadixCache(WindowTreeCache):
         gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim.
         """
-        if self._free is not None and self.on_node_evict is None and not self._full.retired.pending:
-            return evict_result(self._full.free_leaves(num_tokens, self.page_size, self._free), 0, 0)
+        free = self._free
+        nobody_told = self.on_node_evict is None and self._events is None and self._history is None
+        if free is not None and nobody_told and not self._full.retired.pending:
+            return evict_result(self._full.free_leaves(num_tokens, self.page_size, free), 0, 0)
         if self._aux:
             return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))
         victims = self._full.evict(num_tokens)

@@ -15,7 +15,6 @@ import torch
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.base_prefix_cache import Starts
 from raydix.cache_core.errors import LockError, StaleNodeError
-from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
@@ -52,8 +51,7 @@ class TreeCache(TreeInsert):
         self.pool = pool
         self.on_node_evict = on_node_evict
         self._free_pages = getattr(pool, "free_pages", None)
-        # what frees the slots of leaves; None: the pool takes pages, or history, events, tenants or aux components are
-        # to know of each leaf that goes; whether `on_node_evict` is, is asked when one goes
+        # what frees the slots of leaves; None: the pool takes pages, or components or tenants are to know of each
         self._free = None if pool is None or self._free_pages is not None or aux else pool.free
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
 
@@ -246,15 +244,9 @@ class TreeCache(TreeInsert):
         """The chained SHA-256 of each page of `node`, as hex; computed once and kept, with its ancestors'."""
         return chain_hashes(node, self.page_size)
 
-    def keep_history(self, history: EvictionHistory) -> None:
-        """Note in `history` what is evicted and retired from now on, for `explain`."""
-        super().keep_history(history)
-        self._free = None
-
     def tell_events(self, sink: KVEventSink) -> None:
         """Tell `sink` of pages that come and go from now on: see `kv_events`. Every insert then hashes its pages."""
         self._events = KVEventTeller(sink, self.page_size)
-        self._free = None
 
     def resident_pages(self) -> Iterator[PageRun]:
         """The pages that can be matched, parents before children. O(n); hashes what has no hashes yet."""

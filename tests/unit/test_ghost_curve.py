@@ -146,7 +146,7 @@ def test_blocks_of_uses_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     one_by_one = GhostStack(1_000)
     alone = [one_by_one.use([group])[0].tolist() for group in groups]
-    monkeypatch.setattr("raydix.cache_core.ghost_stack._MATRIX", 50)
+    monkeypatch.setattr("raydix.cache_core.ghost_stack._BLOCK", 50)
     in_parts = [each.tolist() for each in GhostStack(1_000).use(groups)]
 
     assert at_once == alone == in_parts
