@@ -96,32 +96,33 @@ async def test_above_the_high_mark_it_evicts_the_least_recently_used_down_to_the
 
 
 def timers() -> list[str]:
-    """What the loop will do at some time, but for the beats of sessions, those of other tests' among them."""
+    """What the loop will do at some time, but for the beats of sessions."""
     scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
     return [repr(each) for each in scheduled if "LoopTimer" not in repr(each)]
 
 
-async def test_it_sleeps_on_an_event_and_sets_no_timer(
-    cache: LocalPrefixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[int] = []
-    gauge = cache._host.service.eviction_task._gauges[0]
-    free_slots = gauge.free_slots
-    monkeypatch.setattr(gauge, "free_slots", lambda: looks.append(free_slots()) or free_slots())
-    await publish(cache, *range(1, 9))
-    before = timers()
+@pytest.mark.asyncio(loop_scope="function")  # on the loop the tests share, sessions of others set timers meanwhile
+async def test_it_sleeps_on_an_event_and_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(config_of()) as cache:
+        looks: list[int] = []
+        gauge = cache._host.service.eviction_task._gauges[0]
+        free_slots = gauge.free_slots
+        monkeypatch.setattr(gauge, "free_slots", lambda: looks.append(free_slots()) or free_slots())
+        await publish(cache, *range(1, 9))
+        assert timers() == []
 
-    await asyncio.sleep(0.05)
-    assert looks == []
-    assert [each for each in timers() if each not in before] == []
+        await asyncio.sleep(0.05)
+        assert looks == []
+        assert timers() == []
 
-    await cache.acquire([9])
-    await settle(cache)
-    assert (looks[0], looks[-1]) == (1, 5)
-    assert set(looks) == {1, 5}
-    turns = len(looks)
-    await asyncio.sleep(0.05)
-    assert len(looks) == turns
+        await cache.acquire([9])
+        await settle(cache)
+        assert (looks[0], looks[-1]) == (1, 5)
+        assert set(looks) == {1, 5}
+        turns = len(looks)
+        await asyncio.sleep(0.05)
+        assert len(looks) == turns
+        assert timers() == []
 
 
 async def test_it_sleeps_again_and_wakes_again(cache: LocalPrefixCache) -> None:
