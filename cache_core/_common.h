@@ -105,6 +105,10 @@ Children *children_of(const Node *node);
 int is_childless(const Node *node);
 int is_below(const Node *node, PyObject *priority);
 
+/* how they come into a tree: _growth.c */
+int is_node_type(PyObject *type);
+Node *cut_node(PyTypeObject *type, PyObject *ids, Py_ssize_t page, Node *node, Py_ssize_t end);
+
 /* locks of nodes: _locks.c */
 Py_ssize_t count_lock(Node *node, Py_ssize_t step);
 
@@ -171,6 +175,7 @@ int knows_tensors(void);
 PyObject *pack(PyObject *module, PyObject *ids);
 PyObject *top_of(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *reach(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *uproot(PyObject *module, PyObject *const *args, Py_ssize_t nargs);

@@ -2,13 +2,25 @@
 
 #include "_common.h"
 
-static int
+int
 is_node_type(PyObject *type)
 {
     if (PyType_Check(type) && PyType_IsSubtype((PyTypeObject *)type, &NodeType))
         return 1;
     PyErr_SetString(PyExc_TypeError, "a type of nodes is needed");
     return 0;
+}
+
+/* The next of an iterator over ids; -1 with an exception set if there is none. */
+static Py_ssize_t
+next_id(PyObject *ids)
+{
+    PyObject *id = PyIter_Check(ids) ? PyIter_Next(ids) : NULL;
+    Py_ssize_t number = id == NULL ? -1 : size_of(id, "an id");
+    Py_XDECREF(id);
+    if (number < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "ids come from an iterator that does not end");
+    return number;
 }
 
 static PyObject *
@@ -70,12 +82,12 @@ PyObject *
 grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Packed key;
-    if (!expect_args("grow", nargs, 8) || !is_node_type(args[0]) || !packed_ids(args[3], &key))
+    if (!expect_args("grow", nargs, 8) || !is_node_type(args[0]) || !packed_ids(args[4], &key))
         return NULL;
-    Node *parent = as_node(args[2]);
-    Py_ssize_t start = parent == NULL ? -1 : end_of(parent), page = start < 0 ? -1 : size_of(args[4], "page_size");
-    Py_ssize_t stop = page < 0 ? -1 : size_of(args[5], "stop");
-    Py_ssize_t node_id = PyLong_AsSsize_t(args[1]), now = PyLong_AsSsize_t(args[7]);
+    Py_ssize_t page = size_of(args[2], "page_size");
+    Node *parent = page < 0 ? NULL : as_node(args[3]);
+    Py_ssize_t start = parent == NULL ? -1 : end_of(parent), stop = start < 0 ? -1 : size_of(args[5], "stop");
+    Py_ssize_t now = stop < 0 ? -1 : PyLong_AsSsize_t(args[7]);
     if (PyErr_Occurred())
         return NULL;
     if (key.unit < 1 || page < 1 || start > stop || stop > key.size / key.unit || page > PY_SSIZE_T_MAX / key.unit) {
@@ -83,20 +95,19 @@ grow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     PyObject *data = part_of_key(&key, start * key.unit, stop * key.unit);
-    if (data == NULL)
-        return NULL;
-    NodeParts parts = {.id = node_id, .parent = args[2], .slots = args[6], .end = stop, .now = now};
-    PyObject *leaf = new_leaf((PyTypeObject *)args[0], &parts, page * key.unit, data);
-    Py_DECREF(data);
+    Py_ssize_t node_id = data == NULL ? -1 : next_id(args[1]);
+    NodeParts parts = {.id = node_id, .parent = args[3], .slots = args[6], .end = stop, .now = now};
+    PyObject *leaf = node_id < 0 ? NULL : new_leaf((PyTypeObject *)args[0], &parts, page * key.unit, data);
+    Py_XDECREF(data);
     return leaf;
 }
 
 /* ---------------------------------------------------------------- cuts */
 
 /* What a cut takes: where it is, in tokens from the root; the bytes of a page and of the prefix's data; and how many slots
- * go to the prefix. */
+ * and pages go to the prefix. */
 typedef struct {
-    Py_ssize_t end, page_bytes, data_cut, num_slots;
+    Py_ssize_t end, page_bytes, data_cut, num_slots, num_pages;
 } Cut;
 
 /* 1 if the node can be cut there, and how; 0 with an exception set if not. */
@@ -120,7 +131,7 @@ plan(const Node *node, Py_ssize_t end, Py_ssize_t page, Cut *cut)
         PyErr_Format(PyExc_AssertionError, "cannot split %R at %zd", node, end);
         return 0;
     }
-    *cut = (Cut){end, page * unit, length * unit, slots * length / num_tokens};
+    *cut = (Cut){end, page * unit, length * unit, slots * length / num_tokens, length / page};
     return 1;
 }
 
@@ -130,6 +141,20 @@ static int
 takes_over(PyTypeObject *type, PyObject *whole, Py_ssize_t size)
 {
     return size >= PyBytes_GET_SIZE(whole) - size && is_plain_type(type);
+}
+
+/* The hashes of some of a node's pages; None if it has none, NULL with an exception set on an error. */
+static PyObject *
+part_of_hashes(const Node *node, Py_ssize_t first, Py_ssize_t last)
+{
+    PyObject *hashes = node->hash_values;
+    if (hashes == NULL || !PyList_CheckExact(hashes)) {
+        if (hashes == Py_None)
+            return Py_NewRef(hashes);
+        PyErr_SetString(PyExc_TypeError, "the hashes of pages stand in a list");
+        return NULL;
+    }
+    return PyList_GetSlice(hashes, first, last);
 }
 
 /* The node over the prefix, in its place below the parent; what is cut stays as it is. Its data may still be all of that. */
@@ -167,13 +192,31 @@ keep_others_out(Node *above, const Node *node, const Cut *cut)
     return 0;
 }
 
+/* What a node and its prefix have once they are two. */
+typedef struct {
+    PyObject *data, *slots, *hashes, *hashes_above;
+} Shares;
+
+/* The shares of the rest, and the hashes of both: 0 with an exception set on an error. */
+static int
+plan_shares(const Node *node, const Cut *cut, Shares *shares)
+{
+    shares->data = slice(node->data, cut->data_cut, PyBytes_GET_SIZE(node->data));
+    shares->slots = part_of_row(node->slots, cut->num_slots, 1);
+    shares->hashes = part_of_hashes(node, cut->num_pages, PY_SSIZE_T_MAX);
+    shares->hashes_above = part_of_hashes(node, 0, cut->num_pages);
+    return shares->data != NULL && shares->slots != NULL && shares->hashes != NULL && shares->hashes_above != NULL;
+}
+
 /* Leave a node the rest, and its prefix all else, which stays where it is: to give memory back takes none. */
 static int
-share_out(Node *node, Node *above, PyObject *data, PyObject *slots, const Cut *cut)
+share_out(Node *node, Node *above, const Shares *shares, const Cut *cut)
 {
     int is_shared = above->data == node->data;
-    set_member(&node->data, data);
-    set_member(&node->slots, slots);
+    set_member(&node->data, shares->data);
+    set_member(&node->slots, shares->slots);
+    set_member(&node->hash_values, shares->hashes);
+    set_member(&above->hash_values, shares->hashes_above);
     set_member(&node->parent, (PyObject *)above);
     return is_shared ? _PyBytes_Resize(&above->data, cut->data_cut) : 0;
 }
@@ -182,17 +225,32 @@ share_out(Node *node, Node *above, PyObject *data, PyObject *slots, const Cut *c
 static int
 put_below(Node *node, Node *above, const Cut *cut)
 {
-    PyObject *data = slice(node->data, cut->data_cut, PyBytes_GET_SIZE(node->data));
-    PyObject *slots = part_of_row(node->slots, cut->num_slots, 1);
+    Shares shares;
     int done = -1;
-    if (data != NULL && slots != NULL && hang(above, data, cut->page_bytes, (PyObject *)node, 1) == 0 &&
+    if (plan_shares(node, cut, &shares) && hang(above, shares.data, cut->page_bytes, (PyObject *)node, 1) == 0 &&
         keep_others_out(above, node, cut) == 0)
         done = hang((Node *)node->parent, node->data, cut->page_bytes, (PyObject *)above, 0);
     if (done == 0)
-        done = share_out(node, above, data, slots, cut);
-    Py_XDECREF(data);
-    Py_XDECREF(slots);
+        done = share_out(node, above, &shares, cut);
+    Py_XDECREF(shares.data);
+    Py_XDECREF(shares.slots);
+    Py_XDECREF(shares.hashes);
+    Py_XDECREF(shares.hashes_above);
     return done;
+}
+
+/* Cut a node, tokens from the root; returns the new one above it, NULL with an exception set on an error. */
+Node *
+cut_node(PyTypeObject *type, PyObject *ids, Py_ssize_t page, Node *node, Py_ssize_t end)
+{
+    Cut how;
+    Py_ssize_t node_id = next_id(ids);
+    if (node_id < 0 || !plan(node, end, page, &how))
+        return NULL;
+    Node *above = new_prefix(node, type, node_id, &how);
+    if (above != NULL && put_below(node, above, &how) < 0)
+        Py_CLEAR(above);
+    return above;
 }
 
 PyObject *
@@ -200,14 +258,8 @@ cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!expect_args("cut", nargs, 5) || !is_node_type(args[0]))
         return NULL;
-    Node *node = as_node(args[2]);
-    Py_ssize_t end = node == NULL ? -1 : size_of(args[3], "end");
-    Py_ssize_t page = end < 0 ? -1 : size_of(args[4], "page_size"), node_id = PyLong_AsSsize_t(args[1]);
-    Cut how;
-    if (PyErr_Occurred() || !plan(node, end, page, &how))
-        return NULL;
-    Node *above = new_prefix(node, (PyTypeObject *)args[0], node_id, &how);
-    if (above != NULL && put_below(node, above, &how) < 0)
-        Py_CLEAR(above);
-    return (PyObject *)above;
+    Py_ssize_t page = size_of(args[2], "page_size");
+    Node *node = page < 0 ? NULL : as_node(args[3]);
+    Py_ssize_t end = node == NULL ? -1 : size_of(args[4], "end");
+    return end < 0 ? NULL : (PyObject *)cut_node((PyTypeObject *)args[0], args[1], page, node, end);
 }

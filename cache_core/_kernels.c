@@ -6,6 +6,7 @@ static PyMethodDef functions[] = {
     {"pack", pack, METH_O, NULL},
     {"top_of", (PyCFunction)(void (*)(void))top_of, METH_FASTCALL, NULL},
     {"walk", (PyCFunction)(void (*)(void))walk, METH_FASTCALL, NULL},
+    {"reach", (PyCFunction)(void (*)(void))reach, METH_FASTCALL, NULL},
     {"grow", (PyCFunction)(void (*)(void))grow, METH_FASTCALL, NULL},
     {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, NULL},
     {"uproot", (PyCFunction)(void (*)(void))uproot, METH_FASTCALL, NULL},

@@ -16,6 +16,7 @@ from raydix.cache_core.plain_kernels import last_use as last_use
 from raydix.cache_core.plain_kernels import leads_to as leads_to
 from raydix.cache_core.plain_kernels import maker as maker
 from raydix.cache_core.plain_kernels import pack as pack
+from raydix.cache_core.plain_kernels import reach as reach
 from raydix.cache_core.plain_kernels import take_back as take_back
 from raydix.cache_core.plain_kernels import top_of as top_of
 from raydix.cache_core.plain_kernels import uproot as uproot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "leads_to",
     "maker",
     "pack",
+    "reach",
     "take_back",
     "top_of",
     "uproot",
@@ -167,10 +168,10 @@ class Node:
 
 def grow(
     node_type: Any,
-    node_id: int,
+    ids: Iterator[int],
+    page_size: int,
     parent: Any,
     key: Key,
-    page_size: int,
     stop: int,
     slots: bytes,
     now: int,
@@ -179,6 +180,7 @@ def grow(
     """Hang a new leaf below `parent`: the tokens of a key from where that ends up to `stop`.
 
     Args:
+        ids: the next one is the leaf's.
         slots: of the leaf, which keeps them.
 
     Raises:
@@ -187,27 +189,31 @@ def grow(
     run = key.data[parent.end * key.unit : stop * key.unit]
     if run[: page_size * key.unit] in parent.children:
         raise ValueError("there is a child that begins so")
-    leaf = node_type(node_id, parent, parent.space, run, slots, stop, now)
+    leaf = node_type(next(ids), parent, parent.space, run, slots, stop, now)
     _hang(parent, run[: page_size * key.unit], leaf)
     return leaf
 
 
-def cut(node_type: Any, node_id: int, node: Any, end: int, page_size: int, /) -> Any:
+def cut(node_type: Any, ids: Iterator[int], page_size: int, node: Any, end: int, /) -> Any:
     """Cut `node` at `end`, tokens from the root; returns the new node above it, which takes over the prefix.
 
-    Locks, age and priority are copied to the prefix; uses and hashes are not. Compiled, a prefix that is most of the
-    node stays where it lies, unless somebody else reads that, and only the rest is copied.
+    The next id is the new node's. Locks, age and priority are copied to it, uses are not, hashes are shared out.
+    Compiled, a prefix that is most of the node stays where it lies, unless somebody else reads that, and only the rest
+    is copied.
     """
     parent, row, unit = node.parent, node.slots, node.space.unit
     length, num_tokens = end - parent.end, node.end - parent.end
     assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {end}"
     at, page = length * unit, page_size * unit
     prefix, rest = parted(row, num_slots(row) * length // num_tokens)
-    above = node_type(node_id, parent, node.space, node.data[:at], prefix, end, node.own_access_time)
+    above = node_type(next(ids), parent, node.space, node.data[:at], prefix, end, node.own_access_time)
     above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
     _hang(parent, node.data[:page], above)
     node.data, node.slots, node.parent = node.data[at:], rest, above
     _hang(above, node.data[:page], node)
+    if node.hash_values is not None:
+        num_pages = length // page_size
+        above.hash_values, node.hash_values = node.hash_values[:num_pages], node.hash_values[num_pages:]
     return above
 
 
@@ -249,6 +255,16 @@ def walk(node: Any, key: Key, page_size: int, num_tokens: int, /) -> tuple[list[
         children = child.children
     end = min(pos, stop) // unit  # the last run may match beyond where the walk stops
     return path, end, path[-1].end - end if path else 0
+
+
+def reach(
+    node_type: Any, ids: Iterator[int], node: Any, key: Key, page_size: int, num_tokens: int, /
+) -> tuple[list[Any], int, int]:
+    """`walk`, and `cut` the last of the nodes where it ends, so that nothing lies beyond."""
+    path, end, rest = walk(node, key, page_size, num_tokens)
+    if rest:
+        path[-1] = cut(node_type, ids, page_size, path[-1], end)
+    return path, end, 0
 
 
 def common_bytes(data: bytes, pos: int, stop: int, run: bytes) -> int:

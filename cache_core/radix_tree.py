@@ -29,13 +29,17 @@ SpaceKey = tuple[str | None, int]
 
 
 class RadixTree:
-    """The structure that the radix caches share."""
+    """The structure that the radix caches share.
+
+    Attributes:
+        node_type, ids: what its nodes are, and the numbers of those to come.
+    """
 
     def __init__(self, page_size: int, node_type: type[TreeNode] = TreeNode) -> None:
         self.page_size = page_size
-        self._node_type = node_type
-        self._next_id = count()
-        self.root = node_type(next(self._next_id), None, Namespace(None, 0, 4, 4, self), b"", _NO_SLOTS, 0, 0)
+        self.node_type = node_type
+        self.ids = count()
+        self.root = node_type(next(self.ids), None, Namespace(None, 0, 4, 4, self), b"", _NO_SLOTS, 0, 0)
         self.tops: dict[SpaceKey, TreeNode] = {}
 
     def find_space(self, key: RadixKey) -> tuple[TreeNode | None, RadixKey]:
@@ -53,7 +57,7 @@ class RadixTree:
         top = self.tops.get((key.extra_key, key.arity))
         if top is None:
             space = Namespace(key.extra_key, key.arity, key.width, key.unit, self)
-            top = self._node_type(next(self._next_id), self.root, space, b"", _NO_SLOTS, 0, now)
+            top = self.node_type(next(self.ids), self.root, space, b"", _NO_SLOTS, 0, now)
         elif key.width != top.space.width:
             if key.width == 8:
                 self._widen(top)
@@ -66,15 +70,12 @@ class RadixTree:
         The suffix keeps its identity and its uses, which so count for the prefix, too; locks are copied to the prefix,
         hashes are shared out.
         """
-        above: TreeNode = cut(self._node_type, next(self._next_id), node, end, self.page_size)
-        if node.hash_values is not None:
-            pages = len(above) // self.page_size
-            above.hash_values, node.hash_values = node.hash_values[:pages], node.hash_values[pages:]
+        above: TreeNode = cut(self.node_type, self.ids, self.page_size, node, end)
         return above
 
     def add_leaf(self, parent: TreeNode, key: RadixKey, stop: int, slots: Row, now: int, priority: int) -> TreeNode:
         """Hang the tokens of `key` from the end of `parent` to `stop` below it, with slots that become the tree's."""
-        leaf: TreeNode = grow(self._node_type, next(self._next_id), parent, key, self.page_size, stop, slots, now)
+        leaf: TreeNode = grow(self.node_type, self.ids, self.page_size, parent, key, stop, slots, now)
         if priority:
             leaf.own_priority = priority
         if parent.parent is self.root:  # the namespace is there from its first run on

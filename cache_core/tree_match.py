@@ -10,7 +10,7 @@ from raydix.cache_core.eviction_history import EvictionHistory
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.full_component import FullComponent
-from raydix.cache_core.kernels import gather, walk
+from raydix.cache_core.kernels import gather, reach, walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import join_rows
@@ -120,20 +120,22 @@ class TreeMatch(BasePrefixCache):
 
     def _match(self, key: RadixKey, limit: int | None, priority: int) -> tuple[TreeNode, list[TreeNode], int, int]:
         """The node that the usable match ends at, those it uses, its tokens, and how many the full KV alone has."""
-        top, key = self._tree.find_space(key)
+        tree = self._tree
+        top, key = tree.find_space(key)
         if top is None:
             return self.root, [], 0, 0
         num_tokens = key.num_tokens if limit is None else min(limit, key.num_tokens)
-        path, end, rest = walk(top, key, self.page_size, num_tokens)
-        full_end = end
         if self._aux:
+            path, full_end, _ = walk(top, key, self.page_size, num_tokens)
             path, end = self._usable(path, full_end)
-            rest = path[-1].end - end if path else 0
+            if path and path[-1].end > end:
+                path[-1] = self._split(path[-1], end)
+        else:
+            path, end, _ = reach(tree.node_type, tree.ids, top, key, self.page_size, num_tokens)
+            full_end = end
         if not path:
             return self.root, path, 0, full_end
         node = path[-1]
-        if rest:
-            node = path[-1] = self._split(node, end)
         self._clock += 1
         self._full.use(node, self._clock, 1, priority)
         if self._aux:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,25 +22,23 @@ class Branch:
         self.root = kernel.Node(0, None, self.space, b"", b"", 0, 0)
         self.top = kernel.Node(1, self.root, self.space, b"", b"", 0, 0)
         self.nodes = [self.top]
+        self.ids = count(1)  # places in `nodes`
 
     def insert(self, data: bytes) -> Any:
         """Hang what is new of a key below what it goes through, cutting where it leaves a run; the node it ends at."""
         key = self.kernel.Key.from_packed(data, self.unit)
         num_tokens = key.num_tokens // self.page_size * self.page_size
-        path, end, rest = self.kernel.walk(self.top, key, self.page_size, num_tokens)
+        path, end, _ = self.kernel.reach(type(self.top), self.ids, self.top, key, self.page_size, num_tokens)
         node = path[-1] if path else self.top
-        if rest:
-            node = self.cut(node, end)
+        if path and node.id == len(self.nodes):  # it was cut off
+            self._added(node)
         if end < num_tokens:
             all_slots = torch.arange(num_tokens) * self.step + self.first
             slots = self.kernel.compact(all_slots, 1, end, num_tokens)
             node = self._added(
-                self.kernel.grow(type(self.top), len(self.nodes), node, key, self.page_size, num_tokens, slots, 7)
+                self.kernel.grow(type(self.top), self.ids, self.page_size, node, key, num_tokens, slots, 7)
             )
         return node
-
-    def cut(self, node: Any, end: int) -> Any:
-        return self._added(self.kernel.cut(type(self.top), len(self.nodes), node, end, self.page_size))
 
     def _added(self, node: Any) -> Any:
         self.nodes.append(node)

@@ -10,7 +10,7 @@ import torch
 from fault_catalogue import Catalogue, Fault, Patch, around
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, tree_insert, tree_match
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, radix_tree, tree_insert, tree_match
 from raydix.cache_core.eviction_policy import LRU
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
@@ -23,17 +23,35 @@ FAULTS = Catalogue()
 fault = FAULTS.register
 
 
+def reach(node_type: Any, ids: Any, node: Any, key: RadixKey, page_size: int, num_tokens: int) -> Any:
+    """The kernel, put together from two of which one may be broken."""
+    path, end, rest = tree_match.walk(node, key, page_size, num_tokens)
+    if rest:
+        path[-1] = radix_tree.cut(node_type, ids, page_size, path[-1], end)
+    return path, end, 0
+
+
+def after_cuts(patch: Patch, change: Callable[[Any, Any], None]) -> None:
+    """Have `change(above, node)` done after each cut, of a match or of an insert."""
+
+    def cut(original: Any, node_type: Any, ids: Any, page_size: int, node: Any, end: int) -> Any:
+        above = original(node_type, ids, page_size, node, end)
+        change(above, node)
+        return above
+
+    around(patch, radix_tree, "cut", cut)
+    patch.setattr(tree_match, "reach", reach)
+
+
 # ---------------------------------------------------------------- recency and eviction
 
 
 @fault
 def a_split_renews_the_suffix_that_was_not_matched(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
-        above = original(cache, node, end)
-        node.own_access_time = cache._clock + 1
-        return above
+    def renew(above: Any, node: Any) -> None:
+        node.own_access_time += 1_000
 
-    around(patch, RadixCache, "_split", split)
+    after_cuts(patch, renew)
 
 
 @fault
@@ -231,6 +249,7 @@ def a_match_ends_within_a_page(patch: Patch) -> None:
 
     for module in (tree_match, tree_insert):
         around(patch, module, "walk", walk)
+    patch.setattr(tree_match, "reach", reach)
 
 
 @fault
@@ -435,32 +454,26 @@ def an_unlock_takes_the_lock_of_a_node_below(patch: Patch) -> None:
 
 @fault
 def a_split_loses_the_locks_of_the_prefix(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
-        above = original(cache, node, end)
+    def lose(above: Any, node: Any) -> None:
         above.lock_ref = 0
-        return above
 
-    around(patch, RadixCache, "_split", split)
+    after_cuts(patch, lose)
 
 
 @fault
 def a_split_moves_the_locks_to_the_prefix(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
-        above = original(cache, node, end)
+    def move(above: Any, node: Any) -> None:
         above.own_locks, node.own_locks, node.lock_ref = node.own_locks, 0, node.lock_ref - node.own_locks
-        return above
 
-    around(patch, RadixCache, "_split", split)
+    after_cuts(patch, move)
 
 
 @fault
 def a_split_forgets_the_hits(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
-        above = original(cache, node, end)
+    def forget(above: Any, node: Any) -> None:
         node.own_hits = 0
-        return above
 
-    around(patch, RadixCache, "_split", split)
+    after_cuts(patch, forget)
 
 
 @fault
@@ -504,13 +517,11 @@ def pages_are_hashed_each_by_itself(patch: Patch) -> None:
 
 @fault
 def a_split_gives_the_hashes_of_the_suffix_to_the_prefix(patch: Patch) -> None:
-    def split(original: Any, cache: RadixCache, node: Any, end: int) -> Any:
-        above = original(cache, node, end)
+    def swap(above: Any, node: Any) -> None:
         if above.hash_values is not None and len(above.hash_values) == len(node.hash_values):
             above.hash_values, node.hash_values = node.hash_values, above.hash_values
-        return above
 
-    around(patch, RadixCache, "_split", split)
+    after_cuts(patch, swap)
 
 
 # ---------------------------------------------------------------- the proof

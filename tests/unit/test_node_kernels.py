@@ -10,6 +10,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_slots_are_cut_as_by_the_plain_kernel(slots: list[int], data: st.DataObj
     for kernel in (kernels, plain_kernels):
         space = SimpleNamespace(unit=1)
         node = kernel.Node(0, kernel.Node(1, None, space, b"", b"", 0, 0), space, bytes(len(slots)), row, len(slots), 0)
-        above = [kernel.cut(kernel.Node, 2, node, at, 1) for at in cuts]
+        above = [kernel.cut(kernel.Node, count(2), 1, node, at) for at in cuts]
         parts.append([each.slots for each in (*above, node)])
 
         assert kernel.gather([*above, node], 1).tolist() == slots
@@ -170,7 +171,7 @@ def tree_of_one_run(kernel: Any, size: int) -> Any:
     key = kernel.Key.from_packed(b"above" + np.random.default_rng(size).bytes(size), 1)
     space = SimpleNamespace(unit=1)
     top = kernel.Node(0, None, space, b"", b"", 5, 0)
-    return kernel.grow(kernel.Node, 1, top, key, 1, 5 + size, bytes(8 * 16), 0)
+    return kernel.grow(kernel.Node, count(1), 1, top, key, 5 + size, bytes(8 * 16), 0)
 
 
 @pytest.mark.parametrize("kernel", TWINS)
@@ -183,7 +184,7 @@ def test_data_are_cut_whoever_reads_them(kernel: Any, size: int, is_read: bool) 
         hash(node.data)  # is noted in the object
         reader = node.data if is_read else None
 
-        above = kernel.cut(kernel.Node, 2, node, node.parent.end + length, 1)
+        above = kernel.cut(kernel.Node, count(2), 1, node, node.parent.end + length)
 
         assert (above.data, node.data) == (run[:length], run[length:])
         assert hash(above.data) == hash(run[:length]) and {above.data: 1}[run[:length]] == 1
@@ -198,7 +199,7 @@ def test_a_cut_copies_only_the_rest_of_what_is_mostly_prefix() -> None:
     try:
         node = tree_of_one_run(kernels, size)
         tracemalloc.reset_peak()
-        above = kernels.cut(kernels.Node, 2, node, node.end - rest, 1)
+        above = kernels.cut(kernels.Node, count(2), 1, node, node.end - rest)
         held, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -217,7 +218,7 @@ def test_a_constructor_is_given_what_the_prefix_holds(kernel: Any) -> None:
             seen.append(self.data)
 
     node = tree_of_one_run(kernel, 1_000)
-    kernel.cut(Told, 2, node, node.end - 100, 1)
+    kernel.cut(Told, count(2), 1, node, node.end - 100)
 
     assert list(map(len, seen)) == [900]
 
@@ -365,6 +366,20 @@ def lone(**fields: Any) -> Any:
     return node
 
 
+def parent_of(data: bytes) -> Any:
+    """The node in a tree that this run hangs below."""
+    return Branch(kernels, 2).insert(data).parent
+
+
+def hashed(hashes: Any) -> Any:
+    """A node in a tree with these hashes; None: they are deleted."""
+    node = tree_of_one_run(kernels, 2)
+    node.hash_values = hashes
+    if hashes is None:
+        del node.hash_values
+    return node
+
+
 def circle() -> Any:
     node = lone(end=3, own_locks=1)
     node.parent = lone(end=2, parent=node)
@@ -461,24 +476,24 @@ class Nonsense(kernels.Key):
         (lambda: kernels.top_of({}, AB, -1), ValueError),
         (lambda: kernels.Holdings(), TypeError),  # type: ignore[call-arg]
         (lambda: kernels.Holdings.__new__(kernels.Holdings).use(lone(), 0, 1, 0), AttributeError),
-        (lambda: kernels.grow(int, 1, lone(), ABC, 1, 3, b"", 0), TypeError),
-        (lambda: kernels.grow(7, 1, lone(), ABC, 1, 3, b"", 0), TypeError),
-        (lambda: kernels.grow(kernels.Node, 1, None, ABC, 1, 3, b"", 0), TypeError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 1, 4, b"", 0), ValueError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 1, 1, b"", 0), ValueError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 0, 3, b"", 0), ValueError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(), b"abc", 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
-        (lambda: kernels.grow(kernels.Node, "1", lone(), ABC, 1, 3, b"", 0), TypeError),  # type: ignore[arg-type]
-        (lambda: kernels.grow(kernels.Node, 1, lone(), ABC, 1, 3, b"", 2**63), OverflowError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(space=None), ABC, 1, 3, b"", 0), AttributeError),
-        (lambda: kernels.grow(kernels.Node, 1, lone(children=[]), ABC, 1, 3, b"", 0), TypeError),
-        (lambda: kernels.cut(kernels.Node, 1, lone(), 1, 1), TypeError),
-        (lambda: kernels.cut(kernels.Node, 1, lone(parent=lone(end=0), space=None), 1, 1), AttributeError),
-        (lambda: kernels.cut(kernels.Node, 1, lone(parent=lone(end=0), data=b"a"), 1, 1), AssertionError),
-        (lambda: kernels.cut(kernels.Node, None, Branch(kernels, 2).insert(b"abcd"), 2, 2), TypeError),
-        (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 3, 2), AssertionError),
-        (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 4, 2), AssertionError),
-        (lambda: kernels.cut(kernels.Node, 1, Branch(kernels, 2).insert(b"abcd"), 0, 2), AssertionError),
+        (lambda: kernels.grow(int, count(1), 1, lone(), ABC, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(7, count(1), 1, lone(), ABC, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(kernels.Node, count(1), 1, None, ABC, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(kernels.Node, count(1), 1, lone(), ABC, 4, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, count(1), 1, lone(), ABC, 1, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, count(1), 0, lone(), ABC, 3, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, count(1), 1, lone(), b"abc", 3, b"", 0), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.grow(kernels.Node, iter("1"), 1, lone(), ABC, 3, b"", 0), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.grow(kernels.Node, count(1), 1, lone(), ABC, 3, b"", 2**63), OverflowError),
+        (lambda: kernels.grow(kernels.Node, count(1), 1, lone(space=None), ABC, 3, b"", 0), AttributeError),
+        (lambda: kernels.grow(kernels.Node, count(1), 1, lone(children=[]), ABC, 3, b"", 0), TypeError),
+        (lambda: kernels.cut(kernels.Node, count(1), 1, lone(), 1), TypeError),
+        (lambda: kernels.cut(kernels.Node, count(1), 1, lone(parent=lone(end=0), space=None), 1), AttributeError),
+        (lambda: kernels.cut(kernels.Node, count(1), 1, lone(parent=lone(end=0), data=b"a"), 1), AssertionError),
+        (lambda: kernels.cut(kernels.Node, None, 2, Branch(kernels, 2).insert(b"abcd"), 2), TypeError),
+        (lambda: kernels.cut(kernels.Node, count(1), 2, Branch(kernels, 2).insert(b"abcd"), 3), AssertionError),
+        (lambda: kernels.cut(kernels.Node, count(1), 2, Branch(kernels, 2).insert(b"abcd"), 4), AssertionError),
+        (lambda: kernels.cut(kernels.Node, count(1), 2, Branch(kernels, 2).insert(b"abcd"), 0), AssertionError),
         (lambda: kernels.uproot(lone(), 1), TypeError),
         (lambda: kernels.uproot(lone(parent=lone()), 1), KeyError),
         (lambda: kernels.uproot(lone(parent=lone(children=[])), 1), TypeError),
@@ -489,7 +504,20 @@ class Nonsense(kernels.Key):
         (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd"), -1), ValueError),
         (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd"), 1), KeyError),
         (lambda: kernels.uproot(Branch(kernels, 2).insert(b"abcd").parent, 2), AssertionError),
-        (lambda: kernels.grow(kernels.Node, 1, Branch(kernels, 2).insert(b"cd").parent, CDE, 2, 2, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, count(), 2, parent_of(b"cd"), CDE, 2, b"", 0), ValueError),
+        (lambda: kernels.grow(kernels.Node, iter(()), 1, lone(), ABC, 3, b"", 0), TypeError),
+        (lambda: kernels.grow(kernels.Node, 1, 1, lone(), ABC, 3, b"", 0), TypeError),  # type: ignore[arg-type]
+        (lambda: kernels.grow(kernels.Node, iter([-1]), 1, lone(), ABC, 3, b"", 0), ValueError),
+        (lambda: kernels.cut(kernels.Node, iter(()), 2, Branch(kernels, 2).insert(b"abcd"), 2), TypeError),
+        (lambda: kernels.cut(kernels.Node, count(1), 1, hashed(()), 6), TypeError),
+        (lambda: kernels.reach(int, count(1), lone(), ABC, 1, 3), TypeError),
+        (lambda: kernels.reach(kernels.Node, count(1), None, ABC, 1, 3), TypeError),
+        (lambda: kernels.reach(kernels.Node, count(1), lone(), ABC, 0, 3), ValueError),
+        (
+            lambda: kernels.reach(kernels.Node, iter(()), parent_of(b"abcdef"), RadixKey.from_packed(b"abcd", 1), 2, 4),
+            TypeError,
+        ),
+        (lambda: kernels.cut(kernels.Node, count(1), 1, hashed(None), 6), TypeError),
         (lambda: kernels.leads_to(AB, 7), TypeError),
         (lambda: kernels.leads_to(7, lone()), TypeError),  # type: ignore[arg-type]
         (lambda: kernels.leads_to(NO_DATA, lone()), AttributeError),
@@ -573,13 +601,13 @@ def test_nothing_is_kept_alive() -> None:
         kernels.last_use(second)
         RadixKey.from_packed(packed, 4, name)
         RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]
-        leaf = kernels.grow(kernels.Node, 9, first, RadixKey.from_packed(b"abcdxxyy", 1), 2, 8, slots, now)
-        above = kernels.cut(kernels.Node, 10, leaf, 6, 2)
+        leaf = kernels.grow(kernels.Node, count(9), 2, first, RadixKey.from_packed(b"abcdxxyy", 1), 8, slots, now)
+        above = kernels.cut(kernels.Node, count(10), 2, leaf, 6)
         held.add(leaf)
         held.fell(1, 2, kernels.Victims())
         kernels.uproot(above, 2)
         held._queue.leaves.clear()
-        held.add(kernels.grow(kernels.Node, 9, first, RadixKey.from_packed(b"abcdxxyy", 1), 2, 8, slots, now))
+        held.add(kernels.grow(kernels.Node, count(9), 2, first, RadixKey.from_packed(b"abcdxxyy", 1), 8, slots, now))
         held.free_leaves(1, 2, id)
         del above, leaf
 
