@@ -118,8 +118,12 @@ def _make_states(config: CacheConfig, kv_pool: KVPool | None) -> MambaPool | Non
     """The slots of the pool's recurrent states, if the kind has any."""
     if config.kind != "mamba":
         return None
-    layers = [] if kv_pool is None else [kv_pool.state(layer) for layer in range(config.pool.num_layers)]
-    return MambaPool(config.pool.num_state_slots, layers=[tensors for tensors in layers if tensors])
+    if kv_pool is None:
+        return MambaPool(config.pool.num_state_slots)
+    layers = [kv_pool.state(layer) for layer in range(config.pool.num_layers)]
+    return MambaPool(
+        config.pool.num_state_slots, layers=[tensors for tensors in layers if tensors], rows=kv_pool.state_rows()
+    )
 
 
 def _make_tree(config: CacheConfig, allocator: TokenToKVPoolAllocator, states: MambaPool | None) -> BasePrefixCache:

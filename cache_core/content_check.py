@@ -28,7 +28,8 @@ class ContentCheck:
     Costs a pass over the bytes of the pages named, and a number per page and tensor.
 
     Args:
-        tensors: each `[rows, ...]`, contiguous, a row for each slot id, whole pages of them; by what errors call it.
+        tensors: each `[rows, ...]`, a row for each slot id, whole pages of them, contiguous; rows that are pages may
+            lie apart. By what errors call them.
         page_size: slots that are freed and published together.
         unit: what errors call a slot.
     """
@@ -92,9 +93,8 @@ class ContentCheck:
 
 def _words(tensor: torch.Tensor, page_size: int) -> NDArray[np.unsignedinteger]:
     """The memory of a tensor, a row for each page, in the widest words that divide one."""
-    page_bytes = tensor[0].numel() * tensor.itemsize * page_size
-    flat = tensor.view(-1).view(torch.uint8).numpy()
-    words: NDArray[np.unsignedinteger] = flat.view(f"u{gcd(page_bytes, _WORD_BYTES)}").reshape(
-        tensor.shape[0] // page_size, -1
-    )
+    assert page_size == 1 or tensor.is_contiguous(), "pages of a tensor lie side by side"
+    rows = tensor.view(len(tensor), -1).view(torch.uint8).numpy()
+    pages = rows if page_size == 1 else rows.reshape(len(rows) // page_size, -1)
+    words: NDArray[np.unsignedinteger] = pages.view(f"u{gcd(pages.shape[1], _WORD_BYTES)}")
     return words

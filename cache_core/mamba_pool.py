@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
 from raydix.cache_core.memory_pool import wait_for_device
+from raydix.cache_core.state_rows import bytes_of_row, views_of_rows
 
 
 class MambaPool:
     """State slots: row `slot` of every layer's state tensors. Row 0 is reserved.
+
+    The tensors are views of one, a row for each slot, so that a state is copied at once.
 
     Args:
         num_slots: states that can be held at once.
@@ -21,6 +24,8 @@ class MambaPool:
         dtype: of all of them.
         device: where to allocate; ignored if `layers` is given.
         layers: the tensors to use, `[num_slots + 1, *shape]` each, zeroed: shared memory, say. None allocates them.
+        rows: `[num_slots + 1, n]`, of which all of `layers` are views: a row is a slot's whole state. None: each tensor
+            is copied by itself.
     """
 
     def __init__(
@@ -30,18 +35,17 @@ class MambaPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         layers: Sequence[tuple[torch.Tensor, ...]] | None = None,
+        rows: torch.Tensor | None = None,
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}")
+        if layers is None:
+            size = bytes_of_row(state_shapes, dtype)
+            rows = torch.zeros(num_slots + 1, size, dtype=torch.uint8, device=device)
+            layers = views_of_rows(rows, state_shapes, dtype)
         self.num_slots = num_slots
-        self.layers: list[tuple[torch.Tensor, ...]] = (
-            list(layers)
-            if layers is not None
-            else [
-                tuple(torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device) for shape in shapes)
-                for shapes in state_shapes
-            ]
-        )
+        self.layers = list(layers)
+        self._parts = [tensor for tensors in layers for tensor in tensors] if rows is None else [rows]
         self.on_free: Callable[[NDArray[np.int64]], None] | None = None  # told of slots that have become free
         self._free = list(range(num_slots, 0, -1))
         self._used = bytearray(num_slots + 1)
@@ -77,21 +81,19 @@ class MambaPool:
 
     def copy_states(self, src: int, dst: int) -> None:
         """Copy the state in slot `src` into slot `dst`, in every layer."""
-        for tensors in self.layers:
-            for tensor in tensors:
-                tensor[dst].copy_(tensor[src])
+        for part in self._parts:
+            part[dst].copy_(part[src])
         self._wait()
 
     def clear_state(self, slot: int) -> None:
         """Make the state in a slot the initial one: zeros."""
-        for tensors in self.layers:
-            for tensor in tensors:
-                tensor[slot].zero_()
+        for part in self._parts:
+            part[slot].zero_()
         self._wait()
 
     def _wait(self) -> None:
-        if self.layers and self.layers[0]:
-            wait_for_device(self.layers[0][0])
+        if self._parts:
+            wait_for_device(self._parts[0])
 
     def free_slots(self) -> list[int]:
         """The free slots, for checks of conservation. O(n)."""

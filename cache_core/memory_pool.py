@@ -8,8 +8,7 @@ from math import prod
 import torch
 
 from raydix.cache_core.row_copy import check_shapes, put_rows, take_rows
-
-_ALIGNMENT = 256  # bytes; each tensor starts on such a boundary
+from raydix.cache_core.state_rows import aligned, bytes_of_row, views_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,7 @@ class PoolLayout:
     A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`, its V the same with `v_head_dim`; a
     sliding-window layer has `num_swa_slots` in place of `num_slots`. The first `page_size` rows are reserved for
     padding, so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for
-    each of `state_shapes`, with row 0 reserved, and no K and V.
+    each of `state_shapes`, with row 0 reserved, and no K and V. States lie behind all KV, those of one slot together.
 
     With `max_seq_len`, slots come in runs of so many, for one sequence each, and none is reserved: every layer is full,
     its K `[num_slots, num_kv_heads, head_dim]`.
@@ -48,11 +47,8 @@ class PoolLayout:
         return [layer for layer in range(self.num_layers) if self.kind(layer) != "state"]
 
     def shapes(self, layer: int) -> list[tuple[int, ...]]:
-        """The shapes of a layer's tensors: K and V, or the states."""
-        kind = self.kind(layer)
-        if kind == "state":
-            return [(self.num_state_slots + 1, *shape) for shape in self.state_shapes]
-        rows = self.num_slots if kind == "full" else self.num_swa_slots
+        """The shapes of the K and V of a layer that has them."""
+        rows = self.num_slots if self.kind(layer) == "full" else self.num_swa_slots
         if self.max_seq_len is None:
             rows += self.page_size
         return [(rows, self.num_kv_heads, self.head_dim), (rows, self.num_kv_heads, self.v_head_dim)]
@@ -60,19 +56,28 @@ class PoolLayout:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool."""
-        return sum(self._bytes(shape) for layer in range(self.num_layers) for shape in self.shapes(layer))
+        num_rows, row = self._state_rows
+        return self._kv_bytes + num_rows * row
 
-    def views(self, storage: torch.Tensor) -> list[list[torch.Tensor]]:
+    def views(self, storage: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Each layer's tensors, as views of `storage`, a 1-D uint8 tensor of `num_bytes`."""
         layers, at = [], 0
+        states = iter(views_of_rows(self.state_rows(storage), self._states, self.dtype))
         for layer in range(self.num_layers):
+            if self.kind(layer) == "state":
+                layers.append(next(states))
+                continue
             tensors = []
             for shape in self.shapes(layer):
                 size = prod(shape) * self.dtype.itemsize
                 tensors.append(storage[at : at + size].view(self.dtype).view(shape))
-                at += self._bytes(shape)
-            layers.append(tensors)
+                at += aligned(size)
+            layers.append(tuple(tensors))
         return layers
+
+    def state_rows(self, storage: torch.Tensor) -> torch.Tensor:
+        """All there is of each state slot, `[num_state_slots + 1, bytes]` uint8, as a view of `storage`."""
+        return storage[self._kv_bytes : self.num_bytes].view(self._state_rows)
 
     def sequence_views(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All K and all V by sequence, `[sequence, position, layer, num_kv_heads, dim]` each, as views of `storage`.
@@ -90,8 +95,23 @@ class PoolLayout:
             at += self._bytes((self.num_slots, slot)) // self.dtype.itemsize
         return views[0], views[1]
 
+    @property
+    def _kv_bytes(self) -> int:
+        return sum(self._bytes(shape) for layer in self.kv_layers for shape in self.shapes(layer))
+
+    @property
+    def _states(self) -> list[tuple[tuple[int, ...], ...]]:
+        """The shapes of each state layer's tensors."""
+        return [self.state_shapes] * (self.num_layers - len(self.kv_layers))
+
+    @property
+    def _state_rows(self) -> tuple[int, int]:
+        """How many rows the states have, and of how many bytes."""
+        row = bytes_of_row(self._states, self.dtype)
+        return (self.num_state_slots + 1 if row else 0), row
+
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        return -(-prod(shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return aligned(prod(shape) * self.dtype.itemsize)
 
 
 class KVPool:
@@ -122,7 +142,7 @@ class KVPool:
         has_kv = [layout.kind(layer) != "state" for layer in range(layout.num_layers)]
         self.k = [tensors[0] if kv else none for tensors, kv in zip(layers, has_kv, strict=True)]
         self.v = [tensors[1] if kv else none for tensors, kv in zip(layers, has_kv, strict=True)]
-        self._states = [() if kv else tuple(tensors) for tensors, kv in zip(layers, has_kv, strict=True)]
+        self._states = [() if kv else tensors for tensors, kv in zip(layers, has_kv, strict=True)]
 
     def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The pool as `(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of its memory.
@@ -134,6 +154,10 @@ class KVPool:
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; none for other layers."""
         return self._states[layer]
+
+    def state_rows(self) -> torch.Tensor:
+        """All layers' states by slot, `[num_state_slots + 1, bytes]` uint8: what `state` shows in parts."""
+        return self.layout.state_rows(self.storage)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy KV into slots of one layer. `k`: [n, num_kv_heads, head_dim], `v`: [n, num_kv_heads, v_head_dim].

@@ -1,7 +1,11 @@
 """`MambaPool`, claim by claim: who has which state slot, and copies that are exact."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from raydix.cache_core import MambaPool, OutOfSlotsError, SlotError
 
@@ -52,9 +56,18 @@ def test_a_slot_is_not_taken_back_twice(any_pool: MambaPool) -> None:
         any_pool.free_track_slot(slot)
 
 
+def pool_over_tensors(dtype: torch.dtype) -> MambaPool:
+    """Tensors that have nothing to do with each other."""
+    layers = [tuple(torch.zeros(4, *shape, dtype=dtype) for shape in shapes) for shapes in SHAPES]
+    return MambaPool(3, layers=layers)
+
+
+@pytest.mark.parametrize("make", [partial(MambaPool, 3, SHAPES), pool_over_tensors])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_a_copy_is_bit_exact_in_every_layer_and_touches_nothing_else(dtype: torch.dtype) -> None:
-    pool = MambaPool(3, SHAPES, dtype)
+def test_a_copy_is_bit_exact_in_every_layer_and_touches_nothing_else(
+    make: Callable[[torch.dtype], MambaPool], dtype: torch.dtype
+) -> None:
+    pool = make(dtype)
     source, target = pool.alloc_track_slot(), pool.alloc_track_slot()
     for tensors in pool.layers:
         for tensor in tensors:
@@ -77,6 +90,16 @@ def test_a_copy_goes_its_own_way(any_pool: MambaPool) -> None:
     any_pool.layers[0][0][target] += 1.0
 
     assert any_pool.layers[0][0][source].unique().tolist() == [1.0]
+
+
+def test_a_state_is_copied_and_cleared_at_once_however_many_layers_it_has() -> None:
+    pool = MambaPool(2, [[(3, 2), (4,)]] * 50)
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        pool.copy_states(1, 2)
+        pool.clear_state(1)
+
+    assert [event.name for event in seen.events() if event.name.endswith("_")] == ["aten::copy_", "aten::zero_"]
 
 
 def test_a_state_is_cleared_alone(any_pool: MambaPool) -> None:

@@ -44,6 +44,44 @@ def test_tensors_lie_one_after_the_other_and_start_on_boundaries(dtype: torch.dt
     assert ends[-1] <= pool.layout.num_bytes
 
 
+HYBRID = replace(
+    TINY,
+    num_layers=4,
+    layer_kinds=("state", "full", "swa", "state"),
+    num_swa_slots=2,
+    num_state_slots=3,
+    state_shapes=((3, 2), (5,)),
+)
+
+
+def test_the_states_of_a_slot_lie_together_behind_all_kv() -> None:
+    pool = KVPool(HYBRID)
+    rows = pool.state_rows()
+    states = [tensor for layer in range(4) for tensor in pool.state(layer)]
+
+    assert [tuple(tensor.shape) for tensor in states] == [(4, 3, 2), (4, 5)] * 2
+    assert (tuple(rows.shape), rows.dtype) == ((4, 4 * 256), torch.uint8)
+    assert rows.data_ptr() >= max(pool.v[layer].data_ptr() + pool.v[layer].nbytes for layer in (1, 2))
+    assert all(tensor.data_ptr() % 256 == rows.data_ptr() % 256 for tensor in states)
+    for number, tensor in enumerate(states, 1):
+        tensor[2] = number
+    assert rows.any(1).tolist() == [False, False, True, False]
+    assert rows[2].view(torch.float32).view(4, -1).sum(1).tolist() == [1 * 6, 2 * 5, 3 * 6, 4 * 5]
+
+
+def test_no_two_tensors_of_a_pool_share_memory() -> None:
+    pool = KVPool(HYBRID)
+    tensors = [*pool.k[1:3], *pool.v[1:3], *pool.state(0), *pool.state(3)]
+    for number, tensor in enumerate(tensors, 1):
+        tensor.fill_(number)
+
+    assert [tensor.unique().tolist() for tensor in tensors] == [[number] for number in range(1, len(tensors) + 1)]
+
+
+def test_a_pool_without_states_has_no_rows_of_them() -> None:
+    assert KVPool(replace(TINY, num_state_slots=3)).state_rows().shape == (0, 0)
+
+
 def test_values_may_be_narrower_than_keys_or_absent() -> None:
     narrow, absent = KVPool(replace(TINY, v_head_dim=1)), KVPool(replace(TINY, v_head_dim=0))
 
