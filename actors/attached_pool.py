@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Chunk = tuple[int, int]  # the first of its slots, and the one after its last
+
 _CHUNK_BYTES = 8 * 2**20  # copied by one message, so that the cache's loop is never held for long
+_NUM_IN_FLIGHT = 2  # messages: one is on its way while the other one is copied
 
 
 class AttachedPool:
@@ -126,7 +131,8 @@ class AttachedPool:
         for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
             if tuple(tensor.shape) != (*shape, dim):
                 raise InvalidRequest(f"{name} must be of shape {(*shape, dim)}, not {tuple(tensor.shape)}")
-        for start, stop in self._chunks(len(slots)):
+
+        async def write(start: int, stop: int) -> None:
             request = WriteKV(
                 session_id=transport.session_id,
                 epoch=self.epoch,
@@ -136,6 +142,8 @@ class AttachedPool:
                 v=_raw_bytes(v[:, start:stop].to(layout.dtype)),
             )
             await transport.write_kv(request)
+
+        await _for_each(self._chunks(len(slots)), write)
 
     async def read_kv(self, lease: Lease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the K and V of slots that a lease covers, all layers, `[num_layers, n, num_kv_heads, dim]` each.
@@ -149,7 +157,8 @@ class AttachedPool:
         layout = self.layout
         k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
         v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
-        for start, stop in self._chunks(len(slots)):
+
+        async def read(start: int, stop: int) -> None:
             request = ReadKV(
                 session_id=transport.session_id,
                 epoch=self.epoch,
@@ -160,6 +169,8 @@ class AttachedPool:
             for target, data in ((k, response.k), (v, response.v)):
                 part = target[:, start:stop].view(torch.uint8).numpy()
                 part[:] = data.reshape(part.shape)
+
+        await _for_each(self._chunks(len(slots)), read)
         return k, v
 
     def _transport_of(self, lease: Lease) -> Transport:
@@ -178,11 +189,28 @@ class AttachedPool:
             raise InvalidRequest("this pool is not mapped: use `await write_kv(...)` and `await read_kv(...)`")
         return self._pool
 
-    def _chunks(self, num_slots: int) -> list[tuple[int, int]]:
+    def _chunks(self, num_slots: int) -> list[Chunk]:
         layout = self.layout
         row = layout.num_layers * layout.num_kv_heads * (layout.head_dim + layout.v_head_dim) * layout.dtype.itemsize
         step = max(1, _CHUNK_BYTES // max(1, row))
         return [(start, min(start + step, num_slots)) for start in range(0, num_slots, step)]
+
+
+async def _for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitable[None]]) -> None:
+    """Do some work for each chunk, few at a time, in order. The first error ends it; none goes on after that."""
+    left = iter(chunks)
+
+    async def go_on() -> None:
+        for start, stop in left:
+            await work(start, stop)
+
+    tasks = [asyncio.create_task(go_on()) for _ in range(_NUM_IN_FLIGHT)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def map_pool(handle: PoolHandle) -> KVPool:

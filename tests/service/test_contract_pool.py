@@ -6,10 +6,12 @@ See `test_contract_match`.
 from __future__ import annotations
 
 import pytest
+import torch
 from cache_kinds import only, shares, shares_slots
 from cache_under_test import CacheUnderTest
 from stamped_kv import check_kv, compute, stamped_kv
 
+from raydix.actors import attached_pool
 from raydix.schemas import InvalidRequest, UnknownLease
 
 # ---------------------------------------------------------------- one writes, another reads
@@ -32,6 +34,21 @@ async def test_what_one_client_computed_another_reads_after_a_hit(cache: CacheUn
 
     await check_kv(cache, pool, other, tokens)
     await check_kv(cache, await writer.attach_pool(mapped=mapped), lease, tokens[: 2 * cache.page_size])
+
+
+async def test_kv_that_takes_many_messages_arrives_whole(
+    cache: CacheUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached_pool, "_CHUNK_BYTES", 1)  # so that each slot is one
+    tokens = cache.tokens(1, 2, 3)
+    pool = await cache.client.attach_pool(mapped=False)
+    lease = await cache.client.acquire(tokens)
+    await compute(cache, pool, lease, tokens, 0)
+
+    await check_kv(cache, pool, lease, tokens)
+    outside = torch.cat((lease.slots, lease.slots[-1:] + 10_000))
+    with pytest.raises(InvalidRequest, match="does not cover all"):
+        await pool.read_kv(lease, outside)
 
 
 async def test_what_was_computed_is_read_after_its_client_has_gone(cache: CacheUnderTest) -> None:
