@@ -81,6 +81,14 @@ node_init(PyObject *self, PyObject *args, PyObject *kwargs)
     return fill((Node *)self, &given);
 }
 
+static Py_ssize_t
+node_length(PyObject *self)
+{
+    return ((Node *)self)->parent == Py_None ? 0 : length_of((Node *)self);
+}
+
+static PySequenceMethods as_sequence = {.sq_length = node_length};
+
 PyTypeObject NodeType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "raydix.cache_core._kernels.Node",
@@ -93,6 +101,7 @@ PyTypeObject NodeType = {
     .tp_dealloc = node_dealloc,
     .tp_traverse = node_traverse,
     .tp_clear = node_clear,
+    .tp_as_sequence = &as_sequence,
     .tp_members = members,
 };
 

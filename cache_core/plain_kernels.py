@@ -165,6 +165,10 @@ class Node:
         self.swa_access_time = now
         self.hash_values: list[str] | None = None
 
+    def __len__(self) -> int:
+        """The tokens of its run; 0 for the root."""
+        return self.end - self.parent.end if self.parent is not None else 0
+
 
 def grow(
     node_type: Any,

@@ -15,7 +15,8 @@ Rules, checked by `check`:
 
 1. `evictable` is the tokens of live nodes that no window holds, `protected` of those that one does.
 2. `swa_lock_ref` of a node is at most its `lock_ref`.
-3. The live nodes that no window holds, and no others, stand in the queue.
+3. The live nodes stand in the queue, held or not, but for those that an eviction has come by while they were held:
+   they wait beside it until they are let go.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class SwaComponent(AuxComponent):
         self._free_swa = free_swa
         self._dropped: list[torch.Tensor] = []  # slots whose window halves have not been handed back yet
         self._queue = SideQueue(_rank)
+        self._waiting: set[TreeNode] = set()
         self._next_boundary_id = count(1)
 
     def validator(self) -> Validator:
@@ -93,7 +95,7 @@ class SwaComponent(AuxComponent):
             self.protected += len(node)
         else:
             self.evictable += len(node)
-            self._queue.push(node)
+        self._queue.push(node)
 
     def drop(self, node: TreeNode) -> None:
         """Make a tombstone of a live node that no window holds."""
@@ -114,22 +116,23 @@ class SwaComponent(AuxComponent):
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The last window up to `end` was used now; what lies above was not."""
-        covered, node, used = 0, end, list[TreeNode]()
-        while node.data and covered < self.window:
+        start, node, used = max(0, end.end - self.window), end, list[TreeNode]()
+        while node.end > start:
             node.swa_access_time = now
-            covered += len(node)
             used.append(node)
             assert node.parent is not None
             node = node.parent
-        for node in reversed(used):
-            self._queue.touch(node)
+        used.reverse()
+        self._queue.use(used)
 
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
         """Both halves are what the node was; the boundary marks the older edge, so it moves up."""
         above.swa_tombstone, above.swa_lock_ref = node.swa_tombstone, node.swa_lock_ref
         above.swa_access_time = node.swa_access_time
         above.swa_boundary_id, node.swa_boundary_id = node.swa_boundary_id, None
-        if not above.swa_tombstone and not above.swa_lock_ref:
+        if node in self._waiting:
+            self._waiting.add(above)
+        elif not above.swa_tombstone:
             self._queue.push(above)
 
     def on_remove(self, leaf: TreeNode) -> None:
@@ -143,24 +146,19 @@ class SwaComponent(AuxComponent):
 
     def lock(self, node: TreeNode) -> WindowReceipt:
         """Hold the last window up to `node`, tombstones counted by position."""
-        start = max(0, node.end - self.window)
-        receipt = WindowReceipt(node, start)
+        start, end = max(0, node.end - self.window), node
         boundary = node
-        while node.data and node.end > start:
+        while node.end > start:
             if not node.swa_lock_ref and not node.swa_tombstone:
                 self.evictable -= len(node)
                 self.protected += len(node)
-                self._queue.discard(node)
             node.swa_lock_ref += 1
             boundary = node
             assert node.parent is not None
             node = node.parent
-        if node.data:  # the window ends below the root
-            receipt.start = boundary.end - len(boundary)
+        if node.end:  # the window ends below the root
             boundary.swa_boundary_id = next(self._next_boundary_id)
-        else:
-            receipt.start = 0
-        return receipt
+        return WindowReceipt(end, node.end)
 
     def unlock(self, node: TreeNode, receipt: WindowReceipt) -> None:
         """Undo one `lock`; its receipt is used up."""
@@ -172,13 +170,15 @@ class SwaComponent(AuxComponent):
         if receipt.released:
             return
         receipt.released = True
-        while node.data and node.end > receipt.start:
+        while node.end > receipt.start:
             assert node.swa_lock_ref > 0, f"window unlock of {node}"
             node.swa_lock_ref -= 1
             if not node.swa_lock_ref and not node.swa_tombstone:
                 self.evictable += len(node)
                 self.protected -= len(node)
-                self._queue.push(node)
+                if node in self._waiting:
+                    self._waiting.remove(node)
+                    self._queue.push(node)
             assert node.parent is not None
             node = node.parent
 
@@ -187,18 +187,23 @@ class SwaComponent(AuxComponent):
 
         Of the nodes of one window the upper goes first: a match that ends in the window needs the lower ones.
         """
-        return self._queue.pop()
+        while (node := self._queue.pop()) is not None and node.swa_lock_ref:
+            self._waiting.add(node)
+        return node
 
     def clear(self) -> None:
         """Forget everything."""
         self._queue.clear()
+        self._waiting.clear()
         self.evictable = self.protected = 0
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
         evictable = protected = 0
         nodes = list(nodes)
-        self._queue.check({node for node in nodes if not node.swa_tombstone and not node.swa_lock_ref})
+        live = {node for node in nodes if not node.swa_tombstone}
+        self._queue.check(live - self._waiting)
+        assert all(node in live and node.swa_lock_ref for node in self._waiting), "rule 3: nobody holds who waits"
         for node in nodes:
             assert 0 <= node.swa_lock_ref <= node.lock_ref, f"rule 2 at {node}: {node.swa_lock_ref=}"
             if not node.swa_tombstone:

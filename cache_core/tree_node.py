@@ -108,9 +108,6 @@ class TreeNode(Node):
             yield node
             stack.extend(node.children.values())
 
-    def __len__(self) -> int:
-        return len(self.data) // self.space.unit
-
     def __lt__(self, other: TreeNode) -> bool:
         return (self.last_access_time, self.end) < (other.last_access_time, other.end)
 
