@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.tree_node import TreeNode
-
-Validator = Callable[[TreeNode, int], bool]
 
 
 class AuxComponent(ABC):
@@ -29,9 +27,11 @@ class AuxComponent(ABC):
     num_freed = 0
 
     @abstractmethod
-    def validator(self) -> Validator:
-        """A judge for one walk: called for each node from the top with how many of its tokens match, it says whether
-        a match may end there."""
+    def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
+        """Of the first `count` nodes of a path from the top, how many a match may go through and end there.
+
+        The last of the whole path may be matched in part: up to `end`.
+        """
 
     def add(self, leaf: TreeNode, live: bool) -> None:  # noqa: B027 -- states come by themselves
         """A new, unlocked leaf came into the tree; `live`: with window KV."""

@@ -14,10 +14,10 @@ Rules, checked by `check`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
-from raydix.cache_core.aux_component import AuxComponent, Validator
+from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
@@ -40,9 +40,13 @@ class MambaComponent(AuxComponent):
         self._queue = SideQueue(_rank)
         self._pool = pool
 
-    def validator(self) -> Validator:
+    def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
         """A match may end where a whole node ends with a state."""
-        return lambda node, length: length == len(node) and cast(MambaTreeNode, node).mamba_value is not None
+        for place in range(count, 0, -1):
+            node = cast(MambaTreeNode, path[place - 1])
+            if node.mamba_value is not None and node.end <= end:
+                return place
+        return 0
 
     def attach(self, node: TreeNode, slot: int, now: int) -> None:
         """Give a node without a state one; the slot is the tree's from now on."""

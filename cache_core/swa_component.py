@@ -21,12 +21,12 @@ Rules, checked by `check`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 import torch
 
-from raydix.cache_core.aux_component import AuxComponent, Validator
+from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.slot_rows import expand_row
@@ -66,19 +66,19 @@ class SwaComponent(AuxComponent):
         self._waiting: set[TreeNode] = set()
         self._next_boundary_id = count(1)
 
-    def validator(self) -> Validator:
-        """Counts the live tokens since the last hole."""
-        live: float = float("inf")
-
-        def may_end(node: TreeNode, length: int) -> bool:
-            nonlocal live
-            if node.swa_tombstone:
-                live = 0
-                return False
-            live += length
-            return live >= self.window
-
-        return may_end
+    def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
+        """Looks back over one window from where the last hole is."""
+        live, stop = 0, min(path[count - 1].end, end) if count else 0
+        for place in range(count - 1, -1, -1):
+            start = path[place - 1].end if place else 0
+            if path[place].swa_tombstone:
+                count, live = place, 0
+            else:
+                live += stop - start
+                if live >= self.window:
+                    break
+            stop = start
+        return count
 
     def add(self, leaf: TreeNode, live: bool) -> None:
         """A new, unlocked leaf: live, or a tombstone."""

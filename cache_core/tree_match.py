@@ -146,15 +146,13 @@ class TreeMatch(BasePrefixCache):
         self, path: list[TreeNode], end: int, aux: Sequence[AuxComponent] | None = None
     ) -> tuple[list[TreeNode], int]:
         """A walk cut back to where every component, or each of these, lets a match end."""
-        judges = [component.validator() for component in (self._aux if aux is None else aux)]
-        usable = usable_end = start = 0
-        for count, node in enumerate(path, 1):
-            stop = min(node.end, end)
-            verdicts = [may_end(node, stop - start) for may_end in judges]  # each judge sees every node
-            if all(verdicts):
-                usable, usable_end = count, stop
-            start = stop
-        return path[:usable], usable_end
+        count, before = len(path), -1
+        parts = self._aux if aux is None else aux
+        while count != before:  # where one lets it end, another one may not
+            before = count
+            for component in parts:
+                count = component.usable(path, end, count)
+        return path[:count], min(path[count - 1].end, end) if count else 0
 
     def _branching(self, usable: int, full_end: int) -> int | None:
         """Where it would be worth making the prefix usable, beyond what is."""

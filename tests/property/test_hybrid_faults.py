@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fault_catalogue import Catalogue, Fault, Patch, around
+from judges import judge_of, judged
 from random_hybrid_traffic import run_random_hybrid_traffic
 from random_traffic import TrafficFailed
 
@@ -62,7 +63,7 @@ def a_match_is_judged_by_its_state_alone(patch: Patch) -> None:
 @fault
 def a_match_ends_where_either_lets_it(patch: Patch) -> None:
     def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
-        judges = [component.validator() for component in cache._aux]
+        judges = [judge_of(component) for component in cache._aux]
         ends = [0]
         for count, node in enumerate(whole(path, end), 1):
             verdicts = [may_end(node, len(node)) for may_end in judges]
@@ -77,7 +78,7 @@ def a_match_ends_at_the_nearer_of_two_ends(patch: Patch) -> None:
     def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
         ends = []
         for component in cache._aux:
-            may_end = component.validator()
+            may_end = judge_of(component)
             fits = [count for count, node in enumerate(whole(path, end), 1) if may_end(node, len(node))]
             ends.append(max(fits, default=0))
         return cut(path, min(ends))
@@ -88,7 +89,7 @@ def a_match_ends_at_the_nearer_of_two_ends(patch: Patch) -> None:
 @fault
 def the_window_is_counted_over_nodes_with_a_state_only(patch: Patch) -> None:
     def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
-        judges = [component.validator() for component in reversed(cache._aux)]
+        judges = [judge_of(component) for component in reversed(cache._aux)]
         usable = 0
         for count, node in enumerate(whole(path, end), 1):
             usable = count if all(may_end(node, len(node)) for may_end in judges) else usable
@@ -99,7 +100,7 @@ def the_window_is_counted_over_nodes_with_a_state_only(patch: Patch) -> None:
 
 @fault
 def the_window_must_be_live_since_the_last_state(patch: Patch) -> None:
-    def validator(swa: SwaComponent) -> Any:
+    def judge(swa: SwaComponent) -> Any:
         live = inf
 
         def may_end(node: Any, length: int) -> bool:
@@ -111,7 +112,7 @@ def the_window_must_be_live_since_the_last_state(patch: Patch) -> None:
 
         return may_end
 
-    patch.setattr(SwaComponent, "validator", validator)
+    patch.setattr(SwaComponent, "usable", judged(judge))
 
 
 @fault

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from fault_catalogue import Catalogue, Fault, Patch, around
+from judges import judged
 from random_mamba_traffic import run_random_mamba_traffic
 from random_traffic import TrafficFailed
 
@@ -24,17 +25,17 @@ fault = FAULTS.register
 
 @fault
 def a_match_ends_where_no_state_is(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "validator", lambda mamba: lambda node, length: True)
+    patch.setattr(MambaComponent, "usable", judged(lambda mamba: lambda node, length: True))
 
 
 @fault
 def a_match_ends_within_a_node_that_has_a_state(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "validator", lambda mamba: lambda node, length: node.mamba_value is not None)
+    patch.setattr(MambaComponent, "usable", judged(lambda mamba: lambda node, length: node.mamba_value is not None))
 
 
 @fault
 def a_match_ends_at_the_first_state(patch: Patch) -> None:
-    def validator(mamba: MambaComponent) -> Any:
+    def judge(mamba: MambaComponent) -> Any:
         seen: list[Any] = []
 
         def may_end(node: Any, length: int) -> bool:
@@ -43,7 +44,7 @@ def a_match_ends_at_the_first_state(patch: Patch) -> None:
 
         return may_end
 
-    patch.setattr(MambaComponent, "validator", validator)
+    patch.setattr(MambaComponent, "usable", judged(judge))
 
 
 @fault

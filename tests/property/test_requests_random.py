@@ -338,7 +338,7 @@ def test_a_mapping_that_outlives_its_window_half_is_caught(monkeypatch: pytest.M
 
 
 def test_a_state_that_is_used_without_its_window_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwaComponent, "validator", lambda swa: lambda node, length: True)
+    monkeypatch.setattr(SwaComponent, "usable", lambda swa, path, end, count: count)
     server = HybridServer(1, 4, 10)
 
     with pytest.raises(AssertionError):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from fault_catalogue import Catalogue, Fault, Patch, around
+from judges import judged, window_judge
 from random_swa_traffic import run_random_swa_traffic
 from random_traffic import TrafficFailed
 
@@ -38,12 +39,12 @@ def with_window(patch: Patch, name: str, change: Callable[[int, int], int]) -> N
 
 @fault
 def a_tombstone_counts_as_live(patch: Patch) -> None:
-    patch.setattr(SwaComponent, "validator", lambda swa: lambda node, length: True)
+    patch.setattr(SwaComponent, "usable", judged(lambda swa: lambda node, length: True))
 
 
 @fault
 def the_count_goes_on_after_a_hole(patch: Patch) -> None:
-    def validator(swa: SwaComponent) -> Any:
+    def judge(swa: SwaComponent) -> Any:
         live = [float("inf")]
 
         def may_end(node: Any, length: int) -> bool:
@@ -53,12 +54,12 @@ def the_count_goes_on_after_a_hole(patch: Patch) -> None:
 
         return may_end
 
-    patch.setattr(SwaComponent, "validator", validator)
+    patch.setattr(SwaComponent, "usable", judged(judge))
 
 
 @fault
 def a_hole_spoils_all_that_lies_below(patch: Patch) -> None:
-    def validator(swa: SwaComponent) -> Any:
+    def judge(swa: SwaComponent) -> Any:
         holes: list[Any] = []
 
         def may_end(node: Any, length: int) -> bool:
@@ -67,25 +68,25 @@ def a_hole_spoils_all_that_lies_below(patch: Patch) -> None:
 
         return may_end
 
-    patch.setattr(SwaComponent, "validator", validator)
+    patch.setattr(SwaComponent, "usable", judged(judge))
 
 
 @fault
 def a_prefix_shorter_than_the_window_is_not_used(patch: Patch) -> None:
-    def validator(original: Any, swa: SwaComponent) -> Any:
-        may_end = original(swa)
+    def judge(swa: SwaComponent) -> Any:
+        may_end = window_judge(swa)
         return lambda node, length: may_end(node, length) and node.end >= swa.window
 
-    around(patch, SwaComponent, "validator", validator)
+    patch.setattr(SwaComponent, "usable", judged(judge))
 
 
 @fault
 def a_run_that_matches_in_part_counts_whole(patch: Patch) -> None:
-    def validator(original: Any, swa: SwaComponent) -> Any:
-        may_end = original(swa)
+    def judge(swa: SwaComponent) -> Any:
+        may_end = window_judge(swa)
         return lambda node, length: may_end(node, len(node))
 
-    around(patch, SwaComponent, "validator", validator)
+    patch.setattr(SwaComponent, "usable", judged(judge))
 
 
 @fault
@@ -249,6 +250,48 @@ def a_window_can_be_released_again(patch: Patch) -> None:
         original(swa, node, receipt)
 
     around(patch, SwaComponent, "release", release)
+
+
+@fault
+def what_an_eviction_laid_aside_is_not_queued_again(patch: Patch) -> None:
+    def release(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
+        waiting = set(swa._waiting)
+        original(swa, node, receipt)
+        for each in waiting - swa._waiting:
+            swa._queue.discard(each)
+
+    around(patch, SwaComponent, "release", release)
+
+
+@fault
+def what_an_eviction_laid_aside_is_laid_aside_for_good(patch: Patch) -> None:
+    def release(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
+        waiting = set(swa._waiting)
+        original(swa, node, receipt)
+        for each in waiting - swa._waiting:
+            swa._queue.discard(each)
+            swa._waiting.add(each)
+
+    around(patch, SwaComponent, "release", release)
+
+
+@fault
+def the_upper_half_of_what_was_laid_aside_is_lost(patch: Patch) -> None:
+    def on_split(original: Any, swa: SwaComponent, above: Any, node: Any) -> None:
+        original(swa, above, node)
+        swa._waiting.discard(above)
+
+    around(patch, SwaComponent, "on_split", on_split)
+
+
+@fault
+def of_one_window_the_lower_nodes_go_first(patch: Patch) -> None:
+    around(patch, SideQueue, "use", lambda original, queue, nodes: original(queue, nodes[::-1]))
+
+
+@fault
+def what_is_held_is_evicted(patch: Patch) -> None:
+    patch.setattr(SwaComponent, "pop_victim", lambda swa: swa._queue.pop())
 
 
 @fault
