@@ -109,13 +109,13 @@ class EvictionQueue(_Queue, kernels.Ranking):
 class SideQueue(_Queue, plain_kernels.Ranking):
     """A queue for nodes that may stand in others, too: slower."""
 
-    def use(self, nodes: list[TreeNode]) -> None:
-        """Nodes whose ranks are now higher than all others, in the order of those: what stands here goes to the end."""
+    def use(self, nodes: list[tuple[TreeNode, Rank]]) -> None:
+        """Nodes whose ranks are these now, higher than all others, in their order: what stands here goes to the end."""
         ranks, late = self._ranks, self._late_ranks
-        for node in nodes:
+        for node, rank in nodes:
             if node in ranks:
-                ranks[node] = self.rank(node)
+                ranks[node] = rank
                 ranks.move_to_end(node)
             elif node in late:
                 self._discard_late(node)
-                ranks[node] = self.rank(node)
+                ranks[node] = rank

@@ -27,7 +27,7 @@ from itertools import count
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.eviction_queue import SideQueue
+from raydix.cache_core.eviction_queue import Rank, SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.slot_rows import expand_row
 from raydix.cache_core.tree_node import TreeNode
@@ -63,7 +63,7 @@ class SwaComponent(AuxComponent):
         self._free_swa = free_swa
         self._dropped: list[torch.Tensor] = []  # slots whose window halves have not been handed back yet
         self._queue = SideQueue(_rank)
-        self._waiting: set[TreeNode] = set()
+        self._waiting: set[TreeNode] = set()  # held ones that an eviction has laid aside
         self._next_boundary_id = count(1)
 
     def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
@@ -116,12 +116,14 @@ class SwaComponent(AuxComponent):
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The last window up to `end` was used now; what lies above was not."""
-        start, node, used = max(0, end.end - self.window), end, list[TreeNode]()
-        while node.end > start:
+        stop = end.end
+        start, node, used = max(0, stop - self.window), end, list[tuple[TreeNode, Rank]]()
+        while stop > start:
             node.swa_access_time = now
-            used.append(node)
-            assert node.parent is not None
-            node = node.parent
+            used.append((node, (now, stop)))
+            parent = node.parent
+            assert parent is not None
+            node, stop = parent, parent.end
         used.reverse()
         self._queue.use(used)
 
@@ -146,19 +148,21 @@ class SwaComponent(AuxComponent):
 
     def lock(self, node: TreeNode) -> WindowReceipt:
         """Hold the last window up to `node`, tombstones counted by position."""
-        start, end = max(0, node.end - self.window), node
-        boundary = node
-        while node.end > start:
-            if not node.swa_lock_ref and not node.swa_tombstone:
-                self.evictable -= len(node)
-                self.protected += len(node)
-            node.swa_lock_ref += 1
-            boundary = node
-            assert node.parent is not None
-            node = node.parent
-        if node.end:  # the window ends below the root
+        stop, end, boundary, held = node.end, node, node, 0
+        start = max(0, stop - self.window)
+        while stop > start:
+            parent, num_locks = node.parent, node.swa_lock_ref
+            assert parent is not None
+            boundary, node.swa_lock_ref = node, num_locks + 1
+            above = parent.end
+            if not num_locks and not node.swa_tombstone:
+                held += stop - above
+            node, stop = parent, above
+        self.evictable -= held
+        self.protected += held
+        if stop:  # the window ends below the root
             boundary.swa_boundary_id = next(self._next_boundary_id)
-        return WindowReceipt(end, node.end)
+        return WindowReceipt(end, stop)
 
     def unlock(self, node: TreeNode, receipt: WindowReceipt) -> None:
         """Undo one `lock`; its receipt is used up."""
@@ -170,17 +174,20 @@ class SwaComponent(AuxComponent):
         if receipt.released:
             return
         receipt.released = True
-        while node.end > receipt.start:
-            assert node.swa_lock_ref > 0, f"window unlock of {node}"
-            node.swa_lock_ref -= 1
-            if not node.swa_lock_ref and not node.swa_tombstone:
-                self.evictable += len(node)
-                self.protected -= len(node)
-                if node in self._waiting:
-                    self._waiting.remove(node)
+        stop, start, freed, waiting = node.end, receipt.start, 0, self._waiting
+        while stop > start:
+            parent, num_locks = node.parent, node.swa_lock_ref - 1
+            assert parent is not None and num_locks >= 0, f"window unlock of {node}"
+            node.swa_lock_ref = num_locks
+            above = parent.end
+            if not num_locks and not node.swa_tombstone:
+                freed += stop - above
+                if node in waiting:
+                    waiting.remove(node)
                     self._queue.push(node)
-            assert node.parent is not None
-            node = node.parent
+            node, stop = parent, above
+        self.evictable += freed
+        self.protected -= freed
 
     def pop_victim(self) -> TreeNode | None:
         """Take the live node that was longest in no window, of those that no lock's window holds; None if none.

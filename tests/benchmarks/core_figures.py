@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import torch
 from benchmarks.bench_core import Row, rows_of
-from benchmarks.core_workloads import known_workloads
+from benchmarks.core_runs import run_in_turns
+from benchmarks.core_workloads import WORKLOADS, known_workloads
 from benchmarks.figures import Figure
 
 MAX_PER_FLOOR = {"chat": 7.0, "documents": 2.5, "short": 4.5, "traced": 3.5, "pressed": 6.0}
 GATES = {"chat": 4.5, "documents": 3.0, "short": 4.5, "pressed": 6.0, "chains": 7.0}
 MAX_PACKINGS = {"traced": 2.0}
 MAX_TAIL = 5.0  # p99 of a match, in its medians
+WINDOW, MAX_WINDOWED = 1_024, 4.0  # tokens; times of a request without it
 
 
 def figures(quick: bool) -> list[Figure]:
@@ -21,9 +23,21 @@ def figures(quick: bool) -> list[Figure]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [figure for name in known_workloads() for figure in _of_workload(list(rows_of(name, scale, num_rounds)))]
+        found = [
+            figure for name in known_workloads() for figure in _of_workload(list(rows_of(name, scale, num_rounds)))
+        ]
+        return [*found, _windowed(scale, num_rounds)]
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _windowed(scale: float, num_rounds: int) -> Figure:
+    """What the KV of sliding windows costs beside the full one."""
+    plain, windowed = (16, "numpy"), (16, "numpy", WINDOW)
+    best = run_in_turns(WORKLOADS["chat"](scale), (plain, windowed), num_rounds)
+    cost, less = (float(best[kind][0].sum(1).mean()) / 1e3 for kind in (windowed, plain))
+    what = f"chat with a window of {WINDOW:,}, pages of 16, a request"
+    return Figure("core", what, cost, "us", cost / less, "without", at_most=MAX_WINDOWED)
 
 
 def _of_workload(rows: list[Row]) -> Iterator[Figure]:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.core_workloads import Tokens, Workload
 from numpy.typing import NDArray
 
-from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator
+from raydix.cache_core import RadixCache, RadixKey, SWATokenToKVPoolAllocator, TokenToKVPoolAllocator
 
 PHASES = ("match", "lock", "evict", "insert", "unlock")
 WARM_UP = 32  # requests
@@ -23,15 +23,18 @@ Times = NDArray[np.int64]  # [requests, phases] in ns
 
 
 class CoreRun:
-    """A cache, its pool, and what its callers hold: numpy arrays or lists of ints.
+    """A cache, with a sliding window or without, its pool, and what its callers hold: numpy arrays or lists of ints.
 
     Only calls of the cache are timed, keys included. A caller locks what it found, evicts what the pool lacks, inserts
     from the node that its match ended at, and frees what is not the tree's.
     """
 
-    def __init__(self, workload: Workload, page_size: int, form: str) -> None:
-        self.pool = TokenToKVPoolAllocator(workload.capacity(page_size), page_size)
-        self.cache = RadixCache(page_size, token_to_kv_pool_allocator=self.pool)
+    def __init__(self, workload: Workload, page_size: int, form: str, window: int | None = None) -> None:
+        num_slots = workload.capacity(page_size)
+        self.pool: Any = TokenToKVPoolAllocator(num_slots, page_size)
+        if window is not None:
+            self.pool = SWATokenToKVPoolAllocator(num_slots, num_slots, page_size)
+        self.cache = RadixCache(page_size, token_to_kv_pool_allocator=self.pool, sliding_window_size=window)
         self.hits: list[int] = []
         self._workload = workload
         self._page_size = page_size
@@ -114,7 +117,7 @@ def run_packing(workload: Workload) -> Times:
 
 
 def run_in_turns(
-    workload: Workload, kinds: Iterable[tuple[int, str]], num_rounds: int
+    workload: Workload, kinds: Iterable[tuple[int, str] | tuple[int, str, int]], num_rounds: int
 ) -> dict[Any, tuple[Times, list[int]]]:
     """Each kind, with its hits, the floor and the packing, in turns; each request with the fastest of its rounds.
 
