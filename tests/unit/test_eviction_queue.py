@@ -66,6 +66,22 @@ def test_a_touch_moves_a_node_to_where_it_belongs_now(kind: Any) -> None:
     assert drain(queue) == [3, 2, 1]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_several_that_are_used_at_once_go_to_the_end_and_no_others_come_in(seed: int) -> None:
+    rng = Random(seed)
+    nodes = [node(number, rng.randrange(50)) for number in range(20)]
+    queue: Any = queue_of(SideQueue, *nodes[:15])
+    assert queue.num_late > 0, "some of them come late"
+    for now in range(100, 200, 10):
+        used = rng.sample(nodes, 6)
+        for place, each in enumerate(used):
+            each.own_access_time = now + place
+        queue.use([(each, each.own_access_time) for each in used])
+        queue.check(set(nodes[:15]))
+
+    assert drain(queue) == [each.id for each in sorted(nodes[:15], key=lambda each: (each.own_access_time, each.id))]
+
+
 def test_what_was_discarded_can_come_again(kind: Any) -> None:
     first, second = node(1, 1), node(2, 2)
     queue = queue_of(kind, first, second)
