@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -197,20 +198,27 @@ class AttachedPool:
 
 
 async def _for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitable[None]]) -> None:
-    """Do some work for each chunk, few at a time, in order. The first error ends it; none goes on after that."""
-    left = iter(chunks)
+    """Do some work for each chunk, few at a time, in order. After an error none begins, and what has begun is waited
+    for: a message that is under way takes effect, whoever has ceased to wait for it."""
+    left = deque(chunks)
 
     async def go_on() -> None:
-        for start, stop in left:
-            await work(start, stop)
+        try:
+            while left:
+                await work(*left.popleft())
+        except BaseException:
+            left.clear()
+            raise
 
     tasks = [asyncio.create_task(go_on()) for _ in range(_NUM_IN_FLIGHT)]
     try:
-        await asyncio.gather(*tasks)
-    finally:
+        await asyncio.wait(tasks)
+    finally:  # who is cancelled waits no longer
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        task.result()
 
 
 def map_pool(handle: PoolHandle) -> KVPool:

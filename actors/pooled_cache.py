@@ -39,7 +39,7 @@ class MappedPool(Protocol):
         """Each layer's V, likewise."""
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """A layer's state tensors, `[rows, *shape]` each, contiguous."""
+        """A layer's state tensors, `[rows, *shape]` each; each row is contiguous."""
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write KV of one layer into slots, `[n, num_kv_heads, dim]` each."""

@@ -143,20 +143,6 @@ takes_over(PyTypeObject *type, PyObject *whole, Py_ssize_t size)
     return size >= PyBytes_GET_SIZE(whole) - size && is_plain_type(type);
 }
 
-/* The hashes of some of a node's pages; None if it has none, NULL with an exception set on an error. */
-static PyObject *
-part_of_hashes(const Node *node, Py_ssize_t first, Py_ssize_t last)
-{
-    PyObject *hashes = node->hash_values;
-    if (hashes == NULL || !PyList_CheckExact(hashes)) {
-        if (hashes == Py_None)
-            return Py_NewRef(hashes);
-        PyErr_SetString(PyExc_TypeError, "the hashes of pages stand in a list");
-        return NULL;
-    }
-    return PyList_GetSlice(hashes, first, last);
-}
-
 /* The node over the prefix, in its place below the parent; what is cut stays as it is. Its data may still be all of that. */
 static Node *
 new_prefix(Node *node, PyTypeObject *type, Py_ssize_t node_id, const Cut *cut)
@@ -192,20 +178,37 @@ keep_others_out(Node *above, const Node *node, const Cut *cut)
     return 0;
 }
 
-/* What a node and its prefix have once they are two. */
+/* What a node and its prefix have once they are two; no hashes if there were none. */
 typedef struct {
     PyObject *data, *slots, *hashes, *hashes_above;
 } Shares;
+
+/* The hashes of both: 0 with an exception set on an error. */
+static int
+plan_hashes(const Node *node, const Cut *cut, Shares *shares)
+{
+    PyObject *hashes = node->hash_values;
+    if (hashes == Py_None)
+        return 1;
+    if (hashes == NULL || !PyList_CheckExact(hashes)) {
+        PyErr_SetString(PyExc_TypeError, "the hashes of pages stand in a list");
+        return 0;
+    }
+    Py_INCREF(hashes); /* a collection may run, and take them away */
+    shares->hashes = PyList_GetSlice(hashes, cut->num_pages, PY_SSIZE_T_MAX);
+    shares->hashes_above = PyList_GetSlice(hashes, 0, cut->num_pages);
+    Py_DECREF(hashes);
+    return shares->hashes != NULL && shares->hashes_above != NULL;
+}
 
 /* The shares of the rest, and the hashes of both: 0 with an exception set on an error. */
 static int
 plan_shares(const Node *node, const Cut *cut, Shares *shares)
 {
+    *shares = (Shares){0};
     shares->data = slice(node->data, cut->data_cut, PyBytes_GET_SIZE(node->data));
     shares->slots = part_of_row(node->slots, cut->num_slots, 1);
-    shares->hashes = part_of_hashes(node, cut->num_pages, PY_SSIZE_T_MAX);
-    shares->hashes_above = part_of_hashes(node, 0, cut->num_pages);
-    return shares->data != NULL && shares->slots != NULL && shares->hashes != NULL && shares->hashes_above != NULL;
+    return shares->data != NULL && shares->slots != NULL && plan_hashes(node, cut, shares);
 }
 
 /* Leave a node the rest, and its prefix all else, which stays where it is: to give memory back takes none. */
@@ -215,8 +218,10 @@ share_out(Node *node, Node *above, const Shares *shares, const Cut *cut)
     int is_shared = above->data == node->data;
     set_member(&node->data, shares->data);
     set_member(&node->slots, shares->slots);
-    set_member(&node->hash_values, shares->hashes);
-    set_member(&above->hash_values, shares->hashes_above);
+    if (shares->hashes != NULL) {
+        set_member(&node->hash_values, shares->hashes);
+        set_member(&above->hash_values, shares->hashes_above);
+    }
     set_member(&node->parent, (PyObject *)above);
     return is_shared ? _PyBytes_Resize(&above->data, cut->data_cut) : 0;
 }

@@ -175,7 +175,9 @@ end_there(PyObject *path, Py_ssize_t end, PyObject *const *args)
         return end >= 0;
     Py_ssize_t last = PyList_GET_SIZE(path) - 1;
     Node *node = (Node *)PyList_GET_ITEM(path, last);
+    Py_INCREF(node); /* whoever gives out ids may take it out of the tree, and of the path */
     Node *above = cut_node((PyTypeObject *)args[0], args[1], PyLong_AsSsize_t(args[4]), node, end);
+    Py_DECREF(node);
     return above != NULL && PyList_SetItem(path, last, (PyObject *)above) == 0;
 }
 

@@ -94,7 +94,7 @@ class ContentCheck:
 def _words(tensor: torch.Tensor, page_size: int) -> NDArray[np.unsignedinteger]:
     """The memory of a tensor, a row for each page, in the widest words that divide one."""
     assert page_size == 1 or tensor.is_contiguous(), "pages of a tensor lie side by side"
-    rows = tensor.view(len(tensor), -1).view(torch.uint8).numpy()
+    rows = tensor.unsqueeze(-1).view(len(tensor), -1).view(torch.uint8).numpy()
     pages = rows if page_size == 1 else rows.reshape(len(rows) // page_size, -1)
     words: NDArray[np.unsignedinteger] = pages.view(f"u{gcd(pages.shape[1], _WORD_BYTES)}")
     return words

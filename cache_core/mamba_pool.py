@@ -16,7 +16,7 @@ from raydix.cache_core.state_rows import bytes_of_row, views_of_rows
 class MambaPool:
     """State slots: row `slot` of every layer's state tensors. Row 0 is reserved.
 
-    The tensors are views of one, a row for each slot, so that a state is copied at once.
+    Those that it allocates are views of one, a row for each slot, so that a state is copied at once.
 
     Args:
         num_slots: states that can be held at once.
@@ -24,8 +24,8 @@ class MambaPool:
         dtype: of all of them.
         device: where to allocate; ignored if `layers` is given.
         layers: the tensors to use, `[num_slots + 1, *shape]` each, zeroed: shared memory, say. None allocates them.
-        rows: `[num_slots + 1, n]`, of which all of `layers` are views: a row is a slot's whole state. None: each tensor
-            is copied by itself.
+        rows: `[num_slots + 1, n]`, of which all of the given `layers` are views: a row is a slot's whole state. None:
+            each of them is copied by itself.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`KVPool`: the tensors that hold KV and states, layer by layer, in one allocation."""
+"""`KVPool`: the tensors that hold KV and states, in one allocation: KV layer by layer, states slot by slot."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class PoolLayout:
 
     def shapes(self, layer: int) -> list[tuple[int, ...]]:
         """The shapes of the K and V of a layer that has them."""
+        assert self.kind(layer) != "state", f"layer {layer} has no KV"
         rows = self.num_slots if self.kind(layer) == "full" else self.num_swa_slots
         if self.max_seq_len is None:
             rows += self.page_size
@@ -107,8 +108,7 @@ class PoolLayout:
     @property
     def _state_rows(self) -> tuple[int, int]:
         """How many rows the states have, and of how many bytes."""
-        row = bytes_of_row(self._states, self.dtype)
-        return (self.num_state_slots + 1 if row else 0), row
+        return self.num_state_slots + 1, bytes_of_row(self._states, self.dtype)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return aligned(prod(shape) * self.dtype.itemsize)

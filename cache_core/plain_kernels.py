@@ -190,10 +190,10 @@ def grow(
     Raises:
         ValueError: a child that begins so is there.
     """
-    run = key.data[parent.end * key.unit : stop * key.unit]
+    run, node_id = key.data[parent.end * key.unit : stop * key.unit], next(ids)
     if run[: page_size * key.unit] in parent.children:
         raise ValueError("there is a child that begins so")
-    leaf = node_type(next(ids), parent, parent.space, run, slots, stop, now)
+    leaf = node_type(node_id, parent, parent.space, run, slots, stop, now)
     _hang(parent, run[: page_size * key.unit], leaf)
     return leaf
 
@@ -205,12 +205,12 @@ def cut(node_type: Any, ids: Iterator[int], page_size: int, node: Any, end: int,
     Compiled, a prefix that is most of the node stays where it lies, unless somebody else reads that, and only the rest
     is copied.
     """
-    parent, row, unit = node.parent, node.slots, node.space.unit
+    node_id, parent, row, unit = next(ids), node.parent, node.slots, node.space.unit
     length, num_tokens = end - parent.end, node.end - parent.end
     assert 0 < length < num_tokens and length % page_size == 0, f"cannot split {node} at {end}"
     at, page = length * unit, page_size * unit
     prefix, rest = parted(row, num_slots(row) * length // num_tokens)
-    above = node_type(next(ids), parent, node.space, node.data[:at], prefix, end, node.own_access_time)
+    above = node_type(node_id, parent, node.space, node.data[:at], prefix, end, node.own_access_time)
     above.lock_ref, above.creation_time, above.own_priority = node.lock_ref, node.creation_time, node.own_priority
     _hang(parent, node.data[:page], above)
     node.data, node.slots, node.parent = node.data[at:], rest, above

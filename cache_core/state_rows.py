@@ -17,9 +17,13 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def _bytes_of(shape: Shape, dtype: torch.dtype) -> int:
+    return aligned(max(1, prod(shape)) * dtype.itemsize)  # so that there is a row, though nothing is in it
+
+
 def bytes_of_row(shapes: Sequence[Sequence[Shape]], dtype: torch.dtype) -> int:
     """Bytes of one state: the tensors of each layer, by their shapes."""
-    return sum(aligned(prod(shape) * dtype.itemsize) for of_layer in shapes for shape in of_layer)
+    return sum(_bytes_of(shape, dtype) for of_layer in shapes for shape in of_layer)
 
 
 def views_of_rows(
@@ -35,6 +39,6 @@ def views_of_rows(
         for shape in of_layer:
             size = prod(shape) * dtype.itemsize
             tensors.append(rows[:, at : at + size].view(dtype).view(len(rows), *shape))
-            at += aligned(size)
+            at += _bytes_of(shape, dtype)
         layers.append(tuple(tensors))
     return layers

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fault_catalogue import Catalogue, Fault, Patch, around
 from index_pool import IndexPool
+from planted_cuts import after_cuts
 from replayed_index import ReplayedIndex, resident_blocks
 
 from raydix.actors.event_feed import EventFeed
@@ -210,12 +211,10 @@ def a_split_tells_of_its_prefix_again(patch: Patch) -> None:
 
 @fault
 def a_split_shares_the_hashes_out_wrongly(patch: Patch) -> None:
-    def split(original: Any, tree: TreeCache, node: Any, end: int) -> Any:
-        above = original(tree, node, end)
-        above.hash_values, node.hash_values = above.hash_values[::-1], node.hash_values
-        return above
+    def turn(above: Any, node: Any) -> None:
+        above.hash_values = above.hash_values[::-1]
 
-    around(patch, TreeCache, "_split", split)
+    after_cuts(patch, turn)
 
 
 @fault

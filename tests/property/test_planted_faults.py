@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from fault_catalogue import Catalogue, Fault, Patch, around
+from planted_cuts import after_cuts, reach
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, radix_tree, tree_insert, tree_match
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, tree_insert, tree_match
 from raydix.cache_core.eviction_policy import LRU
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
@@ -23,33 +24,13 @@ FAULTS = Catalogue()
 fault = FAULTS.register
 
 
-def reach(node_type: Any, ids: Any, node: Any, key: RadixKey, page_size: int, num_tokens: int) -> Any:
-    """The kernel, put together from two of which one may be broken."""
-    path, end, rest = tree_match.walk(node, key, page_size, num_tokens)
-    if rest:
-        path[-1] = radix_tree.cut(node_type, ids, page_size, path[-1], end)
-    return path, end, 0
-
-
-def after_cuts(patch: Patch, change: Callable[[Any, Any], None]) -> None:
-    """Have `change(above, node)` done after each cut, of a match or of an insert."""
-
-    def cut(original: Any, node_type: Any, ids: Any, page_size: int, node: Any, end: int) -> Any:
-        above = original(node_type, ids, page_size, node, end)
-        change(above, node)
-        return above
-
-    around(patch, radix_tree, "cut", cut)
-    patch.setattr(tree_match, "reach", reach)
-
-
 # ---------------------------------------------------------------- recency and eviction
 
 
 @fault
 def a_split_renews_the_suffix_that_was_not_matched(patch: Patch) -> None:
     def renew(above: Any, node: Any) -> None:
-        node.own_access_time += 1_000
+        node.own_access_time += 1
 
     after_cuts(patch, renew)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from paired_cache import PairedCache
+from planted_cuts import after_cuts
 from random_traffic import NUM_PAGES, RandomTraffic, TrafficFailed, run_traffic
 from reference_policies import POLICIES, PairedPolicyCache
 
@@ -16,7 +17,6 @@ from raydix.cache_core.eviction_policy import POLICIES as CLASSES
 from raydix.cache_core.eviction_queue import EvictionQueue
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.radix_tree import RadixTree
 
 Patch = pytest.MonkeyPatch
 PAGE_SIZES = (1, 4, 16)
@@ -98,14 +98,10 @@ FAULTS |= {
 
 def _split_without(name: str, value: int) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
-        original = RadixTree.split
-
-        def split(tree: RadixTree, node: Any, length: int) -> Any:
-            above = original(tree, node, length)
+        def change(above: Any, node: Any) -> None:
             setattr(above if name == "creation_time" else node, name, value)
-            return above
 
-        patch.setattr(RadixTree, "split", split)
+        after_cuts(patch, change)
 
     return plant
 

@@ -397,6 +397,31 @@ async def test_an_index_only_cache_has_a_pool_of_no_layers() -> None:
         assert (pool.mapped, pool.k, pool.v) == (True, [], [])
 
 
+HEADS = {"num_kv_heads": 1, "head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        {},  # an index alone
+        {"num_layers": 2, **HEADS},  # layers, and none of them with states
+        {"num_layers": 1, **HEADS, "layer_kinds": ("state",), "state_shapes": ((), (3,))},  # one number is a state, too
+    ],
+)
+@pytest.mark.parametrize("validate", [False, True])
+async def test_states_are_counted_whatever_there_is_of_them(pool: dict[str, Any], validate: bool) -> None:
+    config = CacheConfig(
+        kind="mamba", validate=validate, pool=PoolConfig(num_slots=64, num_state_slots=4, device="cpu", **pool)
+    )
+    async with LocalPrefixCache(config) as cache:
+        lease = await cache.acquire([1, 2, 3])
+        await lease.insert([1, 2, 3], release=True, publish_state=True)
+
+        again = await cache.acquire([1, 2, 3, 4])
+
+        assert (again.prefix_len, again.state_slot is None) == (3, False)
+
+
 @pytest.mark.ray
 async def test_a_copy_of_many_megabytes_through_an_actor_is_whole(ray_cluster: None) -> None:
     config = CacheConfig(

@@ -1,4 +1,4 @@
-"""KV that takes several messages: two of them are under way, in order, and none once one has failed."""
+"""KV that takes several messages: two of them are under way, in order, and none begins once one has failed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ CHUNKS = [(start, start + 2) for start in range(0, 10, 2)]
 
 
 class Work:
-    """What is done for a chunk: it waits until it is let go."""
+    """What is done for a chunk: it waits until it is let go, and ends some turns after it is cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns_to_end: int = 0) -> None:
+        self._turns_to_end = turns_to_end
         self.begun: list[int] = []
         self.cancelled: list[int] = []
         self._ends: dict[int, asyncio.Future[None]] = {}
@@ -27,6 +28,8 @@ class Work:
         try:
             await self._ends[start]
         except asyncio.CancelledError:
+            for _ in range(self._turns_to_end):
+                await asyncio.sleep(0)
             self.cancelled.append(start)
             raise
 
@@ -59,20 +62,50 @@ async def test_two_are_under_way_and_the_next_begins_when_either_ends() -> None:
     assert (work.begun, work.cancelled) == ([0, 2, 4, 6, 8], [])
 
 
-async def test_the_first_error_is_raised_and_ends_the_others() -> None:
+async def test_after_an_error_none_begins_and_what_is_under_way_is_waited_for() -> None:
     work = Work()
     task = asyncio.create_task(_for_each(CHUNKS, work))
     await turns()
 
     work.end(2, UnknownLease("gone"))
+    await turns()
+    assert not task.done()
+    work.end(0)
     with pytest.raises(UnknownLease, match="gone"):
         await task
 
-    assert (work.begun, work.cancelled) == ([0, 2], [0])
+    assert (work.begun, work.cancelled) == ([0, 2], [])
 
 
-async def test_who_is_cancelled_leaves_nothing_under_way() -> None:
+async def test_of_two_errors_one_is_raised() -> None:
     work = Work()
+    task = asyncio.create_task(_for_each(CHUNKS, work))
+    await turns()
+
+    work.end(2, UnknownLease("second"))
+    work.end(0, UnknownLease("first"))
+    with pytest.raises(UnknownLease, match="first"):
+        await task
+
+    assert work.begun == [0, 2]
+
+
+async def test_none_begins_after_one_that_fails_without_waiting() -> None:
+    begun = []
+
+    async def refuse(start: int, stop: int) -> None:
+        begun.append(start)
+        raise UnknownLease("gone")
+
+    with pytest.raises(UnknownLease, match="gone"):
+        await _for_each(CHUNKS, refuse)
+
+    assert begun == [0]
+
+
+@pytest.mark.timeout(20)
+async def test_who_is_cancelled_leaves_nothing_under_way() -> None:
+    work = Work(turns_to_end=3)
     task = asyncio.create_task(_for_each(CHUNKS, work))
     await turns()
 

@@ -78,8 +78,25 @@ def test_no_two_tensors_of_a_pool_share_memory() -> None:
     assert [tensor.unique().tolist() for tensor in tensors] == [[number] for number in range(1, len(tensors) + 1)]
 
 
-def test_a_pool_without_states_has_no_rows_of_them() -> None:
-    assert KVPool(replace(TINY, num_state_slots=3)).state_rows().shape == (0, 0)
+def test_a_pool_without_state_layers_has_empty_rows() -> None:
+    pool = KVPool(replace(TINY, num_state_slots=3))
+
+    assert pool.state_rows().shape == (4, 0)
+    assert pool.storage.numel() == TINY.num_bytes
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize("shapes", [((),), ((0,),), ((0, 3), (2,)), ((), (5,), (0,))])
+def test_a_state_may_be_of_any_shape(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    pool = KVPool(replace(HYBRID, state_shapes=shapes, dtype=dtype))
+
+    assert [tuple(tensor.shape) for tensor in pool.state(3)] == [(4, *shape) for shape in shapes]
+    for layer in (0, 3):
+        for number, tensor in enumerate(pool.state(layer), 1):
+            tensor[1] = number + layer
+    found = [tensor[1].float().unique().tolist() for layer in (0, 3) for tensor in pool.state(layer)]
+    numbers = [number + layer for layer in (0, 3) for number in range(1, len(shapes) + 1)]
+    assert found == [[number] * (0 not in shape) for number, shape in zip(numbers, shapes * 2, strict=True)]
 
 
 def test_values_may_be_narrower_than_keys_or_absent() -> None:

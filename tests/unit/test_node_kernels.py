@@ -209,6 +209,42 @@ def test_a_cut_copies_only_the_rest_of_what_is_mostly_prefix() -> None:
 
 
 @pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_hashes_are_shared_out_by_pages(kernel: Any, page_size: int) -> None:
+    node = tree_of_one_run(kernel, 8)
+    node.hash_values = [str(page) for page in range(8 // page_size)]
+
+    above = kernel.cut(kernel.Node, count(2), page_size, node, node.end - 6)
+
+    assert above.hash_values == ["0", "1"][: 2 // page_size]
+    assert node.hash_values == [str(page) for page in range(2 // page_size, 8 // page_size)]
+
+
+@compiled
+def test_who_takes_a_node_away_while_it_is_cut_finds_no_freed_memory() -> None:
+    tree = Branch(kernels, 1)
+    leaf = tree.insert(b"abcdefgh")
+    tree.nodes.clear()
+    seen: list[Any] = [leaf]
+    del leaf
+
+    class Ids:
+        def __iter__(self) -> Ids:
+            return self
+
+        def __next__(self) -> int:
+            kernels.uproot(seen.pop(), 1)
+            for each in gc.get_objects():
+                if type(each) is list and len(each) == 1 and type(each[0]) is kernels.Node:
+                    each.clear()
+            gc.collect()
+            return 9
+
+    with suppress(AssertionError, AttributeError, TypeError, IndexError, SystemError):
+        kernels.reach(kernels.Node, Ids(), tree.top, RadixKey.from_packed(b"abcd", 1), 1, 4)
+
+
+@pytest.mark.parametrize("kernel", TWINS)
 def test_a_constructor_is_given_what_the_prefix_holds(kernel: Any) -> None:
     seen = []
 
@@ -585,7 +621,7 @@ def test_nothing_is_kept_alive() -> None:
     gc.collect()
     before = [sys.getrefcount(each) for each in watched]
 
-    for _ in range(1_000):
+    for turn in range(1_000):
         kernels.walk(tree.top, packed_key, 2, 12)
         kernels.walk(tree.top, RadixKey(np.arange(9, dtype=np.int32)), 2, 4)
         kernels.gather([first, second], 2)
@@ -602,7 +638,13 @@ def test_nothing_is_kept_alive() -> None:
         RadixKey.from_packed(packed, 4, name)
         RadixKey(np.arange(9), name).__init__([2**40], name)  # type: ignore[misc]
         leaf = kernels.grow(kernels.Node, count(9), 2, first, RadixKey.from_packed(b"abcdxxyy", 1), 8, slots, now)
-        above = kernels.cut(kernels.Node, count(10), 2, leaf, 6)
+        leaf.hash_values = [packed, name]
+        if turn % 2:
+            above = kernels.cut(kernels.Node, count(10), 2, leaf, 6)
+        else:
+            path = kernels.reach(kernels.Node, count(10), tree.top, RadixKey.from_packed(b"abcdxx", 1), 2, 6)[0]
+            above = path.pop()
+            del path
         held.add(leaf)
         held.fell(1, 2, kernels.Victims())
         kernels.uproot(above, 2)
