@@ -87,6 +87,8 @@ class WindowTreeCache(TreeCache):
         more."""
         if self._swa is None:
             return super()._cuts(start, stop, fresh_from)
+        if fresh_from <= start and stop - start <= self._swa.padded_window:  # as mostly
+            return ((start, stop, True),)
         edge = min(max(start, fresh_from), stop)
         tail = max(edge, stop - self._swa.padded_window)
         spans = [(start, edge, False), (edge, tail, True), (tail, stop, True)]
