@@ -47,8 +47,9 @@ class PoolLayout:
         return [layer for layer in range(self.num_layers) if self.kind(layer) != "state"]
 
     def shapes(self, layer: int) -> list[tuple[int, ...]]:
-        """The shapes of the K and V of a layer that has them."""
-        assert self.kind(layer) != "state", f"layer {layer} has no KV"
+        """The shapes of a layer's K and V; none for a state layer."""
+        if self.kind(layer) == "state":
+            return []
         rows = self.num_slots if self.kind(layer) == "full" else self.num_swa_slots
         if self.max_seq_len is None:
             rows += self.page_size
@@ -98,7 +99,7 @@ class PoolLayout:
 
     @property
     def _kv_bytes(self) -> int:
-        return sum(self._bytes(shape) for layer in self.kv_layers for shape in self.shapes(layer))
+        return sum(self._bytes(shape) for layer in range(self.num_layers) for shape in self.shapes(layer))
 
     @property
     def _states(self) -> list[tuple[tuple[int, ...], ...]]:

@@ -59,6 +59,7 @@ def test_the_states_of_a_slot_lie_together_behind_all_kv() -> None:
     rows = pool.state_rows()
     states = [tensor for layer in range(4) for tensor in pool.state(layer)]
 
+    assert HYBRID.shapes(0) == HYBRID.shapes(3) == []
     assert [tuple(tensor.shape) for tensor in states] == [(4, 3, 2), (4, 5)] * 2
     assert (tuple(rows.shape), rows.dtype) == ((4, 4 * 256), torch.uint8)
     assert rows.data_ptr() >= max(pool.v[layer].data_ptr() + pool.v[layer].nbytes for layer in (1, 2))
