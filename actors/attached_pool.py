@@ -214,6 +214,7 @@ async def _for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitabl
     try:
         await asyncio.wait(tasks)
     finally:  # who is cancelled waits no longer
+        left.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

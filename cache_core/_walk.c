@@ -4,14 +4,17 @@
 
 enum { MOST_LINES = 32, LONG = 4096 }; /* of a rest: more of them come by themselves; bytes that take a while to compare */
 
-/* Leading bytes that are the same. What is long is read once: where it differs, the steps become smaller. */
+/* Leading bytes that are the same. What is long is read once: where it differs, the steps become smaller. While one step is
+ * compared, the next of what has lain there is fetched: by itself that would begin anew with each page of memory. */
 static Py_ssize_t
-common_bytes(const char *one, const char *other, Py_ssize_t limit)
+common_bytes(const char *kept, const char *given, Py_ssize_t limit)
 {
-    Py_ssize_t done = 0, step = 4096;
+    Py_ssize_t done = 0, step = LONG;
     while (done < limit && step > 0) {
-        Py_ssize_t size = step < limit - done ? step : limit - done;
-        if (memcmp(one + done, other + done, (size_t)size) == 0)
+        Py_ssize_t left = limit - done, size = step < left ? step : left;
+        if (step == LONG && left > LONG)
+            fetch(kept + done + LONG, (size_t)(left < 2 * LONG ? left - LONG : LONG) / 64);
+        if (memcmp(kept + done, given + done, (size_t)size) == 0)
             done += size;
         else
             step = size > 1 ? (size + 7) / 8 : 0;

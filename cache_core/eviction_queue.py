@@ -24,7 +24,9 @@ else:
 
 
 class _Queue(_AnyRanking):
-    """Exactly the nodes that may go now, in order; nothing in it is ever out of date.
+    """The nodes that may go now, in order; nothing in it is ever out of date.
+
+    Its owner may have others stand in it, and lay them aside when they come up.
 
     What comes in the order of its rank, as new nodes and nodes just used do under LRU, stands in a ranking, where
     pushing, moving to the end and taking out are O(1). Compiled, what comes a few places late stands there, too, as
@@ -32,7 +34,7 @@ class _Queue(_AnyRanking):
     sorted in beside it, O(log n) and a short move. No operation does the work of another: there is no single slow one.
 
     Args:
-        rank: what orders the nodes. Whoever changes it tells by `touch`.
+        rank: what orders the nodes. Whoever changes it of one that stands here tells by `touch`.
     """
 
     def __init__(self, rank: Callable[[TreeNode], Rank]) -> None:

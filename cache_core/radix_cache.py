@@ -85,7 +85,8 @@ class RadixCache(WindowTreeCache):
 
         Whole unlocked leaves go first, in the policy's order; a parent becomes a candidate when its last child has
         gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
-        become tombstones, or, as unlocked leaves, go whole. O(log n) per victim.
+        become tombstones, or, as unlocked leaves, go whole. O(log n) per victim, and a step for each node that comes up
+        while a window holds it, once in that time.
         """
         free = self._free
         nobody_told = self.on_node_evict is None and self._events is None and self._history is None

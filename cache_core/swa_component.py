@@ -67,7 +67,7 @@ class SwaComponent(AuxComponent):
         self._next_boundary_id = count(1)
 
     def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
-        """Looks back over one window from where the last hole is."""
+        """Looks back until a window is full, from above each hole it comes by anew."""
         live, stop = 0, min(path[count - 1].end, end) if count else 0
         for place in range(count - 1, -1, -1):
             start = path[place - 1].end if place else 0
@@ -192,7 +192,8 @@ class SwaComponent(AuxComponent):
     def pop_victim(self) -> TreeNode | None:
         """Take the live node that was longest in no window, of those that no lock's window holds; None if none.
 
-        Of the nodes of one window the upper goes first: a match that ends in the window needs the lower ones.
+        Of the nodes of one window the upper goes first: a match that ends in the window needs the lower ones. Held
+        nodes that come up before it are laid aside, a step for each, once in each time that they are held.
         """
         while (node := self._queue.pop()) is not None and node.swa_lock_ref:
             self._waiting.add(node)
