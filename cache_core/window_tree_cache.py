@@ -85,10 +85,8 @@ class WindowTreeCache(TreeCache):
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no
         more."""
-        if self._swa is None:
+        if self._swa is None or (fresh_from <= start and stop - start <= self._swa.padded_window):
             return super()._cuts(start, stop, fresh_from)
-        if fresh_from <= start and stop - start <= self._swa.padded_window:  # as mostly
-            return ((start, stop, True),)
         edge = min(max(start, fresh_from), stop)
         tail = max(edge, stop - self._swa.padded_window)
         spans = [(start, edge, False), (edge, tail, True), (tail, stop, True)]

@@ -35,9 +35,10 @@ class Branch:
         if end < num_tokens:
             all_slots = torch.arange(num_tokens) * self.step + self.first
             slots = self.kernel.compact(all_slots, 1, end, num_tokens)
-            node = self._added(
-                self.kernel.grow(type(self.top), self.ids, self.page_size, node, key, num_tokens, slots, 7)
-            )
+            leaf = self.kernel.grow(type(self.top), self.ids, self.page_size, node, key, num_tokens, slots, 7)
+            if leaf.id % 2:
+                leaf.hash_values = [f"{leaf.id}/{page}" for page in range((num_tokens - end) // self.page_size)]
+            node = self._added(leaf)
         return node
 
     def _added(self, node: Any) -> Any:

@@ -33,6 +33,12 @@ def judge_of(component: Any) -> Judge:
     return window_judge(component) if isinstance(component, SwaComponent) else state_judge(component)
 
 
+def joint_judge(components: Sequence[Any]) -> Judge:
+    """All of them let it end there; each sees every node."""
+    judges = [judge_of(component) for component in components]
+    return lambda node, length: all([judge(node, length) for judge in judges])  # noqa: C419 -- no judge is passed over
+
+
 def judged(make: Callable[[Any], Judge]) -> Callable[[Any, Sequence[Any], int, int], int]:
     """`usable` of a component, by its judge."""
 

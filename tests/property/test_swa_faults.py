@@ -252,27 +252,27 @@ def a_window_can_be_released_again(patch: Patch) -> None:
     around(patch, SwaComponent, "release", release)
 
 
-@fault
-def what_an_eviction_laid_aside_is_not_queued_again(patch: Patch) -> None:
+def unqueued(patch: Patch, change: Callable[[SwaComponent, Any], object]) -> None:
+    """Have what was laid aside taken out of the queue when it is let go, and `change` done with it."""
+
     def release(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
         waiting = set(swa._waiting)
         original(swa, node, receipt)
         for each in waiting - swa._waiting:
             swa._queue.discard(each)
+            change(swa, each)
 
     around(patch, SwaComponent, "release", release)
+
+
+@fault
+def what_an_eviction_laid_aside_is_not_queued_again(patch: Patch) -> None:
+    unqueued(patch, lambda swa, node: None)
 
 
 @fault
 def what_an_eviction_laid_aside_is_laid_aside_for_good(patch: Patch) -> None:
-    def release(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
-        waiting = set(swa._waiting)
-        original(swa, node, receipt)
-        for each in waiting - swa._waiting:
-            swa._queue.discard(each)
-            swa._waiting.add(each)
-
-    around(patch, SwaComponent, "release", release)
+    unqueued(patch, lambda swa, node: swa._waiting.add(node))
 
 
 @fault

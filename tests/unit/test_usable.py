@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from judges import judge_of, judged
+from judges import joint_judge, judge_of, judged
 
 from raydix.cache_core import MambaRadixCache
 from raydix.cache_core.mamba_component import MambaComponent
@@ -30,30 +30,28 @@ def path_of(kinds: list[tuple[int, bool, bool]]) -> list[Any]:
     return path
 
 
-@given(NODES, st.integers(1, 20), st.data())
+@st.composite
+def walks(draw: st.DrawFn) -> tuple[list[Any], int]:
+    """The nodes that a key goes through, and up to where in the last of them."""
+    path = path_of(draw(NODES))
+    return path, draw(st.integers(path[-1].parent.end + 1, path[-1].end)) if path else 0
+
+
+@given(walks(), st.integers(1, 20), st.data())
 def test_each_component_finds_what_its_judge_does(
-    kinds: list[tuple[int, bool, bool]], window: int, data: st.DataObject
+    walk: tuple[list[Any], int], window: int, data: st.DataObject
 ) -> None:
-    path = path_of(kinds)
-    end = data.draw(st.integers(path[-1].parent.end + 1, path[-1].end)) if path else 0
+    path, end = walk
     limit = data.draw(st.integers(0, len(path)))
     for component in (SwaComponent(window, 1), MambaComponent(None)):
         assert component.usable(path, end, limit) == judged(judge_of)(component, path, end, limit)
 
 
-@given(NODES, st.integers(1, 20), st.data())
-def test_a_match_ends_where_all_components_let_it(
-    kinds: list[tuple[int, bool, bool]], window: int, data: st.DataObject
-) -> None:
-    path = path_of(kinds)
-    end = data.draw(st.integers(path[-1].parent.end + 1, path[-1].end)) if path else 0
+@given(walks(), st.integers(1, 20))
+def test_a_match_ends_where_all_components_let_it(walk: tuple[list[Any], int], window: int) -> None:
+    path, end = walk
     cache = MambaRadixCache(1, sliding_window_size=window)
-    judges = [judge_of(component) for component in cache._aux]
-    found = start = 0
-    for number, node in enumerate(path, 1):
-        stop = min(node.end, end)
-        found = number if all([judge(node, stop - start) for judge in judges]) else found  # noqa: C419 -- each sees all
-        start = stop
+    found = judged(joint_judge)(cache._aux, path, end, len(path))
 
     nodes, stop = cache._usable(path, end)
 
