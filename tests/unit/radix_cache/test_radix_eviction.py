@@ -1,0 +1,172 @@
+"""`RadixCache`: what goes first, and what that costs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from queue_operations import queue_operations
+from small_radix import FreedSlots, edges, found, key, lock, row, sizes
+
+from raydix.cache_core import EvictResult, RadixCache, TokenToKVPoolAllocator
+
+
+def test_leaves_go_in_the_order_of_their_last_use(cache: RadixCache, pool: FreedSlots) -> None:
+    for token in (1, 2, 3, 4):
+        cache.insert(key(token), row(10 * token))
+    cache.match_prefix(key(2))
+    cache.insert(key(1), row(10))
+
+    order = []
+    while cache.evict(1).full_evicted:
+        order += pool.take()
+
+    assert order == [30, 40, 20, 10]
+
+
+def test_one_call_evicts_in_the_same_order(cache: RadixCache, pool: FreedSlots) -> None:
+    for token in (1, 2, 3, 4):
+        cache.insert(key(token), row(10 * token))
+    cache.match_prefix(key(2))
+
+    assert cache.evict(4) == EvictResult(4, 0, 0)
+
+    assert pool.take() == [10, 30, 40, 20]
+
+
+def test_it_stops_once_the_target_is_met(cache: RadixCache, pool: FreedSlots) -> None:
+    for token in (1, 2, 3, 4):
+        cache.insert(key(token), row(10 * token))
+
+    assert cache.evict(2).full_evicted == 2
+
+    assert pool.take() == [10, 20]
+    assert sizes(cache) == (2, 0)
+
+
+def test_a_leaf_goes_whole_and_the_result_counts_what_really_went(cache: RadixCache, pool: FreedSlots) -> None:
+    cache.insert(key(1, 2, 3), row(10, 11, 12))
+    cache.insert(key(4), row(13))
+
+    assert cache.evict(1).full_evicted == 3
+
+    assert pool.take() == [10, 11, 12]
+    assert sizes(cache) == (1, 0)
+
+
+def test_a_parent_becomes_a_candidate_when_its_last_child_has_gone(cache: RadixCache, pool: FreedSlots) -> None:
+    cache.insert(key(1, 2), row(10, 11))
+    cache.insert(key(1, 3), row(10, 21))
+    cache.insert(key(9), row(30))
+
+    cache.evict(1)
+    assert pool.take() == [11]
+    cache.evict(1)
+    assert pool.take() == [21]  # its parent is as young, and a candidate only now
+    cache.evict(1)
+    assert pool.take() == [10]
+    cache.evict(1)
+    assert pool.take() == [30]
+
+
+def test_a_chain_goes_from_its_end_within_one_call(cache: RadixCache, pool: FreedSlots) -> None:
+    cache.insert(key(1), row(10))
+    cache.insert(key(1, 2), row(10, 11))
+    cache.insert(key(1, 2, 3), row(10, 11, 12))
+
+    assert cache.evict(99).full_evicted == 3
+
+    assert pool.take() == [12, 11, 10]
+    assert edges(cache) == set()
+
+
+@pytest.mark.parametrize("num_tokens", [0, -5])
+def test_nothing_is_evicted_for_nothing(cache: RadixCache, pool: FreedSlots, num_tokens: int) -> None:
+    cache.insert(key(1), row(10))
+
+    assert cache.evict(num_tokens) == EvictResult(0, 0, 0)
+    assert pool.take() == []
+
+
+def test_an_empty_cache_has_nothing_to_evict(cache: RadixCache) -> None:
+    assert cache.evict(99) == EvictResult(0, 0, 0)
+
+
+def test_a_full_eviction_leaves_a_cache_that_works(cache: RadixCache, pool: FreedSlots) -> None:
+    cache.insert(key(1, 2), row(10, 11))
+    cache.evict(99)
+
+    cache.insert(key(1, 2), row(20, 21))
+
+    assert found(cache, 1, 2) == [20, 21]
+    assert pool.take() == [10, 11]
+
+
+def test_each_evicted_node_is_told_of_by_its_id_after_it_left(make_cache: Callable[..., RadixCache]) -> None:
+    told: list[tuple[int, set[str]]] = []
+    cache = make_cache(on_node_evict=lambda node_id: told.append((node_id, edges(cache))))
+    first = cache.insert(key(1), row(10)).last_node
+    second = cache.insert(key(2), row(20)).last_node
+    cache.insert(key(3), row(30))
+
+    cache.evict(2)
+
+    assert told == [(first.id, {"3"}), (second.id, {"3"})]
+    assert first.evicted
+    assert first.value is None
+
+
+def test_a_pool_that_takes_pages_gets_whole_pages_back() -> None:
+    allocator = TokenToKVPoolAllocator(num_slots=8, page_size=2)
+    cache = RadixCache(2, token_to_kv_pool_allocator=allocator)
+    slots = allocator.alloc(8)
+    cache.insert(key(1, 2, 3, 4), slots[:4])
+    cache.insert(key(1, 2, 5, 6), torch.cat((slots[:2], slots[[5, 4]])))  # one page the other way round
+
+    cache.evict(99)
+    allocator.free(slots[6:])
+
+    assert allocator.available_size() == 8
+    allocator.check_invariants()
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("num_leaves", [10, 100, 10_000])
+def test_the_steps_for_a_victim_do_not_grow_with_the_tree(
+    cache: RadixCache, monkeypatch: pytest.MonkeyPatch, num_leaves: int
+) -> None:
+    for token in range(num_leaves):
+        cache.insert(key(token))
+    done = queue_operations(monkeypatch)
+    monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
+
+    for _ in range(5):
+        cache.evict(1)
+
+    assert done == ["pop"] * 5
+    monkeypatch.undo()
+
+
+def test_uses_cost_the_next_eviction_nothing(cache: RadixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for token in range(100):
+        cache.insert(key(token))
+    for token in range(7):
+        cache.match_prefix(key(token))
+        cache.match_prefix(key(token))
+    done = queue_operations(monkeypatch)
+
+    cache.evict(1)
+
+    assert done == ["pop"]
+    assert found(cache, 7) == []
+
+
+def test_the_queue_holds_the_unlocked_leaves_alone(cache: RadixCache) -> None:
+    for token in range(10):
+        cache.insert(key(token))
+    for _ in range(100):
+        node = lock(cache, 3)
+        assert len(cache._full._queue) == 9
+        cache.dec_lock_ref(node)
+        cache.insert(key(3))
+
+    assert len(cache._full._queue) == 10
