@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.pool_export import is_pool_of, layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.pool_export import layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.process_life import ProcessLife
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, UnknownLease, WriteKV
 
@@ -39,7 +40,7 @@ class AttachedPool:
     def __init__(self, client: CacheVerbs, handle: PoolHandle, pool: KVPool | None) -> None:
         self._client = client
         self._pool = pool
-        self._path = handle.path
+        self._life = None if pool is None or handle.life_path is None else ProcessLife.find(handle.life_path)
         self._lost: CacheError | None = None
         self.epoch = handle.epoch  # the life of the cache that it belongs to
         self.layout = layout_of(handle.config)
@@ -75,7 +76,7 @@ class AttachedPool:
 
     def drop_if_orphaned(self) -> None:
         """Let go of mapped memory whose cache's process has ended: a cache that restarts may need the room."""
-        if self._pool is not None and self._path is not None and not is_pool_of(self._path, self.epoch):
+        if self._pool is not None and self._life is not None and self._life.has_ended():
             self.drop(CacheUnavailable("the cache's process has ended, and the pool with it: attach_pool again"))
 
     @property

@@ -13,6 +13,7 @@ from raydix.actors.error_map import to_cache_error
 from raydix.actors.pool_export import ExportedPool
 from raydix.actors.typed_messages import arrived
 from raydix.cache_core import UnknownLeaseError
+from raydix.cache_core.memory_pool import wait_for_device
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -63,6 +64,7 @@ class CacheHost:
         device = self.exported.device
         slots = torch.from_numpy(request.slots.copy())
         self.exported.pool.write_all(slots, k.to(device), v.to(device), self.service.core.swa_slots(slots))
+        wait_for_device(self.exported.pool.storage)  # who is told may publish, and others read at once
 
     def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
         session, core = self.service.session(request.session_id, request.epoch), self.service.core

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from raydix.actors.process_life import own_life_path
 from raydix.cache_core import KVPool, PoolLayout
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolHandle
 
@@ -43,7 +44,8 @@ class ExportedPool:
     A CPU pool lies in anonymous shared memory (a memfd), which others open through `/proc`: it has no name in any
     folder, so nothing is left behind however its owner ends. It is reserved in full here, so that a later write cannot
     fail for want of memory. A GPU pool is one allocation, exported by CUDA IPC. Where a pool cannot be shared
-    (`share` is False, or a CPU pool elsewhere than on Linux), others copy through its owner.
+    (`share` is False, a CPU pool elsewhere than on Linux, memory that CUDA IPC cannot export), others copy through its
+    owner.
 
     Raises:
         CacheUnavailable: this machine has too little memory for the pool.
@@ -76,13 +78,17 @@ class ExportedPool:
     def _make_handle(self, config: CacheConfig, epoch: str, node_id: str, share: bool) -> PoolHandle:
         gpu_uuid, ipc_handle = None, None
         if self.device.type == "cuda" and self.layout.num_bytes and share:
-            gpu_uuid, ipc_handle = gpu_uuid_of(self.device), export_cuda(self.pool.storage)
+            try:
+                gpu_uuid, ipc_handle = gpu_uuid_of(self.device), export_cuda(self.pool.storage)
+            except RuntimeError as error:
+                logger.warning("CUDA IPC cannot export the pool (%s): workers copy KV through the cache", error)
         return PoolHandle(
             epoch=epoch,
             config=config,
             device_type="cuda" if self.device.type == "cuda" else "cpu",
             node_id=node_id,
             path=None if self._fd is None else f"/proc/{os.getpid()}/fd/{self._fd}",
+            life_path=own_life_path(),
             num_bytes=self.layout.num_bytes,
             gpu_uuid=gpu_uuid,
             ipc_handle=ipc_handle,
@@ -112,14 +118,6 @@ def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
         return map_shared_file(f"/proc/self/fd/{fd}", handle.num_bytes)
     finally:
         os.close(fd)
-
-
-def is_pool_of(path: str, epoch: str) -> bool:
-    """Whether the pool of that epoch still lies at a handle's path: not when its process has ended."""
-    try:
-        return f"raydix-{epoch}" in os.readlink(path)
-    except OSError:
-        return False
 
 
 def available_memory() -> int:
@@ -174,7 +172,7 @@ def open_cuda_pool(handle: PoolHandle) -> torch.Tensor:
     """Map the GPU pool of another process, on the card that this process sees under any index.
 
     Raises:
-        OSError: no visible card is the pool's.
+        OSError: no visible card is the pool's, its process is gone, or CUDA IPC does not work from here.
     """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -184,7 +182,10 @@ def open_cuda_pool(handle: PoolHandle) -> torch.Tensor:
         if gpu_uuid_of(torch.device("cuda", index)) == handle.gpu_uuid:
             arguments = list(pickle.loads(handle.ipc_handle))
             arguments[_DEVICE_ARGUMENT] = index
-            storage: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+            try:
+                storage: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise OSError(f"CUDA IPC: {error}") from error
             return storage
     raise OSError(f"this process does not see the card {handle.gpu_uuid} of the pool")
 

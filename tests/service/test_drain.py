@@ -15,7 +15,7 @@ from cache_kinds import Access
 from cache_under_test import small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, request_handlers, shutdown_cache, start_cache
-from raydix.actors.pool_export import is_pool_of
+from raydix.actors.process_life import ProcessLife
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import CacheUnavailable, InvalidRequest
 
@@ -151,7 +151,7 @@ async def test_a_cache_killed_while_it_drains_does_not_come_back(ray_cluster: No
     cache = Drained("ray")
     await cache.client.acquire([1] * 8)
     handle = await cache.cache.pool_handle.remote()
-    pid = int(handle.path.split("/")[2]) if handle.path else 0
+    pid = int(handle.path.split("/")[2])
     ending = await cache.drain()
 
     os.kill(pid, signal.SIGKILL)
@@ -160,6 +160,6 @@ async def test_a_cache_killed_while_it_drains_does_not_come_back(ray_cluster: No
         await ending
     with pytest.raises(ray.exceptions.RayActorError):
         await cache.cache.config_digest.remote()
-    assert handle.path is not None
-    assert not is_pool_of(handle.path, handle.epoch)
+    assert handle.life_path is not None
+    assert ProcessLife.find(handle.life_path) is None
     await cache.client.close()

@@ -87,6 +87,8 @@ def worker_class() -> Any:
             device = self._pool.k[0].device
             for layer in range(len(k)):
                 self._pool.write(layer, slots, k[layer].to(device), v[layer].to(device))
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
         async def publish(self, tokens: list[int]) -> int:
             return (await self._lease.insert(tokens)).num_inserted

@@ -64,9 +64,9 @@ async def held(cache: Any) -> AsyncIterator[tuple[PrefixCacheClient, Lease, Atta
 
 async def test_after_its_process_was_killed_clients_go_on_with_an_empty_cache_and_a_new_pool(cache: Any) -> None:
     async with held(cache) as (client, lease, pool):
-        assert pool._path is not None
+        path = (await cache.pool_handle.remote()).path
 
-        os.kill(int(pool._path.split("/")[2]), signal.SIGKILL)  # as the kernel does where memory runs out
+        os.kill(int(path.split("/")[2]), signal.SIGKILL)  # as the kernel does where memory runs out
 
         await when_available(lambda: fresh(client, lease.epoch))
         with pytest.raises(StaleEpoch) as caught:

@@ -1,0 +1,100 @@
+"""`AttachedPool` and the memory it maps: let go of once the cache's process has ended, and not before."""
+
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from raydix.actors import LocalPrefixCache, pool_export
+from raydix.actors.attached_pool import AttachedPool
+from raydix.actors.pool_export import layout_of, open_cuda_pool
+from raydix.cache_core import KVPool
+from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig, PoolHandle
+
+CONFIG = CacheConfig(pool=PoolConfig(num_slots=8, num_layers=1, num_kv_heads=1, head_dim=2, device="cpu"))
+SLOTS = torch.tensor([1, 2])
+
+
+@pytest.fixture
+def other() -> Iterator["subprocess.Popen[str]"]:
+    """Another process, which told the path of its lock."""
+    show = "from raydix.actors.process_life import own_life_path; print(own_life_path(), flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", show], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        yield process
+        process.kill()
+
+
+def path_of(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def on_a_card(life_path: str | None, **fields: object) -> PoolHandle:
+    """The handle of a pool on a GPU, which has no file; that its process has ended is seen by its lock alone."""
+    parts = {"epoch": "e", "config": CONFIG, "device_type": "cuda", "node_id": "here", "life_path": life_path}
+    return PoolHandle.model_validate(parts | fields)
+
+
+def attached(handle: PoolHandle) -> tuple[AttachedPool, "weakref.ref[torch.Tensor]"]:
+    """A mapped pool, and whether its memory is still there."""
+    pool = KVPool(layout_of(CONFIG))
+    return AttachedPool(LocalPrefixCache(CONFIG), handle, pool), weakref.ref(pool.storage)
+
+
+def test_memory_of_a_process_that_has_ended_is_let_go_of(other: "subprocess.Popen[str]") -> None:
+    """On a card, too: a cache that restarts has no room for its pool as long as clients map the one of before."""
+    pool, memory = attached(on_a_card(path_of(other)))
+
+    pool.drop_if_orphaned()
+    assert not pool.lost
+    assert pool.gather(0, SLOTS)[0].shape == (2, 1, 2)
+
+    other.kill()
+    other.wait()
+    pool.drop_if_orphaned()
+
+    gc.collect()
+    assert pool.lost and not pool.mapped and memory() is None
+    with pytest.raises(CacheUnavailable, match="attach_pool again"):
+        pool.gather(0, SLOTS)
+
+
+@pytest.mark.parametrize("life_path", [None, "/proc/0/fd/0"])
+def test_memory_of_a_process_that_cannot_be_seen_is_kept(life_path: str | None) -> None:
+    """In another container, say: whether it has ended is not known."""
+    pool, memory = attached(on_a_card(life_path))
+
+    pool.drop_if_orphaned()
+
+    assert pool.mapped and memory() is not None
+
+
+def test_where_no_visible_card_is_the_pools_it_cannot_be_mapped() -> None:
+    with pytest.raises(OSError, match="does not see the card GPU-0"):
+        open_cuda_pool(on_a_card(None, gpu_uuid="GPU-0", ipc_handle=b"handle"))
+
+
+def test_where_the_pool_was_not_exported_it_cannot_be_mapped() -> None:
+    with pytest.raises(OSError, match="cannot be mapped"):
+        open_cuda_pool(on_a_card(None, gpu_uuid="GPU-0"))
+
+
+def test_where_cuda_ipc_fails_the_pool_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does between some containers: workers copy then."""
+
+    def fails(*arguments: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(pool_export, "gpu_uuid_of", lambda device: "GPU-0")
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", fails)
+
+    with pytest.raises(OSError, match="CUDA IPC: CUDA error"):
+        open_cuda_pool(on_a_card(None, gpu_uuid="GPU-0", ipc_handle=pickle.dumps((None,) * 7)))
