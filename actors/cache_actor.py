@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_TIMEOUT_S = 20.0  # for the memory of this actor's last life to be given back
 _MEMORY_POLL_S = 0.25
+_BUNDLE = re.compile(r"bundle_group_(?P<bundle>\d+)_(?P<group>\w+)")  # what Ray calls a place in a bundle
 
 
 class PrefixCacheActor:
@@ -64,10 +66,8 @@ class PrefixCacheActor:
         torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
         use_huge_pages()  # the process is the cache's alone
         node_id = ray.get_runtime_context().get_node_id()
-        wanted = config.pool.device
-        if wanted == "auto" and not ray.get_gpu_ids():
-            wanted = "cpu"  # cards may be visible that were not given to this actor
-        self._host = _make_host(config, local_device(wanted), node_id)
+        has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # cards may be visible that were not given to it
+        self._host = _make_host(config, local_device(config) if has_gpu else torch.device("cpu"), node_id)
         self._channels = ChannelServer(self._host.service)
         self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
         self._host.service.keeper.on_end = self._watch.unwatch
@@ -130,9 +130,10 @@ class PrefixCacheActor:
         """How to reach the pool's tensors."""
         return self._host.exported.handle
 
-    async def placement(self) -> PlacementGroup | None:
-        """The placement group that this actor stands in, if it does."""
-        return get_current_placement_group()
+    async def placement(self) -> tuple[PlacementGroup, int] | None:
+        """The placement group that this actor stands in, if it does, and its bundle there."""
+        group = get_current_placement_group()
+        return None if group is None else (group, _own_bundle(group))
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy KV out of the pool."""
@@ -181,11 +182,17 @@ def _make_host(config: CacheConfig, device: torch.device, node_id: str) -> Cache
     while True:
         try:
             return CacheHost(config, device, node_id, share=True)
-        except (CacheUnavailable, torch.cuda.OutOfMemoryError) as error:
+        except CacheUnavailable as error:
             if time.monotonic() > deadline or not _has_restarted():
                 raise
             logger.warning("waiting for memory: %s", error)
             time.sleep(_MEMORY_POLL_S)
+
+
+def _own_bundle(group: PlacementGroup) -> int:
+    """The bundle of a group whose resources this actor has: one is marked as taken, by its number."""
+    taken = (_BUNDLE.fullmatch(each) for each in ray.get_runtime_context().worker.core_worker.resource_ids())
+    return next((int(each["bundle"]) for each in taken if each and each["group"] == group.id.hex()), 0)
 
 
 def _own_name() -> str:

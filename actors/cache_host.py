@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.cache_service import CacheService
 from raydix.actors.error_map import to_cache_error
-from raydix.actors.pool_export import ExportedPool
+from raydix.actors.pool_export import ExportedPool, layout_of
 from raydix.actors.typed_messages import arrived
 from raydix.cache_core import UnknownLeaseError
 from raydix.cache_core.memory_pool import wait_for_device
@@ -82,17 +82,20 @@ class CacheHost:
             )
 
 
-def local_device(wanted: str) -> torch.device:
-    """Where a pool of this process goes: "auto" is the GPU if one is visible, else the CPU.
+def local_device(config: CacheConfig) -> torch.device:
+    """Where the pool of this process goes: "auto" is the GPU if one is visible and there are tensors, else the CPU.
 
     Raises:
-        CacheUnavailable: a GPU is asked for, but none is visible.
+        CacheUnavailable: a GPU is asked for that is not visible here.
     """
+    wanted = config.pool.device
     if wanted == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        on_gpu = layout_of(config).num_bytes and torch.cuda.is_available()
+        return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     device = torch.device(wanted)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise CacheUnavailable(f"PoolConfig.device is {wanted!r}, but no GPU is visible here: use 'auto' or 'cpu'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count() or "no"
+        raise CacheUnavailable(f"PoolConfig.device is {wanted!r}, but {seen} GPU is visible here: use 'auto' or 'cpu'")
     return device
 
 

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from raydix.actors.cache_actor import PrefixCacheActor
+from raydix.actors.pool_export import layout_of
 from raydix.actors.ray_transport import from_ray
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch
 
@@ -53,7 +54,8 @@ def start_cache(
     Args:
         name: others find it by `connect(name)`; a cache of that name that runs already is used if its configuration
             is the same.
-        num_gpus: share of a GPU to reserve. None: 0.1 where the cluster has GPUs and the pool may lie on one, else 0.
+        num_gpus: share of a GPU to reserve. None: 0.1 where the cluster has GPUs and the pool has tensors that may lie
+            on one, else 0.
         max_restarts: how often it may start anew after a crash, -1: always. It is empty then, and its clients, which
             are told `StaleEpoch` of what they held, go on with it. 0 for a detached cache in a placement group: Ray
             leaves such an actor restarting for ever when the group is removed.
@@ -66,7 +68,8 @@ def start_cache(
     if not ray.is_initialized():
         ray.init()
     if num_gpus is None:
-        num_gpus = _SHARED_GPU if config.pool.device != "cpu" and _cluster_has_gpus() else 0
+        may_lie_on_gpu = config.pool.device != "cpu" and layout_of(config).num_bytes > 0
+        num_gpus = _SHARED_GPU if may_lie_on_gpu and _cluster_has_gpus() else 0
     options: dict[str, Any] = {
         "num_cpus": 0,
         "num_gpus": num_gpus,

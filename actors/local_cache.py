@@ -30,7 +30,7 @@ class LocalPrefixCache(CacheVerbs):
         super().__init__(owner="local")
         from raydix.actors.cache_host import CacheHost, local_device
 
-        self._host = CacheHost(config, local_device(config.pool.device), node_id="local", share=False)
+        self._host = CacheHost(config, local_device(config), node_id="local", share=False)
         weakref.finalize(self, self._host.service.eviction_task.abandon).atexit = False
 
     def _make_transport(self) -> Transport:

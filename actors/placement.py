@@ -9,8 +9,8 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raydix.actors.deploy import NAMESPACE, connect, start_cache
-from raydix.schemas import CacheConfig, CacheUnavailable, PoolHandle
+from raydix.actors.deploy import NAMESPACE, StartOptions, connect, start_cache
+from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, PoolHandle
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -23,11 +23,16 @@ def start_on_own_gpu(
 ) -> ActorHandle[Any]:
     """A detached cache on a GPU of its own: a placement group with that GPU, which its workers share (`beside`).
 
-    `remove_placement` gives the GPU back once the cache has ended.
+    One of that name that runs already is used if its configuration is the same. `remove_placement` gives the GPU back
+    once the cache has ended.
 
     Raises:
-        CacheUnavailable: no GPU is free; nothing is left behind.
+        CacheUnavailable: no GPU is free, or it did not start in time; nothing is left behind.
+        ConfigMismatch: a cache of that name runs with another configuration.
     """
+    options: StartOptions = {"name": name, "namespace": namespace, "lifetime": "detached", "timeout_s": timeout_s}
+    if _find(name, namespace) is not None:
+        return start_cache(config, **options)
     group = placement_group(
         [{"GPU": 1, "CPU": worker_cpus}], "STRICT_PACK", name=group_name(name, namespace), lifetime="detached"
     )
@@ -36,17 +41,13 @@ def start_on_own_gpu(
         raise CacheUnavailable(
             f"cache {name!r} found no node with a free GPU and {worker_cpus} free CPUs within {timeout_s:g} s"
         )
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     try:
-        return start_cache(
-            config,
-            name=name,
-            namespace=namespace,
-            lifetime="detached",
-            scheduling_strategy=strategy,
-            timeout_s=timeout_s,
-        )
-    except BaseException:
+        return start_cache(config, **options)
+    except BaseException as error:
+        unready = None if isinstance(error, ConfigMismatch) else _find(name, namespace)
+        if unready is not None:
+            ray.kill(unready)  # it would try to start for ever where its group is gone
         remove_placement_group(group)
         raise
 
@@ -60,9 +61,10 @@ def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE) -> Sche
         CacheUnavailable: no cache of that name runs.
     """
     actor = connect(cache, namespace=namespace) if isinstance(cache, str) else cache
-    group = cast(PlacementGroup | None, ray.get(actor.placement.remote()))
-    if group is not None:
-        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    place = cast(tuple[PlacementGroup, int] | None, ray.get(actor.placement.remote()))
+    if place is not None:
+        group, bundle = place
+        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     handle = cast(PoolHandle, ray.get(actor.pool_handle.remote()))
     return NodeAffinitySchedulingStrategy(handle.node_id, soft=False)
 
@@ -73,6 +75,14 @@ def remove_placement(name: str, namespace: str = NAMESPACE) -> None:
     for group_id, group in cast(Any, placement_group_table)().items():
         if group["name"] == wanted and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
+
+
+def _find(name: str, namespace: str) -> ActorHandle[Any] | None:
+    try:
+        found: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    return found
 
 
 def group_name(name: str, namespace: str) -> str:

@@ -57,7 +57,9 @@ class ExportedPool:
         self._fd: int | None = None
         if device.type == "cpu" and sys.platform == "linux":
             _check_room(self.layout.num_bytes)
-        if device.type == "cuda" or not share or sys.platform != "linux":
+        if device.type == "cuda":
+            self.pool = _on_gpu(self.layout, device)
+        elif not share or sys.platform != "linux":
             self.pool = KVPool(self.layout, device)
         else:
             self.pool = KVPool(self.layout, storage=self._shared_storage(epoch))
@@ -93,6 +95,15 @@ class ExportedPool:
             gpu_uuid=gpu_uuid,
             ipc_handle=ipc_handle,
         )
+
+
+def _on_gpu(layout: PoolLayout, device: torch.device) -> KVPool:
+    try:
+        return KVPool(layout, device)
+    except RuntimeError as error:
+        needed = f"{layout.num_bytes} bytes ({layout.num_bytes / _GIB:.2f} GiB)"
+        said = str(error).strip().splitlines()[0]
+        raise CacheUnavailable(f"no room for the pool of {needed}: {said}; lower PoolConfig.num_slots") from error
 
 
 def map_shared_file(path: str, num_bytes: int) -> torch.Tensor:
@@ -176,17 +187,19 @@ def open_cuda_pool(handle: PoolHandle) -> torch.Tensor:
     """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+    if handle.num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     if handle.ipc_handle is None:
         raise OSError("the pool of this cache cannot be mapped")
-    for index in range(torch.cuda.device_count()):
-        if gpu_uuid_of(torch.device("cuda", index)) == handle.gpu_uuid:
-            arguments = list(pickle.loads(handle.ipc_handle))
-            arguments[_DEVICE_ARGUMENT] = index
-            try:
+    try:
+        for index in range(torch.cuda.device_count()):
+            if gpu_uuid_of(torch.device("cuda", index)) == handle.gpu_uuid:
+                arguments = list(pickle.loads(handle.ipc_handle))
+                arguments[_DEVICE_ARGUMENT] = index
                 storage: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                raise OSError(f"CUDA IPC: {error}") from error
-            return storage
+                return storage
+    except RuntimeError as error:
+        raise OSError(f"CUDA: {error}") from error
     raise OSError(f"this process does not see the card {handle.gpu_uuid} of the pool")
 
 

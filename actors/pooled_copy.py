@@ -43,13 +43,13 @@ class CopiedCache(DynamicCache):
             self.take_computed()
 
     def take_computed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V computed since the last call, `[num_layers, n, num_kv_heads, dim]` each.
+        """Copies of the K and V computed since the last call, `[num_layers, n, num_kv_heads, dim]` each, on the CPU.
 
         They are the caller's, to write into the pool before it publishes their tokens.
         """
         start, self._num_stored = self._num_stored, self.get_seq_length()
         k, v = zip(*(_computed(layer, start) for layer in self.layers), strict=True)
-        return torch.stack(k), torch.stack(v)
+        return torch.stack(k).cpu(), torch.stack(v).cpu()
 
 
 class _RecordingWindowLayer(DynamicSlidingWindowLayer):

@@ -11,7 +11,10 @@ keeps one thing, so a model's layer that keeps two uses two:
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -155,13 +158,29 @@ def measure_states(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[StateT
     from transformers import AutoModelForCausalLM, DynamicCache
 
     cache = DynamicCache(config=config)
-    with torch.device("meta"), torch.inference_mode():
+    with torch.device("meta"), torch.inference_mode(), _without_gpu_kernels():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
         token = torch.zeros(1, 1, config.get_text_config(decoder=True).hidden_size, dtype=dtype)
         for module in model.modules():
             if "cache_params" in inspect.signature(module.forward).parameters and hasattr(module, "layer_idx"):
                 module(token, cache_params=cache)
     return layers.states_in(cache)
+
+
+@contextmanager
+def _without_gpu_kernels() -> Iterator[None]:
+    """Have transformers run models in plain torch: kernels for GPUs, which it takes wherever they are installed, refuse
+    tensors of other devices. It goes without them where a model is exported."""
+    kernels: Any = importlib.import_module("transformers.integrations.hub_kernels")
+    is_exporting = getattr(kernels, "is_torchdynamo_exporting", None)
+    if is_exporting is None:  # an older one, which looks at the device
+        yield
+        return
+    kernels.is_torchdynamo_exporting = lambda: True
+    try:
+        yield
+    finally:
+        kernels.is_torchdynamo_exporting = is_exporting
 
 
 def _state_tensors(layer: Any) -> tuple[StateTensor, ...]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+import ray
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedCo
 from raydix.actors.pooled_copy import CopiedCache
 from raydix.actors.transformers_config import ModelSource, PoolShape, dtype_name, load_config
 from raydix.actors.transformers_layers import ModelLayers, StateTensor
+from raydix.cache_core.memory_pool import wait_for_device
 from raydix.schemas import ConfigMismatch, InvalidRequest
 
 P = ParamSpec("P")
@@ -38,7 +40,7 @@ class CausalModel:
         source: a configuration or a dictionary of one: random weights; a name or path: the weights found there.
         seed: of random weights. Equal seeds and configurations give equal weights.
         dtype: of weights and KV. None: the one the configuration names, else float32.
-        device: "auto" is CUDA if this process has a GPU, else the CPU.
+        device: "auto" is CUDA if this process has a GPU (in an actor: was given one), else the CPU.
         num_threads: of torch, for the passes. None: torch's own choice.
 
     Attributes:
@@ -121,12 +123,14 @@ class CausalModel:
     @torch.inference_mode()
     def _forward(self, tokens: NDArray[np.int64], cache: Cache, keep_logits: bool) -> Step:
         input_ids = torch.from_numpy(tokens).to(self.device).unsqueeze(0)
-        output = self._model(
-            input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=0 if keep_logits else 1
-        )
-        logits: torch.Tensor = output.logits[0]
-        next_token = int(logits[-1].argmax())  # on a GPU this waits for the pass to end
-        return Step(next_token, logits.cpu() if keep_logits else None)
+        try:
+            output = self._model(
+                input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=0 if keep_logits else 1
+            )
+            logits: torch.Tensor = output.logits[0]
+            return Step(int(logits[-1].argmax()), logits.cpu() if keep_logits else None)
+        finally:  # however it ends: what a GPU was asked to write goes to slots that may be another's soon
+            wait_for_device(input_ids)
 
     def _measure(self) -> PoolShape:
         cache = self.own_cache()
@@ -147,17 +151,23 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, see
     if isinstance(source, str):
         loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         return loaded
-    with torch.random.fork_rng():  # the process's own random numbers are not disturbed
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # the process's own random numbers are not disturbed
+        torch.default_generator.manual_seed(seed)
         made: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return made
 
 
 def _pick_device(device: str) -> torch.device:
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() and _has_a_gpu() else "cpu"
     chosen = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else chosen
+
+
+def _has_a_gpu() -> bool:
+    """Whether the cards that are visible are this process's: an actor may see some that were not given to it."""
+    in_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+    return not in_actor or bool(ray.get_gpu_ids())
 
 
 def _set_num_threads(num_threads: int | None) -> None:

@@ -115,14 +115,15 @@ class LeasedRequest:
         if freed_to - max(lease.published_len, self._window_from) >= max(self._page_size, window // 4):
             await lease.release_window(attended_from)
             self._window_from = freed_to
-            self._repoint()
+            await self._repoint()
 
     # ---------------------------------------------------------------- the cache
 
     async def _make_cache(self) -> PooledCache | CopiedCache:
         pool, lease, model = self._pool, self._lease, self._model
         if pool.mapped and pool.k[0].device == model.device:
-            return PooledCache(
+            return await model.run(
+                PooledCache,
                 pool,
                 lease.slots,
                 lease.prefix_len,
@@ -136,10 +137,12 @@ class LeasedRequest:
         k, v = await pool.read_kv(lease, lease.slots[: lease.prefix_len])
         return await model.run(model.copied_cache, k, v)
 
-    def _repoint(self) -> None:
+    async def _repoint(self) -> None:
+        """Where the model runs, for slots are brought to its device behind all that runs there."""
         if isinstance(self._cache, PooledCache):
             lease = self._lease
-            self._cache.repoint(lease.slots, None if self._model.layers.window is None else lease.swa_slots)
+            swa_slots = None if self._model.layers.window is None else lease.swa_slots
+            await self._model.run(self._cache.repoint, lease.slots, swa_slots)
 
     async def _publish(self, *, with_state: bool = False, release: bool = False) -> None:
         decoding, lease = self._decoding, self._lease
@@ -149,7 +152,7 @@ class LeasedRequest:
             await self._pool.write_kv(lease, lease.slots[stop - k.shape[1] : stop], k, v)
         await self._insert(with_state, release)
         if not release:
-            self._repoint()
+            await self._repoint()
 
     async def _insert(self, with_state: bool, release: bool) -> None:
         """Publish what is computed, with the state after it if there is room for one more."""

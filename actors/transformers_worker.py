@@ -54,7 +54,7 @@ class TransformersWorker(WatchedActor):
             model's name or path, for real ones.
         seed: of random weights. Workers of one cache need equal ones.
         dtype: of weights and KV. None: the one the model's configuration names, else float32.
-        device: "auto" is CUDA if this process has a GPU, else the CPU.
+        device: "auto" is CUDA if this process has a GPU (in an actor: was given one), else the CPU.
         mapped: how to reach the pool, as for `attach_pool`. A pool on another device than the model's is copied.
         use_cache: False computes every request from scratch.
         num_threads: torch's, for the passes. None: torch's own choice.

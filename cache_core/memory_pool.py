@@ -165,14 +165,16 @@ class KVPool:
 
         `slots` is int64 of length n: window slots for a sliding-window layer. The caller answers for holding them. One
         copy, cast to the pool's dtype: of slots that follow one another or fill whole pages as fast as memory allows.
+        To bring slots to a GPU takes longer than to use them there: who writes many layers has them there already.
 
         Raises:
             ValueError: a shape does not fit; nothing was written.
         """
-        slots = slots.to(self.storage.device)
+        place = self.storage.device
+        slots = slots.to(place)
         check_shapes(slots, (k, self.k[layer]), (v, self.v[layer]))
-        put_rows(self.k[layer], slots, k.to(self.layout.dtype), self._page_size)
-        put_rows(self.v[layer], slots, v.to(self.layout.dtype), self._page_size)
+        put_rows(self.k[layer], slots, k.to(place, self.layout.dtype), self._page_size)
+        put_rows(self.v[layer], slots, v.to(place, self.layout.dtype), self._page_size)
 
     def gather(
         self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -181,9 +183,15 @@ class KVPool:
 
         `out`: contiguous tensors of these shapes and the pool's dtype, to copy into; they are returned. New memory
         costs several times the copy where it is large, so who gathers often keeps its own.
+
+        Raises:
+            ValueError: `out` is of other shapes, or on another device.
         """
-        slots = slots.to(self.storage.device)
+        place = self.storage.device
+        slots = slots.to(place)
         k, v = self.k[layer], self.v[layer]
+        if out is not None and any(each.device != place for each in out):
+            raise ValueError(f"out must be on {place}, where the pool is")
         k_out, v_out = out or (k.new_empty(len(slots), *k.shape[1:]), v.new_empty(len(slots), *v.shape[1:]))
         check_shapes(slots, (k_out, k), (v_out, v))
         take_rows(k, slots, k_out, self._page_size)
@@ -196,6 +204,7 @@ class KVPool:
         Sliding-window layers are read at `swa_slots`; state layers are zeros.
         """
         layout = self.layout
+        slots, swa_slots = self._brought_here(slots, swa_slots)
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
         k = torch.empty(*shape, layout.head_dim, dtype=layout.dtype, device=self.storage.device)
         v = torch.empty(*shape, layout.v_head_dim, dtype=layout.dtype, device=self.storage.device)
@@ -211,8 +220,15 @@ class KVPool:
         self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, swa_slots: torch.Tensor | None = None
     ) -> None:
         """`write` in all layers that have KV: `k` and `v` are `[num_layers, n, num_kv_heads, dim]`."""
+        slots, swa_slots = self._brought_here(slots, swa_slots)
         for layer in self.layout.kv_layers:
             self.write(layer, self._rows(layer, slots, swa_slots), k[layer], v[layer])
+
+    def _brought_here(
+        self, slots: torch.Tensor, swa_slots: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        place = self.storage.device
+        return slots.to(place), None if swa_slots is None else swa_slots.to(place)
 
     def _rows(self, layer: int, slots: torch.Tensor, swa_slots: torch.Tensor | None) -> torch.Tensor:
         if self.layout.kind(layer) == "full":

@@ -7,9 +7,15 @@ from typing import Any
 
 import ray
 from command_line import run, run_json
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raydix.actors.placement import beside
+from raydix.actors import shutdown_cache, start_cache
+from raydix.actors.placement import beside, remove_placement, start_on_own_gpu
+from raydix.actors.transformers_model import _has_a_gpu
+from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
+CONFIG = CacheConfig(pool=PoolConfig(num_slots=64))
 INDEX = ("--set", "pool.num_slots=64", "--set", "pool.device=auto")
 
 
@@ -21,6 +27,10 @@ class Worker:
         """Those of Ray."""
         return ray.get_gpu_ids()
 
+    def may_use_gpu(self) -> bool:
+        """Whether a model here may go to a card: not to one that is visible, but another's."""
+        return _has_a_gpu()
+
 
 def until_free(num_gpus: float) -> None:
     """Wait until so many GPUs can be reserved."""
@@ -28,6 +38,33 @@ def until_free(num_gpus: float) -> None:
     while ray.available_resources().get("GPU", 0) != num_gpus:
         assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.05)
+
+
+def in_the_bundle_of_the_cache() -> None:
+    """A cache in a group of its user's own: its workers come to its bundle, not to the first."""
+    group = placement_group([{"GPU": 1}, {"GPU": 1}])
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1)
+    cache = start_cache(CONFIG, scheduling_strategy=place, num_gpus=0.1)
+
+    found = beside(cache)
+
+    assert isinstance(found, PlacementGroupSchedulingStrategy)
+    assert (found.placement_group.id, found.placement_group_bundle_index) == (group.id, 1)
+    shutdown_cache(cache)
+    remove_placement_group(group)
+    until_free(2)
+
+
+def late_ones_are_not_left_behind() -> None:
+    """A cache that does not start in time ends, with its group; another attempt finds all free."""
+    try:
+        start_on_own_gpu(CONFIG, "late", timeout_s=1)
+    except CacheUnavailable:
+        until_free(2)
+        assert not ray.util.list_named_actors(all_namespaces=True)
+    ray.kill(start_on_own_gpu(CONFIG, "late"))
+    remove_placement("late")
+    until_free(2)
 
 
 def main() -> None:
@@ -44,6 +81,8 @@ def main() -> None:
     beside_each = [Worker.options(scheduling_strategy=beside(name)).remote() for name in ("kv-0", "kv-0", "kv-1")]
     first, second, other = ray.get([worker.gpu_ids.remote() for worker in beside_each])
     assert first == second != other, (first, second, other)
+    unplaced = Worker.options(num_gpus=0).remote()
+    assert ray.get([beside_each[0].may_use_gpu.remote(), unplaced.may_use_gpu.remote()]) == [True, False]
 
     refused = run_json("start", *INDEX, "--count", 3, "--timeout", 2, exit_code=3)["error"]
     assert "'kv-2' found no node with a free GPU" in refused["message"], refused
@@ -52,9 +91,11 @@ def main() -> None:
     (on_cpu,) = run_json("start", "--name", "cpu", "--set", "pool.num_slots=64", "--set", "pool.device=cpu")
     assert (on_cpu["name"], on_cpu["device"]) == ("cpu-0", "cpu")
 
-    del beside_each
+    del beside_each, unplaced
     assert "kv-0: stopped" in run("stop", "--all").stdout
     until_free(2)
+    in_the_bundle_of_the_cache()
+    late_ones_are_not_left_behind()
     ray.shutdown()
     print("all as it should be")
 

@@ -65,7 +65,7 @@ def _start_one(
     from raydix.actors.deploy import start_cache
     from raydix.actors.placement import start_on_own_gpu
 
-    if on_gpu and name not in cache_names(namespace):
+    if on_gpu:
         cache = start_on_own_gpu(config, name, namespace=namespace, worker_cpus=worker_cpus, timeout_s=timeout_s)
     else:
         cache = start_cache(config, name=name, namespace=namespace, lifetime="detached", timeout_s=timeout_s)

@@ -32,6 +32,7 @@ GATES = {0.7: 0.5, 0.4: 0.25}  # by goal
 GOALS = {
     f"{verb}, {layout}": goal for verb in ("write", "gather") for layout, goal in zip(LAYOUTS, (0.7, 0.4), strict=False)
 }
+LAUNCHES = 16  # of each work on a GPU, before it is waited for: to launch one takes as long as to copy some megabytes
 Works = dict[str, Callable[[], object]]
 
 
@@ -73,24 +74,31 @@ class Plane:
 
 
 def waiting(works: Works, device: torch.device) -> Works:
-    """Works that are over once the device has done them."""
+    """Works that are over once the device has done them, `launches` times."""
     if device.type == "cpu":
         return works
 
     def done(work: Callable[[], object]) -> None:
-        work()
+        for _ in range(launches(device)):
+            work()
         torch.cuda.synchronize()
 
     return {name: partial(done, work) for name, work in works.items()}
+
+
+def launches(device: torch.device) -> int:
+    """How often each work is done at once."""
+    return 1 if device.type == "cpu" else LAUNCHES
 
 
 def plane_figures(plane: Plane, num_rounds: int, where: str, goals: bool = True) -> Iterator[Figure]:
     """The ways into a mapped pool and out of it."""
     plane.check()
     times = times_in_turns(plane.works(), num_rounds)
+    num_bytes = plane.num_bytes * launches(plane.k.device)
     for name in times:
         floor = "clone" if "new memory" in name else "memcpy"
-        rate, ratio = plane.num_bytes / median(times[name]) / 1e9, median_ratio(times, name, floor)
+        rate, ratio = num_bytes / median(times[name]) / 1e9, median_ratio(times, name, floor)
         if name not in ("memcpy", "clone"):
             least = GOALS.get(name) if goals else None
             gate = GATES.get(least) if least else None
@@ -102,12 +110,13 @@ def plane_figures(plane: Plane, num_rounds: int, where: str, goals: bool = True)
 
 def copy_figures(num_rounds: int, device: torch.device, where: str, goal: float) -> Iterator[Figure]:
     """What the cache itself copies: a prefix from row to row, and a state from slot to slot."""
-    length, num_layers = 2048, 4
+    on_cpu = device.type == "cpu"
+    length, num_layers, num_state_layers = (2_048, 4, 8) if on_cpu else (16_384, 4, 128)
     layout = PoolLayout(4 * length, PAGE, num_layers, NUM_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16, max_seq_len=length)
     pool, manager = KVPool(layout, device), PrefixCacheManager(max_capacity=length)
     prefix = RadixKey(np.arange(length, dtype=np.int32))
     manager.insert(prefix, 0, length)
-    states = MambaPool(2, [[(48, 64, 128)]] * 8, device=device)
+    states = MambaPool(2, [[(48, 64, 128)]] * num_state_layers, device=device)
     row = pool.storage.nbytes // 4
     state = sum(tensor[1].nbytes for tensors in states.layers for tensor in tensors)
     pool.storage.fill_(1)  # memory nobody wrote to is read for nothing
@@ -122,10 +131,10 @@ def copy_figures(num_rounds: int, device: torch.device, where: str, goal: float)
     }
     times = times_in_turns(waiting(works, device), num_rounds)
     for name, what, floor, size in (
-        ("copy_kv", "copy_kv, a row of 2,048 tokens in 4 layers", "row", row),
-        ("copy_states", "copy_states, 8 layers of 1.5 MiB", "state", state),
+        ("copy_kv", f"copy_kv, a row of {length:,} tokens in {num_layers} layers", "row", row),
+        ("copy_states", f"copy_states, {num_state_layers} layers of 1.5 MiB", "state", state),
     ):
-        rate, ratio = size / median(times[name]) / 1e9, median_ratio(times, name, floor)
+        rate, ratio = size * launches(device) / median(times[name]) / 1e9, median_ratio(times, name, floor)
         yield Figure("data plane", f"{what}{where}", rate, "GB/s", ratio, "memcpy", at_least=goal, gate=GATES.get(goal))
 
 
@@ -193,13 +202,14 @@ async def _figures(quick: bool) -> list[Figure]:
     finally:
         torch.set_num_threads(num_threads)
         shutdown_cache(actor)
-    return found + gpu_figures(num_tokens, num_rounds)
+    return found + gpu_figures(num_rounds)
 
 
-def gpu_figures(num_tokens: int, num_rounds: int) -> list[Figure]:
-    """The same in a pool on the GPU; none where there is none."""
+def gpu_figures(num_rounds: int) -> list[Figure]:
+    """The same in a pool on the GPU, and more at once; none where there is none."""
     if not torch.cuda.is_available():
         return []
+    num_tokens = NUM_SLOTS * 3 // 4
     layout = PoolLayout(NUM_SLOTS, PAGE, 1, NUM_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)
     plane = Plane(KVPool(layout, "cuda"), num_tokens)
     name, device = torch.cuda.get_device_name(), torch.device("cuda")

@@ -64,7 +64,7 @@ async def measure(prompt_len: int, num_new: int, num_requests: int) -> tuple[Spe
     shared = _ids(rng, prompt_len)
     alone: list[Generation] = []
     by_rate: dict[float, list[Generation]] = {rate: [] for rate in HIT_RATES}
-    async with LocalPrefixCache(config) as cache, TransformersWorker(cache, model=MODEL) as worker:
+    async with LocalPrefixCache(config) as cache, TransformersWorker(cache, model=MODEL, device="cpu") as worker:
         await worker.generate(shared, 1)
         for _ in range(num_requests):
             alone.append(await worker.generate(_ids(rng, prompt_len), num_new, reuse=False))

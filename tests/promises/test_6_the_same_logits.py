@@ -60,8 +60,8 @@ async def reuse_changes_no_bit(config: PreTrainedConfig, **options: Any) -> None
     last_cut = (len(PROMPT) - 1) // PAGE_SIZE * PAGE_SIZE if has_states else len(PROMPT)
     async with (
         LocalPrefixCache(config_of(config, PAGE_SIZE, **options)) as cache,
-        TransformersWorker(cache, model=deepcopy(config)) as writer,
-        TransformersWorker(cache, model=deepcopy(config)) as reader,
+        TransformersWorker(cache, model=deepcopy(config), device="cpu") as writer,
+        TransformersWorker(cache, model=deepcopy(config), device="cpu") as reader,
     ):
         alone = await reader.generate(PROMPT, 6, reuse=False, return_logits=True)
         in_one, generated = continuation(model, PROMPT, [], 6)
@@ -142,7 +142,9 @@ async def test_logits_over_a_prefix_that_another_worker_wrote_are_those_of_a_dyn
 
 @pytest.mark.ray
 async def test_a_worker_that_declines_to_map_reads_the_same_bits(cluster: Cluster) -> None:
-    async with TransformersWorker(cluster.cache, model=deepcopy(LLAMA), mapped=False, num_threads=1) as worker:
+    async with TransformersWorker(
+        cluster.cache, model=deepcopy(LLAMA), device="cpu", mapped=False, num_threads=1
+    ) as worker:
         cut_there, in_one = await largest_differences(cluster, worker.generate, "copied")
 
     assert cut_there == 0

@@ -104,6 +104,7 @@ def worker_class() -> Any:
 
         async def poke(self, slot: int, value: float) -> None:
             self._pool.k[1][slot] = value
+            await self.peek(slot)  # which waits for a GPU
 
         async def peek(self, slot: int) -> float:
             return self._pool.k[1][slot].float().mean().item()

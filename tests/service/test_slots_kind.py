@@ -362,7 +362,7 @@ async def test_a_model_computes_the_same_from_a_reused_and_from_a_copied_row(map
     pool = pool_config_for(LLAMA, 4 * 64, device="cpu")
     cache = LocalPrefixCache(CacheConfig(kind="slots", max_seq_len=64, page_size=16, pool=pool, validate=True))
     model, prompt = random_llama(), random_prompt(40)
-    async with TransformersWorker(cache, model=LLAMA, mapped=mapped) as worker:
+    async with TransformersWorker(cache, model=LLAMA, device="cpu", mapped=mapped) as worker:
         await worker.generate(prompt[:32], 1)
         expected, generated = continuation(model, prompt, 32, num_new=5)
 

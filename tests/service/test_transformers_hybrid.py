@@ -65,7 +65,7 @@ async def cache(model: Any, page_size: int) -> AsyncIterator[LocalPrefixCache]:
 @pytest.fixture
 async def workers(cache: LocalPrefixCache, model: Any) -> AsyncIterator[list[TransformersWorker]]:
     """One that writes and one that reads."""
-    workers = [TransformersWorker(cache, model=deepcopy(model.config)) for _ in range(2)]
+    workers = [TransformersWorker(cache, model=deepcopy(model.config), device="cpu") for _ in range(2)]
     yield workers
     for worker in workers:
         await worker.close()
@@ -254,7 +254,7 @@ async def test_requests_at_once_get_what_they_would_get_alone(workers: list[Tran
 @pytest.mark.parametrize("num_state_slots", [1, 2, 5])
 async def test_few_states_cost_reuse_but_no_request(model: Any, num_state_slots: int) -> None:
     async with LocalPrefixCache(config_of(model.config, 4, num_state_slots)) as cache:
-        worker = TransformersWorker(cache, model=deepcopy(model.config))
+        worker = TransformersWorker(cache, model=deepcopy(model.config), device="cpu")
         prompts = [[*PROMPT[: 8 * (1 + i % 3)], *random_prompt(6, seed=i)] for i in range(4)]
         expected = [continuation(model, prompt, [], 6)[1] for prompt in prompts]
         for _ in range(3):
@@ -296,7 +296,7 @@ def fail_after(forward: Any, num_passes: int) -> Any:
 
 async def test_states_need_a_mapped_pool() -> None:
     async with LocalPrefixCache(config_of(FALCON_H1, 4)) as cache:
-        worker = TransformersWorker(cache, model=deepcopy(FALCON_H1), mapped=False)
+        worker = TransformersWorker(cache, model=deepcopy(FALCON_H1), device="cpu", mapped=False)
         with pytest.raises(InvalidRequest, match="recurrent states need a mapped pool"):
             await worker.generate(PROMPT, 2)
         assert (await cache.stats()).acquires == 0

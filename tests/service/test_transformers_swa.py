@@ -65,7 +65,9 @@ async def cache(model: Any, page_size: int) -> AsyncIterator[LocalPrefixCache]:
 @pytest.fixture(params=[None, False], ids=["mapped", "copied"])
 async def workers(request: pytest.FixtureRequest, cache: LocalPrefixCache, model: Any) -> AsyncIterator[list[Any]]:
     """One that writes and one that reads."""
-    workers = [TransformersWorker(cache, model=deepcopy(model.config), mapped=request.param) for _ in range(2)]
+    workers = [
+        TransformersWorker(cache, model=deepcopy(model.config), device="cpu", mapped=request.param) for _ in range(2)
+    ]
     yield workers
     for worker in workers:
         await worker.close()
@@ -152,7 +154,7 @@ async def test_a_window_that_was_evicted_is_computed_again_and_heals(
 
 async def test_the_window_left_behind_by_decoding_is_freed_while_it_runs(cache: LocalPrefixCache, model: Any) -> None:
     most_private = []
-    async with TransformersWorker(cache, model=deepcopy(model.config)) as worker:
+    async with TransformersWorker(cache, model=deepcopy(model.config), device="cpu") as worker:
         forward = worker._model._forward
         loop = asyncio.get_running_loop()
 
@@ -216,7 +218,7 @@ async def test_requests_at_once_get_what_they_would_get_alone(workers: list[Tran
 
 async def test_pressure_on_the_window_pool_makes_no_difference_to_what_is_generated(model: Any) -> None:
     async with LocalPrefixCache(config_of(model.config, 4, num_swa_slots=64)) as cache:
-        worker = TransformersWorker(cache, model=deepcopy(model.config))
+        worker = TransformersWorker(cache, model=deepcopy(model.config), device="cpu")
         prompts = [[*PROMPT[: 8 * (1 + i % 3)], *random_prompt(6, seed=i)] for i in range(5)]
         expected = [continuation(model, prompt, [], 10)[1] for prompt in prompts]
         for _ in range(4):
@@ -236,7 +238,7 @@ async def test_pressure_on_the_window_pool_makes_no_difference_to_what_is_genera
 async def test_a_request_larger_than_the_window_pool_is_refused_at_once() -> None:
     async with (
         LocalPrefixCache(config_of(MISTRAL, 4, num_swa_slots=32)) as cache,
-        TransformersWorker(cache, model=deepcopy(MISTRAL)) as worker,
+        TransformersWorker(cache, model=deepcopy(MISTRAL), device="cpu") as worker,
     ):
         with pytest.raises(PoolExhausted) as caught:
             await worker.generate(PROMPT, 10)
@@ -255,7 +257,7 @@ async def test_a_cache_that_keeps_too_little_is_refused(changed: dict[str, Any],
     at = fitting if "sliding_window_size" in changed else fitting["pool"]
     at |= changed
     cache = LocalPrefixCache(CacheConfig(**fitting))
-    worker = TransformersWorker(cache, model=deepcopy(MISTRAL))
+    worker = TransformersWorker(cache, model=deepcopy(MISTRAL), device="cpu")
 
     with pytest.raises(ConfigMismatch, match=message):
         await worker.open()

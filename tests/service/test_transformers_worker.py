@@ -48,13 +48,13 @@ async def cache() -> AsyncIterator[LocalPrefixCache]:
 
 @pytest.fixture(params=[None, False], ids=["mapped", "copied"])
 async def worker(request: pytest.FixtureRequest, cache: LocalPrefixCache) -> AsyncIterator[TransformersWorker]:
-    async with TransformersWorker(cache, model=LLAMA, mapped=request.param) as worker:
+    async with TransformersWorker(cache, model=LLAMA, device="cpu", mapped=request.param) as worker:
         yield worker
 
 
 @pytest.fixture
 async def mapped_worker(cache: LocalPrefixCache) -> AsyncIterator[TransformersWorker]:
-    async with TransformersWorker(cache, model=LLAMA) as worker:
+    async with TransformersWorker(cache, model=LLAMA, device="cpu") as worker:
         yield worker
 
 
@@ -168,7 +168,7 @@ async def test_pages_that_another_worker_published_first_are_shared_and_read_fro
 ) -> None:
     prompt = random_prompt(40)
     expected, generated = continuation(model, prompt, 0, num_new=8)
-    async with TransformersWorker(cache, model=LLAMA) as late:
+    async with TransformersWorker(cache, model=LLAMA, device="cpu") as late:
         prefill, decode = Gate(late), Gate(late, after=1)
         request = asyncio.create_task(late.generate(prompt, 8, return_logits=True))
         await prefill.wait_until_reached()  # it missed
@@ -199,8 +199,8 @@ async def test_a_namespace_sees_nothing_of_another(worker: TransformersWorker) -
 async def test_a_worker_that_may_not_use_the_cache_leaves_it_alone(cache: LocalPrefixCache) -> None:
     prompt = random_prompt(40)
     async with (
-        TransformersWorker(cache, model=LLAMA) as sharing,
-        TransformersWorker(None, model=LLAMA, use_cache=False) as alone,
+        TransformersWorker(cache, model=LLAMA, device="cpu") as sharing,
+        TransformersWorker(None, model=LLAMA, device="cpu", use_cache=False) as alone,
     ):
         before = await cache.stats()
         scratch = [await sharing.generate(prompt, 4, reuse=False), await alone.generate(prompt, 4)]
@@ -214,8 +214,8 @@ async def test_weights_found_at_a_path_are_loaded(cache: LocalPrefixCache, tmp_p
     prompt = random_prompt(20)
 
     async with (
-        TransformersWorker(cache, model=str(tmp_path)) as loaded,
-        TransformersWorker(cache, model=LLAMA.to_dict(), seed=7) as seeded,
+        TransformersWorker(cache, model=str(tmp_path), device="cpu") as loaded,
+        TransformersWorker(cache, model=LLAMA.to_dict(), device="cpu", seed=7) as seeded,
     ):
         ours = await loaded.generate(prompt, 8, reuse=False)
         theirs = await seeded.generate(prompt, 8, reuse=False)
@@ -285,7 +285,7 @@ async def test_an_error_in_the_model_reaches_the_caller_and_aborts_the_lease(
 async def test_a_model_that_does_not_fit_the_pool_is_refused_naming_both(changed: dict[str, Any]) -> None:
     fitting = pool_config_for(LLAMA, 64, device="cpu")
     cache = LocalPrefixCache(CacheConfig(pool=PoolConfig(**(fitting.model_dump() | changed))))
-    worker = TransformersWorker(cache, model=LLAMA)
+    worker = TransformersWorker(cache, model=LLAMA, device="cpu")
 
     with pytest.raises(ConfigMismatch, match=r"3 layers of 2 KV heads of 8 \(float32\), the cache's pool holds"):
         await worker.generate([1, 2, 3], 1)
@@ -320,7 +320,7 @@ async def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
     pool = pool_config_for(LLAMA, 64, device="cpu")
     async with (
         LocalPrefixCache(CacheConfig(page_size=16, pool=pool)) as cache,
-        TransformersWorker(cache, model=LLAMA) as worker,
+        TransformersWorker(cache, model=LLAMA, device="cpu") as worker,
     ):
         with pytest.raises(PoolExhausted) as caught:
             await worker.generate(random_prompt(60), 6)
@@ -331,4 +331,4 @@ async def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
 
 def test_without_a_cache_use_cache_must_be_off() -> None:
     with pytest.raises(InvalidRequest, match="use_cache=False"):
-        TransformersWorker(None, model=LLAMA)
+        TransformersWorker(None, model=LLAMA, device="cpu")

@@ -39,6 +39,7 @@ def path_of(process: "subprocess.Popen[str]") -> str:
 def on_a_card(life_path: str | None, **fields: object) -> PoolHandle:
     """The handle of a pool on a GPU, which has no file; that its process has ended is seen by its lock alone."""
     parts = {"epoch": "e", "config": CONFIG, "device_type": "cuda", "node_id": "here", "life_path": life_path}
+    parts["num_bytes"] = layout_of(CONFIG).num_bytes
     return PoolHandle.model_validate(parts | fields)
 
 
@@ -76,6 +77,10 @@ def test_memory_of_a_process_that_cannot_be_seen_is_kept(life_path: str | None) 
     assert pool.mapped and memory() is not None
 
 
+def test_of_a_cache_without_tensors_there_is_nothing_to_map() -> None:
+    assert open_cuda_pool(on_a_card(None, num_bytes=0)).numel() == 0
+
+
 def test_where_no_visible_card_is_the_pools_it_cannot_be_mapped() -> None:
     with pytest.raises(OSError, match="does not see the card GPU-0"):
         open_cuda_pool(on_a_card(None, gpu_uuid="GPU-0", ipc_handle=b"handle"))
@@ -96,5 +101,5 @@ def test_where_cuda_ipc_fails_the_pool_cannot_be_mapped(monkeypatch: pytest.Monk
     monkeypatch.setattr(pool_export, "gpu_uuid_of", lambda device: "GPU-0")
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", fails)
 
-    with pytest.raises(OSError, match="CUDA IPC: CUDA error"):
+    with pytest.raises(OSError, match="CUDA: CUDA error"):
         open_cuda_pool(on_a_card(None, gpu_uuid="GPU-0", ipc_handle=pickle.dumps((None,) * 7)))

@@ -190,6 +190,15 @@ def test_what_is_gathered_is_a_copy() -> None:
     assert not pool.storage.any()
 
 
+@pytest.mark.parametrize("slots", [[2, 3], [4, 2]])
+def test_what_is_gathered_into_lies_where_the_pool_does(slots: list[int]) -> None:
+    """However the slots lie: torch copies between devices where they follow one another, and only there."""
+    out = torch.empty(2, 3, 4, device="meta"), torch.empty(2, 3, 5)
+
+    with pytest.raises(ValueError, match="out must be on cpu"):
+        KVPool(TINY).gather(0, torch.tensor(slots), out)
+
+
 def test_no_slots_are_no_work() -> None:
     pool = KVPool(TINY)
     none = torch.empty(0, dtype=torch.int64)

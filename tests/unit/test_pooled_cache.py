@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import run_fresh
 from tiny_llama import LLAMA, continuation, random_llama, random_prompt
 from tiny_models import FALCON_H1, GEMMA_3, MISTRAL, QWEN3_NEXT, WINDOW, random_model
 from tiny_models import continuation as continuation_of
@@ -232,6 +235,25 @@ def test_a_copied_cache_keeps_what_its_windows_drop_until_it_is_taken(config: Pr
 
 
 # ---------------------------------------------------------------- states
+
+
+def test_states_are_measured_where_kernels_for_gpus_are_installed(tmp_path: Path) -> None:
+    """They refuse tensors of other devices, and transformers takes them wherever they are."""
+    refuses = "def causal_conv1d_{}(x, *args, **kwargs):\n    raise RuntimeError('Expected x.is_cuda() to be true')\n"
+    (tmp_path / "causal_conv1d").mkdir()
+    (tmp_path / "causal_conv1d" / "__init__.py").write_text(refuses.format("fn") + refuses.format("update"))
+    program = """
+import torch
+from tiny_models import FALCON_H1, QWEN3_NEXT
+from raydix.actors.transformers_layers import measure_states
+for config in (FALCON_H1, QWEN3_NEXT):
+    print([tuple(state) for state in measure_states(config, torch.float32)])
+"""
+
+    done = run_fresh(program, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+
+    expected = [[tuple(state) for state in measure_states(config, torch.float32)] for config in (FALCON_H1, QWEN3_NEXT)]
+    assert done.stdout.splitlines() == [str(states) for states in expected], done.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
