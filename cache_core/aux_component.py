@@ -66,7 +66,7 @@ class AuxComponent(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Hand what was dropped to its pool."""
+        """Hand what was dropped to its pool, however often it refuses."""
 
     def forget(self, node: TreeNode) -> None:  # noqa: B027 -- most have nothing to do
         """The tree is reset: `node` leaves it, locked or not."""

@@ -15,12 +15,15 @@ Rules, checked by `check`:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Protocol, cast
 
 from raydix.cache_core.aux_component import AuxComponent
+from raydix.cache_core.errors import SlotError
 from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
+from raydix.cache_core.slot_return import hand_back_each
 from raydix.cache_core.tree_node import TreeNode
 
 
@@ -39,6 +42,22 @@ class MambaComponent(AuxComponent):
     def __init__(self, pool: StateSlots | None) -> None:
         self._queue = SideQueue(_rank)
         self._pool = pool
+        self._is_used = getattr(pool, "is_used", None)
+        self._held: set[int] = set()  # slots that are the tree's
+        self._dropped: list[int] = []  # and those that it has not handed back yet
+
+    def checked(self, slot: int) -> int:
+        """A state slot that the tree can take over.
+
+        Raises:
+            SlotError: it is none, or not handed out, or the tree has it already.
+            TypeError: it is no integer.
+        """
+        slot = index(slot)
+        if slot < 1 or slot in self._held or not (self._is_used is None or self._is_used(slot)):
+            why = "the tree has it already" if slot in self._held else "it was not handed out"
+            raise SlotError(f"state slot {slot} cannot be taken over: {why}")
+        return slot
 
     def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
         """A match may end where a whole node ends with a state."""
@@ -53,6 +72,7 @@ class MambaComponent(AuxComponent):
         holder = cast(MambaTreeNode, node)
         assert holder.mamba_value is None, f"{node} has a state"
         holder.mamba_value, holder.mamba_access_time = slot, now
+        self._held.add(slot)
         if holder.mamba_lock_ref:
             self.protected += 1
         else:
@@ -71,12 +91,13 @@ class MambaComponent(AuxComponent):
         self._queue.discard(holder)
         self.evictable -= 1
         self.num_freed += 1
-        if self._pool is not None:
-            self._pool.free_track_slot(holder.mamba_value)
-        holder.mamba_value = None
+        self._give_up(holder, holder.mamba_value)
 
     def give_back(self) -> None:
-        """States are given back one by one, as they are dropped."""
+        """Hand the slots of dropped states to their pool."""
+        dropped, self._dropped = self._dropped, []
+        if dropped and self._pool is not None:
+            hand_back_each(self._pool.free_track_slot, dropped, "states")
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The state at the end was used; those above were not."""
@@ -106,11 +127,15 @@ class MambaComponent(AuxComponent):
             self._queue.push(node)
 
     def forget(self, node: TreeNode) -> None:
-        """The tree is reset: give the state of a node back, locked or not."""
+        """The tree is reset: drop the state of a node, locked or not."""
         holder = cast(MambaTreeNode, node)
-        if holder.mamba_value is not None and self._pool is not None:
-            self._pool.free_track_slot(holder.mamba_value)
+        if holder.mamba_value is not None:
+            self._give_up(holder, holder.mamba_value)
+
+    def _give_up(self, holder: MambaTreeNode, slot: int) -> None:
         holder.mamba_value = None
+        self._held.remove(slot)
+        self._dropped.append(slot)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -124,6 +149,7 @@ class MambaComponent(AuxComponent):
         locked = sum(node.mamba_lock_ref > 0 for node in holders)
         assert (self.evictable, self.protected) == (len(holders) - locked, locked), "rule 2"
         assert len({node.mamba_value for node in holders}) == len(holders), "rule 3"
+        assert {node.mamba_value for node in holders} == self._held, "rule 3: a slot is forgotten"
 
 
 def _rank(node: TreeNode) -> int:

@@ -66,13 +66,17 @@ class MambaPool:
         self._used[slot] = 1
         return slot
 
+    def is_used(self, slot: int) -> bool:
+        """Whether a state slot is handed out."""
+        return 1 <= slot <= self.num_slots and bool(self._used[slot])
+
     def free_track_slot(self, slot: int) -> None:
         """Take back a state slot.
 
         Raises:
             SlotError: it is out of range or free already.
         """
-        if not 1 <= slot <= self.num_slots or not self._used[slot]:
+        if not self.is_used(slot):
             raise SlotError(f"state slot {slot} is out of range or free already")
         self._used[slot] = 0
         self._free.append(slot)

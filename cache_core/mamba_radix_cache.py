@@ -106,11 +106,12 @@ class MambaRadixCache(WindowTreeCache):
 
         Raises:
             InvalidKeyError: a state is given for a key that is no whole number of pages; or as `RadixCache.insert`.
+            SlotError: `mamba_value` is no slot of the pool that was handed out, or the tree has it already.
             StaleNodeError: `from_node` is no longer in the tree.
         """
         aligned = len(key) - len(key) % self.page_size
-        if mamba_value is not None and mamba_value < 1:
-            raise InvalidKeyError(f"state slots begin at 1: {mamba_value} is none")
+        if mamba_value is not None:
+            mamba_value = self._mamba.checked(mamba_value)
         if mamba_value is not None and (aligned != len(key) or not aligned):
             raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
         fresh_from = self._aligned(swa_evicted_seqlen)
@@ -124,16 +125,17 @@ class MambaRadixCache(WindowTreeCache):
 
         Raises:
             InvalidKeyError: a state is given for the root.
-            StaleNodeError: the node is no longer in the tree.
+            SlotError: `mamba_value` is no slot of the pool that was handed out, or the tree has it already.
+            StaleNodeError: the node is not in the tree.
         """
         if mamba_value is not None and node is self.root:
             raise InvalidKeyError("the root has no tokens that a state could be the one after")
-        if mamba_value is not None and node.slots is None:
-            raise StaleNodeError(f"{node} is no longer in the tree")
+        if mamba_value is not None and (node.slots is None or node.space.home is not self._tree):
+            raise StaleNodeError(f"{node} is not in the tree")
         exists = cast(MambaTreeNode, node).mamba_value is not None
         if mamba_value is not None and not exists:
             self._clock += 1
-            self._mamba.attach(node, mamba_value, self._clock)
+            self._mamba.attach(node, self._mamba.checked(mamba_value), self._clock)
         return exists
 
     def _branching(self, usable: int, full_end: int) -> int | None:

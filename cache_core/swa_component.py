@@ -29,6 +29,7 @@ import torch
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_queue import Rank, SideQueue
 from raydix.cache_core.explanation import Reason
+from raydix.cache_core.slot_return import hand_back
 from raydix.cache_core.slot_rows import expand_row
 from raydix.cache_core.tree_node import TreeNode
 
@@ -60,6 +61,7 @@ class SwaComponent(AuxComponent):
     def __init__(self, window: int, page_size: int, free_swa: Callable[[torch.Tensor], None] | None = None) -> None:
         self.window = window  # tokens
         self.padded_window = -(-window // page_size) * page_size  # in whole pages
+        self._page_size = page_size
         self._free_swa = free_swa
         self._dropped: list[torch.Tensor] = []  # slots whose window halves have not been handed back yet
         self._queue = SideQueue(_rank)
@@ -110,9 +112,9 @@ class SwaComponent(AuxComponent):
 
     def give_back(self) -> None:
         """Hand the window halves of new tombstones to the pool, in one call."""
-        if self._dropped and self._free_swa is not None:
-            self._free_swa(torch.cat(self._dropped))
-        self._dropped.clear()
+        dropped, self._dropped = self._dropped, []
+        if dropped and self._free_swa is not None:
+            hand_back(self._free_swa, torch.cat(dropped), self._page_size, "window halves")
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The last window up to `end` was used now; what lies above was not."""

@@ -8,6 +8,7 @@ Rule, checked by `check_invariants` beside those of the tree and of each compone
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
+from raydix.cache_core.slot_return import hand_back
 from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
@@ -48,11 +50,14 @@ class TreeCache(TreeInsert):
         node_type: type[TreeNode] = TreeNode,
     ) -> None:
         super().__init__(page_size, make_policy(eviction_policy), aux, node_type)
+        pool_pages = getattr(pool, "page_size", page_size)
+        if pool_pages != page_size:
+            raise ValueError(f"the pool's pages are of {pool_pages} slots, so the cache's cannot be of {page_size}")
         self.pool = pool
         self.on_node_evict = on_node_evict
         self._free_pages = getattr(pool, "free_pages", None)
         # what frees the slots of leaves; None: the pool takes pages, or components or tenants are to know of each
-        self._free = None if pool is None or self._free_pages is not None or aux else pool.free
+        self._free = None if pool is None or self._free_pages is not None or aux else self._free_slots
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
 
     # ---------------------------------------------------------------- locks
@@ -83,12 +88,15 @@ class TreeCache(TreeInsert):
 
         Raises:
             StaleNodeError: the node is no longer in the tree.
-            LockError: the node is not locked, or the receipt is missing, used, another lock's, or none was due.
+            LockError: the node is not locked, or another cache's, or the receipt is missing, used, another lock's, or
+                none was due.
         """
         receipt, aux = swa_boundary_id if receipt is None else receipt, self._aux
         if receipt is not None or aux:
             self._check_receipt(node, receipt)
-        if node is not self.root and (node.slots is None or not self._full.unlock(node)):
+        if node is not self.root and (
+            node.slots is None or node.space.home is not self._tree or not self._full.unlock(node)
+        ):
             raise self._not_locked(node)
         if aux:
             for component in aux:
@@ -98,17 +106,19 @@ class TreeCache(TreeInsert):
         if receipt is not None:
             raise LockError("this cache hands out no receipts, so it takes none back")
 
-    @staticmethod
-    def _not_locked(node: TreeNode) -> StaleNodeError | LockError:
+    def _not_locked(self, node: TreeNode) -> StaleNodeError | LockError:
         if node.slots is None:
             return StaleNodeError(f"{node} is no longer in the tree")
+        if node.space.home is not self._tree:
+            return LockError(f"{node} is a node of another cache")
         return LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
 
     # ---------------------------------------------------------------- eviction
 
     def _evict(self, num_tokens: int, wanted: Sequence[int]) -> tuple[int, ...]:
         """Free whole unlocked leaves, in the policy's order, until at least `num_tokens` slots are free; then what
-        each component is to give up, in its own unit, in all. Returns what was freed, tokens first.
+        each component is to give up, in its own unit, in all. Returns what was freed, tokens first. What a pool refuses
+        to take back raises when all else is done.
 
         A parent becomes a candidate when its last child has gone. Where a component's victim is an unlocked leaf, it
         goes whole; else it loses what the component has there, and what is of no use without it. O(log n) per victim.
@@ -129,8 +139,6 @@ class TreeCache(TreeInsert):
                     continue
                 for each in self._aux[place:]:
                     each.drop(node)
-        for component in self._aux:
-            component.give_back()
 
     def divide(self, tenants: Tenants) -> None:
         """Keep the floors of these tenants from now on, and count what they hold. Before anything is inserted."""
@@ -159,17 +167,28 @@ class TreeCache(TreeInsert):
     def _give_back_slots(self, row: Row, num_tokens: int) -> None:
         """Hand the slots of one run to the pool."""
         if self.pool is not None:
-            self.pool.free(expand_row(row, num_tokens))
+            self._free_slots(expand_row(row, num_tokens))
+
+    def _free_slots(self, slots: torch.Tensor) -> None:
+        assert self.pool is not None
+        hand_back(self.pool.free, slots, self.page_size)
 
     def _give_back(self, victims: Victims) -> None:
-        """Hand evicted slots to the pool in one call, then tell of each node."""
+        """Hand to the pools what was evicted, in one call each, and tell of each node. The nodes have left the tree by
+        now, so one pool's refusal keeps nothing from the others."""
+        with ExitStack() as last_first:
+            last_first.callback(self._tell_of, victims)
+            last_first.callback(self._free_victims, victims)
+            for component in self._aux:
+                last_first.callback(component.give_back)
+
+    def _free_victims(self, victims: Victims) -> None:
         if victims.num_tokens and self.pool is not None:
             free_pages, page = self._free_pages, self.page_size
             if free_pages is not None and (starts := join_rows(victims.rows)).size * page == victims.num_tokens:
-                free_pages(starts)
+                hand_back(free_pages, starts, 1)
             else:
-                self.pool.free(victims.slots(page))
-        self._tell_of(victims)
+                self._free_slots(victims.slots(page))
 
     def _tell_of(self, victims: Victims) -> None:
         nodes = victims.nodes

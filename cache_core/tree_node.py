@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +28,10 @@ class Namespace:
     tree: object | None = None  # where its nodes can be matched; None once reset or retired
     tenant: Tenant | None = None  # who holds its slots; known once it is asked for
     evictable: int = 0  # tokens of its nodes without locks; counted where there are tenants
+    home: object | None = field(init=False)  # the tree whose nodes they are, also when they cannot be matched any more
+
+    def __post_init__(self) -> None:
+        self.home = self.tree
 
     @property
     def live(self) -> bool:

@@ -75,12 +75,13 @@ class WindowTreeCache(TreeCache):
             return  # the tree's own slots bring nothing fresh
         if not node.lock_ref:
             node.slots = fresh
-            self._give_back_slots(old, len(node))
         elif self._transfer_swa is not None:
             self._transfer_swa(expand_row(fresh, size), expand_row(old, size))
         elif self.pool is not None:
             return
         self._swa.heal(node)
+        if node.slots is fresh:
+            self._give_back_slots(old, size)
 
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no
@@ -109,8 +110,8 @@ class WindowTreeCache(TreeCache):
         """
         if self._swa is None or node is self.root:
             return
-        if node.slots is None:
-            raise StaleNodeError(f"{node} is no longer in the tree")
+        if node.slots is None or node.space.home is not self._tree:
+            raise StaleNodeError(f"{node} is not in the tree")
         if receipt.used or receipt.node is not node:
             raise LockError("a window is given up with the receipt of its own lock, before that is given back")
         self._swa.release(node, receipt)

@@ -16,6 +16,7 @@ from raydix.cache_core import (
     MambaPool,
     MambaRadixCache,
     RadixKey,
+    SlotError,
     StaleNodeError,
 )
 
@@ -217,6 +218,64 @@ def test_namespaces_have_states_of_their_own(cache: MambaRadixCache) -> None:
 
     assert usable(cache, 1, 2) == (0, None)
     assert cache.match_prefix(key(1, 2, ns="a")).prefix_len == 2
+
+
+@pytest.fixture
+def real() -> Iterator[tuple[MambaRadixCache, MambaPool]]:
+    """A cache over four states that are really handed out."""
+    states = MambaPool(4)
+    cache = MambaRadixCache(1, None, states)
+    yield cache, states
+    cache.evict(100)
+    cache.check_invariants()
+    states.check_invariants()
+
+
+def test_a_state_that_was_not_handed_out_is_refused_before_anything_changes(real: Any) -> None:
+    cache, _ = real
+
+    for slot in (0, -1, 1, 99):
+        with pytest.raises(SlotError, match="was not handed out"):
+            cache.insert(key(1, 2), row(1, 2), mamba_value=slot)
+    with pytest.raises(TypeError):
+        cache.insert(key(1, 2), row(1, 2), mamba_value=1.5)
+
+    assert cache.total_size() == 0
+
+
+def test_a_state_that_the_tree_has_already_is_refused_for_another_node(real: Any) -> None:
+    cache, states = real
+    slot = states.alloc_track_slot()
+    cache.insert(key(1, 2), row(1, 2), mamba_value=slot)
+
+    with pytest.raises(SlotError, match="the tree has it already"):
+        cache.insert(key(3, 4), row(3, 4), mamba_value=slot)
+
+    assert (cache.total_size(), cache.evict(100), states.available_size()) == (2, EvictResult(2, 0, 1), 4)
+
+
+def test_a_state_cannot_be_given_to_a_node_of_another_cache(real: Any) -> None:
+    cache, states = real
+    node = MambaRadixCache(1, None, states).insert(key(1), row(1)).last_node
+
+    with pytest.raises(StaleNodeError, match="not in the tree"):
+        cache.attach_state(node, states.alloc_track_slot())
+
+    assert cache.mamba_evictable_size() == 0
+
+
+def test_a_state_that_its_pool_refuses_keeps_no_other_from_it(real: Any) -> None:
+    """A caller freed a state that was the tree's."""
+    cache, states = real
+    slots = [states.alloc_track_slot() for _ in range(3)]
+    for token, slot in enumerate(slots):
+        cache.insert(key(token), row(token + 1), mamba_value=slot)
+    states.free_track_slot(slots[1])
+
+    with pytest.raises(SlotError, match=f"refused states that were in the tree: {slots[1]}: "):
+        cache.evict(100)
+
+    assert (cache.total_size(), cache.mamba_evictable_size(), states.available_size()) == (0, 0, 4)
 
 
 # ---------------------------------------------------------------- locks

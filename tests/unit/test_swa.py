@@ -436,6 +436,19 @@ def test_a_window_can_be_given_up_before_its_lock(cache: RadixCache, pool: BothH
     assert cache.evictable_size() == 8
 
 
+def test_a_window_is_given_up_in_its_own_cache(cache: RadixCache, pool: BothHalves) -> None:
+    other = RadixCache(1, 4, pool)
+    node = build(other, "l4")
+    receipt = other.inc_lock_ref(node)
+
+    with pytest.raises(StaleNodeError, match="not in the tree"):
+        cache.release_window(node, receipt)
+    with pytest.raises(LockError, match="of another cache"):
+        cache.dec_lock_ref(node, receipt)
+
+    assert (sizes(cache), sizes(other)) == ((0, 0), (0, 4))
+
+
 # ---------------------------------------------------------------- eviction
 
 

@@ -7,7 +7,7 @@ import torch
 from queue_operations import queue_operations
 from small_radix import FreedSlots, edges, found, key, lock, row, sizes
 
-from raydix.cache_core import EvictResult, RadixCache, TokenToKVPoolAllocator
+from raydix.cache_core import EvictResult, RadixCache, SlotError, TokenToKVPoolAllocator
 
 
 def test_leaves_go_in_the_order_of_their_last_use(cache: RadixCache, pool: FreedSlots) -> None:
@@ -170,3 +170,47 @@ def test_the_queue_holds_the_unlocked_leaves_alone(cache: RadixCache) -> None:
         cache.insert(key(3))
 
     assert len(cache._full._queue) == 10
+
+
+# ---------------------------------------------------------------- pools that refuse
+
+
+def test_slots_that_a_pool_refuses_keep_no_others_from_it() -> None:
+    """A caller put two slots into two namespaces; everyone else's come back all the same."""
+    pool = TokenToKVPoolAllocator(64)
+    cache = RadixCache(1, token_to_kv_pool_allocator=pool)
+    cache.insert(key(1, 2, 3, 4), pool.alloc(4))
+    twice = pool.alloc(2)
+    cache.insert(key(7, 8), twice)
+    cache.insert(key(7, 8, ns="other"), twice)
+
+    with pytest.raises(SlotError, match=r"refused slots that were in the tree: 5, 6: "):
+        cache.evict(100)
+
+    assert (cache.total_size(), pool.available_size()) == (0, 64)
+    cache.check_invariants()
+    assert len(pool.alloc(64)) == 64
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize("give_back", ["evict", "reset", "reclaim_retired"])
+def test_a_slot_that_was_never_handed_out_is_all_that_is_refused(page_size: int, give_back: str) -> None:
+    pool = TokenToKVPoolAllocator(16, page_size)
+    evicted: list[int] = []
+    cache = RadixCache(page_size, token_to_kv_pool_allocator=pool, on_node_evict=evicted.append)
+    cache.insert(key(1, 2, 3, 4), pool.alloc(4))
+    cache.insert(key(5, 6), row(1000, 1001))
+    if give_back == "reclaim_retired":
+        cache.retire_all()
+
+    with pytest.raises(SlotError, match="1000"):
+        cache.evict(100) if give_back == "evict" else getattr(cache, give_back)()
+
+    assert (cache.total_size(), pool.available_size(), len(evicted)) == (0, 16, 2)
+    cache.check_invariants()
+
+
+def test_a_pool_of_other_pages_is_refused() -> None:
+    for of_pool, of_cache in ((16, 1), (1, 16)):
+        with pytest.raises(ValueError, match="pages are of"):
+            RadixCache(of_cache, token_to_kv_pool_allocator=TokenToKVPoolAllocator(64, of_pool))

@@ -1,5 +1,7 @@
 """`RadixCache`: what is held is not evicted, and only what is held can be let go."""
 
+from collections.abc import Callable
+
 import pytest
 from small_radix import FreedSlots, edges, found, key, lock, row, sizes
 
@@ -157,3 +159,19 @@ def test_a_node_passed_over_while_locked_keeps_its_age(cache: RadixCache, pool: 
     cache.evict(1)
 
     assert pool.take() == [10]
+
+
+def test_a_node_of_another_cache_cannot_be_unlocked(cache: RadixCache, make_cache: Callable[..., RadixCache]) -> None:
+    """As where a process has a cache for each rank."""
+    other = make_cache()
+    other.insert(key(1, 2))
+    node = lock(other, 1, 2)
+
+    with pytest.raises(LockError, match="of another cache"):
+        cache.dec_lock_ref(node)
+
+    assert (sizes(cache), sizes(other)) == ((0, 0), (0, 2))
+    other.retire_all()
+    with pytest.raises(LockError, match="of another cache"):
+        cache.dec_lock_ref(node)
+    other.dec_lock_ref(node)

@@ -1,0 +1,40 @@
+"""Slots on their way back to a pool, which may refuse some of them: those are not to keep the others from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from raydix.cache_core.errors import SlotError
+
+_MOST_NAMED = 8  # of what was refused, in the message
+
+
+def hand_back(free: Callable[[Any], object], slots: Any, num_at_once: int, what: str = "slots") -> None:
+    """Have a pool take back a row of slots: in one call, and only if it refuses them in calls of `num_at_once` each.
+
+    Raises:
+        SlotError: it refused some, which the message names; it has the others.
+    """
+    try:
+        free(slots)
+    except AssertionError:  # no refusal, but a state that cannot be
+        raise
+    except Exception:
+        hand_back_each(free, (slots[at : at + num_at_once] for at in range(0, len(slots), num_at_once)), what)
+
+
+def hand_back_each(free: Callable[[Any], object], parts: Iterable[Any], what: str) -> None:
+    """`hand_back` in a call for each part: a slot, or a row of slots, which the first of them names."""
+    refused: list[tuple[Any, Exception]] = []
+    for part in parts:
+        try:
+            free(part)
+        except AssertionError:
+            raise
+        except Exception as error:
+            refused.append((part, error))
+    if refused:
+        firsts = (part if isinstance(part, int) else int(part[0]) for part, _ in refused[:_MOST_NAMED])
+        named = ", ".join(map(str, firsts)) + ", ..." * (len(refused) > _MOST_NAMED)
+        raise SlotError(f"the pool refused {what} that were in the tree: {named}: {refused[0][1]}") from refused[0][1]
