@@ -19,7 +19,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Self
+from typing import Self, cast
 
 from raydix.schemas import CacheUnavailable
 
@@ -48,14 +48,13 @@ class FramedProtocol(asyncio.Protocol, ABC):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse other users' processes."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # of whatever loop: uvloop's are no subclass of it
         peer: socket.socket = transport.get_extra_info("socket")
         told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, user, _ = _CREDENTIALS.unpack(told)
         if user != os.geteuid():
             logger.warning("a process of user %d was refused: this one belongs to user %d", user, os.geteuid())
-            transport.abort()
+            self._transport.abort()
 
     def send_frame(self, number: int, payload: bytes) -> None:
         """Send, or have it sent as soon as the other end takes it."""
@@ -104,11 +103,18 @@ class Channel(FramedProtocol):
         if address is None or not channels_are_wanted():
             return None
         loop = asyncio.get_running_loop()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
         try:
-            transport, channel = await loop.create_unix_connection(cls, address)
+            await loop.sock_connect(connection, address)  # uvloop cannot connect to such an address by itself
+            transport, channel = await loop.create_unix_connection(cls, sock=connection)
         except OSError as error:  # it is on another machine, or behind another wall
+            connection.close()
             logger.debug("no channel to the cache, calls instead: %s", error)
             return None
+        except BaseException:
+            connection.close()
+            raise
         weakref.finalize(holder, _close, loop, transport).atexit = False
         return channel
 
