@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from raydix.cache_core.plain_rows import expand_each
+
+FreeSlots: TypeAlias = Callable[[torch.Tensor], object]
 
 
 class Holdings:
@@ -74,12 +76,19 @@ class Holdings:
             if not parent.children:
                 self._left_bare(parent)
 
-    def free_leaves(self, num_tokens: int, page_size: int, free: Callable[[torch.Tensor], object], /) -> int:
-        """`fell`, and hand the slots of all that went to `free`, in one call, if there are any. Returns how many."""
+    def free_leaves(self, num_tokens: int, page_size: int, free: FreeSlots, free_each: FreeSlots, /) -> int:
+        """`fell`, and hand the slots of all that went to `free`, in one call, if there are any; to `free_each` if that
+        refuses. Returns how many."""
         victims = Victims()
         self.fell(num_tokens, page_size, victims)
         if victims.num_tokens:
-            free(victims.slots(page_size))
+            slots = victims.slots(page_size)
+            try:
+                free(slots)
+            except AssertionError:
+                raise
+            except Exception:
+                free_each(slots)
         return victims.num_tokens
 
     def _offer(self, leaf: Any) -> None:

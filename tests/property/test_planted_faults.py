@@ -359,17 +359,17 @@ def slots_are_freed_twice(patch: Patch) -> None:
 
 @fault
 def slots_of_leaves_are_freed_twice(patch: Patch) -> None:
-    def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any) -> Any:
-        return original(full, num_tokens, page_size, lambda slots: [free(slots), free(slots)])
+    def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any, each: Any) -> Any:
+        return original(full, num_tokens, page_size, lambda slots: [free(slots), free(slots)], each)
 
     around(patch, FullComponent, "free_leaves", free_leaves)
 
 
 @fault
 def slots_of_the_first_leaf_alone_are_freed(patch: Patch) -> None:
-    def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any) -> Any:
+    def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any, each: Any) -> Any:
         first, freed = full._queue.first(), []
-        num_freed = original(full, num_tokens, page_size, freed.append)
+        num_freed = original(full, num_tokens, page_size, freed.append, each)
         if freed:
             assert first is not None
             free(freed[0][: len(first[2])])

@@ -128,8 +128,8 @@ def test_slots_of_leaves_are_freed_in_one_call(kernel: Any) -> None:
     for key in (b"aaa", b"bb", b"cccc", b"ccccdd"):
         tree.add(key)
 
-    assert tree.held.free_leaves(4, 1, freed.append) == 5
-    assert tree.held.free_leaves(0, 1, freed.append) == 0
+    assert tree.held.free_leaves(4, 1, freed.append, fail) == 5
+    assert tree.held.free_leaves(0, 1, freed.append, fail) == 0
     assert [node.id for node in tree.nodes if node.slots is None] == [1, 2]
     assert [slots.tolist() for slots in freed] == [[0, 1, 2, 0, 1]]
     assert tree.held.evictable == 6
@@ -155,7 +155,7 @@ def test_no_leaf_is_too_odd_to_be_looked_ahead_at() -> None:
     tree.held.fell(0, 1, kernels.Victims())
 
     queue.discard(first)
-    assert tree.held.free_leaves(1, 1, id) == 4
+    assert tree.held.free_leaves(1, 1, id, fail) == 4
     assert second.slots is None
 
 
@@ -188,14 +188,28 @@ def test_victims_are_not_listed_while_they_change() -> None:
     assert victims.nodes == ["first", "late"]
 
 
+def fail(slots: Any) -> None:
+    """What frees no slots."""
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize("kernel", TWINS)
 def test_whoever_frees_slots_may_fail(kernel: Any) -> None:
-    tree = Tree(kernel, 1)
-    tree.add(b"aaa")
+    """Another one is asked then; an assertion is no refusal."""
+    tree, freed = Tree(kernel, 1), []
 
-    with pytest.raises(ZeroDivisionError):
-        tree.held.free_leaves(1, 1, lambda slots: 1 // 0)
-    assert (tree.held.evictable, len(tree.top.children)) == (0, 0)
+    def assert_false(slots: Any) -> None:
+        raise AssertionError
+
+    for free, each, raised in ((fail, fail, ZeroDivisionError), (assert_false, freed.append, AssertionError)):
+        tree.add(b"aaa")
+        with pytest.raises(raised):
+            tree.held.free_leaves(1, 1, free, each)
+        assert (tree.held.evictable, len(tree.top.children), freed) == (0, 0, [])
+
+    tree.add(b"aaa")
+    assert tree.held.free_leaves(1, 1, fail, freed.append) == 3
+    assert [slots.tolist() for slots in freed] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("kernel", TWINS)

@@ -499,9 +499,9 @@ class Nonsense(kernels.Key):
         (lambda: held_by(kernels).fell(1, -1, kernels.Victims()), ValueError),
         (lambda: held_by(kernels).fell(2**63, 1, kernels.Victims()), OverflowError),
         (lambda: held_by(kernels).fell(1, 1, []), TypeError),
-        (lambda: held_by(kernels, lone()).free_leaves(1, 1, print), TypeError),
-        (lambda: held_by(kernels).free_leaves(1, -1, print), ValueError),
-        (lambda: held_by(kernels).free_leaves(1, 1), TypeError),
+        (lambda: held_by(kernels, lone()).free_leaves(1, 1, print, print), TypeError),
+        (lambda: held_by(kernels).free_leaves(1, -1, print, print), ValueError),
+        (lambda: held_by(kernels).free_leaves(1, 1, print), TypeError),
         (lambda: kernels.Victims().add(lone(), b"", -1), ValueError),
         (lambda: kernels.Victims().add(lone(), [], 1), TypeError),  # type: ignore[arg-type]
         (lambda: kernels.top_of([], AB, 1), TypeError),  # type: ignore[arg-type]
@@ -650,7 +650,7 @@ def test_nothing_is_kept_alive() -> None:
         kernels.uproot(above, 2)
         held._queue.leaves.clear()
         held.add(kernels.grow(kernels.Node, count(9), 2, first, RadixKey.from_packed(b"abcdxxyy", 1), 8, slots, now))
-        held.free_leaves(1, 2, id)
+        held.free_leaves(1, 2, id, id)
         del above, leaf
 
     gc.collect()
