@@ -1,4 +1,4 @@
-"""`TreeCache`: what the radix caches share beside matches and inserts: locks, eviction and hashes over one tree.
+"""`TreeCache`: what the radix caches share beside matches, inserts and locks: eviction and hashes over one tree.
 
 Rule, checked by `check_invariants` beside those of the tree and of each component:
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.base_prefix_cache import Starts
-from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
@@ -25,7 +24,7 @@ from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.tree_format import facts_of, format_tree
-from raydix.cache_core.tree_insert import TreeInsert
+from raydix.cache_core.tree_locks import TreeLocks
 from raydix.cache_core.tree_node import TreeNode
 from raydix.cache_core.tree_outline import Outline, OutlineLimits, outline
 
@@ -37,7 +36,7 @@ class SlotPool(Protocol):
         """Take back slots, int64, whole pages of them, with whatever else hangs on them."""
 
 
-class TreeCache(TreeInsert):
+class TreeCache(TreeLocks):
     """A radix tree with the full KV on its nodes, and what `aux` components add to them."""
 
     def __init__(
@@ -59,59 +58,6 @@ class TreeCache(TreeInsert):
         # what frees the slots of leaves; None: the pool takes pages, or components or tenants are to know of each
         self._free = None if pool is None or self._free_pages is not None or aux else pool.free
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
-
-    # ---------------------------------------------------------------- locks
-
-    def inc_lock_ref(self, node: TreeNode) -> Any:
-        """Keep `node` and its ancestors from eviction. O(depth in nodes).
-
-        With a sliding window, returns a receipt that `dec_lock_ref` takes back once; else None.
-
-        Raises:
-            StaleNodeError: the node is no longer in the tree.
-        """
-        if node is not self.root:
-            if node.slots is None or node.space.tree is not self._tree:  # a call more would cost as much as the lock
-                self._check_live(node)
-            self._full.lock(node)
-        receipt = None
-        if self._aux:
-            for component in self._aux:
-                receipt = component.lock(node) or receipt
-        return receipt
-
-    def dec_lock_ref(self, node: TreeNode, receipt: Any = None, *, swa_boundary_id: Any = None, **kwargs: Any) -> None:
-        """Undo one `inc_lock_ref`; once unlocked, a leaf may be evicted. O(depth in nodes).
-
-        Args:
-            receipt: what `inc_lock_ref` returned, also accepted as `swa_boundary_id`.
-
-        Raises:
-            StaleNodeError: the node is no longer in the tree.
-            LockError: the node is not locked, or another cache's, or the receipt is missing, used, another lock's, or
-                none was due.
-        """
-        receipt, aux = swa_boundary_id if receipt is None else receipt, self._aux
-        if receipt is not None or aux:
-            self._check_receipt(node, receipt)
-        if node is not self.root and (
-            node.slots is None or node.space.home is not self._tree or not self._full.unlock(node)
-        ):
-            raise self._not_locked(node)
-        if aux:
-            for component in aux:
-                component.unlock(node, receipt)
-
-    def _check_receipt(self, node: TreeNode, receipt: Any) -> None:
-        if receipt is not None:
-            raise LockError("this cache hands out no receipts, so it takes none back")
-
-    def _not_locked(self, node: TreeNode) -> StaleNodeError | LockError:
-        if node.slots is None:
-            return StaleNodeError(f"{node} is no longer in the tree")
-        if node.space.home is not self._tree:
-            return LockError(f"{node} is a node of another cache")
-        return LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
 
     # ---------------------------------------------------------------- eviction
 
