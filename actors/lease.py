@@ -111,6 +111,10 @@ class Lease:
         """How many tokens the lease covers."""
         return self._num_slots
 
+    def __bool__(self) -> bool:
+        """True, also of a lease that covers nothing: it is there, and has to be ended like any other."""
+        return True
+
     async def insert(self, tokens: Any, *, release: bool = False, publish_state: bool = False) -> InsertResponse:
         """Publish computed tokens: whole pages of `tokens`, which begin with those the lease was acquired for.
 

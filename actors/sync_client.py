@@ -176,6 +176,10 @@ class SyncLease:
     def __len__(self) -> int:
         return len(self.lease)
 
+    def __bool__(self) -> bool:
+        """True, as `Lease` is, whatever it covers."""
+        return True
+
     def __enter__(self) -> Self:
         return self
 

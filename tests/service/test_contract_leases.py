@@ -196,6 +196,16 @@ async def test_locking_what_is_not_cached_holds_nothing(cache: CacheUnderTest) -
     assert (lease.prefix_len, lease.slots.tolist()) == (0, [])
 
 
+async def test_a_lease_is_true_whatever_it_covers(cache: CacheUnderTest) -> None:
+    lease = await cache.client.lock(cache.tokens(1))
+    assert len(lease) == 0
+
+    if lease:
+        await lease.release()
+
+    assert await cache.is_empty()
+
+
 @only(counts_pages)
 async def test_extend_adds_private_slots_behind_a_locked_prefix_and_insert_publishes_them(
     cache: CacheUnderTest,

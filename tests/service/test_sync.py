@@ -70,6 +70,16 @@ def test_a_block_that_raises_aborts_and_errors_are_the_caches_own(cache: SyncCli
         cache.match([])
 
 
+def test_a_lease_is_true_whatever_it_covers(cache: SyncClient) -> None:
+    lease = cache.lock(PROMPT)
+    assert len(lease) == 0
+
+    if lease:
+        lease.release()
+
+    assert cache.stats().open_leases == 0
+
+
 def test_a_lease_can_be_handed_over(cache: SyncClient) -> None:
     lease = cache.acquire(PROMPT)
     with cache.adopt(lease.grant()) as adopted:
