@@ -38,7 +38,7 @@ class EventVerbs(ClientSession):
             StaleEpoch: the cache has restarted; its events begin anew.
         """
         seq = 0 if after_seq is None else after_seq
-        if not isinstance(seq, int) or seq < 0:
+        if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
             raise InvalidRequest(f"after_seq must be the number of an event, not {after_seq!r}")
         await self.open()
         while not self._closed:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, model_validator
 
+from raydix.schemas.counts import MAX_COUNT, Count
 from raydix.schemas.message import Message, assemble
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.tokens import TokenIds
@@ -85,8 +86,8 @@ class AcquireRequest(Message):
     lease_id: LeaseId
     tokens: Tokens
     namespace: Namespace = None
-    new_tokens: int = Field(default=0, ge=0, strict=True, description="slots beyond those for `tokens`")
-    max_prefix_len: int | None = Field(default=None, ge=0, strict=True, description="match at most so many tokens")
+    new_tokens: Count = Field(default=0, description="slots beyond those for `tokens`")
+    max_prefix_len: Count | None = Field(default=None, description="match at most so many tokens")
     priority: Priority = 0
     timeout_s: TimeoutSeconds = Field(default=None, description="wait for room so long; None: as configured")
 
@@ -123,7 +124,7 @@ class AcquireRequest(Message):
             and type(tokens.data) is bytes
             and len(tokens.data) % 4 == 0 < len(tokens.data)
             and type(new_tokens) is int
-            and new_tokens >= 0
+            and 0 <= new_tokens <= MAX_COUNT
             and type(priority) is int
             and -(2**31) <= priority < 2**31
             and namespace is max_prefix_len is timeout_s is None
@@ -181,7 +182,7 @@ class ExtendRequest(Message):
     """More private slots for a lease. It names the total, so a retry is harmless."""
 
     lease_id: LeaseId
-    num_slots: int = Field(gt=0, strict=True, description="slots the lease is to cover")
+    num_slots: Count = Field(gt=0, description="slots the lease is to cover")
     known_pages: int = Field(ge=0, description="pages of the lease that the client knows already")
     timeout_s: TimeoutSeconds = None
 
@@ -190,7 +191,7 @@ class ReleaseWindowRequest(Message):
     """Free a lease's sliding-window KV before token `up_to`, but for what publishing still needs."""
 
     lease_id: LeaseId
-    up_to: int = Field(ge=0, strict=True)
+    up_to: Count
 
 
 class WithdrawRequest(Message):
@@ -228,7 +229,7 @@ class AdoptRequest(Message):
 class EvictRequest(Message):
     """Evict at least `num_tokens` tokens' KV, or all that nobody holds."""
 
-    num_tokens: int = Field(ge=0, strict=True)
+    num_tokens: Count
 
 
 class ResetRequest(Message):

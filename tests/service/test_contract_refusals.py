@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from cache_under_test import CacheUnderTest
 from wire import counts
 
 from raydix.actors import Lease
-from raydix.schemas import CacheBusy, InvalidRequest, PoolExhausted, UnknownLease
+from raydix.schemas import CacheBusy, CacheError, InvalidRequest, PoolExhausted, UnknownLease
 
 # ---------------------------------------------------------------- mistakes
 
@@ -131,6 +132,47 @@ async def test_what_is_larger_than_the_pool_is_refused_at_once(cache: CacheUnder
         assert (error.needed, error.free, error.evictable) == (9 * page, 5 * page, 0), name
         assert (error.held_slots, error.open_leases, error.can_ever_fit) == (3 * page, 1, False), name
     assert await cache.matched(1, 2) == held
+
+
+COUNTED: dict[str, Callable[[CacheUnderTest, Lease, int], Awaitable[Any]]] = {
+    "evict": lambda cache, lease, count: cache.client.evict(count),
+    "new tokens": lambda cache, lease, count: cache.client.acquire(cache.tokens(1, 2), new_tokens=count),
+    "a limit": lambda cache, lease, count: hits(cache.client.acquire(cache.tokens(1, 2), max_prefix_len=count)),
+    "a lease that grows": lambda cache, lease, count: lease.extend(count),
+    "a window": lambda cache, lease, count: lease.release_window(count),
+}
+
+
+async def hits(acquired: Awaitable[Lease]) -> int:
+    """How many tokens a lease finds, which is given up again."""
+    async with await acquired as lease:
+        return lease.prefix_len
+
+
+async def answer(asked: Awaitable[Any]) -> tuple[type[Any], str]:
+    """What is answered, or refused, but for its numbers, as they are asked for."""
+    try:
+        given = await asked
+    except CacheError as refused:
+        return type(refused), re.sub(r"\d+", "n", str(refused))
+    return type(given), str(given)
+
+
+@pytest.mark.parametrize("count", [2**63, 2**70, 10**5000], ids=["2**63", "2**70", "too long to print"])
+async def test_a_huge_number_is_answered_as_a_large_one_is(cache: CacheUnderTest, count: int) -> None:
+    lease = await cache.client.acquire(cache.tokens(5, 6))
+    for name, asked in COUNTED.items():
+        answers = []
+        for each in (2**31, count):
+            await cache.publish(1, 2)
+            answers.append(await answer(asked(cache, lease, each)))
+
+        assert answers[0] == answers[1], name
+        assert answers[0][0] is not CacheError, name
+    await lease.extend(cache.page_size)
+    await lease.release()
+    await cache.client.evict(count)
+    assert await cache.is_empty()
 
 
 @only(counts_pages)

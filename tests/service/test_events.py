@@ -170,16 +170,17 @@ async def test_a_reset_clears_all_and_what_leases_held_is_not_removed_again(cach
     assert held_by(await cache.client.event_snapshot()) == set(chain(3))
 
 
-async def test_who_asks_for_what_was_never_told_is_told_of_a_gap(cache: CacheUnderTest) -> None:
+@pytest.mark.parametrize("ahead", [1000, 2**70], ids=["1000", "2**70"])
+async def test_who_asks_for_what_was_never_told_is_told_of_a_gap(cache: CacheUnderTest, ahead: int) -> None:
     await cache.publish(1)
     snapshot = await cache.client.event_snapshot()
 
-    batch = await the_next(cache.client, snapshot.seq + 1000)
+    batch = await the_next(cache.client, snapshot.seq + ahead)
 
     assert (batch.gap, batch.events, batch.seq) == (True, (), snapshot.seq)
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.5, "3"])
+@pytest.mark.parametrize("wrong", [-1, 1.5, "3", True])
 async def test_a_number_that_is_none_is_refused(cache: CacheUnderTest, wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match="after_seq"):
         await the_next(cache.client, wrong)

@@ -43,6 +43,18 @@ def test_it_stops_once_the_target_is_met(cache: RadixCache, pool: FreedSlots) ->
     assert sizes(cache) == (2, 0)
 
 
+@pytest.mark.parametrize("retired", [False, True])
+def test_more_than_64_bits_can_count_is_all_there_is(cache: RadixCache, pool: FreedSlots, retired: bool) -> None:
+    cache.insert(key(1, 2), row(10, 11))
+    if retired:
+        cache.retire_all()
+    cache.insert(key(3), row(12))
+
+    assert cache.evict(2**70).full_evicted == 3
+
+    assert sorted(pool.take()) == [10, 11, 12]
+
+
 def test_a_leaf_goes_whole_and_the_result_counts_what_really_went(cache: RadixCache, pool: FreedSlots) -> None:
     cache.insert(key(1, 2, 3), row(10, 11, 12))
     cache.insert(key(4), row(13))
