@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from raydix.cache_core.content_check import ContentCheck, Starts
@@ -14,7 +15,8 @@ from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 class PoolChecks:
     """Watches the KV, window KV and states of a pool in CPU memory, from now on.
 
-    What the allocators get back is poisoned; what is to be published and verified, they are told of.
+    What the allocators have is poisoned, from the beginning, and what they get back; what is reserved for padding stays
+    as it is. What is to be published and verified, they are told of.
 
     Args:
         pool: its tensors; not by rows.
@@ -29,10 +31,13 @@ class PoolChecks:
         self.window = ContentCheck(kv_tensors(pool, "swa"), page, "window slot")
         self.states = ContentCheck(_state_tensors(pool), 1, "state slot")
         allocator.on_free = self.kv.poison
+        self.kv.poison(allocator.free_starts())
         if self._swa is not None:
             self._swa.swa.on_free = self.window.poison
+            self.window.poison(self._swa.swa.free_starts())
         if states is not None:
             states.on_free = self.states.poison
+            self.states.poison(np.array(states.free_slots()))
 
     def publish(self, starts: Starts) -> None:
         """These pages are in the tree, with what window halves they have."""

@@ -57,6 +57,8 @@ class RowRoom:
         self._num_layers = self._kv_cache[0].shape[2]
         self._counters = counters
         self._check = check
+        for row in range(num_rows):
+            self._poison(row)
 
     def outline(self, limits: OutlineLimits) -> Outline:
         """The largest branches of what can be found."""

@@ -1,4 +1,4 @@
-"""Whichever way slots become free, they are poisoned then and no sooner, and what is published is watched."""
+"""Free slots are poisoned from the beginning, and whichever way others become free; what is published is watched."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ SHAPE = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "device": "cpu", "dt
 
 
 def make(pool: dict[str, Any] | None = None, **fields: Any) -> tuple[LeasedCache, KVPool]:
-    """A cache of eight pages, checked, and its pool, in which every slot holds KV."""
+    """A cache of eight pages, checked, and its pool, in which every slot holds KV, so that new poison can be told."""
+    cache, tensors = make_fresh(pool, **fields)
+    for each in (*tensors.k, *tensors.v):
+        each.fill_(1)
+    return cache, tensors
+
+
+def make_fresh(pool: dict[str, Any] | None = None, **fields: Any) -> tuple[LeasedCache, KVPool]:
+    """A cache of eight pages, checked, and its pool, as nobody has used it."""
     config = CacheConfig(
         page_size=PAGE,
         pool=PoolConfig(**{"num_slots": 16, **SHAPE, **(pool or {})}),
         eviction=EvictionConfig(high_watermark=1.0),
-        validate=True,
-        **fields,
+        **{"validate": True, **fields},
     )
     tensors = KVPool(layout_of(config))
-    for each in (*tensors.k, *tensors.v):
-        each.fill_(1)
     return build_core(config, tensors, lambda: None)[0], tensors
 
 
@@ -44,6 +49,37 @@ def poisoned(pool: KVPool, layer: int = 0) -> list[int]:
 
 def slots(starts: np.ndarray) -> list[int]:
     return sorted(slot for start in starts.tolist() for slot in range(start, start + PAGE))
+
+
+def test_a_fresh_pool_is_poisoned_but_for_its_padding() -> None:
+    _, pool = make_fresh({"layer_kinds": ("full", "swa"), "num_swa_slots": 12}, sliding_window_size=2)
+
+    assert poisoned(pool, 0) == list(range(PAGE, 16 + PAGE))
+    assert poisoned(pool, 1) == list(range(PAGE, 12 + PAGE))
+    assert not any(each[:PAGE].any() for each in (*pool.k, *pool.v))
+
+
+def test_a_fresh_pool_of_rows_is_poisoned_whole() -> None:
+    _, pool = make_fresh(kind="slots", max_seq_len=8)
+
+    assert poisoned(pool, 0) == poisoned(pool, 1) == list(range(16))
+
+
+def test_fresh_states_are_poisoned_but_for_the_reserved_one_and_a_lease_begins_with_zeros() -> None:
+    states = {"layer_kinds": ("full", "state"), "num_state_slots": 3, "state_shapes": ((3,), (2, 2))}
+    cache, pool = make_fresh(states, kind="mamba")
+
+    for tensor in pool.state(1):
+        assert tensor.isnan().flatten(1).all(1).tolist() == [False, True, True, True]
+        assert not tensor[0].any()
+    slot = cache.acquire("l", "s", key(1, 2)).state_slot
+    assert slot is not None
+    assert not any(tensor[slot].any() for tensor in pool.state(1))
+
+
+def test_without_the_switch_a_fresh_pool_is_zeros() -> None:
+    _, pool = make_fresh(validate=False)
+    assert not any(each.any() for each in (*pool.k, *pool.v))
 
 
 def test_what_a_vanished_session_may_still_write_is_poisoned_when_the_quarantine_is_over() -> None:
