@@ -182,6 +182,7 @@ class EvictionTask:
         """How it fares."""
         return EvictionTaskStats(
             enabled=self.enabled,
+            started=self._task is not None,
             alive=self._task is not None and not self._task.done(),
             rounds=self._rounds,
             slices=self._slices,

@@ -13,7 +13,8 @@ class EvictionTaskStats(Message):
     """The health of the background eviction task."""
 
     enabled: bool = Field(description="False where high_watermark is 1.0: callers then evict their own shortfall")
-    alive: bool
+    started: bool = Field(description="False until the first session opens: it starts with that")
+    alive: bool = Field(description="whether it runs; False, too, where it is off and where it has not been started")
     rounds: int = Field(description="times it was woken and ran to the low mark")
     slices: int = Field(description="times it held the event loop")
     tokens_evicted: int

@@ -132,7 +132,12 @@ def _add_health(table: Table, now: Snapshot) -> None:
     stats, task = now.stats, now.stats.eviction_task
     gone = f"{stats.dead_sessions:,} died, {stats.expired_sessions:,} fell silent"
     table.add_row("sessions", f"{stats.open_sessions:,} open, {gone}")
-    state = "off" if not task.enabled else "alive" if task.alive else "not running"
+    if not task.enabled:
+        state = "off"
+    elif not task.started:
+        state = "starts with the first session"
+    else:
+        state = "alive" if task.alive else "not running"
     failures = f", {task.failures:,} failures, the last: {task.last_error}" if task.failures else ""
     table.add_row(
         "eviction", f"task {state}, {task.rounds:,} rounds, longest slice {task.longest_slice_ms:.1f} ms{failures}"

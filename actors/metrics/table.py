@@ -112,7 +112,12 @@ METRICS = (
     Metric("raydix_open_sessions", "gauge", "clients with an open session", _field("open_sessions")),
     Metric("raydix_waiters", "gauge", "requests that wait for room", _field("waiters")),
     Metric("raydix_loop_lag_seconds", "gauge", "longest delay of the event loop within the last 5 to 10 s", _loop_lag),
-    Metric("raydix_eviction_task_alive", "gauge", "1 while the background eviction task runs", _of_task("alive")),
+    Metric(
+        "raydix_eviction_task_alive",
+        "gauge",
+        "1 while the background eviction task runs, which the first session starts",
+        _of_task("alive"),
+    ),
     Metric(
         "raydix_eviction_longest_slice_seconds",
         "gauge",

@@ -88,6 +88,15 @@ def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace
     assert run_json("list", *where) == []
 
 
+def test_the_eviction_task_of_a_fresh_cache_is_said_to_start_with_the_first_session(namespace: str) -> None:
+    run("start", "--set", "pool.num_slots=64", "--namespace", namespace)
+
+    task = run_json("stats", "kv-0", "--namespace", namespace)["eviction_task"]
+
+    assert (task["enabled"], task["started"], task["alive"]) == (True, False, False)
+    assert "task starts with the first session, 0 rounds" in run("stats", "kv-0", "--namespace", namespace).stdout
+
+
 def test_start_says_how_to_connect_and_what_it_says_works(namespace: str) -> None:
     text = run("start", "--count", 2, "--set", "pool.num_slots=64", "--namespace", namespace).stdout
 

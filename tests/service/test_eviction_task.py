@@ -69,6 +69,17 @@ def core_of(cache: LocalPrefixCache) -> Any:
 # ---------------------------------------------------------------- marks
 
 
+async def test_it_starts_with_the_first_session_and_says_so() -> None:
+    cache = LocalPrefixCache(config_of())
+    before = cache._host.service.stats().eviction_task
+
+    async with cache:
+        after = (await cache.stats()).eviction_task
+
+    assert (before.enabled, before.started, before.alive) == (True, False, False)
+    assert (after.enabled, after.started, after.alive) == (True, True, True)
+
+
 async def test_up_to_the_high_mark_it_sleeps(cache: LocalPrefixCache) -> None:
     await publish(cache, *range(1, 9))
 

@@ -9,7 +9,15 @@ from raydix.schemas.stats import TenantStats
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=1000))
 TASK = EvictionTaskStats(
-    enabled=True, alive=True, rounds=3, slices=4, tokens_evicted=5, failures=0, last_error=None, longest_slice_ms=0.5
+    enabled=True,
+    started=True,
+    alive=True,
+    rounds=3,
+    slices=4,
+    tokens_evicted=5,
+    failures=0,
+    last_error=None,
+    longest_slice_ms=0.5,
 )
 POOL = {"free_slots": 50, "private_slots": 150, "tree_slots": 800, "quarantined_slots": 0}
 STATS = CacheStats(
@@ -103,11 +111,14 @@ def test_tenants_other_pools_and_what_if_are_shown_where_there_are_any() -> None
     assert "twice the pool would give +10.0 points" in text
 
 
-def test_a_task_that_fails_or_is_off_is_said_to() -> None:
+def test_a_task_that_fails_is_off_or_is_not_needed_yet_is_said_to() -> None:
     failed = TASK.model_copy(update={"failures": 2, "last_error": "ValueError: no", "alive": False})
-    off = TASK.model_copy(update={"enabled": False})
+    off = TASK.model_copy(update={"enabled": False, "started": False, "alive": False})
+    fresh = TASK.model_copy(update={"started": False, "alive": False, "rounds": 0})
 
     assert "task not running, 3 rounds, longest slice 0.5 ms, 2 failures, the last: ValueError: no" in text_of(
         snapshot(eviction_task=failed)
     )
     assert "down to 80% (off)" in text_of(snapshot(eviction_task=off))
+    assert "eviction task off, 3 rounds" in text_of(snapshot(eviction_task=off))
+    assert "eviction task starts with the first session, 0 rounds" in text_of(snapshot(eviction_task=fresh))
