@@ -78,6 +78,12 @@ def test_every_block_of_a_guide_runs(name: str, workplace: None, capsys: pytest.
         assert promised in printed, printed
 
 
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_a_guide_names_the_extra_of_an_option_that_needs_one_before_it(guide: Path) -> None:
+    before, option, _ = guide.read_text().partition(" --plot ")
+    assert not option or re.search(r"pip install .*\[.*plot.*\]", before)
+
+
 @pytest.mark.parametrize("path", [ROOT / "README.md", *GUIDES], ids=lambda path: path.name)
 def test_every_command_named_in_passing_exists(path: Path) -> None:
     for command, options in re.findall(r"`raydix ([a-z]+)([^`]*)`", path.read_text()):
