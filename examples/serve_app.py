@@ -1,7 +1,7 @@
 """Ray Serve: replicas of a model that share one prefix cache per node.
 
     pip install 'raydix[serve,transformers]'
-    PYTHONPATH=examples serve run serve_app:app
+    serve run --app-dir examples --working-dir examples serve_app:app    # sends this folder to the replicas
     curl localhost:8000 -d '{"token_ids": [1, 2, 3], "max_new_tokens": 8}'
 
 The first replica on a node starts its cache, detached; the others find it by name. Serve replaces replicas as it likes,

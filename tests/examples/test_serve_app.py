@@ -1,20 +1,22 @@
 """`examples/serve_app.py`: replicas share their node's cache; without Serve, it says what to install."""
 
 import json
-import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, logging, socket, urllib.request
 import ray
 from ray import serve
 
-ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+ray.init("local", num_cpus=4, runtime_env={"working_dir": working_dir}, **quiet)
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
@@ -37,11 +39,21 @@ ray.shutdown()
 """
 
 
+def options() -> dict[str, str]:
+    """Those of the command in the example's header: where it is imported from, and what its replicas get."""
+    text = (ROOT / "examples/serve_app.py").read_text()
+    (given,) = re.findall(r"^ +serve run (.*) serve_app:app\b", text, flags=re.MULTILINE)
+    words = shlex.split(given)
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
 def run_program(text: str) -> subprocess.CompletedProcess[str]:
-    """In a process that finds the example, as its replicas have to."""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(EXAMPLES), os.environ.get("PYTHONPATH", "")))}
-    command = [sys.executable, "-c", text]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    """As that command does it: this process finds the example, and the replicas have what is sent to them."""
+    given = options()
+    app_dir, working_dir = (str(ROOT / given[name]) for name in ("--app-dir", "--working-dir"))
+    found = f"import sys\nsys.path.insert(0, {app_dir!r})\nworking_dir = {working_dir!r}\n"
+    command = [sys.executable, "-c", found + text]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.mark.ray
@@ -61,7 +73,7 @@ def test_replicas_share_the_cache_of_their_node() -> None:
 
 
 def test_without_serve_the_example_says_what_to_install() -> None:
-    done = run_program("import sys\nsys.modules['ray.serve'] = None\nimport serve_app")
+    done = run_program("sys.modules['ray.serve'] = None\nimport serve_app")
 
     assert done.returncode == 1
     assert done.stderr.endswith("ImportError: Ray Serve needs the extra: pip install 'raydix[serve]'\n")
