@@ -88,7 +88,6 @@ class RadixCache(WindowTreeCache):
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim, and a step for each node that comes up
         while a window holds it, once in that time.
         """
-        num_tokens = min(num_tokens, self._full.evictable)  # which fits into the 64 bits of the compiled loop
         free = self._free
         nobody_told = self.on_node_evict is None and self._events is None and self._history is None
         if free is not None and nobody_told and not self._full.retired.pending:
