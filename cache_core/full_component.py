@@ -35,6 +35,7 @@ class FullComponent(Holdings):
 
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
+        num_tokens = min(num_tokens, self.evictable)  # as the compiled loop counts, however large it is
         victims = self.evict_retired(num_tokens) if self.retired.pending else Victims()
         if self._aux:
             self._evict_each(num_tokens, victims)

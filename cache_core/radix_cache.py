@@ -91,7 +91,11 @@ class RadixCache(WindowTreeCache):
         free = self._free
         nobody_told = self.on_node_evict is None and self._events is None and self._history is None
         if free is not None and nobody_told and not self._full.retired.pending:
-            return evict_result(self._full.free_leaves(num_tokens, self.page_size, free, self._free_each), 0, 0)
+            try:
+                freed = self._full.free_leaves(num_tokens, self.page_size, free, self._free_each)
+            except OverflowError:  # more than the compiled loop counts to; nothing has happened yet
+                freed = self._full.free_leaves(self._full.evictable, self.page_size, free, self._free_each)
+            return evict_result(freed, 0, 0)
         if self._aux:
             return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))
         victims = self._full.evict(num_tokens)
