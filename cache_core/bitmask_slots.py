@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import index
 
 from raydix.cache_core.errors import SlotError
 
@@ -80,6 +81,7 @@ class SlotAllocator:
     """
 
     def __init__(self, max_slots: int) -> None:
+        max_slots = index(max_slots)
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1, not {max_slots}")
         self.max_slots = max_slots
@@ -105,7 +107,7 @@ class SlotAllocator:
             SlotError: it is out of range or not free; nothing changed.
         """
         self.occupy(idx)
-        self._versions[idx] += 1
+        self._versions[index(idx)] += 1
 
     def occupy(self, idx: int) -> None:
         """Take a given free slot without raising its version, to reuse what it still holds.
@@ -113,7 +115,8 @@ class SlotAllocator:
         Raises:
             SlotError: it is out of range or not free; nothing changed.
         """
-        if not self.is_free(idx):
+        idx = self.check_range(idx)
+        if idx not in self.free_mask:
             raise SlotError(f"slot {idx} is not free")
         self.free_mask.discard(idx)
 
@@ -123,7 +126,8 @@ class SlotAllocator:
         Raises:
             SlotError: it is out of range or free already; nothing changed.
         """
-        if self.is_free(idx):
+        idx = self.check_range(idx)
+        if idx in self.free_mask:
             raise SlotError(f"slot {idx} is free already")
         self.free_mask.add(idx)
 
@@ -133,8 +137,7 @@ class SlotAllocator:
         Raises:
             SlotError: it is out of range.
         """
-        self.check_range(idx)
-        return idx in self.free_mask
+        return self.check_range(idx) in self.free_mask
 
     def version(self, idx: int) -> int:
         """How often `alloc` handed out the slot.
@@ -142,13 +145,14 @@ class SlotAllocator:
         Raises:
             SlotError: it is out of range.
         """
-        self.check_range(idx)
-        return self._versions[idx]
+        return self._versions[self.check_range(idx)]
 
-    def check_range(self, idx: int) -> None:
-        """Raise SlotError unless there is such a slot."""
+    def check_range(self, idx: int) -> int:
+        """The slot, as a plain int. Raises SlotError unless there is such a slot."""
+        idx = index(idx)
         if not 0 <= idx < self.max_slots:
             raise SlotError(f"slot {idx} is outside [0, {self.max_slots})")
+        return idx
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the free slots are counted right and within range. O(max_slots)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class ChunkCache(BasePrefixCache):
     """
 
     def __init__(self, page_size: int = 1) -> None:
-        self.page_size = page_size
+        self.page_size = index(page_size)
 
     def reset(self) -> None:
         """Nothing is held, so nothing happens."""
@@ -64,6 +65,7 @@ class ChunkCache(BasePrefixCache):
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
         """Nothing is held, so nothing is freed."""
+        index(num_tokens)
         return EvictResult()
 
     def inc_lock_ref(self, node: None) -> None:

@@ -6,6 +6,7 @@ Synchronous, so every operation is atomic for whoever calls it from one thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 
 import numpy as np
 
@@ -66,6 +67,9 @@ class KVCache(KVLedger):
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
             UnknownLeaseError: the id is another session's.
         """
+        new_tokens, priority = index(new_tokens), index(priority)
+        if max_prefix_len is not None:
+            max_prefix_len = index(max_prefix_len)
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         if new_tokens < 0:
@@ -79,7 +83,7 @@ class KVCache(KVLedger):
         """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        return self._grant(lease_id, session_id, key, None, None, 0, priority)
+        return self._grant(lease_id, session_id, key, None, None, 0, index(priority))
 
     def _grant(
         self,
@@ -131,7 +135,7 @@ class KVCache(KVLedger):
             OutOfSlotsError: there is no room; nothing was taken.
             UnknownLeaseError: no such open lease.
         """
-        lease = self.leases.get(lease_id, session_id)
+        lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
         if num_tokens < 0:
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
@@ -161,7 +165,7 @@ class KVCache(KVLedger):
             OutOfSlotsError: there is no room for the copy of the state; nothing was published.
             UnknownLeaseError: no such open lease.
         """
-        lease = self.leases.get(lease_id, session_id)
+        lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
         key = lease.known_key(num_tokens, suffix)
         tree_key = self._tree_key(key if len(key) == num_tokens else key[:num_tokens])
         if publish_state:
@@ -212,6 +216,7 @@ class KVCache(KVLedger):
             LeaseRangeError: `up_to` is negative, or beyond what the lease covers.
             UnknownLeaseError: no such open lease.
         """
+        up_to = index(up_to)
         super().release_window(lease_id, session_id, up_to)
         lease, page = self.leases.get(lease_id, session_id), self.page_size
         keep_from = (up_to // page - 1) * page
@@ -231,15 +236,15 @@ class KVCache(KVLedger):
 
     def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(num_tokens, cause=cause).full_evicted
+        return self.room.evict(index(num_tokens), cause=cause).full_evicted
 
     def evict_window(self, num_tokens: int) -> int:
         """Free at least `num_tokens` window slots of the tree, or all that no window holds; returns how many."""
-        return self.room.evict(0, num_tokens, cause="watermark").swa_evicted
+        return self.room.evict(0, index(num_tokens), cause="watermark").swa_evicted
 
     def evict_states(self, num_states: int) -> int:
         """Free at least `num_states` states of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(0, num_states=num_states, cause="watermark").mamba_evicted
+        return self.room.evict(0, num_states=index(num_states), cause="watermark").mamba_evicted
 
     def _retire_all(self) -> None:
         self.tree.retire_all()

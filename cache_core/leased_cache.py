@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 
 from raydix.cache_core.base_prefix_cache import RadixKey, Starts
 from raydix.cache_core.cache_facts import CacheFacts
@@ -112,7 +113,7 @@ class LeasedCache(CacheFacts):
             UnknownLeaseError: no such open lease.
         """
         lease = self.leases.get(lease_id, session_id)
-        if not 0 <= up_to <= lease.num_slots:
+        if not 0 <= index(up_to) <= lease.num_slots:
             raise LeaseRangeError(f"the lease covers tokens up to {lease.num_slots}, not {up_to}")
 
     def release(self, lease_id: str, session_id: str) -> bool:

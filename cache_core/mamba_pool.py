@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class MambaPool:
         layers: Sequence[tuple[torch.Tensor, ...]] | None = None,
         rows: torch.Tensor | None = None,
     ) -> None:
+        num_slots = index(num_slots)
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}")
         if layers is None:
@@ -76,6 +78,7 @@ class MambaPool:
         Raises:
             SlotError: it is out of range or free already.
         """
+        slot = index(slot)
         if not self.is_used(slot):
             raise SlotError(f"state slot {slot} is out of range or free already")
         self._used[slot] = 0

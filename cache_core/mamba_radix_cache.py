@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import lcm
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -51,6 +52,7 @@ class MambaRadixCache(WindowTreeCache):
         sliding_window_size: int | None = None,
         eviction_policy: str | EvictionPolicy = "lru",
     ) -> None:
+        chunk_size = index(chunk_size)
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
         self.mamba_pool = mamba_pool
@@ -64,7 +66,7 @@ class MambaRadixCache(WindowTreeCache):
             eviction_policy,
             MambaTreeNode,
         )
-        self._branching_unit = lcm(page_size, chunk_size)
+        self._branching_unit = lcm(self.page_size, chunk_size)
 
     @property
     def mamba_lru(self) -> LRUList:
@@ -109,16 +111,19 @@ class MambaRadixCache(WindowTreeCache):
             SlotError: `mamba_value` is no slot of the pool that was handed out, or the tree has it already.
             StaleNodeError: `from_node` is no longer in the tree.
         """
-        aligned = len(key) - len(key) % self.page_size
         if mamba_value is not None:
-            mamba_value = self._mamba.checked(mamba_value)
-        if mamba_value is not None and (aligned != len(key) or not aligned):
-            raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
+            mamba_value = self._state_for(key, mamba_value)
         fresh_from = self._aligned(swa_evicted_seqlen)
         done = self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
-        if aligned:
+        if len(key) >= self.page_size:
             done.mamba_exist = self.attach_state(done.last_node, mamba_value)
         return done
+
+    def _state_for(self, key: RadixKey, mamba_value: int) -> int:
+        """The slot of a state after the last token of `key`, if there can be one."""
+        if not len(key) or len(key) % self.page_size:
+            raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
+        return self._mamba.checked(mamba_value)
 
     def attach_state(self, node: TreeNode, mamba_value: int | None) -> bool:
         """Give a node a state, if one is given and it has none; True if it had one before.
@@ -152,6 +157,7 @@ class MambaRadixCache(WindowTreeCache):
         Args:
             swa_num_tokens: without a sliding window, counted as states.
         """
+        num_tokens, swa_num_tokens, num_states = index(num_tokens), index(swa_num_tokens), index(num_states)
         if self.supports_swa:
             return EvictResult(*self._evict(num_tokens, [swa_num_tokens, num_states]))
         tokens, states = self._evict(num_tokens, [max(swa_num_tokens, num_states)])

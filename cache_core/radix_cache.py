@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class RadixCache(WindowTreeCache):
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim, and a step for each node that comes up
         while a window holds it, once in that time.
         """
-        free = self._free
+        free, num_tokens = self._free, index(num_tokens)
         nobody_told = self.on_node_evict is None and self._events is None and self._history is None
         if free is not None and nobody_told and not self._full.retired.pending:
             try:
@@ -97,7 +98,7 @@ class RadixCache(WindowTreeCache):
                 freed = self._full.free_leaves(self._full.evictable, self.page_size, free, self._free_each)
             return evict_result(freed, 0, 0)
         if self._aux:
-            return EvictResult(*self._evict(num_tokens, (swa_num_tokens,)))
+            return EvictResult(*self._evict(num_tokens, (index(swa_num_tokens),)))
         victims = self._full.evict(num_tokens)
         self._give_back(victims)
         return evict_result(victims.num_tokens, 0, 0)

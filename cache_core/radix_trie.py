@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from operator import index
 from typing import Any
 
 from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
@@ -48,6 +49,7 @@ class RadixTrie:
     """
 
     def __init__(self, page_size: int = 1, on_displaced: Callable[[Any], object] | None = None) -> None:
+        page_size = index(page_size)
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
@@ -232,7 +234,7 @@ class RadixTrie:
         Trims the least recently used unused leaf from its tail, block by block; when nothing is left of it, it goes
         and its parent becomes a candidate. Never takes a block of a node in use. O(log n) per leaf, O(1) per block.
         """
-        evicted: list[Any] = []
+        desired_num_evicted, evicted = index(desired_num_evicted), list[Any]()
         while len(evicted) < desired_num_evicted and (leaf := self._queue.pop()) is not None:
             evicted += self._trim(leaf, desired_num_evicted - len(evicted))
         self.num_blocks -= len(evicted)

@@ -19,6 +19,7 @@ the tree so to speak; any other is free. Rules, checked by `check_invariants` be
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 
 import numpy as np
 import torch
@@ -86,6 +87,7 @@ class RowCache(LeasedCache):
         remembered_leases: int = 0,
         check: ContentCheck | None = None,
     ) -> None:
+        num_slots, max_seq_len, page_size = index(num_slots), index(max_seq_len), index(page_size)
         if not 0 < page_size <= max_seq_len <= num_slots or num_slots % max_seq_len or max_seq_len % page_size:
             raise ValueError(f"{num_slots=} must be whole rows of {max_seq_len=}, those whole pages of {page_size=}")
         super().__init__(remembered_leases)
@@ -152,6 +154,9 @@ class RowCache(LeasedCache):
             LeaseRangeError: more tokens than a row has slots, or a negative `new_tokens`.
             UnknownLeaseError: the id is another session's.
         """
+        new_tokens, priority = index(new_tokens), index(priority)
+        if max_prefix_len is not None:
+            max_prefix_len = index(max_prefix_len)
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
         if new_tokens < 0:
@@ -169,7 +174,7 @@ class RowCache(LeasedCache):
         """
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        return self._grant(lease_id, session_id, key, None, None, priority)
+        return self._grant(lease_id, session_id, key, None, None, index(priority))
 
     def _grant(
         self,
@@ -203,7 +208,7 @@ class RowCache(LeasedCache):
             LeaseRangeError: more tokens than the row has slots, or a negative number.
             UnknownLeaseError: no such open lease.
         """
-        lease = self.leases.get(lease_id, session_id)
+        lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
         if num_tokens < 0:
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
         self._check_fits(lease.num_slots + num_tokens)
@@ -224,7 +229,7 @@ class RowCache(LeasedCache):
                 or a state is to be published.
             UnknownLeaseError: no such open lease.
         """
-        lease = _as_row_lease(self.leases.get(lease_id, session_id))
+        lease, num_tokens = _as_row_lease(self.leases.get(lease_id, session_id)), index(num_tokens)
         key = lease.known_key(num_tokens, suffix)
         if publish_state:
             raise LeaseRangeError("this cache keeps no states, so none can be published")
@@ -254,7 +259,7 @@ class RowCache(LeasedCache):
     def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Empty cached rows, whole ones, least recently used first, of at least `num_tokens` slots; returns of how
         many: fewer if no more rows are cached."""
-        return self.room.evict(num_tokens)
+        return self.room.evict(index(num_tokens))
 
     def _retire_all(self) -> None:
         self.room.forget_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 from typing import NoReturn
 
 import numpy as np
@@ -26,6 +27,7 @@ class TokenToKVPoolAllocator:
     """
 
     def __init__(self, num_slots: int, page_size: int = 1) -> None:
+        num_slots, page_size = index(num_slots), index(page_size)
         if page_size < 1 or num_slots < page_size or num_slots % page_size:
             raise ValueError(f"num_slots ({num_slots}) must be a positive multiple of page_size ({page_size})")
         self.num_slots = num_slots
@@ -43,7 +45,7 @@ class TokenToKVPoolAllocator:
 
     def can_alloc(self, num_tokens: int) -> bool:
         """Whether `alloc(num_tokens)` would succeed now."""
-        return -(-num_tokens // self.page_size) <= self._num_free
+        return -(-index(num_tokens) // self.page_size) <= self._num_free
 
     def alloc(self, num_tokens: int) -> torch.Tensor:
         """Slots for `num_tokens` tokens, int64, the caller's until it frees them. The last page may be used in part.
@@ -52,6 +54,7 @@ class TokenToKVPoolAllocator:
             OutOfSlotsError: too few are free; nothing was taken.
             SlotError: `num_tokens` is negative.
         """
+        num_tokens = index(num_tokens)
         if num_tokens < 0:
             raise SlotError(f"cannot allocate {num_tokens} slots")
         starts = self.alloc_pages(-(-num_tokens // self.page_size))
@@ -61,6 +64,7 @@ class TokenToKVPoolAllocator:
 
     def alloc_pages(self, num_pages: int) -> Starts:
         """`alloc` in pages: the first slot of each."""
+        num_pages = index(num_pages)
         if num_pages < 0:
             raise SlotError(f"cannot allocate {num_pages} pages")
         left = self._num_free - num_pages

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
+from operator import index
 from typing import Any, NamedTuple
 
 from raydix.cache_core.bitmask_slots import SlotAllocator
@@ -58,6 +59,7 @@ class PrefixCacheManager:
     """
 
     def __init__(self, max_capacity: int = 1000, allocator: SlotAllocator | None = None) -> None:
+        max_capacity = index(max_capacity)
         if max_capacity < 1:
             raise ValueError(f"max_capacity must be at least 1, not {max_capacity}")
         self.max_capacity = max_capacity
@@ -125,7 +127,7 @@ class PrefixCacheManager:
             InvalidKeyError: token ids that no key can hold.
         """
         key = _as_key(token_ids)
-        self._check_slot(slot)
+        slot, slot_ver = self._check_slot(slot), index(slot_ver)
         if not self._is_current(slot, slot_ver) or not key.num_tokens:
             return 0
         return self._index.write(key, slot, slot_ver)
@@ -138,7 +140,7 @@ class PrefixCacheManager:
         Raises:
             SlotError: there is no such slot, or `valid_len` is negative; nothing changed.
         """
-        self._check_slot(slot)
+        slot, valid_len = self._check_slot(slot), index(valid_len)
         if valid_len < 0:
             raise SlotError(f"valid_len must not be negative: {valid_len}")
         row = self._index.rows.get(slot)
@@ -195,7 +197,7 @@ class PrefixCacheManager:
         A parent becomes a candidate when its last child has gone; rows are shortened accordingly. Always ends: what is
         pinned is passed over. O(log n) per run, and a step per row that ends at it; of the last run only the tail goes.
         """
-        return self._index.evict(num_nodes, used_before=self._index.clock + 1)
+        return self._index.evict(index(num_nodes), used_before=self._index.clock + 1)
 
     def evict_lru_slot(self) -> int | None:
         """Give up all that is recorded on one released row: the one inserted or found longest ago; returns its slot.
@@ -228,7 +230,7 @@ class PrefixCacheManager:
             SlotError: the tensors lack a slot, position or layer; nothing was copied or changed.
         """
         key = _as_key(token_ids)
-        self._check_slot(target_slot)
+        target_slot, n_layers = self._check_slot(target_slot), index(n_layers)
         node, end, source = self._locate_all(key)
         if target_slot in node.rows and self.slot_is_findable(target_slot):
             source = self._index.rows[target_slot]
@@ -290,11 +292,14 @@ class PrefixCacheManager:
     def _is_current(self, slot: int, version: int) -> bool:
         return self.allocator is None or self.allocator.version(slot) == version
 
-    def _check_slot(self, slot: int) -> None:
+    def _check_slot(self, slot: int) -> int:
+        """The slot, as a plain int, if there is such a slot."""
         if self.allocator is not None:
-            self.allocator.check_range(slot)
-        elif slot < 0:
+            return self.allocator.check_range(slot)
+        slot = index(slot)
+        if slot < 0:
             raise SlotError(f"slot {slot} is negative")
+        return slot
 
     def outline(self, limits: OutlineLimits) -> Outline:
         """The largest branches, stale versions included. Bounded work."""

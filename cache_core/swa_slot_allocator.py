@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import numpy as np
 import torch
 
@@ -19,8 +21,8 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
     def __init__(self, num_slots: int, num_swa_slots: int, page_size: int = 1) -> None:
         super().__init__(num_slots, page_size)
         self.swa = TokenToKVPoolAllocator(num_swa_slots, page_size)
-        self.num_swa_slots = num_swa_slots
-        self._swa_start = np.zeros(num_slots // page_size + 1, np.int64)  # by page number of the full half
+        self.num_swa_slots = self.swa.num_slots
+        self._swa_start = np.zeros(self._num_pages + 1, np.int64)  # by page number of the full half
 
     def swa_available_size(self) -> int:
         """Free slots of the window pool. O(1)."""
@@ -36,8 +38,9 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         Raises:
             OutOfSlotsError: too few are free in one of the pools; nothing was taken.
         """
-        if num_pages * self.page_size > self.swa.available_size():
-            needed = num_pages * self.page_size
+        num_pages = index(num_pages)
+        needed = num_pages * self.page_size
+        if needed > self.swa.available_size():
             raise OutOfSlotsError(needed, self.swa.available_size(), 0, self.num_swa_slots, "window slots")
         starts = super().alloc_pages(num_pages)
         self._swa_start[starts // self.page_size] = self.swa.alloc_pages(num_pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class TreeInsert(TreeMatch):
     ) -> InsertResult:
         """`insert` with one slot per token in `value`."""
         page = self.page_size
+        if prev_prefix_len:
+            prev_prefix_len = index(prev_prefix_len)
         aligned = key.num_tokens - key.num_tokens % page
         slots = value if is_row(value, aligned) else as_slots(key, value, aligned)
         if not aligned:
@@ -69,7 +72,7 @@ class TreeInsert(TreeMatch):
         return PageInsert(prefix_len, last_node.end, last_node, join_rows(rows_of(path)))
 
     def _aligned(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size) * self.page_size
+        return -(-index(num_tokens) // self.page_size) * self.page_size
 
     def _insert(
         self,
@@ -91,6 +94,8 @@ class TreeInsert(TreeMatch):
             fresh_from: incoming slots before this token bring full KV only.
         """
         tree, node = self._tree, from_node
+        if priority:
+            priority = index(priority)
         if node is None or node is self.root:
             node, key = tree.make_space(key, self._clock)
         else:

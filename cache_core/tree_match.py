@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult, PageMatch, match_result
@@ -31,6 +32,7 @@ class TreeMatch(BasePrefixCache):
     def __init__(
         self, page_size: int, policy: EvictionPolicy, aux: Sequence[AuxComponent], node_type: type[TreeNode]
     ) -> None:
+        page_size = index(page_size)
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
@@ -121,10 +123,12 @@ class TreeMatch(BasePrefixCache):
     def _match(self, key: RadixKey, limit: int | None, priority: int) -> tuple[TreeNode, list[TreeNode], int, int]:
         """The node that the usable match ends at, those it uses, its tokens, and how many the full KV alone has."""
         tree = self._tree
+        if priority:
+            priority = index(priority)
         top, key = tree.find_space(key)
         if top is None:
             return self.root, [], 0, 0
-        num_tokens = key.num_tokens if limit is None else min(limit, key.num_tokens)
+        num_tokens = key.num_tokens if limit is None else min(index(limit), key.num_tokens)
         if self._aux:
             path, full_end, _ = walk(top, key, self.page_size, num_tokens)
             path, end = self._usable(path, full_end)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from itertools import count
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,7 +59,7 @@ class TriePrefixCache(BasePrefixCache):
     """
 
     def __init__(self, page_size: int = 1, token_to_kv_pool_allocator: PagePool | None = None) -> None:
-        self.page_size = page_size
+        self.page_size = index(page_size)
         self.pool = token_to_kv_pool_allocator
         self._displaced: list[int] = []
         self._trie = self._new_trie()
@@ -124,7 +125,7 @@ class TriePrefixCache(BasePrefixCache):
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
         """Free at least `num_tokens` slots of what no sequence uses: leaves from their tails, least recent first."""
-        blocks = self._trie.evict_blocks(-(-num_tokens // self.page_size)) if num_tokens > 0 else []
+        blocks = self._trie.evict_blocks(-(-index(num_tokens) // self.page_size))
         self._free(blocks)
         return EvictResult(len(blocks) * self.page_size)
 
@@ -177,7 +178,7 @@ class TriePrefixCache(BasePrefixCache):
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
         """Free what `retire_all` left behind and no sequence uses, `max_tokens` of it; returns tokens."""
         blocks: list[int] = []
-        left = max_tokens // self.page_size + 1 if max_tokens is not None else None
+        left = index(max_tokens) // self.page_size + 1 if max_tokens is not None else None
         for trie in self._retired:
             wanted = trie.num_evictable_blocks if left is None else min(left - len(blocks), trie.num_evictable_blocks)
             blocks += trie.evict_blocks(wanted)

@@ -7,6 +7,7 @@ tombstone: `swa_component` has the rules, with pictures. Without a window it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class WindowTreeCache(TreeCache):
         eviction_policy: str | EvictionPolicy,
         node_type: type[TreeNode] = TreeNode,
     ) -> None:
-        if sliding_window_size is not None and sliding_window_size < 1:
+        page_size = index(page_size)
+        if sliding_window_size is not None and (sliding_window_size := index(sliding_window_size)) < 1:
             raise ValueError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
         pool: Any = token_to_kv_pool_allocator
         if sliding_window_size is not None and pool is not None and not hasattr(pool, "free_swa"):
