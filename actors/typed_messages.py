@@ -8,20 +8,23 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from raydix.schemas import CacheError, InvalidRequest, Message
-from raydix.schemas.message import Malformed, first_fault
+from raydix.schemas.message import Malformed, first_fault, validated
 
 M = TypeVar("M", bound=Message)
 
 
 def build(model: type[M], **fields: Any) -> M:
     """A request, validated."""
-    return made(model, **fields)
+    try:
+        return validated(model, fields)
+    except ValidationError as error:
+        raise InvalidRequest(first_fault(error)) from None
 
 
-def made(make: Callable[..., M], *values: Any, **fields: Any) -> M:
+def made(make: Callable[..., M], *values: Any) -> M:
     """A request that a validating function makes of these."""
     try:
-        return make(*values, **fields)
+        return make(*values)
     except ValidationError as error:
         raise InvalidRequest(first_fault(error)) from None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from functools import partial
 from itertools import count
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raydix.actors.client_session import may_have_taken_effect
@@ -166,8 +168,8 @@ class CacheVerbs(HandoverVerbs):
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """`Lease.extend`."""
         await self._check_mine(lease)
-        if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
-            raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
+        if type(num_tokens) is not int or num_tokens < 1:
+            num_tokens = _positive(num_tokens)
         with lease.extending() as (covered, known_pages):
             request = build(
                 ExtendRequest,
@@ -343,6 +345,13 @@ def _pack(tokens: Any) -> TokenIds:
     if not len(packed):
         raise InvalidRequest("tokens: at least one token id is needed")
     return packed
+
+
+def _positive(num_tokens: Any) -> int:
+    with suppress(TypeError):
+        if not isinstance(num_tokens, bool) and index(num_tokens) > 0:
+            return index(num_tokens)
+    raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
 
 
 def _namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
+from operator import index
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -45,6 +47,31 @@ def first_fault(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"]))
     fault = first["msg"].removeprefix("Value error, ")
     return f"{where}: {fault}" if where else fault
+
+
+def validated(model: type[M], fields: dict[str, Any]) -> M:
+    """What the constructor makes of these; where it wants an int, what stands for one, as numpy's do, is taken as it.
+
+    Raises:
+        ValidationError: the constructor's.
+    """
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        ints = _ints_meant(error)
+        if not ints:
+            raise
+    return model(**fields | ints)
+
+
+def _ints_meant(error: ValidationError) -> dict[str, int]:
+    """The ints that those fields stand for which were refused as none."""
+    ints: dict[str, int] = {}
+    for fault in error.errors(include_url=False):
+        if fault["type"] == "int_type" and not isinstance(fault["input"], bool):
+            with suppress(TypeError):
+                ints[str(fault["loc"][0])] = index(fault["input"])
+    return ints
 
 
 def restore(model: type[M], *values: Any) -> M:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, model_validator
 
 from raydix.schemas.counts import MAX_COUNT, Count
-from raydix.schemas.message import Message, assemble
+from raydix.schemas.message import Message, assemble, validated
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.tokens import TokenIds
 
@@ -102,7 +102,7 @@ class AcquireRequest(Message):
         priority: Any,
         timeout_s: Any,
     ) -> AcquireRequest:
-        """What the constructor makes of the same, without asking the validator for what most requests are.
+        """What `validated` makes of the same, without asking the validator for what most requests are.
 
         Raises:
             ValidationError: the constructor's.
@@ -130,7 +130,7 @@ class AcquireRequest(Message):
             and namespace is max_prefix_len is timeout_s is None
         ):
             return assemble(AcquireRequest, fields)
-        return AcquireRequest(**fields)
+        return validated(AcquireRequest, fields)
 
 
 class WaitRequest(Message):
@@ -175,7 +175,7 @@ class InsertRequest(Message):
             and type(release) is type(publish_state) is bool
         ):
             return assemble(InsertRequest, fields)
-        return InsertRequest(**fields)
+        return validated(InsertRequest, fields)
 
 
 class ExtendRequest(Message):
@@ -278,7 +278,7 @@ class Batch(Message):
             and all([Message in type(each).__mro__ for each in requests])  # noqa: C419 -- isinstance would call pydantic
         ):
             return assemble(Batch, fields)
-        return Batch(**fields)
+        return validated(Batch, fields)
 
     @model_validator(mode="after")
     def _comes_after_an_earlier_one(self) -> Self:

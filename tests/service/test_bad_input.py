@@ -110,6 +110,9 @@ BAD_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
     ("evict", {"num_tokens": -1}, "num_tokens: .* greater than or equal to 0"),
     ("evict", {"num_tokens": True}, "num_tokens: .* valid integer"),
     ("evict", {"num_tokens": 1.0}, "num_tokens: .* valid integer"),
+    ("evict", {"num_tokens": np.float64(1)}, "num_tokens: .* valid integer"),
+    ("evict", {"num_tokens": np.int64(-1)}, "num_tokens: .* greater than or equal to 0"),
+    ("extend", {"num_tokens": np.int64(0)}, "num_tokens must be a positive integer"),
 ]
 
 
@@ -128,6 +131,21 @@ async def test_extend_refuses_a_bool(cache1: CacheUnderTest) -> None:
 
     with pytest.raises(InvalidRequest, match="num_tokens must be a positive integer, not True"):
         await lease.extend(True)
+
+
+@pytest.mark.parametrize("form", [np.int64, np.uint8, torch.tensor], ids=lambda form: form.__name__)
+async def test_every_verb_takes_what_stands_for_an_int(cache1: CacheUnderTest, form: Callable[[int], Any]) -> None:
+    client = cache1.client
+    lease = await client.acquire([1, 2], new_tokens=form(1), max_prefix_len=form(1), priority=form(3))
+    assert (await lease.extend(form(2))).shape == (2,)
+    assert len(lease) == 5 and type(len(lease)) is int
+    await lease.release_window(form(2))
+    await lease.insert([1, 2], release=True)
+    await (await client.lock([1, 2], priority=form(3))).release()
+
+    assert len((await client.tree(max_nodes=form(9), max_depth=form(3), max_width=form(3))).branches) == 2
+    assert (await client.evict(form(2))).num_evicted == 2
+    await client.check_invariants()
 
 
 # ---------------------------------------------------------------- inserts

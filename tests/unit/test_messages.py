@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel, ValidationError
 
 from raydix import schemas
@@ -34,7 +35,7 @@ from raydix.schemas import (
     UnknownLease,
     frame_namespace,
 )
-from raydix.schemas.message import Malformed
+from raydix.schemas.message import Malformed, validated
 from raydix.schemas.report import TreePart
 
 PUBLIC = [getattr(schemas, name) for name in schemas.__all__]
@@ -338,6 +339,25 @@ def made(make: Callable[..., Message], *values: Any) -> tuple[Message, list[str]
     except ValidationError as error:
         return str(error)
     return message, [type(value).__name__ for value in vars(message).values()]
+
+
+@pytest.mark.parametrize("form", [np.int64, np.uint8, np.array, torch.tensor], ids=lambda form: form.__name__)
+def test_a_request_takes_what_stands_for_an_int(form: Callable[[int], Any]) -> None:
+    request = AcquireRequest.of("l", TOKENS, None, form(3), form(2), form(1), None)
+
+    assert same(request, AcquireRequest(lease_id="l", tokens=TOKENS, new_tokens=3, max_prefix_len=2, priority=1))
+    assert same(validated(EvictRequest, {"num_tokens": form(7)}), EvictRequest(num_tokens=7))
+
+
+@pytest.mark.parametrize("number", [np.float64(3), np.bool_(True), True, 3.0, "3", None, np.array([3, 4])], ids=repr)
+def test_a_request_takes_nothing_else_for_an_int(number: Any) -> None:
+    with pytest.raises(ValidationError, match="valid integer"):
+        AcquireRequest.of("l", TOKENS, None, number, None, 0, None)
+
+
+def test_an_integer_out_of_range_is_refused_as_an_int_is() -> None:
+    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+        validated(EvictRequest, {"num_tokens": np.int64(-1)})
 
 
 def test_an_insert_may_bring_no_new_ids() -> None:

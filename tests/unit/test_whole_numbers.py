@@ -238,10 +238,10 @@ def test_nothing_is_evicted_if_one_of_the_numbers_is_none(
 @pytest.mark.parametrize("name", ["priority", "prev_prefix_len", "swa_evicted_seqlen"])
 def test_an_insert_with_a_fraction_of_a_number_changes_nothing(name: str) -> None:
     cache = window_tree_with(4)
-    before = cache._clock
+    before, options = cache._clock, dict[str, Any]({name: 0.5})
 
     with pytest.raises(TypeError):
-        cache.insert(RadixKey(range(6)), torch.arange(6), **{name: 0.5})
+        cache.insert(RadixKey(range(6)), torch.arange(6), **options)
 
     assert (cache.total_size(), cache._clock) == (4, before)
     cache.check_invariants()
