@@ -129,6 +129,14 @@ fill_slowly(PyObject *self, PyObject *ids, PyObject *extra_key)
     return done;
 }
 
+/* The namespace of a key that is made of these ids, a new reference: of another key its own, unless one is given. */
+static PyObject *
+namespace_of(PyObject *ids, PyObject *given)
+{
+    PyObject *own = given == Py_None && is_of(ids, &KeyType) ? ((Key *)ids)->extra_key : NULL;
+    return Py_NewRef(own == NULL ? given : own);
+}
+
 static int
 key_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -148,7 +156,9 @@ key_init(PyObject *self, PyObject *args, PyObject *kwargs)
     PyObject *data = pack(NULL, ids);
     if (data == NULL)
         return -1;
+    extra_key = namespace_of(ids, extra_key);
     int done = data == Py_None ? fill_slowly(self, ids, extra_key) : fill_packed(key, data, 4, 0, extra_key);
+    Py_DECREF(extra_key);
     Py_DECREF(data);
     return done;
 }

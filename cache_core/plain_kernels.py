@@ -71,13 +71,18 @@ def use_huge_pages() -> bool:
 
 
 class Key:
-    """What a key is made of: see `RadixKey`. What `pack` does not take is packed by the method `_pack_slowly`."""
+    """What a key is made of: see `RadixKey`. What `pack` does not take is packed by the method `_pack_slowly`.
+
+    A key that is made of another one has its namespace, unless one is given.
+    """
 
     __slots__ = ("arity", "data", "extra_key", "num_tokens", "unit", "width")
 
     def __init__(self, token_ids: Any, extra_key: str | None = None) -> None:
         data = pack(token_ids)
         if data is None:
+            if extra_key is None and isinstance(token_ids, Key):
+                extra_key = token_ids.extra_key
             self._fill(*self._pack_slowly(token_ids), extra_key)
         else:
             self._fill(data, 4, 0, extra_key)

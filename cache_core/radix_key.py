@@ -24,7 +24,7 @@ class RadixKey(Key):
 
     Takes a list of ids, a list of equally long tuples of ids (EAGLE-style bigrams), an `array.array`, or a 1-D integer
     numpy array or torch tensor. Ids lie in [0, 2**64). `extra_key` isolates namespaces: keys of different ones never
-    share a node.
+    share a node. Of another `RadixKey` the ids are taken, and its namespace, too, where none is given.
 
     The ids are packed into a copy. Those of a numpy array of 32-bit integers in a row lie packed already: they are read
     where they are, so leave such an array as it is while its key is in use, or have them `kept`. Either costs one pass
@@ -150,7 +150,7 @@ def _pack(token_ids: Any) -> tuple[bytes, int, int]:
         return _pack_array(np.asarray(token_ids))
     if isinstance(token_ids, RadixKey):
         return token_ids.data, token_ids.width, token_ids.arity
-    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes, bytearray)):
         raise InvalidKeyError(f"token ids must be a list, array or tensor, not {type(token_ids).__name__}")
     if len(token_ids) and isinstance(token_ids[0], tuple):
         return _pack_tuples(token_ids)

@@ -91,6 +91,7 @@ def test_no_ids_make_a_key_of_length_0(empty: Any) -> None:
         ["1"],
         "123",
         b"123",
+        bytearray(b"123"),
         7,
         None,
         {1, 2},
@@ -177,6 +178,16 @@ def test_keys_of_different_namespaces_differ() -> None:
 
     assert len(set(keys)) == 4
     assert all(a != b for a in keys for b in keys if a is not b)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [1, WIDE], [(1, 2), (3, 4)], np.array([1, 2], np.int32)], ids=repr)
+@pytest.mark.parametrize("name", ["", "a"])
+def test_a_key_of_a_key_stays_in_its_namespace_unless_another_is_given(ids: Any, name: str) -> None:
+    key = RadixKey(ids, name)
+
+    assert RadixKey(key) == RadixKey(key, None) == RadixKey(key, extra_key=None) == key
+    assert RadixKey(key, "b") == RadixKey(ids, "b")
+    assert RadixKey(RadixKey(ids), name) == key
 
 
 def test_a_key_equals_nothing_but_keys() -> None:
