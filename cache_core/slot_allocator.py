@@ -79,18 +79,21 @@ class TokenToKVPoolAllocator:
         """Take back the pages that `indices` touch, whole: name all slots in use of a page in one call.
 
         Raises:
-            SlotError: a slot is out of range or not handed out, or a page is named in two places; nothing changed.
+            SlotError: a slot is out of range or not handed out, or a page is named in two places, or they are no row of
+                integers; nothing changed.
         """
+        self.free_pages(self._starts_of(indices))
+
+    def _starts_of(self, indices: torch.Tensor) -> Starts:
+        """The first slots of the pages that slots touch, those of neighbours named once."""
         slots = torch.as_tensor(indices).detach().cpu().numpy()
-        if not len(slots):
-            return
-        if slots.ndim != 1 or slots.dtype.kind not in "iu":
+        if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
             raise SlotError(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {slots.shape}")
         slots = slots.astype(np.int64, copy=False)
-        if self.page_size > 1:
+        if self.page_size > 1 and slots.size:
             pages = slots // self.page_size
             slots = pages[np.concatenate(([True], pages[1:] != pages[:-1]))] * self.page_size
-        self.free_pages(slots)
+        return slots
 
     def free_pages(self, starts: Starts) -> None:
         """`free` in pages, each named once by its first slot.

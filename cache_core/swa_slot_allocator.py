@@ -62,12 +62,10 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         """Take back the window halves of the pages that `indices` touch; the full halves stay where they are.
 
         Raises:
-            SlotError: a page has no window half, or is named in two places; nothing changed.
+            SlotError: a page has no window half, or is named in two places, or they are no row of integers; nothing
+                changed.
         """
-        pages = torch.as_tensor(indices).detach().cpu().numpy() // self.page_size
-        if len(pages):
-            pages = pages[np.concatenate(([True], pages[1:] != pages[:-1]))]
-            self.free_swa_pages(pages * self.page_size)
+        self.free_swa_pages(self._starts_of(indices))
 
     def free_swa_pages(self, starts: Starts) -> None:
         """`free_swa` in pages."""

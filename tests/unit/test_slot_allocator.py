@@ -164,8 +164,11 @@ def test_nothing_can_be_freed(pool: TokenToKVPoolAllocator, nothing: torch.Tenso
         torch.tensor([2.0]),
         torch.tensor([True]),
         torch.tensor([[2, 3]]),
+        torch.empty(0, 2),
+        torch.tensor(2),
+        2,
     ],
-    ids=lambda slots: str(slots.tolist()),
+    ids=str,
 )
 def test_a_wrong_free_raises_and_changes_nothing(pool: TokenToKVPoolAllocator, slots: torch.Tensor) -> None:
     pool.alloc(4)
@@ -175,6 +178,11 @@ def test_a_wrong_free_raises_and_changes_nothing(pool: TokenToKVPoolAllocator, s
         pool.free(slots)
 
     assert state(pool) == before
+
+
+def test_what_is_no_row_of_slots_is_told_what_it_is(pool: TokenToKVPoolAllocator) -> None:
+    with pytest.raises(SlotError, match=r"slots must be a 1-D row of integers, not int64 of shape \(\)"):
+        pool.free(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("page_size", [1, 2])

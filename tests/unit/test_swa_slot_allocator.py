@@ -1,5 +1,7 @@
 """`SWATokenToKVPoolAllocator`, claim by claim: two halves to a slot, one of which may go before the other."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -97,6 +99,23 @@ def test_a_window_half_is_not_freed_twice(allocator: SWATokenToKVPoolAllocator) 
         allocator.free_swa(torch.cat((slots[2:3], other, slots[3:])))  # one page in two places
 
     assert free(allocator) == (6, 4)
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.tensor([True]), torch.tensor([2.0]), torch.tensor([[2]]), torch.tensor(2), 2, [2, 4, 2], [2, 2, 4, 2]],
+    ids=str,
+)
+def test_what_is_no_row_of_slots_frees_no_window_half(wrong: Any, page_size: int) -> None:
+    allocator = SWATokenToKVPoolAllocator(8, 8, page_size)
+    allocator.alloc(8)
+
+    with pytest.raises(SlotError):
+        allocator.free_swa(wrong)
+
+    assert free(allocator) == (0, 0)
+    allocator.check_invariants()
 
 
 def test_freeing_nothing_is_allowed(allocator: SWATokenToKVPoolAllocator) -> None:
