@@ -96,7 +96,8 @@ class BasePrefixCache(ABC):
     `match_pages` and `insert_pages` are `match_prefix` and `insert` for callers that hold whole pages, named by their
     first slots; they skip the conversions.
 
-    What stands for an int, as numpy's integers do, is taken as one; a float raises TypeError before anything changes.
+    What stands for an int, as numpy's integers do, is taken as one. A float raises TypeError, and what is no `RadixKey`
+    InvalidKeyError, before anything changes.
     """
 
     page_size: int

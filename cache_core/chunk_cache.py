@@ -21,6 +21,7 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
 )
 from raydix.cache_core.explanation import Explanation
+from raydix.cache_core.radix_key import check_key
 
 _NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -39,22 +40,27 @@ class ChunkCache(BasePrefixCache):
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """A miss."""
+        check_key(key)
         return MatchResult(NO_SLOTS)
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """A miss."""
+        check_key(key)
         return MatchResult(NO_SLOTS)
 
     def explain(self, key: RadixKey) -> Explanation:
         """Nothing is shared."""
+        check_key(key)
         return Explanation(len(key), 0, 0, "not_shared")
 
     def insert(self, key: RadixKey, value: torch.Tensor | None = None, **kwargs: Any) -> InsertResult:
         """Nothing is taken over: the caller keeps every slot of `value`."""
+        check_key(key)
         return InsertResult()
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """A miss."""
+        check_key(key)
         return PageMatch(0, None, _NO_STARTS, 0, None)
 
     def insert_pages(

@@ -57,6 +57,13 @@ class OutOfSlotsError(CoreError):
         self.pool = pool
         self.tenant = tenant
 
+    def __str__(self) -> str:
+        share = "" if self.tenant is None else f" of the share of tenant {self.tenant!r}"
+        return (
+            f"needs {self.needed} {self.pool}{share}, but {self.free} are free and {self.evictable} evictable, "
+            f"of {self.capacity} in all"
+        )
+
     @property
     def can_ever_fit(self) -> bool:
         """Whether an empty pool could serve it."""

@@ -19,7 +19,7 @@ from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.lru_list import LRUList
 from raydix.cache_core.mamba_component import MambaComponent, StateSlots
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.radix_key import RadixKey, check_key
 from raydix.cache_core.tree_cache import SlotPool
 from raydix.cache_core.tree_node import TreeNode, uses_in
 from raydix.cache_core.window_tree_cache import WindowTreeCache
@@ -121,6 +121,7 @@ class MambaRadixCache(WindowTreeCache):
 
     def _state_for(self, key: RadixKey, mamba_value: int) -> int:
         """The slot of a state after the last token of `key`, if there can be one."""
+        check_key(key)
         if not len(key) or len(key) % self.page_size:
             raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
         return self._mamba.checked(mamba_value)

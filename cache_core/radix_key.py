@@ -135,6 +135,12 @@ class RadixKey(Key):
         return f"RadixKey([{head}{more}], len={len(self)}, extra_key={self.extra_key!r})"
 
 
+def check_key(key: object) -> None:
+    """Raise InvalidKeyError unless it is a `RadixKey`."""
+    if not isinstance(key, RadixKey):
+        raise InvalidKeyError(f"a RadixKey is needed, not {type(key).__name__}") from None
+
+
 def _narrowed(key: RadixKey) -> RadixKey:
     """The key at the least width that holds it, so that equal ids are equal bytes."""
     return key.with_width(4) if key.width == 8 and key.num_narrow() == len(key) else key

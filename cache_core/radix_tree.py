@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from raydix.cache_core.kernels import Children, cut, grow, top_of, uproot
-from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.radix_key import RadixKey, check_key
 from raydix.cache_core.slot_rows import Row, unpack
 from raydix.cache_core.tree_node import Namespace, TreeNode
 
@@ -45,7 +45,11 @@ class RadixTree:
     def find_space(self, key: RadixKey) -> tuple[TreeNode | None, RadixKey]:
         """The top that a lookup of `key` starts at, None if its namespace is empty; and the key at its width, or what
         of the key can be there."""
-        top: TreeNode | None = top_of(self.tops, key, self.page_size)
+        try:
+            top: TreeNode | None = top_of(self.tops, key, self.page_size)
+        except (AttributeError, TypeError):
+            check_key(key)
+            raise
         if top is not None and key.width != top.space.width:
             if top.space.width == 4:  # wide ids cannot be there: only what precedes them can match
                 key = key[: key.num_narrow()]

@@ -31,6 +31,7 @@ from raydix.cache_core.errors import LeaseRangeError
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import LeasedCache, Published
+from raydix.cache_core.radix_key import check_key
 from raydix.cache_core.row_room import RowRoom
 from raydix.cache_core.tree_outline import Outline, OutlineLimits
 
@@ -185,6 +186,7 @@ class RowCache(LeasedCache):
         num_slots: int | None,
         priority: int,
     ) -> RowLease:
+        check_key(key)
         prefix_len, _ = self._longest_prefix(key[:max_prefix_len])
         row = self.room.take(key[:prefix_len])
         lease = RowLease(

@@ -12,7 +12,7 @@ from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInse
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
 from raydix.cache_core.kernels import compact, gather, is_row, leads_to, walk
 from raydix.cache_core.kv_events import KVEventTeller
-from raydix.cache_core.radix_key import RadixKey
+from raydix.cache_core.radix_key import RadixKey, check_key
 from raydix.cache_core.slot_rows import Row, as_slots, join_rows
 from raydix.cache_core.tree_match import TreeMatch
 from raydix.cache_core.tree_node import TreeNode, rows_of
@@ -42,7 +42,11 @@ class TreeInsert(TreeMatch):
         page = self.page_size
         if prev_prefix_len:
             prev_prefix_len = index(prev_prefix_len)
-        aligned = key.num_tokens - key.num_tokens % page
+        try:
+            aligned = key.num_tokens - key.num_tokens % page
+        except AttributeError:
+            check_key(key)
+            raise
         slots = value if is_row(value, aligned) else as_slots(key, value, aligned)
         if not aligned:
             if from_node is not None and from_node is not self.root:

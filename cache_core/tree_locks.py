@@ -6,7 +6,7 @@ from typing import Any
 
 from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.tree_insert import TreeInsert
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_node import TreeNode, check_node
 
 
 class TreeLocks(TreeInsert):
@@ -21,8 +21,12 @@ class TreeLocks(TreeInsert):
             StaleNodeError: the node is no longer in the tree.
         """
         if node is not self.root:
-            if node.slots is None or node.space.tree is not self._tree:  # a call more would cost as much as the lock
-                self._check_live(node)
+            try:
+                if node.slots is None or node.space.tree is not self._tree:  # a call would cost as much as the lock
+                    self._check_live(node)
+            except AttributeError:
+                check_node(node)
+                raise
             self._full.lock(node)
         receipt = None
         if self._aux:
@@ -44,10 +48,14 @@ class TreeLocks(TreeInsert):
         receipt, aux = swa_boundary_id if receipt is None else receipt, self._aux
         if receipt is not None or aux:
             self._check_receipt(node, receipt)
-        if node is not self.root and (
-            node.slots is None or node.space.home is not self._tree or not self._full.unlock(node)
-        ):
-            raise self._not_locked(node)
+        try:
+            if node is not self.root and (
+                node.slots is None or node.space.home is not self._tree or not self._full.unlock(node)
+            ):
+                raise self._not_locked(node)
+        except AttributeError:
+            check_node(node)
+            raise
         if aux:
             for component in aux:
                 component.unlock(node, receipt)

@@ -119,6 +119,12 @@ class TreeNode(Node):
         return f"TreeNode(id={self.id}, len={len(self)}, end={self.end}, lock_ref={self.lock_ref})"
 
 
+def check_node(node: object) -> None:
+    """Raise TypeError unless it is a node of a tree."""
+    if not isinstance(node, TreeNode):
+        raise TypeError(f"a node is needed, not {type(node).__name__}") from None
+
+
 _slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
 
 

@@ -27,6 +27,7 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
 )
 from raydix.cache_core.errors import LockError
+from raydix.cache_core.radix_key import check_key
 from raydix.cache_core.radix_trie import RadixTrie
 from raydix.cache_core.slot_rows import as_slots, expand_pages
 from raydix.cache_core.tree_outline import SHOWN, NodeFacts, Outline, OutlineLimits, outline
@@ -81,7 +82,8 @@ class TriePrefixCache(BasePrefixCache):
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, without any effect."""
-        blocks = self._trie.peek_prefix(self._tokens(key)) if len(key) else []
+        tokens = self._tokens(key)
+        blocks = self._trie.peek_prefix(tokens) if tokens else []
         end = len(blocks) * self.page_size
         slots = expand_pages(np.array(blocks, np.int64), self.page_size) if blocks else NO_SLOTS
         return MatchResult(slots, self.root, end, None, end)
@@ -100,6 +102,7 @@ class TriePrefixCache(BasePrefixCache):
 
         As for every cache, `duplicate_indices` names the incoming slots that were not taken, the caller's to free.
         """
+        check_key(key)
         aligned = len(key) - len(key) % self.page_size
         starts = as_slots(key, value, aligned).numpy()[: aligned : self.page_size]
         done = self.insert_pages(key[:aligned], starts, self.root)
@@ -135,6 +138,8 @@ class TriePrefixCache(BasePrefixCache):
         Raises:
             StaleNodeError: the node is no longer in the trie.
         """
+        if not isinstance(node, TrieHandle):
+            raise TypeError(f"a node is needed, not {type(node).__name__}")
         sequence = next(self._sequences)
         node.trie.mark_in_use_by(node.node, sequence)
         self._open[sequence] = node
@@ -146,7 +151,7 @@ class TriePrefixCache(BasePrefixCache):
         Raises:
             LockError: the receipt is missing, used, or another lock's.
         """
-        if self._open.get(receipt) is not node:
+        if receipt is None or self._open.get(receipt) is not node:
             raise LockError("an unlock needs the receipt of this very lock, once")
         del self._open[receipt]
         node.trie.mark_not_in_use_by(node.node, receipt)
@@ -218,7 +223,11 @@ class TriePrefixCache(BasePrefixCache):
 
     def _tokens(self, key: RadixKey) -> list[Hashable]:
         """The tokens of a key as the trie wants them."""
-        extra_key, times = key.extra_key, self._times_retired.get(key.extra_key, 0)
+        try:
+            extra_key, times = key.extra_key, self._times_retired.get(key.extra_key, 0)
+        except AttributeError:
+            check_key(key)
+            raise
         if times:
             return [(extra_key, times, token) for token in key.token_ids]
         return list(key.token_ids) if extra_key is None else [(extra_key, token) for token in key.token_ids]

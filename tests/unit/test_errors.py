@@ -52,6 +52,13 @@ def test_every_error_survives_pickling_with_all_it_carries(error: Exception, dum
     assert str(back) == str(error)
 
 
+def test_a_shortage_says_what_is_short() -> None:
+    assert str(OutOfSlotsError(6, 2, 1, 8)) == "needs 6 slots, but 2 are free and 1 evictable, of 8 in all"
+    assert str(OutOfSlotsError(6, 2, 1, 8, "states", "t")) == (
+        "needs 6 states of the share of tenant 't', but 2 are free and 1 evictable, of 8 in all"
+    )
+
+
 @every_error
 def test_every_error_can_be_copied(error: Exception) -> None:
     assert vars(copy.deepcopy(error)) == vars(error)

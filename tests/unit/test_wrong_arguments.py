@@ -1,0 +1,101 @@
+"""What is no key, or no node, is refused by every cache in the same words, before anything changes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from raydix.cache_core import (
+    BasePrefixCache,
+    ChunkCache,
+    InvalidKeyError,
+    KVCache,
+    LeasedCache,
+    LockError,
+    MambaRadixCache,
+    RadixCache,
+    RadixKey,
+    RowCache,
+    TokenToKVPoolAllocator,
+)
+from raydix.cache_core.trie_prefix_cache import TriePrefixCache
+
+TREES: list[Callable[[], BasePrefixCache]] = [RadixCache, lambda: RadixCache(1, 2), MambaRadixCache, TriePrefixCache]
+every_tree = pytest.mark.parametrize("make", TREES, ids=["radix", "window", "mamba", "trie"])
+every_cache = pytest.mark.parametrize("make", [*TREES, ChunkCache], ids=["radix", "window", "mamba", "trie", "chunk"])
+
+VERBS: list[Callable[[Any, Any], object]] = [
+    lambda cache, key: cache.match_prefix(key),
+    lambda cache, key: cache.peek_prefix(key),
+    lambda cache, key: cache.match_pages(key, 1),
+    lambda cache, key: cache.explain(key),
+    lambda cache, key: cache.insert(key),
+    lambda cache, key: cache.insert(key, torch.arange(2)),
+    lambda cache, key: cache.insert(key, torch.arange(2), mamba_value=1),
+]
+
+
+@every_cache
+@pytest.mark.parametrize("key", [[1, 2], [], (1, 2), None, 7, "ab", torch.tensor([1, 2])], ids=repr)
+def test_what_is_no_key_is_refused(make: Callable[[], BasePrefixCache], key: Any) -> None:
+    cache = make()
+    cache.insert(RadixKey([1, 2]))
+    size = cache.total_size()
+
+    for verb in VERBS:
+        with pytest.raises(InvalidKeyError, match=f"^a RadixKey is needed, not {type(key).__name__}$"):
+            verb(cache, key)
+
+    assert cache.total_size() == size
+    cache.check_invariants()
+
+
+@every_tree
+@pytest.mark.parametrize("node", [None, 7, RadixKey([1])], ids=repr)
+def test_what_is_no_node_is_neither_locked_nor_unlocked(make: Callable[[], BasePrefixCache], node: Any) -> None:
+    cache = make()
+    held = cache.insert(RadixKey([1, 2])).last_node
+    receipt = cache.inc_lock_ref(held)
+
+    with pytest.raises(TypeError, match=f"^a node is needed, not {type(node).__name__}$"):
+        cache.inc_lock_ref(node)
+    for wrong in (None, receipt):
+        with pytest.raises((TypeError, LockError), match=r"a node is needed, not|needs the receipt of this very lock"):
+            cache.dec_lock_ref(node, wrong)
+
+    assert (cache.num_locks(), cache.protected_size()) == (1, 2)
+    cache.dec_lock_ref(held, receipt)
+    assert cache.protected_size() == 0
+    cache.check_invariants()
+
+
+def test_full_attention_says_that_it_wants_a_node_back() -> None:
+    with pytest.raises(TypeError, match=r"^a node is needed, not NoneType$"):
+        RadixCache().dec_lock_ref(None)  # type: ignore[arg-type]
+
+
+def leases_over(make: Callable[..., BasePrefixCache]) -> LeasedCache:
+    pool = TokenToKVPoolAllocator(8)
+    return KVCache(make(token_to_kv_pool_allocator=pool) if make is not ChunkCache else ChunkCache(), pool)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: leases_over(RadixCache),
+        lambda: leases_over(TriePrefixCache),
+        lambda: leases_over(ChunkCache),
+        lambda: RowCache(8, 4),
+    ],
+    ids=["radix", "trie", "chunk", "slots"],
+)
+def test_no_lease_is_taken_for_what_is_no_key(make: Callable[[], Any]) -> None:
+    cache = make()
+
+    for verb in (cache.acquire, cache.lock):
+        with pytest.raises(InvalidKeyError, match="a RadixKey is needed, not list"):
+            verb("l", "s", [1, 2])
+
+    assert cache.free_slots == 8
+    cache.check_invariants()
