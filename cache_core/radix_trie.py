@@ -30,8 +30,9 @@ class RadixTrie:
     """The prefix cache for paged attention with whole blocks (after the contract of Modular MAX's ``RadixTrie``).
 
     Tokens are any hashable values, compared by value; one block, any value with equality, stands for `page_size` of
-    them. A block that was inserted is the trie's until `evict_blocks` returns it or `on_displaced` is told of it.
-    Only a node that a sequence uses is safe from both, so mark what you matched before you rely on its blocks.
+    them. Scalars of NumPy and torch count as Python's. A block that was inserted is the trie's until `evict_blocks`
+    returns it or `on_displaced` is told of it. Only a node that a sequence uses is safe from both, so mark what you
+    matched before you rely on its blocks.
 
     A `TrieNode` that was handed out means the end of one prefix, whatever is inserted or split around it. Once the
     block at that end is evicted the node is refused as stale, even where the front of its run is still in the trie.
@@ -75,7 +76,7 @@ class RadixTrie:
         lookup per node.
 
         Raises:
-            InvalidKeyError: `tokens` is empty or holds what cannot be hashed. It is a ValueError.
+            InvalidKeyError: `tokens` is empty or holds what cannot be hashed by value. It is a ValueError.
             StaleNodeError: `node` is not, or no longer, in this trie.
         """
         node = self._live(node)

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
+import torch
 
 from raydix.cache_core.errors import InvalidKeyError
 
+_AS_THEY_ARE = {int, str, bytes, tuple}  # what most tokens are, and most blocks
 
-def plain_list(items: Any) -> list[Any]:
+
+def _scalar(item: Any) -> Any:
+    """Python's value in place of NumPy's, or of that of a tensor without dimensions."""
+    is_scalar = isinstance(item, np.generic) or (isinstance(item, torch.Tensor) and not item.dim())
+    return item.item() if is_scalar else item
+
+
+def _token(item: Any) -> Any:
+    token = _scalar(item)
+    if isinstance(token, torch.Tensor):  # hashed by which object it is, not by value
+        raise InvalidKeyError(f"a token must be a value, not a tensor of shape {tuple(token.shape)}")
+    return token
+
+
+def plain_list(items: Any, plain: Callable[[Any], Any] = _scalar) -> list[Any]:
     """A list of its own, with Python's values in place of NumPy's (or torch's)."""
     if hasattr(items, "tolist"):
         plain = items.tolist()
         if not isinstance(plain, list):
             raise InvalidKeyError(f"one row of values is needed, not {items!r}")
         return plain
-    return [item.item() if isinstance(item, np.generic) else item for item in items]
+    return [item if type(item) in _AS_THEY_ARE else plain(item) for item in items]
 
 
 def token_list(tokens: Any) -> list[Hashable]:
-    """A list of its own of at least one token, each of them hashable, else InvalidKeyError."""
-    run = plain_list(tokens)
+    """A list of its own of at least one token, each of them hashable by value, else InvalidKeyError."""
+    run = plain_list(tokens, _token)
     if not run:
         raise InvalidKeyError("no tokens")
     try:

@@ -135,7 +135,10 @@ def test_two_inserts_from_one_leaf_branch_there(trie: RadixTrie) -> None:
         [np.int64(1), np.int32(2), 3],
         (1, 2, 3),
         torch.tensor([1, 2, 3]),
+        list(torch.tensor([1, 2, 3])),
+        [torch.tensor(1), np.int64(2), 3],
     ],
+    ids=repr,
 )
 def test_tokens_are_compared_by_value(trie: RadixTrie, tokens: Any) -> None:
     trie.insert(tokens, [10, 11, 12])
@@ -186,6 +189,24 @@ def test_a_match_of_nothing_or_of_a_row_that_is_none_is_refused(trie: RadixTrie)
             trie.match_prefix(tokens)
         with pytest.raises(InvalidKeyError):
             trie.peek_prefix(tokens)
+
+
+@pytest.mark.parametrize("tokens", [[torch.tensor([1]), 2], [1, torch.tensor([1, 2])], list(torch.tensor([[1], [2]]))])
+def test_a_tensor_in_a_list_is_no_token(trie: RadixTrie, tokens: list[Any]) -> None:
+    for call in (trie.match_prefix, trie.peek_prefix, lambda row: trie.insert(row, [10, 11])):
+        with pytest.raises(InvalidKeyError, match="not a tensor of shape"):
+            call(tokens)
+
+    assert trie.num_blocks == 0
+
+
+def test_a_tensor_may_be_a_block(trie: RadixTrie) -> None:
+    kv = torch.tensor([1, 2])
+
+    trie.insert([1, 2], [kv, torch.tensor(7)])
+
+    assert found(trie, 1, 2)[0] is kv
+    assert type(found(trie, 1, 2)[1]) is int
 
 
 @pytest.mark.parametrize("page_size", [0, -1])
