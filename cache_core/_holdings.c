@@ -167,8 +167,8 @@ fell_next(Holdings *holdings, Py_ssize_t page, Victims *victims)
 static int
 fell_enough(Holdings *holdings, PyObject *const *args, Victims *victims)
 {
-    Py_ssize_t wanted = PyLong_AsSsize_t(args[0]), page = PyErr_Occurred() ? -1 : size_of(args[1], "page_size");
-    Py_ssize_t felled = page < 0 ? -1 : 1;
+    Py_ssize_t wanted = PyNumber_AsSsize_t(args[0], PyExc_OverflowError);
+    Py_ssize_t page = PyErr_Occurred() ? -1 : size_of(args[1], "page_size"), felled = page < 0 ? -1 : 1;
     while (felled > 0 && victims->num_tokens < wanted)
         felled = fell_next(holdings, page, victims);
     if (felled < 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 from typing import Any, TypeAlias
 
 import torch
@@ -68,7 +69,8 @@ class Holdings:
     def fell(self, num_tokens: int, page_size: int, victims: Any, /) -> None:
         """Take the leaves that go next out of the queue and the tree, until the victims hold so many tokens, or there
         is none."""
-        while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
+        wanted = index(num_tokens)
+        while victims.num_tokens < wanted and (leaf := self._queue.pop()) is not None:
             parent = leaf.parent
             size = leaf.end - parent.end
             victims.add(leaf, uproot(leaf, page_size * leaf.space.unit), size)

@@ -89,7 +89,7 @@ class RadixCache(WindowTreeCache):
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim, and a step for each node that comes up
         while a window holds it, once in that time.
         """
-        free, num_tokens = self._free, index(num_tokens)
+        free = self._free
         nobody_told = self.on_node_evict is None and self._events is None and self._history is None
         if free is not None and nobody_told and not self._full.retired.pending:
             try:
@@ -97,6 +97,7 @@ class RadixCache(WindowTreeCache):
             except OverflowError:  # more than the compiled loop counts to; nothing has happened yet
                 freed = self._full.free_leaves(self._full.evictable, self.page_size, free, self._free_each)
             return evict_result(freed, 0, 0)
+        num_tokens = index(num_tokens)
         if self._aux:
             return EvictResult(*self._evict(num_tokens, (index(swa_num_tokens),)))
         victims = self._full.evict(num_tokens)

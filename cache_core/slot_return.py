@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from raydix.cache_core.errors import SlotError
@@ -21,12 +21,12 @@ def hand_back(free: Callable[[Any], object], slots: Any, num_at_once: int, what:
     except AssertionError:  # no refusal, but a state that cannot be
         raise
     except Exception:
-        hand_back_each(free, parts_of(slots, num_at_once), what)
+        hand_back_in_parts(free, num_at_once, what, slots)
 
 
-def parts_of(slots: Any, size: int) -> Iterator[Any]:
-    """A row of slots in parts of so many."""
-    return (slots[at : at + size] for at in range(0, len(slots), size))
+def hand_back_in_parts(free: Callable[[Any], object], num_at_once: int, what: str, slots: Any) -> None:
+    """`hand_back` of slots that were refused in one call."""
+    hand_back_each(free, (slots[at : at + num_at_once] for at in range(0, len(slots), num_at_once)), what)
 
 
 def hand_back_each(free: Callable[[Any], object], parts: Iterable[Any], what: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -19,7 +20,7 @@ from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
-from raydix.cache_core.slot_return import hand_back, hand_back_each, parts_of
+from raydix.cache_core.slot_return import hand_back, hand_back_in_parts
 from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
@@ -57,6 +58,7 @@ class TreeCache(TreeLocks):
         self._free_pages = getattr(pool, "free_pages", None)
         # what frees the slots of leaves; None: the pool takes pages, or components or tenants are to know of each
         self._free = None if pool is None or self._free_pages is not None or aux else pool.free
+        self._free_each = partial(hand_back_in_parts, cast(Any, self._free), page_size, "slots")  # if that refuses
         self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
 
     # ---------------------------------------------------------------- eviction
@@ -118,11 +120,6 @@ class TreeCache(TreeLocks):
     def _free_slots(self, slots: torch.Tensor) -> None:
         assert self.pool is not None
         hand_back(self.pool.free, slots, self.page_size)
-
-    def _free_each(self, slots: torch.Tensor) -> None:
-        """The pool has refused these slots together."""
-        assert self.pool is not None
-        hand_back_each(self.pool.free, parts_of(slots, self.page_size), "slots")
 
     def _give_back(self, victims: Victims) -> None:
         """Hand to the pools what was evicted, in one call each, and tell of each node. The nodes have left the tree by
