@@ -89,9 +89,10 @@ def free_takes_what_is_free(patch: Patch) -> None:
 
 @fault
 def free_beyond_the_range_mints_slots(patch: Patch) -> None:
-    def check_range(slots: SlotAllocator, idx: int) -> None:
+    def check_range(slots: SlotAllocator, idx: int) -> int:
         if idx < 0:
             raise SlotError(f"slot {idx}")
+        return idx
 
     patch.setattr(SlotAllocator, "check_range", check_range)
 
