@@ -10,6 +10,7 @@ Rules, checked by `check`:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
@@ -35,12 +36,17 @@ class FullComponent(Holdings):
 
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
-        num_tokens = min(num_tokens, self.evictable)  # as the compiled loop counts, however large it is
-        victims = self.evict_retired(num_tokens) if self.retired.pending else Victims()
+        victims = Victims()
+        if self.retired.pending:
+            num_tokens = min(index(num_tokens), self.evictable)
+            victims = self.evict_retired(num_tokens)
         if self._aux:
             self._evict_each(num_tokens, victims)
-        else:
+            return victims
+        try:
             self.fell(num_tokens, self._tree.page_size, victims)
+        except OverflowError:  # more than it counts to; nothing has happened yet
+            self.fell(self.evictable, self._tree.page_size, victims)
         return victims
 
     def _evict_each(self, num_tokens: int, victims: Victims) -> None:

@@ -97,9 +97,8 @@ class RadixCache(WindowTreeCache):
             except OverflowError:  # more than the compiled loop counts to; nothing has happened yet
                 freed = self._full.free_leaves(self._full.evictable, self.page_size, free, self._free_each)
             return evict_result(freed, 0, 0)
-        num_tokens = index(num_tokens)
         if self._aux:
-            return EvictResult(*self._evict(num_tokens, (index(swa_num_tokens),)))
+            return EvictResult(*self._evict(index(num_tokens), (index(swa_num_tokens),)))
         victims = self._full.evict(num_tokens)
         self._give_back(victims)
         return evict_result(victims.num_tokens, 0, 0)

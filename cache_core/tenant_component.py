@@ -10,6 +10,7 @@ Rules, checked by `check` beside its own:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.eviction_policy import EvictionPolicy
@@ -68,7 +69,7 @@ class TenantComponent(FullComponent):
 
     def evict(self, num_tokens: int) -> Victims:
         """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`; what a floor keeps, stays."""
-        victims = self.evict_retired(num_tokens)
+        victims = self.evict_retired(index(num_tokens))
         self._evict_each(num_tokens, victims)
         return victims
 

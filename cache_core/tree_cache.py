@@ -124,19 +124,17 @@ class TreeCache(TreeLocks):
     def _give_back(self, victims: Victims) -> None:
         """Hand to the pools what was evicted, in one call each, and tell of each node. The nodes have left the tree by
         now, so one pool's refusal keeps nothing from the others."""
-        if self._aux:
-            with ExitStack() as last_first:
-                last_first.callback(self._free_and_tell, victims)
-                for component in self._aux:
-                    last_first.callback(component.give_back)
-        else:
-            self._free_and_tell(victims)
-
-    def _free_and_tell(self, victims: Victims) -> None:
-        try:
-            self._free_victims(victims)
-        finally:
-            self._tell_of(victims)
+        if not self._aux:
+            try:
+                self._free_victims(victims)
+            finally:
+                self._tell_of(victims)
+            return
+        with ExitStack() as last_first:
+            last_first.callback(self._tell_of, victims)
+            last_first.callback(self._free_victims, victims)
+            for component in self._aux:
+                last_first.callback(component.give_back)
 
     def _free_victims(self, victims: Victims) -> None:
         if victims.num_tokens and self.pool is not None:
