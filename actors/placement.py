@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -78,11 +79,9 @@ def remove_placement(name: str, namespace: str = NAMESPACE) -> None:
 
 
 def _find(name: str, namespace: str) -> ActorHandle[Any] | None:
-    try:
-        found: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
-    except ValueError:
-        return None
-    return found
+    with suppress(CacheUnavailable):
+        return connect(name, namespace=namespace)
+    return None
 
 
 def group_name(name: str, namespace: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,10 +16,7 @@ M = TypeVar("M", bound=Message)
 
 def build(model: type[M], **fields: Any) -> M:
     """A request, validated."""
-    try:
-        return validated(model, fields)
-    except ValidationError as error:
-        raise InvalidRequest(first_fault(error)) from None
+    return made(partial(validated, model), fields)
 
 
 def made(make: Callable[..., M], *values: Any) -> M:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult
-from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
+from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.lru_list import LRUList
 from raydix.cache_core.mamba_component import MambaComponent, StateSlots
@@ -116,7 +116,7 @@ class MambaRadixCache(WindowTreeCache):
         fresh_from = self._aligned(swa_evicted_seqlen)
         done = self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
         if len(key) >= self.page_size:
-            done.mamba_exist = self.attach_state(done.last_node, mamba_value)
+            done.mamba_exist = self._attach(done.last_node, mamba_value)
         return done
 
     def _state_for(self, key: RadixKey, mamba_value: int) -> int:
@@ -136,12 +136,18 @@ class MambaRadixCache(WindowTreeCache):
         """
         if mamba_value is not None and node is self.root:
             raise InvalidKeyError("the root has no tokens that a state could be the one after")
-        if mamba_value is not None and (node.slots is None or node.space.home is not self._tree):
-            raise StaleNodeError(f"{node} is not in the tree")
+        if mamba_value is not None:
+            self._check_in_tree(node)
+            if cast(MambaTreeNode, node).mamba_value is None:
+                mamba_value = self._mamba.checked(mamba_value)
+        return self._attach(node, mamba_value)
+
+    def _attach(self, node: TreeNode, slot: int | None) -> bool:
+        """`attach_state` of what has been checked."""
         exists = cast(MambaTreeNode, node).mamba_value is not None
-        if mamba_value is not None and not exists:
+        if slot is not None and not exists:
             self._clock += 1
-            self._mamba.attach(node, self._mamba.checked(mamba_value), self._clock)
+            self._mamba.attach(node, slot, self._clock)
         return exists
 
     def _branching(self, usable: int, full_end: int) -> int | None:

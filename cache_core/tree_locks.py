@@ -70,3 +70,8 @@ class TreeLocks(TreeInsert):
         if node.space.home is not self._tree:
             return LockError(f"{node} is a node of another cache")
         return LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
+
+    def _check_in_tree(self, node: TreeNode) -> None:
+        """Raise StaleNodeError unless it is a node of this cache, which may be retired."""
+        if node.slots is None or node.space.home is not self._tree:
+            raise StaleNodeError(f"{node} is not in the tree")

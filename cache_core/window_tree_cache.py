@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.errors import LockError, StaleNodeError
+from raydix.cache_core.errors import LockError
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.slot_rows import Row, expand_row
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
@@ -112,8 +112,7 @@ class WindowTreeCache(TreeCache):
         """
         if self._swa is None or node is self.root:
             return
-        if node.slots is None or node.space.home is not self._tree:
-            raise StaleNodeError(f"{node} is not in the tree")
+        self._check_in_tree(node)
         if receipt.used or receipt.node is not node:
             raise LockError("a window is given up with the receipt of its own lock, before that is given back")
         self._swa.release(node, receipt)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from checked_makers import checked_after
 
 from raydix.actors.core_factory import build_core
 from raydix.cache_core import ExpiredLeaseError, KVCache, OutOfSlotsError, RadixKey, RowCache, UnknownLeaseError
@@ -18,8 +19,6 @@ def key(*ids: int) -> RadixKey:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., KVCache]]:
-    caches: list[KVCache] = []
-
     def make_cache(remembered: int = 4, num_state_slots: int = 0, **fields: object) -> KVCache:
         pool = PoolConfig(num_slots=8, num_state_slots=num_state_slots, device="cpu")
         config = CacheConfig(
@@ -31,12 +30,9 @@ def make() -> Iterator[Callable[..., KVCache]]:
         )
         core = build_core(config, None, lambda: None)[0]
         assert isinstance(core, KVCache)
-        caches.append(core)
-        return caches[-1]
+        return core
 
-    yield make_cache
-    for cache in caches:
-        cache.check_invariants()
+    yield from checked_after(make_cache)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checked_makers import checked_after
 
 from raydix.cache_core import InvalidKeyError, LockError, RadixTrie, StaleNodeError, TrieNode, trie_queue
 
@@ -21,15 +22,10 @@ def displaced() -> list[Any]:
 
 @pytest.fixture
 def make_trie(displaced: list[Any]) -> Iterator[Callable[..., RadixTrie]]:
-    tries: list[RadixTrie] = []
-
     def make(page_size: int = 1) -> RadixTrie:
-        tries.append(RadixTrie(page_size, on_displaced=displaced.append))
-        return tries[-1]
+        return RadixTrie(page_size, on_displaced=displaced.append)
 
-    yield make
-    for trie in tries:
-        trie.check_invariants()
+    yield from checked_after(make)
 
 
 @pytest.fixture

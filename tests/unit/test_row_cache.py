@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checked_makers import checked_after
 
 from raydix.cache_core import LeaseRangeError, OutOfSlotsError, RadixKey, RowCache, UnknownLeaseError
 from raydix.cache_core.leased_cache import Published
@@ -19,15 +20,10 @@ ROW = 6
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., RowCache]]:
-    caches: list[RowCache] = []
-
     def make_cache(num_rows: int = 3, page_size: int = 2, **options: Any) -> RowCache:
-        caches.append(RowCache(num_rows * ROW, ROW, page_size, **options))
-        return caches[-1]
+        return RowCache(num_rows * ROW, ROW, page_size, **options)
 
-    yield make_cache
-    for cache in caches:
-        cache.check_invariants()
+    yield from checked_after(make_cache)
 
 
 @pytest.fixture

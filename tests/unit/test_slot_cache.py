@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checked_makers import checked_after
 
 from raydix.cache_core import PrefixCacheManager, RadixKey, SlotAllocator
 from raydix.cache_core.bitmask_slots import SlotMask
@@ -20,15 +21,7 @@ MISS = (0, -1, 0)
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    caches: list[PrefixCacheManager] = []
-
-    def make_cache(*args: object, **kwargs: object) -> PrefixCacheManager:
-        caches.append(PrefixCacheManager(*args, **kwargs))  # type: ignore[arg-type]
-        return caches[-1]
-
-    yield make_cache
-    for cache in caches:
-        cache.check_invariants()
+    yield from checked_after(PrefixCacheManager)
 
 
 @pytest.fixture

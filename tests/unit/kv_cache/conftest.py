@@ -4,23 +4,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from checked_makers import checked_after
 
 from raydix.cache_core import KVCache, RadixCache, TokenToKVPoolAllocator
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., KVCache]]:
-    caches: list[KVCache] = []
-
     def make_cache(num_slots: int = 8, page_size: int = 2, **options: Any) -> KVCache:
         allocator = TokenToKVPoolAllocator(num_slots, page_size)
         tree = RadixCache(page_size, token_to_kv_pool_allocator=allocator)
-        caches.append(KVCache(tree, allocator, **options))
-        return caches[-1]
+        return KVCache(tree, allocator, **options)
 
-    yield make_cache
-    for cache in caches:
-        cache.check_invariants()
+    yield from checked_after(make_cache)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from checked_makers import checked_after
 from small_radix import FreedSlots
 
 from raydix.cache_core import RadixCache
@@ -16,15 +17,10 @@ def pool() -> FreedSlots:
 
 @pytest.fixture
 def make_cache(pool: FreedSlots) -> Iterator[Callable[..., RadixCache]]:
-    caches: list[RadixCache] = []
-
     def make(page_size: int = 1, **options: Any) -> RadixCache:
-        caches.append(RadixCache(page_size, token_to_kv_pool_allocator=pool, **options))
-        return caches[-1]
+        return RadixCache(page_size, token_to_kv_pool_allocator=pool, **options)
 
-    yield make
-    for cache in caches:
-        cache.check_invariants()
+    yield from checked_after(make)
 
 
 @pytest.fixture
