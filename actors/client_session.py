@@ -49,7 +49,8 @@ class ClientSession:
     """A session with a cache. The first verb, `open()` or `async with` opens it on the running loop.
 
     It beats from then on. Where it is lost, because the cache restarted or heard nothing for too long, its leases have
-    ended, and the next verb opens another.
+    ended, and the next verb opens another. If there is none, the cache is told all the same as soon as nobody writes
+    through those leases any more: it withholds their slots until then.
     """
 
     def __init__(self, owner: str | None = None) -> None:
@@ -60,7 +61,7 @@ class ClientSession:
         self._closing: asyncio.Task[None] | None = None
         self._ready = self._closed = False
         self._transport: Transport
-        self._lost: Transport | None = None  # of the session before, until the cache knows that this client is back
+        self._lost: Transport | None = None  # of the session before, until another is open
         self._config: CacheConfig
         self._timer = LoopTimer(self._beat)
         self._beating: asyncio.Task[None] | None = None
@@ -105,15 +106,16 @@ class ClientSession:
         transport, lost = self._make_transport(), self._lost
         if lost is not None:
             self._session_id = uuid.uuid4().hex[:16]  # so that nothing that is late reaches the new session
+        replaced = lost if lost is not None and not self._writers.any_of(lost) else None
         request = OpenSession(
             session_id=self._session_id,
             owner=self._owner,
-            replaces=None if lost is None or self._writers.any_of(lost) else lost.session_id,
+            replaces=replaced.session_id if replaced is not None else None,
             life_path=self._own_life_path(),
         )
         response = await transport.open(request)
-        if lost is not None and request.replaces is None:
-            self._writers.wait_for(lost)
+        if replaced is not None:
+            self._writers.forget(replaced)
         self._transport, self._config = transport, response.config
         self._ready, self._lost = True, None
         self._timer.set(0.0)
@@ -136,10 +138,7 @@ class ClientSession:
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)  # to its end, if it is under way
         self._timer.stop()
-        transport = self._transport if self._ready else self._lost
-        if transport is None:
-            return
-        for each in (*self._writers.take_all(), transport):
+        for each in [*self._writers.take_all(), *([self._transport] if self._ready else [])]:
             try:
                 await each.close()
             except (CacheUnavailable, StaleEpoch):
@@ -172,7 +171,12 @@ class ClientSession:
 
     def _beat(self) -> None:
         """Say that this client lives. The cache keeps the message for a while, and then it is time for the next."""
-        if self._closed or not self._ready:
+        if self._closed:
+            return
+        if not self._ready:  # between two sessions
+            self._writers.tell_returned()
+            if self._writers.any_late:
+                self._timer.set(self._beat_s)
             return
         loop = asyncio.get_running_loop()
         next_at = loop.time() + self._beat_s
@@ -201,9 +205,12 @@ class ClientSession:
         about = {"session": transport.session_id, "epoch": transport.epoch}
         logger.warning("session %s is lost: %s", transport.session_id, transport.lost, extra=about)
         self._ready, self._opening, self._lost = False, None, transport
-        self._timer.stop()
         self._owed.clear()
-        if isinstance(transport.lost, StaleEpoch):
+        if isinstance(transport.lost, LeaseExpired):
+            self._writers.wait_for(transport)
+            self._timer.set(self._beat_s)
+        else:
+            self._timer.stop()
             for pool in [pool for pool in self._writers.pools if pool.epoch == transport.epoch]:
                 pool.drop(transport.lost)
 

@@ -27,7 +27,7 @@ class LateWriters:
     def __init__(self) -> None:
         self.pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
         self._leases: set[weakref.ref[Lease]] = set()  # a WeakSet takes five times as long, of each request
-        self._late: list[Transport] = []
+        self._late: set[Transport] = set()
         self._returning: set[asyncio.Task[None]] = set()
 
     def add(self, lease: Lease) -> None:
@@ -43,16 +43,23 @@ class LateWriters:
         )
 
     def wait_for(self, transport: Transport) -> None:
-        """Somebody may: remember to tell the cache when nobody does any more."""
-        self._late.append(transport)
+        """A session has expired: remember to tell the cache when nobody writes through it any more."""
+        self._late.add(transport)
+
+    def forget(self, transport: Transport) -> None:
+        """The cache has been told."""
+        self._late.discard(transport)
+
+    @property
+    def any_late(self) -> bool:
+        """Whether there is anything that the cache has not been told, as far as known."""
+        return bool(self._late or self._returning)
 
     def tell_returned(self) -> None:
         """Tell the cache of the sessions through which nobody writes any more: what it withholds of them is free."""
-        late, self._late = self._late, []
-        for transport in late:
-            if self.any_of(transport):
-                self._late.append(transport)
-            else:
+        for transport in self._late.copy():
+            if not self.any_of(transport):
+                self._late.discard(transport)
                 returning = asyncio.get_running_loop().create_task(self._close(transport))
                 self._returning.add(returning)
                 returning.add_done_callback(self._returning.discard)
@@ -61,9 +68,9 @@ class LateWriters:
         try:
             await transport.close()
         except CacheUnavailable:
-            self._late.append(transport)  # for the next time
+            self._late.add(transport)  # for the next time
 
     def take_all(self) -> list[Transport]:
         """All sessions that wait: their client closes."""
-        late, self._late = self._late, []
+        late, self._late = list(self._late), set()
         return late

@@ -321,6 +321,29 @@ async def test_a_client_that_comes_back_only_to_close_is_rid_of_everything() -> 
         await lease.release()
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+async def test_a_client_that_has_nothing_more_to_ask_is_back_as_soon_as_nobody_writes(mapped: bool) -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client = PrefixCacheClient(cache)
+        pool = await client.attach_pool(mapped=mapped)
+        lease = await client.acquire([1, 2])
+        await silent(cache, client)
+
+        client._timer.set(0.0)  # its loop goes on
+
+        if pool.mapped:
+            await asyncio.sleep(3 * client._beat_s)
+            assert (await cache.stats()).quarantined_slots == 2
+            await refused(lease.insert([1]))
+        async with asyncio.timeout(60):
+            while (stats := await cache.stats()).quarantined_slots:  # noqa: ASYNC110 -- with a beat
+                await asyncio.sleep(0.01)
+        assert (stats.free_slots, stats.open_sessions) == (8, 1)
+        await client.match([1, 2])
+        assert (await cache.stats()).open_sessions == 2
+        await client.close()
+
+
 async def test_a_pool_stays_attached_when_a_session_expires() -> None:
     async with LocalPrefixCache(QUICK) as cache:
         client, lease = await silenced(cache)

@@ -153,6 +153,21 @@ async def test_a_process_that_stands_still_loses_its_lease_but_its_slots_are_wit
     await process.close.remote()
 
 
+async def test_a_process_that_stood_still_gives_its_slots_back_even_if_it_asks_for_nothing_more(
+    hasty: tuple[Any, PrefixCacheClient],
+) -> None:
+    cache, client = hasty
+    pid = await (process := start_client(watched=False)).open.remote(cache)
+    await process.acquire.remote([1, 2])
+    os.kill(pid, signal.SIGSTOP)
+    await until(client, lambda stats: stats.quarantined_slots == 2)
+
+    os.kill(pid, signal.SIGCONT)
+
+    await until(client, lambda stats: stats.free_slots == 8)
+    await process.close.remote()
+
+
 async def test_a_process_that_dies_while_its_slots_are_withheld_gives_them_back(
     hasty: tuple[Any, PrefixCacheClient],
 ) -> None:
