@@ -115,6 +115,7 @@ class AttachedPool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the K and V of slots in one layer, `[n, num_kv_heads, dim]` each, in `out` where it is given.
 
+        They are those of the lease's tokens if the lease has not expired by then: its next verb tells.
         New memory costs several times the copy where it is large, so who gathers often keeps its own.
         """
         return self._mapped_pool().gather(layer, slots, out)

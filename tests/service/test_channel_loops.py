@@ -1,7 +1,4 @@
-"""Channels work whatever event loop client and cache run on: Ray puts actors on uvloop where that is installed.
-
-That is where vLLM or SGLang are, and not where these tests are set up alone: `pip install uvloop` to have them run.
-"""
+"""Channels work whatever event loop client and cache run on: Ray puts actors on uvloop where that is installed."""
 
 from __future__ import annotations
 
