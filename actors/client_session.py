@@ -13,13 +13,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.late_writers import LateWriters
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.process_life import own_life_path
 from raydix.schemas import (
     AbortRequest,
     CacheConfig,
-    CacheError,
     CacheUnavailable,
     InvalidRequest,
     LeaseExpired,
@@ -90,7 +90,7 @@ class ClientSession:
         if self._loop not in (None, loop):
             raise InvalidRequest("this client's session belongs to another event loop: make one client per loop")
         if not self._ready:
-            if self._opening is None:
+            if self._opening is None or _has_failed(self._opening):  # nobody may have been left to hear of that
                 self._loop = loop
                 self._opening = loop.create_task(self._open())
             opening = self._opening
@@ -113,7 +113,11 @@ class ClientSession:
             replaces=replaced.session_id if replaced is not None else None,
             life_path=self._own_life_path(),
         )
-        response = await transport.open(request)
+        try:
+            response = await transport.open(request)
+        except LeaseExpired:  # an opening before was not answered, and nobody went on with that session
+            self._session_id = uuid.uuid4().hex[:16]
+            response = await transport.open(request.model_copy(update={"session_id": self._session_id}))
         if replaced is not None:
             self._writers.forget(replaced)
         self._transport, self._config = transport, response.config
@@ -285,9 +289,8 @@ class ClientSession:
             self._compensate(self._owed.popitem()[1])
 
 
-def may_have_taken_effect(error: BaseException) -> bool:
-    """Whether what failed so may have been done: nobody waits for the answer, or none came that could be read."""
-    return isinstance(error, (asyncio.CancelledError, CacheUnavailable)) or type(error) is CacheError
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _note_beat(

@@ -1,7 +1,8 @@
-"""The core's errors in the callers' terms."""
+"""What errors mean to callers: the core's in their terms, and what may have been done in spite of one."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from raydix.cache_core import (
@@ -12,7 +13,7 @@ from raydix.cache_core import (
     SlotError,
     UnknownLeaseError,
 )
-from raydix.schemas import CacheError, InvalidRequest, LeaseExpired, UnknownLease
+from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, LeaseExpired, UnknownLease
 
 logger = logging.getLogger(__name__)
 
@@ -32,3 +33,8 @@ def to_cache_error(error: Exception) -> CacheError:
             return CacheError(f"{type(error).__name__}: {error}")
     logger.error("an operation of the cache failed unexpectedly", exc_info=error)
     return CacheError(f"internal error of the cache: {type(error).__name__}: {error}")
+
+
+def may_have_taken_effect(error: BaseException) -> bool:
+    """Whether what failed so may have been done: nobody waits for the answer, or none came that could be read."""
+    return isinstance(error, (asyncio.CancelledError, CacheUnavailable)) or type(error) is CacheError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
-from raydix.actors.client_session import may_have_taken_effect
+from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.event_verbs import EventVerbs
 from raydix.actors.lease import Lease
 from raydix.actors.typed_messages import expect

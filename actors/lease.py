@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from raydix.actors.error_map import may_have_taken_effect
+from raydix.actors.lease_slots import LeaseSlots
 from raydix.schemas import (
+    CacheError,
+    CacheUnavailable,
     ExtendResponse,
     InsertResponse,
     InvalidRequest,
@@ -30,6 +32,13 @@ if TYPE_CHECKING:
     from raydix.actors.verbs import CacheVerbs
 
 _NONE = TokenIds(b"", 4)
+
+
+class Asked(NamedTuple):
+    """A request on a lease, whose answer may come late."""
+
+    known_len: int  # tokens that the lease's holder knew to be published
+    number: int  # those asked for later have higher ones, and are executed later
 
 
 class Lease:
@@ -53,34 +62,29 @@ class Lease:
     ) -> None:
         self.client = client
         self.transport = transport  # of the session that holds it
-        self._run_len = run_len  # slots that each of the starts stands for
         self._tokens = tokens  # all ids that the cache has been sent of this request
         self._dtype: np.dtype[Any] | None = None  # of the array that they are the bytes of, if they are
-        self._page_starts = response.page_starts  # as granted
-        self._num_slots = response.num_slots
-        self._slots: torch.Tensor | None = None
-        self._swa_page_starts = response.swa_page_starts
-        self._swa_slots: torch.Tensor | None = None
+        self._held = LeaseSlots(response.page_starts, response.swa_page_starts, response.num_slots, run_len)
         self.state_slot = response.state_slot
         self._ended = False
         self._knows_loss = False  # whoever holds this was told that it ended with its session
         self._extending = False
+        self._unanswered = self._answered = 0  # the latest of its inserts: pages may have become the tree's
         self.lease_id = response.lease_id
         self.epoch = transport.epoch
         self.prefix_len = response.prefix_len
         self.published_len = response.prefix_len
         client.note_granted(self)
 
-    @cached_property
-    def _starts(self) -> NDArray[np.int64]:
-        return np.frombuffer(self._page_starts, "<i4").astype(np.int64)
-
     @property
     def slots(self) -> torch.Tensor:
-        """The slot of each token, int64 on the CPU: [0, published_len) the tree's, the rest private."""
-        if self._slots is None:
-            self._slots = self._expand(self._starts)
-        return self._slots
+        """The slot of each token, int64 on the CPU: [0, published_len) the tree's, the rest private.
+
+        Raises:
+            CacheUnavailable: the last insert was not answered, so that some may be others by now: insert again.
+        """
+        self._check_no_doubt()
+        return self._held.all()
 
     @property
     def swa_slots(self) -> torch.Tensor:
@@ -90,26 +94,16 @@ class Lease:
 
         Raises:
             InvalidRequest: the cache has no sliding window.
+            CacheUnavailable: as for `slots`.
         """
-        if self._num_slots and not self._swa_page_starts:
+        self._check_no_doubt()
+        if not self._held.has_window:
             raise InvalidRequest("this cache has no sliding window")
-        if self._swa_slots is None:
-            import torch
-
-            starts = np.frombuffer(self._swa_page_starts, "<i4").astype(np.int64)
-            held = np.repeat(starts > 0, self._run_len)[: self._num_slots]
-            self._swa_slots = self._expand(starts) * torch.from_numpy(held)
-        return self._swa_slots
-
-    def _expand(self, starts: NDArray[np.int64]) -> torch.Tensor:
-        import torch
-
-        rows = starts[:, None] + np.arange(self._run_len)
-        return torch.from_numpy(rows.reshape(-1)[: self._num_slots])
+        return self._held.of_window()
 
     def __len__(self) -> int:
         """How many tokens the lease covers."""
-        return self._num_slots
+        return self._held.num_slots
 
     def __bool__(self) -> bool:
         """True, also of a lease that covers nothing: it is there, and has to be ended like any other."""
@@ -182,7 +176,7 @@ class Lease:
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else f"prefix_len={self.prefix_len}, published_len={self.published_len}"
-        return f"Lease({self.lease_id}, {state}, num_slots={self._num_slots})"
+        return f"Lease({self.lease_id}, {state}, num_slots={len(self)})"
 
     # ---------------------------------------------------------------- for the client alone
 
@@ -233,56 +227,57 @@ class Lease:
         Raises:
             InvalidRequest: more tokens than the lease covers, or other tokens than it was acquired for.
         """
-        num_tokens, known = len(tokens), self._tokens
+        num_tokens, known, covered = len(tokens), self._tokens, self._held.num_slots
         if tokens is known:
             return _NONE
-        if num_tokens > self._num_slots:
-            raise InvalidRequest(f"cannot insert {num_tokens} tokens: the lease covers {self._num_slots}, extend it")
+        if num_tokens > covered:
+            raise InvalidRequest(f"cannot insert {num_tokens} tokens: the lease covers {covered}, extend it")
         if not (tokens.starts_with(known) or known.starts_with(tokens)):
             raise InvalidRequest("the tokens to insert must begin with those that the lease was acquired for")
         return tokens.slice(min(len(known), num_tokens), num_tokens)
 
-    def note_inserted(self, tokens: TokenIds, release: bool, outcome: Outcome) -> None:
-        """Pages went to the tree, if that is what came of it, and some may now be the tree's own instead of ours."""
+    def ask(self) -> Asked:
+        """What is known now that the cache is asked for something on this lease."""
+        return Asked(self.published_len, self._held.ask())
+
+    def note_inserted(self, tokens: TokenIds, release: bool, asked: Asked, outcome: Outcome) -> None:
+        """Pages went to the tree, if that is what came of it, and some may now be the tree's own instead of ours.
+
+        The answer tells how things are beyond what was known: whatever became of the answers before it.
+        """
         if not isinstance(outcome, InsertResponse):
+            if isinstance(outcome, CacheError) and may_have_taken_effect(outcome):
+                self._unanswered = max(self._unanswered, asked.number)
             return
+        self._answered = max(self._answered, asked.number)
         self._ended = self._ended or release
         if tokens is not self._tokens and len(tokens) > len(self._tokens):
             self._tokens, self._dtype = tokens, None
-        if outcome.repointed:
-            repointed = np.frombuffer(outcome.repointed, "<i4")
-            first = self.published_len // self._run_len
-            self._starts[first : first + len(repointed)] = repointed
-            self._slots = None
-        self.published_len += outcome.num_inserted + outcome.num_duplicates
-        if outcome.swa_page_starts:
-            self.note_window(outcome.swa_page_starts)
+        self._held.repoint(asked.known_len, outcome.repointed)
+        self._held.note_window(asked.number, outcome.swa_page_starts)
+        self.published_len = max(self.published_len, outcome.published_len)
 
-    def note_released_window(self, outcome: Outcome) -> None:
+    def note_released_window(self, asked: Asked, outcome: Outcome) -> None:
         """The window KV was released, if that is what came of it."""
         if isinstance(outcome, WindowResponse):
-            self.note_window(outcome.swa_page_starts)
+            self._held.note_window(asked.number, outcome.swa_page_starts)
 
-    def note_window(self, swa_page_starts: bytes) -> None:
-        """The window KV that the lease holds has changed."""
-        self._swa_page_starts = swa_page_starts
-        self._swa_slots = None
+    def _check_no_doubt(self) -> None:
+        if self._unanswered > self._answered:
+            raise CacheUnavailable(f"an insert of lease {self.lease_id!r} was not answered: insert again, or abort it")
 
     @contextmanager
     def extending(self) -> Iterator[tuple[int, int]]:
         """Guard one extend at a time; gives the tokens covered and the pages known before it."""
+        self._check_no_doubt()
         if self._extending:
             raise InvalidRequest(f"lease {self.lease_id!r} is being extended already: await one extend first")
         self._extending = True
         try:
-            yield self._num_slots, len(self._starts)
+            yield self._held.num_slots, len(self._held.starts)
         finally:
             self._extending = False
 
     def note_extended(self, response: ExtendResponse, known_pages: int, num_slots: int) -> None:
-        """The lease covers `num_slots` tokens now; its pages may go further, after an extend that was cancelled."""
-        added = np.frombuffer(response.page_starts, "<i4").astype(np.int64)
-        self._starts = np.concatenate((self._starts[:known_pages], added))
-        self._num_slots = num_slots
-        self._slots = None
-        self.note_window(response.swa_page_starts)
+        """The lease covers `num_slots` tokens now."""
+        self._held.grow(known_pages, response.page_starts, response.swa_page_starts, num_slots)

@@ -224,13 +224,17 @@ class RequestHandlers:
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         lease = self.core.leases.get(request.lease_id, session_id)
         suffix = _key(request.suffix, lease.key.extra_key)
+        before, known_len = self.core.published_len(lease), request.known_len
         done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix, request.publish_state)
-        window = self._window(lease)
+        window, after = self._window(lease), self.core.published_len(lease)
+        changed = done.repointed
+        if known_len != before:  # an answer before was lost, or is on its way
+            changed = lease.starts[known_len // self.core.page_size : after // self.core.page_size]
         if request.release:
             self.core.release(request.lease_id, session_id)
-        repointed = _packed(done.repointed) if len(done.repointed) else b""
+        repointed = _packed(changed) if len(changed) else b""
         return InsertResponse.of(
-            done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window
+            done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window, after
         )
 
     def _release_window(self, session_id: str, request: ReleaseWindowRequest) -> WindowResponse:

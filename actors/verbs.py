@@ -10,7 +10,7 @@ from itertools import count
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raydix.actors.client_session import may_have_taken_effect
+from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.handover_verbs import HandoverVerbs
 from raydix.actors.lease import Lease
 from raydix.actors.typed_messages import build, expect, made
@@ -162,8 +162,9 @@ class CacheVerbs(HandoverVerbs):
         """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
         packed = lease.packed(tokens) or _pack(tokens)
-        request = made(InsertRequest.of, lease.lease_id, len(packed), lease.unseen(packed), release, publish_state)
-        return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, release))
+        unseen, asked = lease.unseen(packed), lease.ask()
+        request = made(InsertRequest.of, lease.lease_id, len(packed), unseen, release, publish_state, asked.known_len)
+        return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, release, asked))
 
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """`Lease.extend`."""
@@ -191,7 +192,7 @@ class CacheVerbs(HandoverVerbs):
         """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
         request = build(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
-        await self._noted(request, WindowResponse, lease.note_released_window)
+        await self._noted(request, WindowResponse, partial(lease.note_released_window, lease.ask()))
 
     async def release(self, lease: Lease) -> None:
         """`Lease.release`."""

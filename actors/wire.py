@@ -84,8 +84,8 @@ def _row_of_request(request: Any) -> Any:
         data, width = tokens.data, tokens.width
         return _ACQUIRE, lease_id, data, width, namespace, new_tokens, max_prefix_len, priority, timeout_s
     if kind is InsertRequest and type(request.suffix) is TokenIds:
-        lease_id, num_tokens, suffix, release, publish_state = request.__dict__.values()
-        return _INSERT, lease_id, num_tokens, suffix.data, suffix.width, release, publish_state
+        lease_id, num_tokens, suffix, release, publish_state, known_len = request.__dict__.values()
+        return _INSERT, lease_id, num_tokens, suffix.data, suffix.width, release, publish_state, known_len
     return request
 
 
@@ -100,11 +100,11 @@ def _request(row: Any) -> Any:
             return AcquireRequest.of(lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s)
         except ValidationError as error:
             return refused(AcquireRequest, error)
-    kind, lease_id, num_tokens, data, width, release, publish_state = row
+    kind, lease_id, num_tokens, data, width, release, publish_state, known_len = row
     if kind != _INSERT:
         raise ValueError(f"no request is of kind {kind!r}")
     try:
-        return InsertRequest.of(lease_id, num_tokens, TokenIds(data, width), release, publish_state)
+        return InsertRequest.of(lease_id, num_tokens, TokenIds(data, width), release, publish_state, known_len)
     except ValidationError as error:
         return refused(InsertRequest, error)
 

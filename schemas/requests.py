@@ -152,9 +152,12 @@ class InsertRequest(Message):
     suffix: TokenIds
     release: bool = Field(default=False, description="end the lease in the same step")
     publish_state: bool = Field(default=False, description="publish the lease's state as the one after these tokens")
+    known_len: Count = Field(default=0, description="tokens that the client knows to be published already")
 
     @classmethod
-    def of(cls, lease_id: Any, num_tokens: Any, suffix: Any, release: Any, publish_state: Any) -> InsertRequest:
+    def of(
+        cls, lease_id: Any, num_tokens: Any, suffix: Any, release: Any, publish_state: Any, known_len: Any
+    ) -> InsertRequest:
         """As `AcquireRequest.of`."""
         fields = {
             "lease_id": lease_id,
@@ -162,6 +165,7 @@ class InsertRequest(Message):
             "suffix": suffix,
             "release": release,
             "publish_state": publish_state,
+            "known_len": known_len,
         }
         if (
             type(lease_id) is str
@@ -173,6 +177,8 @@ class InsertRequest(Message):
             and type(suffix.data) is bytes
             and len(suffix.data) % 4 == 0
             and type(release) is type(publish_state) is bool
+            and type(known_len) is int
+            and 0 <= known_len <= MAX_COUNT
         ):
             return assemble(InsertRequest, fields)
         return validated(InsertRequest, fields)

@@ -91,16 +91,19 @@ class ExtendResponse(Answer):
 
 
 class InsertResponse(Answer):
-    """What publishing did. The first four fields are for the caller, the others for its client."""
+    """What publishing did. The first four fields are for the caller, the others for its client: how things are now."""
 
     prefix_len: int = Field(description="leading tokens that were in the tree already")
     num_inserted: int = Field(description="tokens the tree took over")
     num_duplicates: int = Field(description="private slots freed because the tree had their tokens")
     retired: bool = Field(default=False, description="the namespace was retired; nothing was published")
     repointed: bytes = Field(
-        default=b"", repr=False, description="int32: the tree's page starts in place of the duplicates'"
+        default=b"",
+        repr=False,
+        description="int32: page starts after `known_len` tokens, as far as they may differ",
     )
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
+    published_len: int = Field(default=0, repr=False, description="tokens of the lease that are in the tree")
 
     @classmethod
     def of(
@@ -111,6 +114,7 @@ class InsertResponse(Answer):
         retired: bool,
         repointed: bytes,
         swa_page_starts: bytes,
+        published_len: int,
     ) -> InsertResponse:
         """What the constructor makes of the same, taken as it is."""
         fields = {
@@ -120,6 +124,7 @@ class InsertResponse(Answer):
             "retired": retired,
             "repointed": repointed,
             "swa_page_starts": swa_page_starts,
+            "published_len": published_len,
         }
         return assemble(InsertResponse, fields)
 

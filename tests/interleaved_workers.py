@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any
 
+import numpy as np
 from cache_kinds import KindUnderTest
 from cache_under_test import pools_of
 from shuffled_loop import CancelledAt
@@ -85,6 +86,16 @@ class Floor:
         assert (stats.open_leases, stats.open_sessions, stats.waiters) == (0, 0, 0), stats
         for pool in pools_of(stats):
             assert pool.free_slots + pool.evictable_slots == pool.num_slots, pool
+
+    def check_known(self, lease: Lease) -> None:
+        """After an insert a lease's holder knows its slots, whatever became of the answers before."""
+        core = self.cache._host.service.core
+        record = core.leases.find(lease.lease_id, lease.transport.session_id)
+        if record is not None:
+            known = lease._held.starts
+            assert known.tolist() == record.starts[: len(known)].tolist(), lease
+            window = np.frombuffer(lease._held._window, "<i4")[: len(known)]
+            assert window.tolist() == core.swa_starts(record)[: len(known)].tolist(), lease
 
     def stats(self) -> CacheStats:
         """What the cache counts, without a session."""
@@ -193,12 +204,14 @@ class Worker:
             operation = lease.release_window(self.rng.randint(0, len(lease)))
         elif verb == "insert":
             page_size = self.floor.kind.page_size
-            whole = min(len(tokens), len(lease)) // page_size * page_size
+            whole = self.rng.randint(0, min(len(tokens), len(lease)) // page_size) * page_size
             states = self.floor.kind.publishes_states and whole > 0
             operation = lease.insert(tokens[:whole] or tokens[:1], publish_state=states)
         result, num_awaits = await self.floor.attempt(operation, cancel_at)
         if verb == "grant" and result is not None:
             self.floor.grants.append(result)
+        if verb == "insert" and result is not None:
+            self.floor.check_known(lease)
         self.held = [(held, its) for held, its in self.held if not held._ended]
         return num_awaits
 

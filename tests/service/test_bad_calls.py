@@ -50,7 +50,7 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
         "torn: ValueError",
     ),
     "a request of no kind": (
-        lambda wire: wire.call("execute", pickle.dumps((0, "s", "e", [(99, "l", 3, b"", 4, True, False)], 0, 0))),
+        lambda wire: wire.call("execute", pickle.dumps((0, "s", "e", [(99, "l", 3, b"", 4, True, False, 0)], 0, 0))),
         InvalidRequest,
         "torn: ValueError: no request is of kind 99",
     ),

@@ -80,7 +80,7 @@ async def test_window_kv_given_up_by_a_caller_who_was_cancelled_is_no_longer_the
         sent = asyncio.create_task(lease.release_window(6))
         await sent
         expected = lease.swa_slots.tolist()
-        lease.note_window(b"\x01\0\0\0" * 6)
+        lease._held._window = b"\x01\0\0\0" * 6
         task.cancel()
         await asyncio.wait((task,))
 

@@ -310,8 +310,15 @@ FAST: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # most requests' 
         ],
     ),
     InsertRequest: (
-        ("l", 3, EMPTY, True, False),
-        [["", None], [0, -1, True, "3"], [TOKENS, [], TORN, None], [1, "perhaps", None], [1, None]],
+        ("l", 3, EMPTY, True, False, 2),
+        [
+            ["", None],
+            [0, -1, True, "3"],
+            [TOKENS, [], TORN, None],
+            [1, "perhaps", None],
+            [1, None],
+            [0, 2**70, -1, True, 1.0, None],
+        ],
     ),
     Batch: (
         ("s", "e", (ReleaseRequest(lease_id="l"),), 2, 1),

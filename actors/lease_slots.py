@@ -1,0 +1,109 @@
+"""`LeaseSlots`: which slots a lease covers, as far as its client has been told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+_INT32 = np.dtype("<i4")
+
+
+class LeaseSlots:
+    """The slots of a lease's tokens, and those of their window KV: runs of slots that lie in a row.
+
+    Answers may come late, or never: each names where what it tells begins, and none is added to what another told.
+
+    Args:
+        starts: the first slot of each run, int32.
+        window_starts: the same in the window pool, 0 where the lease does not hold its window KV; empty: no window.
+        num_slots: tokens that the lease covers, in the last run perhaps fewer than it has slots.
+        run_len: slots that each of the starts stands for.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_expanded",
+        "_known",
+        "_run_len",
+        "_starts",
+        "_told",
+        "_window",
+        "_window_expanded",
+        "num_slots",
+    )
+
+    def __init__(self, starts: bytes, window_starts: bytes, num_slots: int, run_len: int) -> None:
+        self.num_slots = num_slots
+        self._run_len = run_len
+        self._known = starts  # as granted; once they are looked at or change, `_starts`
+        self._starts: NDArray[np.int64] | None = None
+        self._window = window_starts
+        self._asked = self._told = 0  # the last question that changes the window, and the last that was answered
+        self._expanded: torch.Tensor | None = None
+        self._window_expanded: torch.Tensor | None = None
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The first slot of each run."""
+        if self._starts is None:
+            self._starts = np.frombuffer(self._known, _INT32).astype(np.int64)
+        return self._starts
+
+    @property
+    def has_window(self) -> bool:
+        """Whether the cache keeps window KV, as far as this lease can tell."""
+        return bool(self._window) or not self.num_slots
+
+    def all(self) -> torch.Tensor:
+        """The slot of each token, int64 on the CPU."""
+        if self._expanded is None:
+            self._expanded = self._expand(self.starts)
+        return self._expanded
+
+    def of_window(self) -> torch.Tensor:
+        """The window slot of each token, int64 on the CPU; 0: not held."""
+        if self._window_expanded is None:
+            import torch
+
+            starts = np.frombuffer(self._window, _INT32).astype(np.int64)
+            held = np.repeat(starts > 0, self._run_len)[: self.num_slots]
+            self._window_expanded = self._expand(starts) * torch.from_numpy(held)
+        return self._window_expanded
+
+    def ask(self) -> int:
+        """The number of a question, which its answer is to name."""
+        self._asked += 1
+        return self._asked
+
+    def repoint(self, known_len: int, starts: bytes) -> None:
+        """From a token on, the runs are these, as many as there are."""
+        if starts:
+            first, changed = known_len // self._run_len, np.frombuffer(starts, _INT32)
+            self.starts[first : first + len(changed)] = changed
+            self._expanded = None
+
+    def grow(self, known_runs: int, starts: bytes, window_starts: bytes, num_slots: int) -> None:
+        """The lease covers so many tokens now. Its runs may go further, after an extend that was cancelled."""
+        added = np.frombuffer(starts, _INT32).astype(np.int64)
+        self._starts = np.concatenate((self.starts[:known_runs], added))
+        self._window += window_starts[len(self._window) :]  # what is known may be newer: the answer has stood in line
+        self.num_slots = num_slots
+        self._expanded = self._window_expanded = None
+
+    def note_window(self, asked: int, window_starts: bytes) -> None:
+        """The window KV has changed, unless a later question was answered before; runs beyond are as they were."""
+        if window_starts and asked > self._told:
+            self._told = asked
+            self._window = window_starts + self._window[len(window_starts) :]
+            self._window_expanded = None
+
+    def _expand(self, starts: NDArray[np.int64]) -> torch.Tensor:
+        import torch
+
+        rows = starts[:, None] + np.arange(self._run_len)
+        return torch.from_numpy(rows.reshape(-1)[: self.num_slots])

@@ -1,0 +1,200 @@
+"""Answers that are lost, or overtake each other: afterwards a client knows what the cache knows, or says that it does
+not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
+
+import pytest
+from cache_in_process import HandleInProcess
+
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, PoolConfig
+
+PROMPT = [1, 2, 3, 4]
+
+
+class Unsteady(HandleInProcess):
+    """A handle one of whose methods gets no answer, or gets it late."""
+
+    def __init__(self, cache: LocalPrefixCache) -> None:
+        super().__init__(cache, Random(0))
+        self.lost: set[str] = set()  # methods
+        self.held_back: dict[str, asyncio.Event] = {}  # the next answer of a method waits for it
+
+    def __getattr__(self, method: str) -> Any:
+        answering = super().__getattr__(method)
+        if method in self.lost or method in self.held_back:
+            return _Unsteady(answering, self.held_back.pop(method, None))
+        return answering
+
+
+class _Unsteady:
+    def __init__(self, method: Any, held_back: asyncio.Event | None) -> None:
+        self._method = method
+        self._held_back = held_back
+
+    async def remote(self, *arguments: Any) -> Any:
+        """Call, and be answered late or not at all."""
+        answer = await self._method.remote(*arguments)
+        if self._held_back is None:
+            raise CacheUnavailable("the answer was lost")
+        await self._held_back.wait()
+        return answer
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[LocalPrefixCache]:
+    pool = PoolConfig(num_slots=32, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu")
+    config = CacheConfig(pool=pool, sliding_window_size=2, leases=LeaseConfig(session_ttl_s=0.3))
+    async with LocalPrefixCache(config) as cache:
+        yield cache
+
+
+@pytest.fixture
+async def handle(cache: LocalPrefixCache) -> Unsteady:
+    return Unsteady(cache)
+
+
+@pytest.fixture
+async def client(handle: Unsteady) -> AsyncIterator[PrefixCacheClient]:
+    async with PrefixCacheClient(handle) as client:
+        yield client
+
+
+async def overtaken(client: PrefixCacheClient, cache: LocalPrefixCache, prompt: list[int]) -> Lease:
+    """A lease whose prompt another one has published meanwhile."""
+    lease = await client.acquire(prompt, new_tokens=2)
+    await (await cache.acquire(prompt)).insert(prompt, release=True)
+    return lease
+
+
+def check_known(cache: LocalPrefixCache, lease: Lease) -> None:
+    core = cache._host.service.core
+    record = core.leases.get(lease.lease_id, lease.transport.session_id)
+    assert lease.slots.tolist() == record.starts.tolist()
+    assert lease.swa_slots.tolist() == core.swa_starts(record).tolist()
+    assert lease.published_len == core.published_len(record)
+
+
+# ---------------------------------------------------------------- inserts
+
+
+async def test_after_an_insert_that_was_not_answered_another_tells_of_both(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    before = lease.slots.tolist()
+    handle.lost = {"execute"}
+    with pytest.raises(CacheUnavailable):
+        await lease.insert(PROMPT)
+    handle.lost.clear()
+
+    response = await lease.insert([*PROMPT, 5])
+
+    assert (response.prefix_len, response.num_inserted, response.num_duplicates) == (4, 1, 0)
+    assert lease.slots.tolist() != before
+    check_known(cache, lease)
+    assert len(await lease.extend(2)) == 2
+
+
+async def test_slots_that_may_be_others_by_now_are_not_given(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    handle.lost = {"execute"}
+    with pytest.raises(CacheUnavailable):
+        await lease.insert(PROMPT)
+    handle.lost.clear()
+
+    for look in (lambda: lease.slots, lambda: lease.swa_slots):
+        with pytest.raises(CacheUnavailable, match="was not answered: insert again, or abort it"):
+            look()
+    with pytest.raises(CacheUnavailable, match="was not answered"):
+        await lease.extend(1)
+
+    await lease.insert(PROMPT)
+    check_known(cache, lease)
+
+
+async def test_an_insert_that_was_refused_leaves_no_doubt(cache: LocalPrefixCache, client: PrefixCacheClient) -> None:
+    lease = await client.acquire(PROMPT)
+    await cache.reset()
+
+    assert (await lease.insert(PROMPT)).retired
+
+    check_known(cache, lease)
+
+
+async def test_of_two_inserts_the_answer_to_the_first_may_come_last(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    late = handle.held_back["execute"] = asyncio.Event()
+    first = asyncio.create_task(lease.insert(PROMPT[:2]))
+    await asyncio.sleep(0.01)
+
+    await lease.insert(PROMPT)
+    check_known(cache, lease)
+    late.set()
+    await first
+
+    check_known(cache, lease)
+
+
+async def test_a_window_given_up_while_the_lease_stood_in_line_stays_given_up(cache: LocalPrefixCache) -> None:
+    lease = await cache.acquire(PROMPT)
+    other = await cache.acquire([7] * 28)
+    growing = asyncio.create_task(lease.extend(2))
+    while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend stands in line then
+        await asyncio.sleep(0)
+
+    await other.release()  # it has room now; its coroutine has not gone on yet
+    await lease.release_window(4)
+    await growing
+
+    assert lease.swa_slots[:2].tolist() == [0, 0]
+    check_known(cache, lease)
+    await lease.release()
+
+
+# ---------------------------------------------------------------- sessions
+
+
+async def test_a_client_whose_opening_was_not_answered_may_come_back_after_any_time(
+    cache: LocalPrefixCache, handle: Unsteady
+) -> None:
+    client = PrefixCacheClient(handle)
+    handle.lost = {"open_session"}
+    with pytest.raises(CacheUnavailable):
+        await client.match(PROMPT)
+    handle.lost.clear()
+    async with asyncio.timeout(60):
+        while cache._host.service.stats().open_sessions > 1:  # noqa: ASYNC110 -- the one that it does not know of
+            await asyncio.sleep(0.01)
+
+    assert (await client.match(PROMPT)).prefix_len == 0
+
+    await client.close()
+
+
+async def test_what_an_opening_failed_with_is_not_told_to_whoever_comes_later(
+    cache: LocalPrefixCache, handle: Unsteady
+) -> None:
+    client = PrefixCacheClient(handle)
+    handle.lost = {"open_session"}
+    first = asyncio.create_task(client.match(PROMPT))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait((first,))
+    await asyncio.sleep(0.1)
+    assert client._opening is not None and client._opening.done(), "it has failed, and nobody was left to hear of it"
+    handle.lost.clear()
+
+    assert (await client.match(PROMPT)).prefix_len == 0
+
+    await client.close()
