@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import torch
 
@@ -29,6 +29,7 @@ except ImportError as error:
     raise ImportError("the transformers worker needs the extra: pip install raydix[transformers]") from error
 
 from raydix.actors.client import PrefixCacheClient
+from raydix.actors.running_requests import RunningRequests
 from raydix.actors.transformers_config import ModelSource, PoolShape, cache_config_for, pool_config_for
 from raydix.actors.transformers_generation import Generation, GreedyDecoding
 from raydix.actors.transformers_model import CausalModel
@@ -40,6 +41,14 @@ if TYPE_CHECKING:
     from raydix.actors.attached_pool import AttachedPool
 
 __all__ = ["Generation", "TransformersWorker", "cache_config_for", "pool_config_for"]
+
+
+class Namespace(TypedDict):
+    """What prefixes are shared within."""
+
+    extra_key: str | None
+    lora_id: str | None
+    cache_salt: str | None
 
 
 class TransformersWorker(WatchedActor):
@@ -84,7 +93,9 @@ class TransformersWorker(WatchedActor):
         self._model = CausalModel(model, seed=seed, dtype=dtype, device=device, num_threads=num_threads)
         self._mapped = mapped
         self._attaching: asyncio.Task[AttachedPool] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._pool: AttachedPool | None = None
+        self._running = RunningRequests()
 
     # ---------------------------------------------------------------- life
 
@@ -98,11 +109,29 @@ class TransformersWorker(WatchedActor):
             InvalidRequest: the model has recurrent states, and the pool cannot be mapped.
             CacheUnavailable: the cache cannot be reached.
         """
-        if self._client is not None:
-            await self._attached(self._client)
+        with self._running.one():
+            if self._client is not None:
+                await self._attached(self._client)
 
     async def close(self) -> None:
-        """Close the session, which ends what leases are left, and let the thread end. Idempotent."""
+        """End the requests that run, then the session and the thread. Idempotent.
+
+        Their callers get InvalidRequest. A forward pass that runs is waited for: until it has ended, nobody else gets
+        the slots that it writes. It is closed even if the caller is cancelled.
+
+        Raises:
+            InvalidRequest: the worker is used on another event loop.
+        """
+        closing = self._closing
+        if closing is None or _has_failed(closing):
+            closing = self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(closing)
+
+    async def _close(self) -> None:
+        await self._running.end()
+        if self._attaching is not None:  # nobody waits for it any more
+            self._attaching.cancel()
+            await asyncio.gather(self._attaching, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
         self._model.close()
@@ -145,35 +174,35 @@ class TransformersWorker(WatchedActor):
             eos_token_id: end tokens. None: none, whatever the model's configuration says.
 
         Raises:
-            InvalidRequest: the arguments cannot be served; the message says why.
+            InvalidRequest: the arguments cannot be served, or the worker was closed; the message says why.
             PoolExhausted: no room came free in time, or there never can be.
             ConfigMismatch: the model does not fit the pool.
         """
         decoding = GreedyDecoding(tokens, max_new_tokens, eos_token_id, return_logits)
         self._model.check_tokens(decoding.prompt, decoding.max_computed)
-        if self._client is None or not reuse:
-            await self._decode_alone(decoding, self._model.own_cache())
-            return decoding.result()
-        pool = await self._attached(self._client)
+        with self._running.one():
+            if self._client is None or not reuse:
+                await self._decode_alone(decoding, self._model.own_cache())
+            else:
+                namespace = Namespace(extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
+                await self._decode_leased(self._client, decoding, namespace)
+        return decoding.result()
+
+    async def _decode_leased(self, client: PrefixCacheClient, decoding: GreedyDecoding, namespace: Namespace) -> None:
+        pool = await self._attached(client)
         branching_len = None
         if self._model.layers.has_states:
-            found = await self._client.match(
-                decoding.prompt, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt
-            )
-            branching_len = found.branching_len
-        lease = await self._client.acquire(
+            branching_len = (await client.match(decoding.prompt, **namespace)).branching_len
+        lease = await client.acquire(
             decoding.prompt,
-            extra_key=extra_key,
-            lora_id=lora_id,
-            cache_salt=cache_salt,
+            **namespace,
             new_tokens=decoding.max_computed - decoding.num_prompt,
             max_prefix_len=decoding.num_prompt - 1,  # the last token's logits are needed
         )
         async with lease:
             if pool.lost:  # the cache has restarted
-                pool = await self._attached(self._client)
+                pool = await self._attached(client)
             await LeasedRequest(self._model, pool, lease, decoding, branching_len).run()
-        return decoding.result()
 
     async def _decode_alone(self, decoding: GreedyDecoding, cache: Cache) -> None:
         while not decoding.done:
@@ -184,17 +213,12 @@ class TransformersWorker(WatchedActor):
 
     async def _attached(self, client: PrefixCacheClient) -> AttachedPool:
         """The pool, once the model is known to fit it. Concurrent first requests share the work."""
-        if self._attaching is None or (self._pool is not None and self._pool.lost):
-            self._pool = None
-            self._attaching = asyncio.create_task(self._attach(client))
         attaching = self._attaching
-        try:
-            self._pool = await asyncio.shield(attaching)
-            return self._pool
-        except Exception:
-            if self._attaching is attaching:
-                self._attaching = None  # the next request tries again
-            raise
+        if attaching is None or _has_failed(attaching) or (self._pool is not None and self._pool.lost):
+            self._pool = None
+            attaching = self._attaching = asyncio.create_task(self._attach(client))
+        self._pool = await asyncio.shield(attaching)
+        return self._pool
 
     async def _attach(self, client: PrefixCacheClient) -> AttachedPool:
         await client.open()
@@ -216,3 +240,7 @@ class TransformersWorker(WatchedActor):
                 "this model's recurrent states need a mapped pool, on the model's device: they are updated in place"
             )
         return pool
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -68,14 +68,14 @@ class Gate:
         self._forward = worker._model._forward
         worker._model._forward = self._gated  # type: ignore[method-assign]
 
-    def _gated(self, *args: Any) -> Any:
+    def _gated(self, *args: Any, **options: Any) -> Any:
         self.passes += 1
         if self.passes > self._after:
             self.reached.set()
             self.opened.wait(20)
             if self._error is not None:
                 raise self._error
-        return self._forward(*args)
+        return self._forward(*args, **options)
 
     async def wait_until_reached(self) -> None:
         assert await asyncio.to_thread(self.reached.wait, 20)
@@ -261,6 +261,108 @@ async def test_a_request_cancelled_before_its_turn_never_runs(mapped_worker: Tra
     await running
 
     assert gate.passes == 1
+
+
+async def test_a_worker_that_closes_lets_the_pass_that_runs_end_before_its_slots_are_free(
+    cache: LocalPrefixCache, mapped_worker: TransformersWorker
+) -> None:
+    await mapped_worker.open()
+    gate = Gate(mapped_worker)
+    running = asyncio.create_task(mapped_worker.generate(random_prompt(20), 4))
+    await gate.wait_until_reached()
+    queued = asyncio.create_task(mapped_worker.generate(random_prompt(8, seed=2), 4))
+    await asyncio.sleep(0.05)
+
+    closing = [asyncio.create_task(mapped_worker.close()) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    closing[0].cancel()  # it closes all the same
+    with pytest.raises(InvalidRequest, match="the worker was closed"):
+        await mapped_worker.generate(random_prompt(8), 4)
+    with pytest.raises(InvalidRequest, match="the worker was closed"):
+        await queued
+    during = await cache.stats()
+    assert (during.open_leases, running.done(), closing[1].done()) == (1, False, False)
+    gate.opened.set()
+    await closing[1]
+
+    assert gate.passes == 1
+    assert (await cache.stats()).open_leases == 0
+    with pytest.raises(InvalidRequest, match="the worker was closed"):
+        await running
+    await mapped_worker.close()
+
+
+async def test_a_caller_who_is_cancelled_while_the_worker_closes_gets_that(mapped_worker: TransformersWorker) -> None:
+    await mapped_worker.open()
+    gate = Gate(mapped_worker)
+    request = asyncio.create_task(mapped_worker.generate(random_prompt(20), 4))
+    await gate.wait_until_reached()
+
+    closing = asyncio.create_task(mapped_worker.close())
+    await asyncio.sleep(0.05)
+    request.cancel()
+    gate.opened.set()
+    await closing
+
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+
+async def test_a_request_that_the_worker_closed_on_leaves_its_task_as_it_was(mapped_worker: TransformersWorker) -> None:
+    await mapped_worker.open()
+    gate = Gate(mapped_worker)
+
+    async def patient() -> str:
+        with pytest.raises(InvalidRequest, match="the worker was closed"):
+            await mapped_worker.generate(random_prompt(20), 4)
+        async with asyncio.timeout(20):
+            await asyncio.sleep(0.01)
+        return "went on"
+
+    request = asyncio.create_task(patient())
+    await gate.wait_until_reached()
+    closing = asyncio.create_task(mapped_worker.close())
+    await asyncio.sleep(0.05)
+    gate.opened.set()
+    await closing
+
+    assert (await request, request.cancelling()) == ("went on", 0)
+
+
+async def test_a_worker_closed_while_it_attaches_lets_the_measuring_pass_end(cache: LocalPrefixCache) -> None:
+    worker = TransformersWorker(cache, model=LLAMA, device="cpu")
+    gate = Gate(worker)
+    opening = asyncio.create_task(worker.open())
+    await gate.wait_until_reached()
+
+    closing = asyncio.create_task(worker.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    gate.opened.set()
+    await closing
+
+    with pytest.raises(InvalidRequest, match="the worker was closed"):
+        await opening
+
+
+async def test_an_attempt_to_attach_that_failed_when_nobody_waited_any_more_is_made_anew(
+    cache: LocalPrefixCache,
+) -> None:
+    worker = TransformersWorker(cache, model=LLAMA, device="cpu")
+    gate = Gate(worker, error=RuntimeError("out of memory"))
+    first = asyncio.create_task(worker.generate(random_prompt(20), 4))
+    await gate.wait_until_reached()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    attaching = worker._attaching
+    assert attaching is not None
+    gate.opened.set()
+    await asyncio.wait((attaching,))
+    gate._error = None
+
+    assert len((await worker.generate(random_prompt(20), 4)).token_ids) == 4
+    await worker.close()
 
 
 @pytest.mark.parametrize("after", [0, 2])
