@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import uuid
 
 import numpy as np
@@ -36,6 +38,24 @@ class CacheHost:
         self.exported = ExportedPool(config, device, epoch, node_id, share)
         medium = "GPU" if device.type == "cuda" else "CPU"
         self.service = CacheService(config, epoch, self.exported.pool, medium)
+        self._loop: asyncio.AbstractEventLoop | None = None  # that it is used on
+        self._loop_lock = threading.Lock()
+
+    def stay_on_loop(self) -> None:
+        """Be used on the running loop from now on, until that is closed.
+
+        Raises:
+            InvalidRequest: it is used on another one: two threads may not run one cache.
+        """
+        loop = asyncio.get_running_loop()
+        with self._loop_lock:
+            if self._loop is None or self._loop.is_closed():
+                self._loop = loop
+            if self._loop is not loop:
+                raise InvalidRequest(
+                    "a local cache is used on one event loop, and this one is used on another event loop: make all its "
+                    "clients there; for plain calls, from several threads as well, share one client's `sync`"
+                )
 
     def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy the KV of slots that a lease covers out of the pool.

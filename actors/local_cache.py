@@ -20,7 +20,8 @@ class LocalPrefixCache(CacheVerbs):
     """The same verbs, errors and guarantees as a cache actor's, for a worker that is alone on its device.
 
     Requests are validated, but not serialised; `attach_pool` gives the tensors themselves. It is its own client;
-    further sessions come from `PrefixCacheClient(local_cache)`, all on one event loop.
+    further sessions come from `PrefixCacheClient(local_cache)`, all on one event loop: another is refused until that
+    one is closed.
 
     Raises:
         CacheUnavailable: the pool does not fit in memory, or the device is not there.
@@ -62,7 +63,12 @@ class LocalPrefixCache(CacheVerbs):
         """Close the cache with all its sessions. Idempotent.
 
         As `shutdown_cache` does: nothing new is granted from now on, and open leases have `drain_s` seconds to end.
+
+        Raises:
+            InvalidRequest: it is used on another event loop.
         """
+        if not self._closed:
+            self._host.stay_on_loop()
         is_mine = self._loop in (None, asyncio.get_running_loop())  # else it refuses below
         if drain_s and is_mine and (cut_short := await self._host.service.drain(drain_s)):
             logger.warning("%d leases were cut short by the shutdown of the cache", cut_short)

@@ -87,6 +87,7 @@ class LocalTransport:
         self.lost: StaleEpoch | LeaseExpired | None = None
 
     async def open(self, request: OpenSession) -> SessionResponse:
+        self._host.stay_on_loop()
         response = self._host.service.open_session(request)
         self.session_id, self.epoch = request.session_id, response.epoch
         return response

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import signal
@@ -145,6 +146,38 @@ async def test_a_client_that_coroutines_use_cannot_be_used_by_plain_calls_too() 
         with pytest.raises(InvalidRequest, match="another event loop"):
             cache.sync.match(PROMPT)
         cache.sync.thread.stop()
+
+
+def test_a_local_cache_is_used_on_one_loop_at_a_time() -> None:
+    cache = LocalPrefixCache(CONFIG)
+    first, second = PrefixCacheClient(cache).sync, PrefixCacheClient(cache).sync
+    first.open()
+
+    with pytest.raises(InvalidRequest, match="a local cache is used on one event loop"):
+        second.open()
+    with pytest.raises(InvalidRequest, match="a local cache is used on one event loop"):
+        cache.sync.match(PROMPT)
+    with pytest.raises(InvalidRequest, match="a local cache is used on one event loop"):
+        asyncio.run(cache.close())
+    assert first.match(PROMPT).prefix_len == 0
+
+    first.close()
+    assert second.match(PROMPT).prefix_len == 0  # the loop before has ended
+    second.close()
+    cache.sync.thread.stop()
+
+
+def test_a_local_cache_goes_from_one_loop_that_has_ended_to_the_next() -> None:
+    cache = LocalPrefixCache(CONFIG)
+
+    async def publish_and_match(publish: bool) -> int:
+        async with PrefixCacheClient(cache) as client:
+            if publish:
+                async with await client.acquire(PROMPT) as lease:
+                    await lease.insert(PROMPT)
+            return (await client.match(PROMPT)).prefix_len
+
+    assert [asyncio.run(publish_and_match(publish)) for publish in (True, False, False)] == [8, 8, 8]
 
 
 def test_every_verb_of_a_client_has_its_plain_twin_with_the_same_parameters() -> None:
