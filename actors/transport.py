@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from raydix.actors.cache_host import CacheHost
@@ -11,6 +12,7 @@ from raydix.cache_core import KVPool
 from raydix.schemas import (
     CacheError,
     CloseSession,
+    InvalidRequest,
     KVEventBatch,
     KVResponse,
     LeaseExpired,
@@ -93,7 +95,11 @@ class LocalTransport:
         return response
 
     async def beat(self, stay_s: float) -> None:
-        self._check_open()
+        try:
+            self._check_open()
+        except InvalidRequest as error:  # the cache has even forgotten that the session expired
+            self.lost = LeaseExpired(str(error))
+            raise
 
     def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -108,11 +114,14 @@ class LocalTransport:
         return future
 
     async def wait(self, ticket: int) -> Message:
-        return await self._host.service.wait(WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket))
+        request = WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket)
+        with self._noting_loss():
+            return await self._host.service.wait(request)
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
         request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
-        return await self._host.service.next_events(request)
+        with self._noting_loss():
+            return await self._host.service.next_events(request)
 
     async def pool_handle(self) -> PoolHandle:
         self._check_open()
@@ -122,18 +131,26 @@ class LocalTransport:
         return self._host.exported.pool
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
-        return self._host.read_kv(request)
+        with self._noting_loss():
+            return self._host.read_kv(request)
 
     async def write_kv(self, request: WriteKV) -> None:
-        self._host.write_kv(request)
+        with self._noting_loss():
+            self._host.write_kv(request)
 
     async def close(self) -> None:
         self._host.service.close_session(CloseSession(session_id=self.session_id))
 
     def _check_open(self) -> None:
         """Raise whatever keeps the session from being used; if it is over, note so."""
-        try:
+        with self._noting_loss():
             self._host.service.session(self.session_id, self.epoch)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Around what names the session: if that is over, note so."""
+        try:
+            yield
         except (StaleEpoch, LeaseExpired) as error:
             self.lost = error
             raise

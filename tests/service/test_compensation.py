@@ -7,24 +7,29 @@ import gc
 import logging
 import weakref
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 from cache_fixtures import over_calls
 from cache_under_test import CacheUnderTest, Pages, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, wire
-from raydix.actors.transport import settle
+from raydix.actors.transport import Transport, settle
 from raydix.schemas import (
     CacheConfig,
     CacheError,
     CacheUnavailable,
+    CloseSession,
     LeaseConfig,
     LeaseExpired,
     Message,
     PoolConfig,
+    ReadKV,
+    StatsRequest,
     WindowResponse,
+    WriteKV,
 )
 
 QUICK = small_config().model_copy(update={"leases": LeaseConfig(session_ttl_s=0.3, quarantine_grace_s=300)})
@@ -260,6 +265,67 @@ async def test_a_client_that_comes_back_by_any_verb_gets_another_session() -> No
                 await use
         await lease.release()
         assert (await again.insert([3])).num_inserted == 1
+        await client.close()
+
+
+TOLD_OF_LOSS: dict[str, Callable[[Transport], Awaitable[Any]]] = {
+    "submit": lambda transport: transport.submit(StatsRequest()),
+    "wait": lambda transport: transport.wait(1),
+    "next_events": lambda transport: transport.next_events(0, 0.0),
+    "pool_handle": lambda transport: transport.pool_handle(),
+    "read_kv": lambda transport: transport.read_kv(
+        ReadKV(session_id=transport.session_id, epoch=transport.epoch, lease_id="l", slots=np.zeros(1, np.int64))
+    ),
+    "write_kv": lambda transport: transport.write_kv(
+        WriteKV(
+            session_id=transport.session_id,
+            epoch=transport.epoch,
+            lease_id="l",
+            slots=np.zeros(1, np.int64),
+            k=np.zeros(1, np.uint8),
+            v=np.zeros(1, np.uint8),
+        )
+    ),
+    "beat": lambda transport: transport.beat(0.0),
+}
+
+
+@pytest.mark.parametrize("ask", TOLD_OF_LOSS.values(), ids=TOLD_OF_LOSS)
+async def test_whatever_is_asked_in_a_session_that_has_expired_tells_the_client_that_it_is_lost(
+    ask: Callable[[Transport], Awaitable[Any]],
+) -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client, _ = await silenced(cache)
+
+        with pytest.raises(LeaseExpired):
+            await ask(client._transport)
+
+        assert isinstance(client._transport.lost, LeaseExpired)
+        await client.close()
+
+
+async def test_a_session_that_the_cache_has_forgotten_is_lost() -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        client = PrefixCacheClient(cache)
+        await client.acquire([1, 2])
+        cache._host.service.close_session(CloseSession(session_id=client._session_id))
+
+        client._timer.set(0.0)  # the next beat
+        async with asyncio.timeout(60):
+            while client._transport.lost is None:  # noqa: ASYNC110 -- with that
+                await asyncio.sleep(0.01)
+
+        assert (await client.match([1])).prefix_len == 0
+        await client.close()
+
+
+async def test_a_reader_of_events_goes_on_when_its_session_expires() -> None:
+    async with LocalPrefixCache(QUICK.model_copy(update={"events": True})) as cache:
+        client, _ = await silenced(cache)
+
+        async with asyncio.timeout(60), aclosing(client.events()) as events:
+            await (await cache.acquire([3])).insert([3], release=True)
+            assert len((await anext(events)).events) == 1
         await client.close()
 
 
