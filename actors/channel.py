@@ -25,7 +25,7 @@ from raydix.schemas import CacheUnavailable
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 64 * 2**20  # larger batches go as Ray calls
+MAX_FRAME_BYTES = 64 * 2**20  # of a batch: larger ones go as Ray calls; answers may have any size
 SWITCH = "RAYDIX_CHANNEL"  # "0" in the environment of a client or a cache: Ray calls only
 _HEADER = struct.Struct("<QI")  # the number of a batch, and the bytes that follow
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
@@ -40,9 +40,14 @@ def channels_are_wanted() -> bool:
 
 
 class FramedProtocol(asyncio.Protocol, ABC):
-    """Numbered frames of bytes over one connection, between processes of one user."""
+    """Numbered frames of bytes over one connection, between processes of one user.
 
-    def __init__(self) -> None:
+    Args:
+        max_frame_bytes: of what comes; None: whoever sends is trusted.
+    """
+
+    def __init__(self, max_frame_bytes: int | None = None) -> None:
+        self._max_frame_bytes = max_frame_bytes
         self._transport: asyncio.Transport
         self._pending = bytearray()  # the beginning of a frame
 
@@ -70,7 +75,7 @@ class FramedProtocol(asyncio.Protocol, ABC):
         view, at = memoryview(received), 0
         while len(view) - at >= _HEADER.size:
             number, size = _HEADER.unpack_from(view, at)
-            if size > MAX_FRAME_BYTES:
+            if self._max_frame_bytes is not None and size > self._max_frame_bytes:
                 logger.error("a frame of %d bytes was refused: that is no frame", size)
                 self._transport.abort()
                 return

@@ -7,7 +7,7 @@ import logging
 
 from raydix.actors import wire
 from raydix.actors.cache_service import CacheService
-from raydix.actors.channel import FramedProtocol, channels_are_wanted
+from raydix.actors.channel import MAX_FRAME_BYTES, FramedProtocol, channels_are_wanted
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.typed_messages import arrived
 from raydix.schemas import Batch, BatchResponse, CacheError
@@ -57,7 +57,7 @@ class _Connection(FramedProtocol):
     """One client."""
 
     def __init__(self, service: CacheService) -> None:
-        super().__init__()
+        super().__init__(MAX_FRAME_BYTES)
         self._service = service
         self._late: set[asyncio.Task[None]] = set()
 

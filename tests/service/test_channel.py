@@ -18,7 +18,7 @@ from cache_fixtures import over_calls
 from cache_in_process import HandleInProcess
 from cache_under_test import small_config
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, channel, wire
+from raydix.actors import LocalPrefixCache, PrefixCacheClient, wire
 from raydix.actors.channel import Channel
 from raydix.actors.channel_server import ChannelServer
 from raydix.schemas import (
@@ -149,6 +149,22 @@ async def test_what_is_no_frame_ends_the_connection(listening: Listening) -> Non
     peer.close()
 
 
+async def test_a_frame_larger_than_any_batch_ends_its_connection_and_no_other(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_max_frame_bytes(4096, monkeypatch)
+    large, small = await listening.connected(), await listening.connected()
+
+    await asyncio.get_running_loop().sock_sendall(large, framed(1, bytes(4097))[:100])  # it is not waited for
+    await asyncio.get_running_loop().sock_sendall(small, framed(1, wire.pack(listening.batch(1, 0, LOOK))))
+
+    with pytest.raises((AssertionError, ConnectionError)):
+        await asyncio.wait_for(next_frame(large), 30)
+    assert isinstance((await asyncio.wait_for(next_frame(small), 30))[1], BatchResponse)
+    large.close()
+    small.close()
+
+
 async def test_a_batch_that_overtakes_one_that_came_as_a_call_waits_for_it(listening: Listening) -> None:
     peer = await listening.connected()
     late = wire.pack(listening.batch(2, 1, LOOK, PROBE))
@@ -253,11 +269,28 @@ async def test_a_client_that_cannot_reach_the_socket_calls(
     assert handle.num_calls == 1
 
 
+def set_max_frame_bytes(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a cache reads, and so of what its clients send."""
+    for module in ("channel_server", "ray_transport"):
+        monkeypatch.setattr(f"raydix.actors.{module}.MAX_FRAME_BYTES", num_bytes)
+
+
+async def test_an_answer_may_be_larger_than_a_batch(handle: CountingHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_max_frame_bytes(2048, monkeypatch)
+    async with PrefixCacheClient(handle) as client:
+        told = await asyncio.gather(*[client.stats() for _ in range(100)])
+
+        assert len(wire.pack(BatchResponse(epoch="e", responses=tuple(told)))) > 2 * 2 * 2048  # in two frames
+        there = channel_of(client)
+        assert there is not None and there.is_open
+
+    assert handle.num_calls == 0
+
+
 async def test_a_batch_too_large_for_a_frame_is_called_in_its_turn(
     handle: CountingHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "MAX_FRAME_BYTES", 4096)
-    monkeypatch.setattr("raydix.actors.ray_transport.MAX_FRAME_BYTES", 4096)
+    set_max_frame_bytes(4096, monkeypatch)
     async with PrefixCacheClient(handle) as client:
         lease = await client.acquire([1])
         large = asyncio.create_task(client.match(range(2000)))
