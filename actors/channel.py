@@ -112,7 +112,12 @@ class Channel(FramedProtocol):
         connection.setblocking(False)
         try:
             await loop.sock_connect(connection, address)  # uvloop cannot connect to such an address by itself
+            _check_connected(connection)
             transport, channel = await loop.create_unix_connection(cls, sock=connection)
+        except BlockingIOError as error:
+            connection.close()
+            logger.warning("no channel to the cache, calls instead: %s", error)
+            return None
         except OSError as error:  # it is on another machine, or behind another wall
             connection.close()
             logger.debug("no channel to the cache, calls instead: %s", error)
@@ -152,6 +157,14 @@ class Channel(FramedProtocol):
     def abort(self) -> None:
         """Send nothing more, and wait for no answer."""
         self._transport.abort()
+
+
+def _check_connected(connection: socket.socket) -> None:
+    """Raise BlockingIOError unless it is: loops take a queue that is full for a connection that is under way."""
+    try:
+        connection.getpeername()
+    except OSError as error:
+        raise BlockingIOError("too many clients connect to it at once") from error
 
 
 def _close(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:

@@ -14,6 +14,8 @@ from raydix.schemas import Batch, BatchResponse, CacheError
 
 logger = logging.getLogger(__name__)
 
+_BACKLOG = 4096  # clients that connect while the loop is busy; the kernel's net.core.somaxconn bounds it, too
+
 
 class ChannelServer:
     """Listens on the loop of a cache's actor. What comes by a channel is executed in the tick in which it comes.
@@ -38,7 +40,9 @@ class ChannelServer:
             return None
         address = f"\0raydix-{self._service.epoch}"  # the kernel forgets it with this process
         try:
-            self._server = await asyncio.get_running_loop().create_unix_server(self._connection, address)
+            self._server = await asyncio.get_running_loop().create_unix_server(
+                self._connection, address, backlog=_BACKLOG
+            )
         except OSError as error:
             logger.warning("clients on this machine have to call through Ray: %s", error)
             return None

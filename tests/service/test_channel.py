@@ -198,6 +198,39 @@ async def test_of_a_client_that_does_not_read_its_answers_no_more_is_taken_until
     peer.close()
 
 
+async def test_many_clients_connect_while_the_cache_is_busy(listening: Listening) -> None:
+    address, peers = await listening.address(), []
+    for _ in range(300):
+        peers.append(socket.socket(socket.AF_UNIX))
+        peers[-1].setblocking(False)
+        peers[-1].connect(address)  # no connection is taken meanwhile
+    for peer in peers:
+        await asyncio.get_running_loop().sock_sendall(peer, framed(1, wire.pack(LOOK)))
+    for peer in peers:
+        assert (await asyncio.wait_for(next_frame(peer), 30))[0] == 1
+        peer.close()
+
+
+async def test_a_client_that_comes_when_too_many_connect_is_told_so_and_calls(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("raydix.actors.channel_server._BACKLOG", 1)
+    address, peers = await listening.address(), []
+    with pytest.raises(BlockingIOError):
+        while True:
+            peers.append(socket.socket(socket.AF_UNIX))
+            peers[-1].setblocking(False)
+            peers[-1].connect(address)
+
+    assert await Channel.open(address, listening) is None
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "no channel to the cache, calls instead: too many clients connect to it at once"
+    ]
+    for peer in peers:
+        peer.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 async def test_another_users_process_is_refused(listening: Listening) -> None:
     await listening.address()
