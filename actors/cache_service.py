@@ -212,11 +212,26 @@ class CacheService:
 
     def _execute_numbered(self, batch: Batch, session: Session) -> BatchResponse:
         try:
+            if 0 < batch.seq < session.executed_seq:  # 0: in no order
+                return self._execute_overtaken(batch)
             return self.execute(batch.session_id, batch.epoch, batch.requests)
         finally:
             session.executed_seq = max(session.executed_seq, batch.seq)
             if (turn_of_next := session.turns.pop(batch.seq, None)) is not None:
                 turn_of_next.set_result(None)
+
+    def _execute_overtaken(self, batch: Batch) -> BatchResponse:
+        """Execute a batch that comes after a later one, but for its adoptions.
+
+        Its client may have given them up by now: nobody would know of leases that were its own from now on. What else
+        it may have given up says so by itself, as the lease that it was for has ended.
+        """
+        kept = tuple([request for request in batch.requests if not isinstance(request, AdoptRequest)])
+        done = self.execute(batch.session_id, batch.epoch, kept)
+        responses = iter(done.responses)
+        refused = CacheUnavailable("the adoption came too late, after other requests of its client: adopt again")
+        answers = [refused if isinstance(each, AdoptRequest) else next(responses) for each in batch.requests]
+        return assemble(BatchResponse, {"epoch": done.epoch, "responses": tuple(answers)})
 
     def execute(self, session_id: str, epoch: str, requests: Sequence[Message]) -> BatchResponse:
         """Execute requests in order; one that fails leaves its error in its place."""

@@ -16,15 +16,22 @@ from raydix.actors import PrefixCacheClient, cache_service, ray_transport, wire
 from raydix.actors.cache_service import CacheService
 from raydix.actors.typed_messages import arrived
 from raydix.schemas import (
+    AbortRequest,
     Ack,
+    AcquireRequest,
+    AdoptRequest,
+    AdoptResponse,
     Batch,
     BatchResponse,
     CacheBusy,
     CacheConfig,
     CacheError,
+    CacheStats,
     CacheUnavailable,
     EvictionConfig,
+    GrantRequest,
     MatchRequest,
+    MatchResponse,
     OpenSession,
     PoolConfig,
     PoolExhausted,
@@ -401,6 +408,23 @@ async def test_a_batch_whose_predecessor_is_lost_is_executed_all_the_same(
     lost = await service.execute_in_turn(batch(service, 1, 0, PROBE, LOOK))
 
     assert [answer.responses[1].probes, after.responses[0].probes, lost.responses[1].probes] == [1, 1, 2]
+
+
+async def test_an_adoption_that_comes_after_its_client_gave_it_up_has_no_effect_and_can_be_made_anew(
+    service: CacheService,
+) -> None:
+    service.open_session(OpenSession(session_id="granter", owner="test"))
+    lease = AcquireRequest(lease_id="l", tokens=TokenIds.pack([1, 2]))
+    service.execute("granter", "e", (lease, GrantRequest(lease_id="l")))
+    adoption = AdoptRequest(lease_id="l", granter="granter", granted_epoch="e")
+
+    given_up = await service.execute_in_turn(batch(service, 2, 0, AbortRequest(lease_id="l")))
+    late = await service.execute_in_turn(batch(service, 1, 0, PROBE, adoption, LOOK))
+    anew = await service.execute_in_turn(batch(service, 3, 2, adoption))
+
+    assert list(map(type, given_up.responses)) == [UnknownLease]
+    assert list(map(type, late.responses)) == [MatchResponse, CacheUnavailable, CacheStats]
+    assert list(map(type, anew.responses)) == [AdoptResponse]
 
 
 async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(service: CacheService) -> None:
