@@ -49,7 +49,10 @@ class CacheHost:
         """
         loop = asyncio.get_running_loop()
         with self._loop_lock:
-            if self._loop is None or self._loop.is_closed():
+            if self._loop is not None and self._loop.is_closed():
+                self._loop = None
+                self.service.change_loop()
+            if self._loop is None:
                 self._loop = loop
             if self._loop is not loop:
                 raise InvalidRequest(

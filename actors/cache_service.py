@@ -130,6 +130,13 @@ class CacheService:
         self.insight.start()
         return SessionResponse(epoch=self.epoch, config=self.config)
 
+    def change_loop(self) -> None:
+        """The loop before was closed: what ran on it by itself begins with the next session on another."""
+        self.keeper.stop()
+        self.lag.stop()
+        self.insight.stop()
+        self.eviction_task.change_loop()
+
     def close_session(self, request: CloseSession) -> None:
         """End a session with all its leases; no effect if it is not open."""
         self.keeper.close(arrived(CloseSession, request).session_id)

@@ -110,6 +110,12 @@ class EvictionTask:
         if not self.enabled:
             self._start()
 
+    def change_loop(self) -> None:
+        """Nothing of the loop before is left: it was closed. The next `start` begins on another."""
+        self._task, self._wake, woken = None, asyncio.Event(), self._wake.is_set()
+        if woken:
+            self._wake.set()
+
     async def stop(self) -> None:
         """End the task and wait until it has ended."""
         if self._task is not None:

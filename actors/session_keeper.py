@@ -80,6 +80,10 @@ class SessionKeeper:
         """Close every session, and stop looking at the clock."""
         for session_id in self.sessions.ids:
             self.close(session_id, error)
+        self.stop()
+
+    def stop(self) -> None:
+        """Look at the clock no more, until the next session begins."""
         self._timer.stop()
 
     async def ends_within(self, session: Session, seconds: float) -> bool:

@@ -18,7 +18,7 @@ from cache_under_test import small_config
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.sync_client import SyncClient
 from raydix.actors.verbs import CacheVerbs
-from raydix.schemas import InvalidRequest, PoolExhausted
+from raydix.schemas import EvictionConfig, InvalidRequest, LeaseConfig, OpenSession, PoolExhausted
 
 CONFIG = small_config(4)  # eight pages of four
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -167,17 +167,23 @@ def test_a_local_cache_is_used_on_one_loop_at_a_time() -> None:
     cache.sync.thread.stop()
 
 
-def test_a_local_cache_goes_from_one_loop_that_has_ended_to_the_next() -> None:
-    cache = LocalPrefixCache(CONFIG)
+def test_a_local_cache_whose_loop_has_ended_evicts_and_expires_on_the_next() -> None:
+    changed = {"leases": LeaseConfig(session_ttl_s=0.3), "eviction": EvictionConfig()}
+    cache = LocalPrefixCache(CONFIG.model_copy(update=changed))
 
-    async def publish_and_match(publish: bool) -> int:
+    async def on_a_loop(expired: int) -> None:
         async with PrefixCacheClient(cache) as client:
-            if publish:
-                async with await client.acquire(PROMPT) as lease:
-                    await lease.insert(PROMPT)
-            return (await client.match(PROMPT)).prefix_len
+            assert (await client.match(PROMPT)).prefix_len == (8 if expired else 0)
+            async with await client.acquire(PROMPT) as lease:
+                await lease.insert(PROMPT)
+            cache._host.service.open_session(OpenSession(session_id=f"silent {expired}", owner="test"))
+            async with asyncio.timeout(20):
+                while (stats := await client.stats()).expired_sessions == expired:  # noqa: ASYNC110 -- in time
+                    await asyncio.sleep(0.01)
+            assert stats.eviction_task.alive
 
-    assert [asyncio.run(publish_and_match(publish)) for publish in (True, False, False)] == [8, 8, 8]
+    for expired in range(3):
+        asyncio.run(on_a_loop(expired))
 
 
 def test_every_verb_of_a_client_has_its_plain_twin_with_the_same_parameters() -> None:
