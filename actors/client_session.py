@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from raydix.actors.error_map import may_have_taken_effect
+from raydix.actors.error_map import has_failed, may_have_taken_effect
 from raydix.actors.late_writers import LateWriters
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.process_life import own_life_path
@@ -90,7 +90,7 @@ class ClientSession:
         if self._loop not in (None, loop):
             raise InvalidRequest("this client's session belongs to another event loop: make one client per loop")
         if not self._ready:
-            if self._opening is None or _has_failed(self._opening):  # nobody may have been left to hear of that
+            if self._opening is None or has_failed(self._opening):  # nobody may have been left to hear of that
                 self._loop = loop
                 self._opening = loop.create_task(self._open())
             opening = self._opening
@@ -287,10 +287,6 @@ class ClientSession:
     def _pay_debts(self) -> None:
         while self._owed and self._ready and not self._closed:
             self._compensate(self._owed.popitem()[1])
-
-
-def _has_failed(task: asyncio.Task[None]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _note_beat(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from raydix.cache_core import (
     CoreError,
@@ -38,3 +39,8 @@ def to_cache_error(error: Exception) -> CacheError:
 def may_have_taken_effect(error: BaseException) -> bool:
     """Whether what failed so may have been done: nobody waits for the answer, or none came that could be read."""
     return isinstance(error, (asyncio.CancelledError, CacheUnavailable)) or type(error) is CacheError
+
+
+def has_failed(task: asyncio.Task[Any]) -> bool:
+    """Whether a task has ended without a result; its error, if any, counts as seen."""
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -29,6 +29,7 @@ except ImportError as error:
     raise ImportError("the transformers worker needs the extra: pip install raydix[transformers]") from error
 
 from raydix.actors.client import PrefixCacheClient
+from raydix.actors.error_map import has_failed
 from raydix.actors.running_requests import RunningRequests
 from raydix.actors.transformers_config import ModelSource, PoolShape, cache_config_for, pool_config_for
 from raydix.actors.transformers_generation import Generation, GreedyDecoding
@@ -123,7 +124,7 @@ class TransformersWorker(WatchedActor):
             InvalidRequest: the worker is used on another event loop.
         """
         closing = self._closing
-        if closing is None or _has_failed(closing):
+        if closing is None or has_failed(closing):
             closing = self._closing = asyncio.create_task(self._close())
         await asyncio.shield(closing)
 
@@ -214,7 +215,7 @@ class TransformersWorker(WatchedActor):
     async def _attached(self, client: PrefixCacheClient) -> AttachedPool:
         """The pool, once the model is known to fit it. Concurrent first requests share the work."""
         attaching = self._attaching
-        if attaching is None or _has_failed(attaching) or (self._pool is not None and self._pool.lost):
+        if attaching is None or has_failed(attaching) or (self._pool is not None and self._pool.lost):
             self._pool = None
             attaching = self._attaching = asyncio.create_task(self._attach(client))
         self._pool = await asyncio.shield(attaching)
@@ -240,7 +241,3 @@ class TransformersWorker(WatchedActor):
                 "this model's recurrent states need a mapped pool, on the model's device: they are updated in place"
             )
         return pool
-
-
-def _has_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
