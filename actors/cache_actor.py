@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import re
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_TIMEOUT_S = 20.0  # for the memory of this actor's last life to be given back
 _MEMORY_POLL_S = 0.25
+_FAREWELL_S = 0.5  # for the answer to a shutdown to leave
 _BUNDLE = re.compile(r"bundle_group_(?P<bundle>\d+)_(?P<group>\w+)")  # what Ray calls a place in a bundle
 
 
@@ -86,7 +88,12 @@ class PrefixCacheActor:
         return MetricsPublisher(self._host.service.stats, _own_name(), config.metrics.interval_s)
 
     async def config_digest(self) -> str:
-        """Which configuration this cache runs with; also says that it is ready."""
+        """Which configuration this cache runs with; also says that it is ready.
+
+        Raises:
+            CacheUnavailable: it is shutting down.
+        """
+        self._host.service.check_taking()
         self._start_metrics()
         return self._host.service.config.digest()
 
@@ -167,13 +174,24 @@ class PrefixCacheActor:
         """Nothing: the floor that benchmarks compare with."""
 
     async def shutdown(self, drain_s: float) -> int:
-        """Grant nothing new, give open leases `drain_s` to end, then end them; returns how many were cut short."""
+        """Grant nothing new, give open leases `drain_s` to end, then end them; returns how many were cut short.
+
+        The process ends soon after, whether the caller still lives or not, and is not restarted.
+        """
         cut_short = await self._host.service.drain(drain_s)
-        if self._metrics is not None:
-            self._metrics.stop()
-        self._channels.close()
-        await self._host.service.close()
+        try:
+            if self._metrics is not None:
+                self._metrics.stop()
+            self._channels.close()
+            await self._host.service.close()
+        finally:
+            asyncio.get_running_loop().call_later(_FAREWELL_S, _end)
         return cut_short
+
+
+def _end() -> None:
+    """End this actor for good. Ray's `exit_actor` would wait for calls that are still open."""
+    ray.kill(ray.get_runtime_context().current_actor)
 
 
 def _make_host(config: CacheConfig, device: torch.device, node_id: str) -> CacheHost:

@@ -117,10 +117,7 @@ class CacheService:
 
     def open_session(self, request: OpenSession) -> SessionResponse:
         """Begin a session (again, if it is open) and start the background task on the running loop."""
-        if self._closed:
-            raise CacheUnavailable(_SHUT_DOWN)
-        if self._handlers.draining:
-            raise CacheUnavailable(DRAINING)
+        self.check_taking()
         arrived(OpenSession, request)
         if request.config_digest not in (None, self.config.digest()):
             raise ConfigMismatch(f"the cache runs with another configuration: {self.config!r}")
@@ -171,6 +168,17 @@ class CacheService:
         if epoch != self.epoch:
             raise StaleEpoch(epoch, self.epoch)
         return self.sessions.heard_of(session_id)
+
+    def check_taking(self) -> None:
+        """Whether new sessions are welcome.
+
+        Raises:
+            CacheUnavailable: it drains, or was shut down.
+        """
+        if self._closed:
+            raise CacheUnavailable(_SHUT_DOWN)
+        if self._handlers.draining:
+            raise CacheUnavailable(DRAINING)
 
     async def drain(self, drain_s: float) -> int:
         """Refuse new sessions, new leases, growing ones and all who wait for room, for good.

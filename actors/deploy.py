@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError, RayError
 
 from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.actors.pool_export import layout_of
 from raydix.actors.ray_transport import from_ray
+from raydix.actors.typed_messages import seconds
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raydix"
 _SHARED_GPU = 0.1  # of a card: the rest is the workers'
 _MAX_CONCURRENCY = 16_384  # open sessions and waiting requests each hold a place
+_SHUTDOWN_S = 10.0  # beyond the drain
+_RETRY_S = 0.1  # while a cache of the same name ends
 
 
 class StartOptions(TypedDict, total=False):
@@ -53,7 +58,7 @@ def start_cache(
 
     Args:
         name: others find it by `connect(name)`; a cache of that name that runs already is used if its configuration
-            is the same.
+            is the same. One that is shutting down is waited for.
         num_gpus: share of a GPU to reserve. None: 0.1 where the cluster has GPUs and the pool has tensors that may lie
             on one, else 0.
         max_restarts: how often it may start anew after a crash, -1: always. It is empty then, and its clients, which
@@ -63,7 +68,8 @@ def start_cache(
 
     Raises:
         ConfigMismatch: a cache of that name runs with another configuration.
-        CacheUnavailable: it could not be started or did not become ready in time; the message says why.
+        CacheUnavailable: it could not be started or did not become ready in time; the message says why, and what this
+            call has started is ended.
     """
     if not ray.is_initialized():
         ray.init()
@@ -78,20 +84,19 @@ def start_cache(
         "max_task_retries": 0,  # what was sent to one life of the cache must not reach the next
     }
     if name is not None:
-        options |= {"name": name, "namespace": namespace, "get_if_exists": True}
+        options |= {"name": name, "namespace": namespace}
     if lifetime is not None:
         options["lifetime"] = lifetime
     if scheduling_strategy is not None:
         options["scheduling_strategy"] = scheduling_strategy
-    try:
-        actor: ActorHandle[Any] = cast(Any, ray.remote(PrefixCacheActor)).options(**options).remote(config)
-        running = _digest_of(actor, timeout_s)
-    except GetTimeoutError as error:
-        raise CacheUnavailable(
-            f"the cache did not start in {timeout_s} s: does the cluster have room for it?"
-        ) from error
-    except RayError as error:
-        raise from_ray(error) from error
+
+    def make() -> ActorHandle[Any]:
+        return cast("ActorHandle[Any]", cast(Any, ray.remote(PrefixCacheActor)).options(**options).remote(config))
+
+    deadline = time.monotonic() + timeout_s
+    while (ready := _ready(name, namespace, make, deadline, timeout_s)) is None:
+        time.sleep(_RETRY_S)
+    actor, running = ready
     _check_digest(running, config, name)
     return actor
 
@@ -101,22 +106,28 @@ async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]
     return await asyncio.to_thread(start_cache, config, **options)
 
 
-def connect(name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None = None) -> ActorHandle[Any]:
+def connect(
+    name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None = None, timeout_s: float = 60
+) -> ActorHandle[Any]:
     """The handle of a running cache, by name.
 
+    Args:
+        config: what it must run with; the cache is asked, for up to `timeout_s`. None: anything, and it is not asked.
+
     Raises:
-        CacheUnavailable: no cache of that name runs.
+        CacheUnavailable: no cache of that name runs, or it is asked and shuts down or does not answer.
         ConfigMismatch: it runs with another configuration than `config`.
     """
     if not ray.is_initialized():
         ray.init()
-    try:
-        actor: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
-    except ValueError as error:
-        raise CacheUnavailable(f"no cache named {name!r} runs in namespace {namespace!r}: start_cache first") from error
+    actor = _find(name, namespace)
+    if actor is None:
+        raise CacheUnavailable(f"no cache named {name!r} runs in namespace {namespace!r}: start_cache first")
     if config is not None:
         try:
-            _check_digest(_digest_of(actor), config, name)
+            _check_digest(_digest_of(actor, timeout_s), config, name)
+        except GetTimeoutError as error:
+            raise CacheUnavailable(f"cache {name!r} did not answer in {timeout_s} s") from error
         except RayError as error:
             raise from_ray(error) from error
     return actor
@@ -125,16 +136,24 @@ def connect(name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None
 def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     """End a cache, with its process and its pool. Idempotent; a cache that has died is not restarted.
 
+    It ends even if this call is interrupted. One that does not answer is killed, which the log tells.
+
     First it drains: sessions, `acquire`, `lock` and `extend`, and those who wait in line, are refused with
     `CacheUnavailable` at once; leases that are open can be written, published and ended for `drain_s` seconds. Those
     still open then are cut short, which the log tells.
+
+    Raises:
+        InvalidRequest: `drain_s` is no finite number of seconds.
     """
+    limit_s = seconds(drain_s) + _SHUTDOWN_S
     try:
-        cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s)))
+        cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s), timeout=limit_s))
         if cut_short:
             logger.warning("%d leases were cut short by the shutdown of the cache", cut_short)
     except RayActorError:
         logger.info("the cache had ended before its shutdown")
+    except GetTimeoutError:
+        logger.warning("the cache was killed: it did not answer within %g s of its drain", _SHUTDOWN_S)
     ray.kill(cache)
 
 
@@ -142,7 +161,44 @@ def _cluster_has_gpus() -> bool:
     return bool(cast(Any, ray.cluster_resources)().get("GPU"))
 
 
-def _digest_of(actor: ActorHandle[Any], timeout_s: float | None = None) -> str:
+def _ready(
+    name: str | None, namespace: str, make: Callable[[], ActorHandle[Any]], deadline: float, timeout_s: float
+) -> tuple[ActorHandle[Any], str] | None:
+    """The cache of that name, or else one just made, and its configuration; None: ask anew, that of the name ends."""
+    found = None if name is None else _find(name, namespace)
+    try:
+        actor = make() if found is None else found
+    except ActorAlreadyExistsError:
+        return None  # somebody else was faster
+    except RayError as error:
+        raise from_ray(error) from error
+    try:
+        return actor, _digest_of(actor, max(0.0, deadline - time.monotonic()))
+    except GetTimeoutError as error:
+        if found is not None:
+            raise CacheUnavailable(
+                f"cache {name!r} was there already, but is not ready after {timeout_s} s: it shuts down or is stuck"
+            ) from error
+        ray.kill(actor)
+        raise CacheUnavailable(
+            f"the cache did not start in {timeout_s} s: does the cluster have room for it?"
+        ) from error
+    except RayError as error:
+        told = from_ray(error)
+        if found is not None and isinstance(told, CacheUnavailable):
+            return None
+        raise told from error
+
+
+def _find(name: str, namespace: str) -> ActorHandle[Any] | None:
+    try:
+        actor: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    return actor
+
+
+def _digest_of(actor: ActorHandle[Any], timeout_s: float) -> str:
     return cast(str, ray.get(actor.config_digest.remote(), timeout=timeout_s))
 
 

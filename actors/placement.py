@@ -28,12 +28,12 @@ def start_on_own_gpu(
     once the cache has ended.
 
     Raises:
-        CacheUnavailable: no GPU is free, or it did not start in time; nothing is left behind.
+        CacheUnavailable: no GPU is free, or it did not start in time; nothing is left behind. Or one of that name is
+            shutting down.
         ConfigMismatch: a cache of that name runs with another configuration.
     """
-    options: StartOptions = {"name": name, "namespace": namespace, "lifetime": "detached", "timeout_s": timeout_s}
     if _find(name, namespace) is not None:
-        return start_cache(config, **options)
+        return connect(name, namespace=namespace, config=config, timeout_s=timeout_s)
     group = placement_group(
         [{"GPU": 1, "CPU": worker_cpus}], "STRICT_PACK", name=group_name(name, namespace), lifetime="detached"
     )
@@ -42,6 +42,7 @@ def start_on_own_gpu(
         raise CacheUnavailable(
             f"cache {name!r} found no node with a free GPU and {worker_cpus} free CPUs within {timeout_s:g} s"
         )
+    options: StartOptions = {"name": name, "namespace": namespace, "lifetime": "detached", "timeout_s": timeout_s}
     options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     try:
         return start_cache(config, **options)

@@ -19,10 +19,12 @@ from raydix.actors import (
     Lease,
     PrefixCacheClient,
     connect,
+    deploy,
     shutdown_cache,
     start_cache,
     start_cache_async,
 )
+from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.schemas import CacheUnavailable, ConfigMismatch, LeaseConfig
 
 pytestmark = pytest.mark.ray
@@ -155,7 +157,94 @@ def test_a_cache_for_which_there_is_no_room_is_unavailable_after_its_timeout(ray
         start_cache(CONFIG, num_gpus=64, timeout_s=0.5)
 
 
+def test_what_did_not_start_in_time_is_ended_with_its_name(ray_cluster: None) -> None:
+    name = new_name()
+
+    with pytest.raises(CacheUnavailable, match="did not start"):
+        start_cache(CONFIG, name=name, lifetime="detached", num_gpus=64, timeout_s=0.5)
+
+    with pytest.raises(CacheUnavailable, match="no cache named"):
+        connect(name)
+
+
+@pytest.fixture
+def never_placed(ray_cluster: None) -> Iterator[tuple[str, Any]]:
+    """A cache that has a name, but for which the cluster has no room."""
+    name = new_name()
+    cache = ray.remote(PrefixCacheActor).options(name=name, namespace="raydix", num_gpus=64).remote(CONFIG)
+    yield name, cache
+    ray.kill(cache)
+
+
+def test_a_cache_that_does_not_answer_is_unavailable_after_the_timeout_and_is_left_as_it_is(
+    never_placed: tuple[str, Any],
+) -> None:
+    name, cache = never_placed
+
+    with pytest.raises(CacheUnavailable, match=r"did not answer in 0\.2 s"):
+        connect(name, config=CONFIG, timeout_s=0.2)
+    with pytest.raises(CacheUnavailable, match=r"was there already, but is not ready after 0\.2 s"):
+        start_cache(CONFIG, name=name, timeout_s=0.2)
+
+    assert connect(name)._actor_id == cache._actor_id
+
+
 # ---------------------------------------------------------------- shutdown
+
+
+def test_shutting_down_a_cache_that_does_not_answer_kills_it(
+    never_placed: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, cache = never_placed
+    monkeypatch.setattr(deploy, "_SHUTDOWN_S", 0.2)
+
+    with caplog.at_level(logging.WARNING, "raydix.actors.deploy"):
+        shutdown_cache(cache)
+
+    assert "the cache was killed: it did not answer" in caplog.text
+    with pytest.raises(CacheUnavailable, match="no cache named"):
+        connect(name)
+
+
+async def test_a_cache_whose_shutdown_nobody_waits_for_ends_and_does_not_come_back(ray_cluster: None) -> None:
+    name = new_name()
+    cache = start_cache(CONFIG, name=name, lifetime="detached")
+    client = PrefixCacheClient(cache)
+    lease = await client.acquire([1])
+
+    cache.shutdown.remote(0.3)  # whoever asked is interrupted: it comes to no more
+
+    async with asyncio.timeout(30):
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            while True:
+                await cache.noop.remote()
+    with pytest.raises(CacheUnavailable, match="no cache named"):
+        connect(name)
+    await lease.release()
+    await client.close()
+
+
+async def test_starting_the_name_of_a_cache_that_drains_gives_a_new_one_once_that_has_ended(ray_cluster: None) -> None:
+    name = new_name()
+    old = start_cache(CONFIG, name=name, lifetime="detached")
+    client = PrefixCacheClient(old)
+    lease = await client.acquire([1])
+    old.shutdown.remote(1.0)
+    async with asyncio.timeout(30):
+        while await is_welcome(old):  # noqa: ASYNC110 -- there is no event for it
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(CacheUnavailable, match="draining"):
+        connect(name, config=CONFIG)
+    with pytest.raises(CacheUnavailable, match="it shuts down"):
+        await start_cache_async(CONFIG, name=name, timeout_s=0.2)
+    new = await start_cache_async(CONFIG, name=name)
+
+    assert new._actor_id != old._actor_id
+    assert await epoch_of(name) != lease.epoch
+    await asyncio.to_thread(shutdown_cache, new)
+    await lease.release()
+    await client.close()
 
 
 async def test_a_cache_shut_down_is_gone_and_can_be_shut_down_again(started: Callable[..., Any]) -> None:
