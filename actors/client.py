@@ -20,7 +20,8 @@ class PrefixCacheClient(CacheVerbs):
 
     Args:
         cache: the handle of a cache actor, the name of one (in the namespace of `start_cache`), or a
-            `LocalPrefixCache`.
+            `LocalPrefixCache`. By its name a client follows a cache that was shut down and started anew, as it does
+            one that restarts; a handle is one cache's for good.
         owner: who this is, for people: shown in logs. None: host and process. Or the handle of an actor with the mixin
             `WatchedActor`: when it dies, what this client holds is freed at once. Inside such an actor that is the
             actor itself, unless another is named. The cache keeps a named one's handle until this client closes.
@@ -47,7 +48,7 @@ class PrefixCacheClient(CacheVerbs):
         from raydix.actors.ray_transport import RayTransport
 
         if isinstance(self._cache, str):
-            return RayTransport(connect(self._cache), self._named_owner or watched_self())
+            return RayTransport(connect(self._cache), self._named_owner or watched_self(), by_name=True)
         if not hasattr(self._cache, "_actor_id"):
             raise InvalidRequest(
                 f"a cache is an actor handle, a name or a LocalPrefixCache, not {type(self._cache).__name__}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from typing import TYPE_CHECKING
 
-from raydix.schemas import CacheUnavailable
+from raydix.schemas import CacheUnavailable, StaleEpoch
 
 if TYPE_CHECKING:
     from raydix.actors.attached_pool import AttachedPool
     from raydix.actors.lease import Lease
     from raydix.actors.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 
 class LateWriters:
@@ -69,6 +72,8 @@ class LateWriters:
             await transport.close()
         except CacheUnavailable:
             self._late.add(transport)  # for the next time
+        except StaleEpoch:
+            logger.debug("session %s: there is no cache left to tell", transport.session_id)
 
     def take_all(self) -> list[Transport]:
         """All sessions that wait: their client closes."""

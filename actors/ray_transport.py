@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import (
+    ActorDiedError,
     GetTimeoutError,
     PendingCallsLimitExceeded,
     RayActorError,
@@ -73,6 +74,7 @@ T = TypeVar("T")
 
 
 Answering = Future[bytes] | asyncio.Future[bytes]
+TellAs = Callable[[RayError | CacheError], CacheError]
 Entry = tuple[Message, "asyncio.Future[Message]", Note | None]
 
 
@@ -82,11 +84,20 @@ class RayTransport:
     Args:
         actor: the cache.
         owner: the handle of the actor whose death ends the session; None: nobody's.
+        by_name: whether the actor was found by a name, which may lead to another once it has died for good: then that
+            is `StaleEpoch`, as a restart is, and not `CacheUnavailable`.
     """
 
-    def __init__(self, actor: ray.actor.ActorHandle[Any], owner: ray.actor.ActorHandle[Any] | None = None) -> None:
+    def __init__(
+        self,
+        actor: ray.actor.ActorHandle[Any],
+        owner: ray.actor.ActorHandle[Any] | None = None,
+        *,
+        by_name: bool = False,
+    ) -> None:
         self._actor = actor
         self._owner = owner
+        self._by_name = by_name
         self.session_id = ""
         self.epoch = ""
         self.lost: StaleEpoch | LeaseExpired | None = None
@@ -115,12 +126,17 @@ class RayTransport:
             raise CacheUnavailable(f"the cache has not answered a heartbeat for {_ANSWER_S:g} s") from None
 
     async def _call(self, method: Any, *arguments: Any) -> Any:
-        """The result of an actor call. Who is dead to Ray is dead to the channel, too."""
-        return await call(method, *arguments, on_death=self._drop_channel)
+        """The result of an actor call."""
+        return await call(method, *arguments, told_as=self._told_as)
 
-    def _drop_channel(self) -> None:
-        if self._channel is not None:
+    def _told_as(self, error: RayError | CacheError) -> CacheError:
+        """What a call failed with, in the cache's terms. Who is dead to Ray is dead to the channel, too."""
+        if isinstance(error, RayActorError) and self._channel is not None:
             self._channel.abort()
+        if isinstance(error, ActorDiedError) and self._by_name and self.epoch:  # not one that restarts
+            self.lost = StaleEpoch(self.epoch, "")
+            return self.lost
+        return from_ray(error)
 
     async def _noting_loss(self, answer: Coroutine[Any, Any, T]) -> T:
         """The answer to a call that names the session; if that is over, note so."""
@@ -190,7 +206,7 @@ class RayTransport:
             outcomes = _responses(wire.unpack(answer, torn=CacheError))
             assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
         except (RayError, CacheError) as error:
-            outcomes = [self._loss_noted(from_ray(error))] * len(entries)
+            outcomes = [self._loss_noted(self._told_as(error))] * len(entries)
         except (asyncio.CancelledError, CancelledError):
             outcomes = [CacheUnavailable("the request was given up on its way")] * len(entries)
         except Exception as error:  # a fault of this package: it must not leave anybody waiting
@@ -255,8 +271,8 @@ def _responses(answer: object) -> Sequence[Any]:
     return expect(BatchResponse, answer).responses
 
 
-async def call(method: Any, *arguments: Any, on_death: Callable[[], None] | None = None) -> Any:
-    """The result of an actor call; Ray's own errors become the cache's. `on_death` is told if the actor is gone.
+async def call(method: Any, *arguments: Any, told_as: TellAs | None = None) -> Any:
+    """The result of an actor call; Ray's own errors become the cache's, by `told_as` instead of `from_ray` if given.
 
     Raises:
         CacheError: whatever went wrong.
@@ -264,9 +280,7 @@ async def call(method: Any, *arguments: Any, on_death: Callable[[], None] | None
     try:
         return await method.remote(*arguments)
     except (RayError, CacheError) as error:
-        if on_death is not None and isinstance(error, RayActorError):
-            on_death()
-        raise from_ray(error) from None
+        raise (told_as or from_ray)(error) from None
 
 
 def _when_answered(sent: Any, loop: asyncio.AbstractEventLoop, tell: Tell) -> None:

@@ -84,7 +84,12 @@ class PoolExhausted(CacheError):
 
 
 class StaleEpoch(CacheError):
-    """The request belongs to an earlier life of the cache: its slots and leases are gone. Start afresh."""
+    """The request belongs to an earlier life of the cache: its slots and leases are gone. Start afresh.
+
+    Attributes:
+        request_epoch: that life.
+        cache_epoch: the present one; empty if there is none: the cache has ended for good.
+    """
 
     def __init__(self, request_epoch: str, cache_epoch: str) -> None:
         super().__init__(request_epoch, cache_epoch)
@@ -92,10 +97,8 @@ class StaleEpoch(CacheError):
         self.cache_epoch = cache_epoch
 
     def __str__(self) -> str:
-        return (
-            f"the request is of epoch {self.request_epoch!r}, the cache is in epoch {self.cache_epoch!r}: "
-            "drop its leases and acquire again"
-        )
+        now = f"is in epoch {self.cache_epoch!r}" if self.cache_epoch else "has ended since"
+        return f"the request is of epoch {self.request_epoch!r}, the cache {now}: drop its leases and acquire again"
 
 
 class LeaseExpired(CacheError):

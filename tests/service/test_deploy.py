@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -25,7 +25,7 @@ from raydix.actors import (
     start_cache_async,
 )
 from raydix.actors.cache_actor import PrefixCacheActor
-from raydix.schemas import CacheUnavailable, ConfigMismatch, LeaseConfig
+from raydix.schemas import CacheUnavailable, ConfigMismatch, LeaseConfig, StaleEpoch
 
 pytestmark = pytest.mark.ray
 
@@ -374,3 +374,56 @@ async def test_of_a_killed_cache_every_verb_says_that_it_is_unavailable(ray_clus
     again = start_cache(CONFIG, name=name)
     assert await epoch_of(again) != left.lease.epoch
     shutdown_cache(again)
+
+
+# ---------------------------------------------------------------- a name that leads to another cache
+
+
+async def test_a_client_of_a_name_goes_on_with_the_next_cache_of_that_name_and_one_of_a_handle_does_not(
+    ray_cluster: None,
+) -> None:
+    name = new_name()
+    old = await start_cache_async(CONFIG, name=name)
+    async with PrefixCacheClient(old) as of_handle, in_use(name) as (client, lease, pool):
+        with pytest.raises(CacheUnavailable):
+            await of_handle.match([1])
+        new = await start_cache_async(CONFIG, name=name)
+
+        assert (await client.match([1])).prefix_len == 0
+        again = await client.acquire([1])
+        assert (await client.stats()).epoch == again.epoch != lease.epoch
+        assert (await again.insert([1])).num_inserted == 1
+        with pytest.raises(StaleEpoch):
+            await lease.insert([1])
+        assert pool.lost
+        assert (await client.attach_pool()).epoch == again.epoch
+        await client.check_invariants()
+        with pytest.raises(CacheUnavailable):
+            await of_handle.match([1])
+        await again.release()
+    await asyncio.to_thread(shutdown_cache, new)
+
+
+@asynccontextmanager
+async def in_use(name: str) -> AsyncIterator[tuple[PrefixCacheClient, Lease, AttachedPool]]:
+    """What is left in hand of a cache that was shut down: a client made of its name, a lease of it and its pool."""
+    async with PrefixCacheClient(name) as client:
+        lease, pool = await client.acquire([1]), await client.attach_pool()
+        await asyncio.to_thread(shutdown_cache, connect(name))
+        yield client, lease, pool
+
+
+async def test_while_there_is_no_cache_of_that_name_a_client_of_it_says_so(started: Callable[..., Any]) -> None:
+    name = new_name()
+    started(name=name)
+    async with in_use(name) as (client, lease, pool):
+        async with asyncio.timeout(30):
+            with pytest.raises(StaleEpoch, match="the cache has ended since"):
+                while True:
+                    with suppress(CacheUnavailable):  # its connection breaks before Ray knows
+                        await lease.extend(1)
+        for _ in range(2):
+            with pytest.raises(CacheUnavailable, match="no cache named"):
+                await client.match([1])
+        assert pool.lost
+        await lease.release()

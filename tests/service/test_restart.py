@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import ray
@@ -161,3 +162,19 @@ async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: N
         assert not mapped(pool.epoch)
     with pytest.raises(CacheUnavailable):
         await PrefixCacheClient(cache).match([1])
+
+
+async def test_a_restart_is_no_end_to_a_client_that_was_made_of_the_name(ray_cluster: None) -> None:
+    """It would look for another cache of that name otherwise."""
+    name = f"kv-{uuid4().hex[:8]}"
+    cache = start_cache(LONG, name=name)
+    async with PrefixCacheClient(name) as client:
+        lease = await client.acquire([1])
+
+        await restart(cache)
+
+        await when_available(lambda: fresh(client, lease.epoch))
+        with pytest.raises(StaleEpoch) as caught:
+            await lease.insert([1])
+        assert caught.value.cache_epoch == (await client.stats()).epoch
+    ray.kill(cache)
