@@ -23,14 +23,15 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, Any]] | None = None) -> T:
         """The coroutine's result, or its error.
 
-        If the caller is interrupted (Ctrl-C), the coroutine is cancelled and has ended when the interrupt goes on. What
-        it had given by then is undone, as nobody will get it.
+        If the caller is interrupted (Ctrl-C, or whatever else a signal's handler raises), the coroutine is cancelled
+        and has ended when the interrupt goes on. What it had given by then is undone, as nobody will get it.
         """
-        loop, done = self._started(), threading.Event()
+        loop: asyncio.AbstractEventLoop | None = None
+        done = threading.Event()
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
-            tasks.append(loop.create_task(coroutine))
+            tasks.append(asyncio.get_running_loop().create_task(coroutine))
             tasks[0].add_done_callback(lambda _: done.set())
 
         def cancel() -> None:
@@ -41,12 +42,15 @@ class LoopThread:
                 done.set()
 
         try:
-            loop.call_soon_threadsafe(begin)
+            with self._lock:  # `stop` comes before, and this starts another loop, or after, and cancels it
+                loop = self._started()
+                loop.call_soon_threadsafe(begin)
             done.wait()
             return tasks[0].result()
-        except KeyboardInterrupt:
-            loop.call_soon_threadsafe(cancel)
-            done.wait()
+        except BaseException:  # the coroutine's own, which is done then, or an interrupt
+            if loop is not None and not done.is_set():
+                loop.call_soon_threadsafe(cancel)
+                done.wait()
             if undo is not None and tasks and not tasks[0].cancelled() and tasks[0].exception() is None:
                 self.run(undo(tasks[0].result()))
             raise
@@ -60,15 +64,15 @@ class LoopThread:
             thread.join()
 
     def _started(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
-                weakref.finalize(self, _stop_soon, self._loop).atexit = False
-            if self._thread is threading.current_thread():
-                raise RuntimeError("a plain call would wait for the loop that it runs on: await the coroutine instead")
-            return self._loop
+        """The loop. For whoever has the lock."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+            weakref.finalize(self, _stop_soon, self._loop).atexit = False
+        if self._thread is threading.current_thread():
+            raise RuntimeError("a plain call would wait for the loop that it runs on: await the coroutine instead")
+        return self._loop
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

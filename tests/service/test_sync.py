@@ -102,13 +102,15 @@ def test_the_pool_is_read_and_written(cache: SyncClient) -> None:
             assert torch.equal(pool.gather(1, lease.slots[:4])[0], k[1])
 
 
-def interrupt_when(cache: SyncClient, reached: Callable[[Any], bool]) -> threading.Thread:
-    """Ctrl-C as soon as the statistics say so."""
+def interrupt_when(
+    cache: SyncClient, reached: Callable[[Any], bool], by: signal.Signals = signal.SIGINT
+) -> threading.Thread:
+    """Ctrl-C, or another signal, as soon as the statistics say so."""
 
     def watch() -> None:
         while not reached(cache.stats()):
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), by)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -125,6 +127,24 @@ def test_ctrl_c_while_waiting_for_room_leaves_nothing_behind(cache: SyncClient) 
         watching.join()
         assert (cache.stats().waiters, cache.stats().open_leases) == (0, 1)
     assert cache.stats().open_leases == 0
+
+
+def test_an_alarm_while_waiting_for_room_leaves_nothing_behind(
+    cache: SyncClient,
+) -> None:
+    def ring(*_: object) -> None:
+        raise TimeoutError("too late")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    with cache.acquire([1], new_tokens=31):
+        watching = interrupt_when(cache, lambda stats: stats.waiters == 1, signal.SIGALRM)
+
+        with pytest.raises(TimeoutError, match="too late"):
+            cache.acquire(PROMPT)
+
+        watching.join()
+        signal.signal(signal.SIGALRM, before)
+        assert (cache.stats().waiters, cache.stats().open_leases) == (0, 1)
 
 
 def test_closing_ends_what_is_held_and_the_thread() -> None:

@@ -6,6 +6,9 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -106,6 +109,98 @@ def test_what_was_given_just_before_an_interrupt_is_undone(thread: LoopThread) -
         thread.run(give(), undo)
 
     assert undone == ["a lease"]
+    thread.stop()
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[BaseException], None]]:
+    """What raises an error in this thread while it waits."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def set_alarm(error: BaseException) -> None:
+        def ring(*_: object) -> None:
+            raise error
+
+        signal.signal(signal.SIGALRM, ring)
+
+    yield set_alarm
+    signal.signal(signal.SIGALRM, before)
+
+
+async def ring_alarm() -> None:
+    await asyncio.sleep(0.05)  # the caller waits: a TimeoutError that comes while it wakes the loop is lost in asyncio
+    os.kill(os.getpid(), signal.SIGALRM)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), TimeoutError("too late"), asyncio.CancelledError()], ids=repr)
+def test_whatever_a_signals_handler_raises_cancels_what_runs(
+    thread: LoopThread, alarm: Callable[[BaseException], None], error: BaseException
+) -> None:
+    ended = []
+
+    async def wait() -> None:
+        await ring_alarm()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    alarm(error)
+    with pytest.raises(type(error)) as caught:
+        thread.run(wait())
+
+    assert caught.value is error
+    assert ended == [True]
+    thread.stop()
+
+
+def test_what_was_given_just_before_an_alarm_is_undone_and_nothing_is_where_the_error_is_the_coroutines_own(
+    thread: LoopThread, alarm: Callable[[BaseException], None]
+) -> None:
+    undone = []
+
+    async def give() -> str:
+        await ring_alarm()
+        return "a lease"
+
+    async def fail() -> str:
+        raise TimeoutError("no room")
+
+    async def undo(given: str) -> None:
+        undone.append(given)
+
+    alarm(TimeoutError("too late"))
+    with pytest.raises(TimeoutError, match="too late"):
+        thread.run(give(), undo)
+    with pytest.raises(TimeoutError, match="no room"):
+        thread.run(fail(), undo)
+
+    assert undone == ["a lease"]
+    thread.stop()
+
+
+def test_a_call_that_begins_while_another_thread_stops_the_loop_does_not_wait_for_ever(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert thread.run(double(1)) == 2
+    loop = thread._loop
+    assert loop is not None
+    call_soon, stopping = loop.call_soon_threadsafe, threading.Thread(target=thread.stop)
+
+    def stopped_first(callback: Callable[..., Any]) -> Any:
+        if callback.__name__ == "begin":
+            stopping.start()
+            stopping.join(0.3)  # as if this thread were held up just here
+        return call_soon(callback)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", stopped_first)
+
+    with suppress(asyncio.CancelledError):  # if it comes just before the stop
+        assert thread.run(double(4)) == 8
+
+    stopping.join(10)
+    assert not stopping.is_alive()
+    assert thread.run(double(4)) == 8
     thread.stop()
 
 
