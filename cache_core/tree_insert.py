@@ -40,7 +40,7 @@ class TreeInsert(TreeMatch):
     ) -> InsertResult:
         """`insert` with one slot per token in `value`."""
         page = self.page_size
-        if prev_prefix_len:
+        if prev_prefix_len != 0:  # None, too: `_insert` would take it for the caller's word
             prev_prefix_len = index(prev_prefix_len)
         try:
             aligned = key.num_tokens - key.num_tokens % page

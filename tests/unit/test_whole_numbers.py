@@ -235,6 +235,20 @@ def test_nothing_is_evicted_if_one_of_the_numbers_is_none(
     cache.check_invariants()
 
 
+@pytest.mark.parametrize("filled", [tree_with, window_tree_with, states_with])
+def test_an_insert_that_is_told_no_number_of_known_tokens_changes_nothing(filled: Callable[[int], Any]) -> None:
+    """None would have its `from_node` trusted, whatever leads there."""
+    cache = filled(4)
+    node = cache.match_prefix(RadixKey(range(4))).last_node
+
+    for key, resumed in ((RadixKey([7, 8, 9, 10, 11]), node), (RadixKey(range(6)), None)):
+        with pytest.raises(TypeError):
+            cache.insert(key, torch.arange(len(key)), prev_prefix_len=None, from_node=resumed)
+
+    assert cache.total_size() == 4
+    cache.check_invariants()
+
+
 @pytest.mark.parametrize("name", ["priority", "prev_prefix_len", "swa_evicted_seqlen"])
 def test_an_insert_with_a_fraction_of_a_number_changes_nothing(name: str) -> None:
     cache = window_tree_with(4)
