@@ -129,6 +129,21 @@ fill_slowly(PyObject *self, PyObject *ids, PyObject *extra_key)
     return done;
 }
 
+/* Whether a namespace can be named so: an exception is set if not. */
+static int
+is_name(PyObject *extra_key)
+{
+    if (extra_key == Py_None || PyUnicode_Check(extra_key))
+        return 1;
+    PyObject *errors = PyImport_ImportModule("raydix.cache_core.errors");
+    PyObject *type = errors == NULL ? NULL : PyObject_GetAttrString(errors, "InvalidKeyError");
+    if (type != NULL)
+        PyErr_Format(type, "extra_key must be a str or None, not %s", Py_TYPE(extra_key)->tp_name);
+    Py_XDECREF(type);
+    Py_XDECREF(errors);
+    return 0;
+}
+
 /* The namespace of a key that is made of these ids, a new reference: of another key its own, unless one is given. */
 static PyObject *
 namespace_of(PyObject *ids, PyObject *given)
@@ -145,6 +160,8 @@ key_init(PyObject *self, PyObject *args, PyObject *kwargs)
     if (kwargs == NULL && PyTuple_GET_SIZE(args) == 1)
         ids = PyTuple_GET_ITEM(args, 0);
     else if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:RadixKey", names, &ids, &extra_key))
+        return -1;
+    if (!is_name(extra_key))
         return -1;
     Key *key = (Key *)self;
     if (own_ids(key) < 0) /* of a key that is filled again */
@@ -170,7 +187,7 @@ from_packed(PyObject *type, PyObject *args, PyObject *kwargs)
     PyObject *data, *extra_key = Py_None;
     Py_ssize_t width, arity = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "On|On:from_packed", names, &data, &width, &extra_key, &arity) ||
-        !is_bytes(data, "packed ids"))
+        !is_bytes(data, "packed ids") || !is_name(extra_key))
         return NULL;
     PyObject *key = ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
     if (key != NULL && fill_packed((Key *)key, data, width, arity, extra_key) < 0)

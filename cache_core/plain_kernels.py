@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.plain_children import NO_CHILDREN, Children
 from raydix.cache_core.plain_holdings import Holdings, Victims, uproot
 from raydix.cache_core.plain_ranking import Ranking
@@ -93,6 +94,8 @@ class Key:
         raise NotImplementedError
 
     def _fill(self, data: bytes, width: int, arity: int, extra_key: str | None) -> None:
+        if extra_key is not None and not isinstance(extra_key, str):
+            raise InvalidKeyError(f"extra_key must be a str or None, not {type(extra_key).__name__}")
         self.data = data  # little-endian ids
         self.width = width  # bytes an id
         self.arity = arity  # ids of a tuple; 0: plain ids

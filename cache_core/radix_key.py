@@ -23,15 +23,15 @@ class RadixKey(Key):
     """A row of token ids within a namespace: what a prefix is looked up by.
 
     Takes a list of ids, a list of equally long tuples of ids (EAGLE-style bigrams), an `array.array`, or a 1-D integer
-    numpy array or torch tensor. Ids lie in [0, 2**64). `extra_key` isolates namespaces: keys of different ones never
-    share a node. Of another `RadixKey` the ids are taken, and its namespace, too, where none is given.
+    numpy array or torch tensor. Ids lie in [0, 2**64). `extra_key`, a str, isolates namespaces: keys of different
+    ones never share a node. Of another `RadixKey` the ids are taken, and its namespace, too, where none is given.
 
     The ids are packed into a copy. Those of a numpy array of 32-bit integers in a row lie packed already: they are read
     where they are, so leave such an array as it is while its key is in use, or have them `kept`. Either costs one pass
     over the ids, in C. What a cache takes over it copies.
 
     Raises:
-        InvalidKeyError: an id is negative, fractional or too large, or tuples differ in length.
+        InvalidKeyError: an id is negative, fractional or too large, tuples differ in length, or `extra_key` is no str.
     """
 
     __slots__ = ()

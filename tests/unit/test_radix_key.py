@@ -180,6 +180,23 @@ def test_keys_of_different_namespaces_differ() -> None:
     assert all(a != b for a in keys for b in keys if a is not b)
 
 
+@pytest.mark.parametrize("extra_key", [0, 1, True, 1.0, b"a", ("a", 1), ["a"]], ids=repr)
+def test_a_namespace_is_named_by_a_str(extra_key: Any) -> None:
+    """1, True and 1.0 would be one namespace, and no other value can be hashed as names are."""
+    for ids in ([1, 2], [], [(1, 2)], [WIDE], np.array([1, 2], np.int32), RadixKey([1, 2], "a")):
+        with pytest.raises(InvalidKeyError, match=f"a str or None, not {type(extra_key).__name__}"):
+            RadixKey(ids, extra_key)
+    with pytest.raises(InvalidKeyError):
+        RadixKey.from_packed(b"1234", 4, extra_key)
+
+
+def test_a_name_of_a_namespace_may_be_any_kind_of_str() -> None:
+    class Name(str):
+        pass
+
+    assert RadixKey([1], Name("a")) == RadixKey([1], "a")
+
+
 @pytest.mark.parametrize("ids", [[1, 2], [1, WIDE], [(1, 2), (3, 4)], np.array([1, 2], np.int32)], ids=repr)
 @pytest.mark.parametrize("name", ["", "a"])
 def test_a_key_of_a_key_stays_in_its_namespace_unless_another_is_given(ids: Any, name: str) -> None:
