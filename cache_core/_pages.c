@@ -65,6 +65,14 @@ mark_runs(const int64_t *slots, Py_ssize_t count, int32_t *marks, Py_ssize_t num
     return count;
 }
 
+/* `mark` of a page by its first slot; 0 also for any other. */
+static int
+mark_page(int64_t start, Py_ssize_t page, int32_t *marks, Py_ssize_t num_marks)
+{
+    int64_t number = start / page;
+    return number * page == start && mark(number, marks, num_marks);
+}
+
 /* Mark pages as free; of what went wrong, the first page that is to blame, else `count`. */
 static Py_ssize_t
 mark_free(const char *starts, Py_ssize_t stride, Py_ssize_t count, Py_ssize_t page, int32_t *marks, Py_ssize_t num_marks)
@@ -76,7 +84,7 @@ mark_free(const char *starts, Py_ssize_t stride, Py_ssize_t count, Py_ssize_t pa
         while (i < count && mark(start_at(starts, stride, i), marks, num_marks))
             i++;
     else
-        while (i < count && mark(start_at(starts, stride, i) / page, marks, num_marks))
+        while (i < count && mark_page(start_at(starts, stride, i), page, marks, num_marks))
             i++;
     return i;
 }
@@ -117,11 +125,11 @@ take_back_all(Py_buffer *pages, Py_buffer *marks, Py_buffer *stack, Py_ssize_t n
         return NULL;
     }
     int64_t blamed = good < count ? start_at(starts, stride, good) : 0;
-    const char *fault = blamed < page || blamed / page >= num_marks ? "outside" : "free";
+    const char *fault = blamed < page || blamed / page >= num_marks || blamed % page != 0 ? "outside" : "free";
     for (Py_ssize_t i = 0; i < good; i++) {
-        int64_t number = start_at(starts, stride, i) / page;
-        known[number] = 0;
-        if (good < count && number == blamed / page)
+        int64_t start = start_at(starts, stride, i);
+        known[start / page] = 0;
+        if (good < count && start == blamed)
             fault = "twice";
     }
     return fault;

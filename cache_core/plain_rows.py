@@ -133,9 +133,12 @@ def take_back(
         starts: the first slots of the pages.
         marks: by page number, 0 of pages that are handed out, negative of all others.
 
-    Returns why nothing was done, if so: a page is "outside", was "free" before, or is named "twice".
+    Returns why nothing was done, if so: a page is "outside" (so is a slot that is none's first), was "free" before, or
+    is named "twice".
     """
     pages = starts if page_size == 1 else starts // page_size
+    if page_size > 1 and (pages * page_size != starts).any():
+        return "outside"
     try:
         known = marks.take(pages)
     except IndexError:

@@ -99,7 +99,7 @@ class TokenToKVPoolAllocator:
         """`free` in pages, each named once by its first slot.
 
         Raises:
-            SlotError: a page is out of range, not handed out, or named twice; nothing changed.
+            SlotError: a page is out of range, not handed out, or named twice, or by another slot; nothing changed.
         """
         num_pages = len(starts)
         if not num_pages:
@@ -112,9 +112,11 @@ class TokenToKVPoolAllocator:
             self.on_free(starts)
 
     def _refuse(self, fault: str) -> NoReturn:
+        page = self.page_size
+        within = f", or no first slots of pages of {page}," if page > 1 else ""
         raise SlotError(
             {
-                "outside": f"slots outside [{self.page_size}, {self.num_slots + self.page_size}) were freed",
+                "outside": f"slots outside [{page}, {self.num_slots + page}){within} were freed",
                 "free": "slots were freed that are free already",
                 "twice": "a page is freed twice in one call",
             }[fault]
@@ -130,6 +132,7 @@ class TokenToKVPoolAllocator:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each page is free or used, once. O(n)."""
+        assert not (self._stack[: self._num_free] % self.page_size).any(), "a free page is named by a slot within it"
         pages = self._stack[: self._num_free] // self.page_size
         assert len(np.unique(pages)) == self._num_free, "a page stands on the free stack twice"
         assert (self._marks[pages] < 0).all(), "a free page is marked as used"

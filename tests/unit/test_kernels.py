@@ -153,13 +153,14 @@ def test_a_row_is_as_small_as_it_can_be(kernel: Any, slots: list[int], page_size
     st.sets(st.integers(1, 10)),
     PAGES,
     st.sampled_from([1, 2, -1]),
+    st.booleans(),
 )
 def test_pages_are_taken_back_as_by_the_plain_kernel(
-    starts: list[int], used: set[int], page_size: int, step: int
+    starts: list[int], used: set[int], page_size: int, step: int, are_first_slots: bool
 ) -> None:
     marks = np.full(11, -1, np.int32)
     marks[list(used)] = 0
-    pages = np.array(starts)[::step] // page_size * page_size if page_size > 1 else np.array(starts)[::step]
+    pages = np.array(starts)[::step] // page_size * page_size if are_first_slots else np.array(starts)[::step]
 
     def done(take_back: Any) -> tuple[bool, list[bool], list[int]]:
         free, stack = marks.copy(), np.zeros(30, np.int64)
@@ -210,6 +211,17 @@ def test_why_pages_are_not_taken_back_is_told(take_back: Any, pages: list[int], 
 
     assert take_back(np.array(pages), marks, np.zeros(10, np.int64), 8, 1) == fault
     assert np.flatnonzero(marks == 0).tolist() == ([] if fault is None else [3, 4])
+
+
+@pytest.mark.parametrize("take_back", [pytest.param(kernels.take_back, marks=compiled), plain_kernels.take_back])
+@pytest.mark.parametrize("starts", [[13], [15], [12, 13], [12, 16, 17], [-1], [1]])
+def test_a_page_is_taken_back_by_its_first_slot_alone(take_back: Any, starts: list[int]) -> None:
+    marks, stack = np.full(11, -1, np.int32), np.zeros(10, np.int64)
+    marks[[3, 4]] = 0
+
+    assert take_back(np.array(starts), marks, stack, 8, 4) == "outside"
+    assert np.flatnonzero(marks == 0).tolist() == [3, 4]
+    assert not stack.any()
 
 
 # ---------------------------------------------------------------- what they refuse

@@ -219,7 +219,7 @@ def test_a_slot_named_twice_is_refused_without_pages_too(make: Callable[..., Tok
     assert pool.available_size() == 0
 
 
-@pytest.mark.parametrize("starts", [[0], [10], [2, 10], [-2], [8]])
+@pytest.mark.parametrize("starts", [[0], [10], [2, 10], [-2], [8], [3], [2, 5], [-3], [11]])
 def test_wrong_pages_are_refused(pool: TokenToKVPoolAllocator, starts: list[int]) -> None:
     pool.alloc(4)
     before = state(pool)
@@ -228,6 +228,22 @@ def test_wrong_pages_are_refused(pool: TokenToKVPoolAllocator, starts: list[int]
         pool.free_pages(np.array(starts))
 
     assert state(pool) == before
+
+
+def test_a_slot_within_a_page_is_none_of_its_names(pool: TokenToKVPoolAllocator) -> None:
+    """It would be handed out as the first of a page, which would reach into the next."""
+    pool.alloc(4)
+
+    with pytest.raises(SlotError, match="or no first slots of pages of 2"):
+        pool.free_pages(np.array([3]))
+
+
+def test_a_misaligned_page_is_found_by_the_check() -> None:
+    pool = TokenToKVPoolAllocator(8, 2)
+    pool._stack[0] += 1
+
+    with pytest.raises(AssertionError, match="within"):
+        pool.check_invariants()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
