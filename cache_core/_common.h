@@ -119,7 +119,7 @@ void expect_removal(const Node *leaf, Py_ssize_t page);
 /* what has gone: _victims.c */
 Victims *new_victims(void);
 int add_victim(Victims *victims, PyObject *node, PyObject *row, Py_ssize_t num_tokens);
-PyObject *slots_of(const Victims *victims, Py_ssize_t page);
+int give_back(const Victims *victims, Py_ssize_t page, PyObject *free_slots, PyObject *free_each);
 
 /* the next of a queue: _ranking.c */
 const Node *next_of(PyObject *queue);

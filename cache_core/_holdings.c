@@ -189,21 +189,6 @@ holdings_fell(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
-/* Hand the slots of victims to whoever frees them, or, if that refuses, each; 0, or -1 with an exception set. */
-static int
-give_back(const Victims *victims, Py_ssize_t page, PyObject *free_slots, PyObject *free_each)
-{
-    PyObject *slots = slots_of(victims, page);
-    PyObject *said = slots == NULL ? NULL : PyObject_CallOneArg(free_slots, slots);
-    if (said == NULL && slots != NULL && !PyErr_ExceptionMatches(PyExc_AssertionError)) {
-        PyErr_Clear();
-        said = PyObject_CallOneArg(free_each, slots);
-    }
-    Py_XDECREF(slots);
-    Py_XDECREF(said);
-    return said == NULL ? -1 : 0;
-}
-
 static PyObject *
 holdings_free_leaves(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -211,7 +196,7 @@ holdings_free_leaves(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     if (victims == NULL)
         return NULL;
     int done = fell_enough((Holdings *)self, args, victims);
-    if (done == 0 && victims->count > 0)
+    if (victims->count > 0) /* be it that another one could not be felled */
         done = give_back(victims, PyLong_AsSsize_t(args[1]), args[2], args[3]);
     PyObject *freed = done < 0 ? NULL : PyLong_FromSsize_t(victims->num_tokens);
     Py_DECREF(victims);

@@ -52,7 +52,7 @@ victims_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 /* ---------------------------------------------------------------- what they are */
 
 /* One slot for each of their tokens, in a tensor. */
-PyObject *
+static PyObject *
 slots_of(const Victims *victims, Py_ssize_t page)
 {
     int64_t *out;
@@ -88,6 +88,41 @@ each(PyObject *self, void *place)
     for (Py_ssize_t i = 0; list != NULL && i < victims->count; i++)
         PyList_SET_ITEM(list, i, Py_NewRef(*(PyObject **)((char *)&victims->noted[i] + (size_t)place)));
     return list;
+}
+
+/* ---------------------------------------------------------------- handing them back */
+
+/* Hand their slots to whoever frees them, or, if that refuses, each; 0, or -1 with an exception set. */
+static int
+hand_back(const Victims *victims, Py_ssize_t page, PyObject *free_slots, PyObject *free_each)
+{
+    PyObject *slots = slots_of(victims, page);
+    PyObject *said = slots == NULL ? NULL : PyObject_CallOneArg(free_slots, slots);
+    int is_refused = said == NULL && slots != NULL && PyErr_ExceptionMatches(PyExc_Exception) &&
+                     !PyErr_ExceptionMatches(PyExc_AssertionError);
+    if (is_refused) {
+        PyErr_Clear();
+        said = PyObject_CallOneArg(free_each, slots);
+    }
+    Py_XDECREF(slots);
+    Py_XDECREF(said);
+    return said == NULL ? -1 : 0;
+}
+
+/* `hand_back`, also with an exception set: that one stays, unless another one comes. */
+int
+give_back(const Victims *victims, Py_ssize_t page, PyObject *free_slots, PyObject *free_each)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (hand_back(victims, page, free_slots, free_each) == 0) {
+        PyErr_Restore(type, value, trace);
+    } else {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(trace);
+    }
+    return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
 /* ---------------------------------------------------------------- the type */

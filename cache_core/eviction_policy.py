@@ -25,7 +25,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def rank(self, node: TreeNode) -> Rank:
-        """Where a node stands, now. It may change by a match or an insert that ends there, and by nothing else."""
+        """Where a node stands, now. It may change by a match or an insert that ends there, and by nothing else.
+
+        It must not raise, and whatever it says must be comparable with all else that it says: a leaf for which either
+        fails may stand in no queue then, and is not evicted for want of room.
+        """
 
 
 class LRU(EvictionPolicy):

@@ -34,34 +34,37 @@ class FullComponent(Holdings):
         self.policy = policy
         self.retired: RetiredNodes | TenantRetired = RetiredNodes()  # they go before all others
 
-    def evict(self, num_tokens: int) -> Victims:
-        """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`. O(log n) for each."""
-        victims = Victims()
+    def evict(self, num_tokens: int, victims: Victims) -> None:
+        """Take out unlocked leaves, in the policy's order, until the victims hold `num_tokens`. O(log n) for each.
+
+        Who is among the victims has left the tree, whatever is raised: the caller hands back what they held.
+        """
         if self.retired.pending:
             num_tokens = min(index(num_tokens), self.evictable)
-            victims = self.evict_retired(num_tokens)
+            self.evict_retired(num_tokens, victims)
         if self._aux:
             self._evict_each(num_tokens, victims)
-            return victims
+            return
         try:
             self.fell(num_tokens, self._tree.page_size, victims)
-        except OverflowError:  # more than it counts to; nothing has happened yet
-            self.fell(self.evictable, self._tree.page_size, victims)
-        return victims
+        except OverflowError:  # more than it counts to, or less; nothing has happened yet
+            self.fell(self.at_most(num_tokens), self._tree.page_size, victims)
+
+    def at_most(self, num_tokens: int) -> int:
+        """So many tokens, or as many as can be evicted, which the compiled loops can count to; none if negative."""
+        return max(0, min(index(num_tokens), self.evictable))
 
     def _evict_each(self, num_tokens: int, victims: Victims) -> None:
         """`fell` where others are to know of each leaf."""
         while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
             self._remove(leaf, victims)
 
-    def evict_retired(self, max_tokens: int | None) -> Victims:
-        """Take out what is unlocked of retired namespaces; given a limit, until it is reached."""
-        victims = Victims()
+    def evict_retired(self, max_tokens: int | None, victims: Victims) -> None:
+        """`evict` what is of retired namespaces; given a limit, until it is reached."""
         while max_tokens is None or victims.num_tokens < max_tokens:
             if (leaf := self.retired.pop()) is None:
                 break
             self.take_out(leaf, victims)
-        return victims
 
     def _offer(self, leaf: TreeNode) -> None:
         """Queue an unlocked leaf where it belongs."""

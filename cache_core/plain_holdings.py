@@ -80,17 +80,13 @@ class Holdings:
 
     def free_leaves(self, num_tokens: int, page_size: int, free: FreeSlots, free_each: FreeSlots, /) -> int:
         """`fell`, and hand the slots of all that went to `free`, in one call, if there are any; to `free_each` if that
-        refuses. Returns how many."""
+        refuses. What went before an error is handed back, too. Returns how many."""
         victims = Victims()
-        self.fell(num_tokens, page_size, victims)
-        if victims.num_tokens:
-            slots = victims.slots(page_size)
-            try:
-                free(slots)
-            except AssertionError:
-                raise
-            except Exception:
-                free_each(slots)
+        try:
+            self.fell(num_tokens, page_size, victims)
+        finally:
+            if victims.num_tokens:
+                _give_back(victims.slots(page_size), free, free_each)
         return victims.num_tokens
 
     def _offer(self, leaf: Any) -> None:
@@ -122,6 +118,15 @@ class Victims:
     def slots(self, page_size: int, /) -> torch.Tensor:
         """One slot per token, whether rows say the slots of tokens or those of pages; a copy."""
         return expand_each(self.rows, self._sizes, page_size)
+
+
+def _give_back(slots: torch.Tensor, free: FreeSlots, free_each: FreeSlots) -> None:
+    try:
+        free(slots)
+    except AssertionError:
+        raise
+    except Exception:
+        free_each(slots)
 
 
 def uproot(leaf: Any, page_bytes: int, /) -> bytes:

@@ -10,6 +10,7 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, evict_result
 from raydix.cache_core.eviction_policy import EvictionPolicy
+from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.tree_cache import SlotPool
 from raydix.cache_core.tree_node import TreeNode
@@ -94,11 +95,15 @@ class RadixCache(WindowTreeCache):
         if free is not None and nobody_told and not self._full.retired.pending:
             try:
                 freed = self._full.free_leaves(num_tokens, self.page_size, free, self._free_each)
-            except OverflowError:  # more than the compiled loop counts to; nothing has happened yet
-                freed = self._full.free_leaves(self._full.evictable, self.page_size, free, self._free_each)
+            except OverflowError:  # more than the compiled loop counts to, or less; nothing has happened yet
+                most = self._full.at_most(num_tokens)
+                freed = self._full.free_leaves(most, self.page_size, free, self._free_each)
             return evict_result(freed, 0, 0)
         if self._aux:
             return EvictResult(*self._evict(index(num_tokens), (index(swa_num_tokens),)))
-        victims = self._full.evict(num_tokens)
-        self._give_back(victims)
+        victims = Victims()
+        try:
+            self._full.evict(num_tokens, victims)
+        finally:
+            self._give_back(victims)
         return evict_result(victims.num_tokens, 0, 0)

@@ -58,20 +58,17 @@ class TenantComponent(FullComponent):
             or tenant.held - tenant.dead - len(leaf) >= tenant.floor
         )
 
-    def evict_own(self, tenant: Tenant, num_tokens: int) -> Victims:
+    def evict_own(self, tenant: Tenant, num_tokens: int, victims: Victims) -> None:
         """`evict` from what one tenant holds, for itself; there must be so much."""
-        victims = Victims()
         while victims.num_tokens < num_tokens:
             leaf = tenant.retired.pop() or tenant.queue.pop()
             assert leaf is not None, f"tenant {tenant.name!r} has not so much to evict"
             self.take_out(leaf, victims)
-        return victims
 
-    def evict(self, num_tokens: int) -> Victims:
-        """Take out unlocked leaves, in the policy's order, until they hold `num_tokens`; what a floor keeps, stays."""
-        victims = self.evict_retired(index(num_tokens))
+    def evict(self, num_tokens: int, victims: Victims) -> None:
+        """As without tenants; what a floor keeps, stays."""
+        self.evict_retired(index(num_tokens), victims)
         self._evict_each(num_tokens, victims)
-        return victims
 
     def _remove(self, leaf: TreeNode, victims: Victims) -> None:
         """Where a floor keeps a part of the leaf, its tail alone goes: exactly what may."""

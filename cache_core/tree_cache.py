@@ -72,9 +72,12 @@ class TreeCache(TreeLocks):
         goes whole; else it loses what the component has there, and what is of no use without it. O(log n) per victim.
         """
         before = [component.num_freed for component in self._aux]
-        victims = self._full.evict(num_tokens)
-        self._evict_aux(victims, [start + want for start, want in zip(before, wanted, strict=True)])
-        self._give_back(victims)
+        victims = Victims()
+        try:
+            self._full.evict(num_tokens, victims)
+            self._evict_aux(victims, [start + want for start, want in zip(before, wanted, strict=True)])
+        finally:
+            self._give_back(victims)
         freed = (component.num_freed - start for component, start in zip(self._aux, before, strict=True))
         return victims.num_tokens, *freed
 
@@ -100,14 +103,20 @@ class TreeCache(TreeLocks):
         There must be as many. Retired ones go first, then whole leaves, in the policy's order.
         """
         assert isinstance(self._full, TenantComponent)
-        victims = self._full.evict_own(tenant, num_tokens)
-        self._give_back(victims)
+        victims = Victims()
+        try:
+            self._full.evict_own(tenant, num_tokens, victims)
+        finally:
+            self._give_back(victims)
         return victims.num_tokens
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
         """Free the unlocked nodes of retired namespaces, `max_tokens` or a node more of them; returns tokens."""
-        victims = self._full.evict_retired(max_tokens)
-        self._give_back(victims)
+        victims = Victims()
+        try:
+            self._full.evict_retired(max_tokens, victims)
+        finally:
+            self._give_back(victims)
         if not self._full.retired.pending:
             self._retired = [top for top in self._retired if top.slots is not None]
         return victims.num_tokens

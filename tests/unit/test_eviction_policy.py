@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from queue_operations import queue_operations
 
-from raydix.cache_core import MambaRadixCache, RadixCache, RadixKey, TreeNode
+from raydix.cache_core import MambaRadixCache, RadixCache, RadixKey, TokenToKVPoolAllocator, TreeNode
 from raydix.cache_core.eviction_policy import POLICIES, SLRU, EvictionPolicy, make_policy
+from raydix.cache_core.tenants import Tenant, Tenants
 
 
 def insert(cache: RadixCache, token: int, priority: int = 0) -> None:
@@ -161,3 +164,60 @@ def test_the_steps_for_a_victim_do_not_grow_with_the_tree(name: str, monkeypatch
         monkeypatch.undo()
 
     assert max(counts) <= 300
+
+
+class Failing(EvictionPolicy):
+    """A mistake of its author's, from some time on."""
+
+    name, fails = "failing", False
+
+    def rank(self, node: TreeNode) -> int:
+        if self.fails:
+            raise LookupError
+        return node.own_access_time
+
+
+class PoolOfSlots:
+    """A pool that takes no pages."""
+
+    def __init__(self, pool: TokenToKVPoolAllocator) -> None:
+        self.free = pool.free
+
+
+def radix_cache(pool: Any, policy: EvictionPolicy) -> RadixCache:
+    return RadixCache(token_to_kv_pool_allocator=pool, eviction_policy=policy)
+
+
+def told_cache(pool: Any, policy: EvictionPolicy) -> RadixCache:
+    return RadixCache(1, None, pool, id, eviction_policy=policy)
+
+
+def state_cache(pool: Any, policy: EvictionPolicy) -> MambaRadixCache:
+    return MambaRadixCache(1, pool, eviction_policy=policy)
+
+
+def divided_cache(pool: Any, policy: EvictionPolicy) -> RadixCache:
+    cache = radix_cache(pool, policy)
+    cache.divide(Tenants([Tenant("mine", "a", floor=2)]))
+    return cache
+
+
+@pytest.mark.parametrize("slots_alone", [False, True])
+@pytest.mark.parametrize("make", [radix_cache, told_cache, state_cache, divided_cache])
+@pytest.mark.parametrize("retired", [False, True])
+def test_what_went_before_a_rank_failed_is_not_lost(make: Any, slots_alone: bool, retired: bool) -> None:
+    pool, policy = TokenToKVPoolAllocator(64), Failing()
+    cache = make(PoolOfSlots(pool) if slots_alone else pool, policy)
+    if retired:
+        cache.insert(RadixKey([40]), pool.alloc(1))
+        cache.retire_all()
+    cache.insert(RadixKey([50, 51]), pool.alloc(2))
+    first = pool.alloc(4)
+    cache.insert(RadixKey([1, 2]), first[:2])
+    cache.insert(RadixKey([1, 2, 3, 4]), first)
+    policy.fails = True
+
+    with pytest.raises(LookupError):
+        cache.evict(9)  # the parent of the last leaf is to be ranked
+
+    assert (pool.available_size(), cache.total_size()) == (62, 2)

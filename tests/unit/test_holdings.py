@@ -213,6 +213,56 @@ def test_whoever_frees_slots_may_fail(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_who_stops_the_process_is_no_refusal(kernel: Any, raised: type[BaseException]) -> None:
+    tree, freed = Tree(kernel, 1), []
+    tree.add(b"aaa")
+
+    def stop(slots: Any) -> None:
+        raise raised
+
+    with pytest.raises(raised):
+        tree.held.free_leaves(1, 1, stop, freed.append)
+    assert freed == []
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize("free", [None, fail], ids=["at once", "one by one"])
+def test_what_was_felled_before_an_error_is_handed_back(kernel: Any, free: Any) -> None:
+    tree, freed, left = Tree(kernel, 1), list[torch.Tensor](), [2, 1]
+    for key in (b"aaa", b"bb", b"cccc"):
+        tree.add(key)
+
+    class Failing:
+        def pop(self) -> Any:
+            if not left:
+                raise LookupError
+            return tree.nodes[left.pop()]
+
+    tree.held._queue = Failing()
+    with pytest.raises(LookupError):
+        tree.held.free_leaves(9, 1, free or freed.append, freed.append)
+
+    assert [slots.tolist() for slots in freed] == [[0, 1, 2, 0, 1]]
+    assert tree.held.evictable == 4
+    with pytest.raises(LookupError):
+        tree.held.free_leaves(9, 1, fail, fail)  # there was nothing to hand back
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+def test_of_two_errors_the_later_is_raised(kernel: Any) -> None:
+    tree = Tree(kernel, 1)
+    tree.add(b"aaa")
+
+    def left_bare(node: Any) -> None:
+        raise LookupError
+
+    tree.held._left_bare = left_bare
+    with pytest.raises(ZeroDivisionError):
+        tree.held.free_leaves(9, 1, fail, fail)
+
+
+@pytest.mark.parametrize("kernel", TWINS)
 @pytest.mark.parametrize("num_victims", [0, 1, 4, 5, 100])
 def test_victims_say_their_slots_each_in_its_way(kernel: Any, num_victims: int) -> None:
     victims, expected = kernel.Victims(), []

@@ -91,9 +91,16 @@ def test_a_chain_goes_from_its_end_within_one_call(cache: RadixCache, pool: Free
     assert edges(cache) == set()
 
 
-@pytest.mark.parametrize("num_tokens", [0, -5])
-def test_nothing_is_evicted_for_nothing(cache: RadixCache, pool: FreedSlots, num_tokens: int) -> None:
+@pytest.mark.parametrize("retired", [False, True])
+@pytest.mark.parametrize("told", [None, lambda node_id: None])
+@pytest.mark.parametrize("num_tokens", [0, -5, -(2**63), -(2**63) - 1, -(2**70)])
+def test_nothing_is_evicted_for_nothing(
+    make_cache: Callable[..., RadixCache], pool: FreedSlots, num_tokens: int, told: object, retired: bool
+) -> None:
+    cache = make_cache(on_node_evict=told)
     cache.insert(key(1), row(10))
+    if retired:
+        cache.retire_all()
 
     assert cache.evict(num_tokens) == EvictResult(0, 0, 0)
     assert pool.take() == []
