@@ -26,9 +26,10 @@ from raydix.cache_core.base_prefix_cache import (
     RadixKey,
     Starts,
 )
-from raydix.cache_core.errors import LockError
+from raydix.cache_core.errors import LockError, SlotError
 from raydix.cache_core.radix_key import check_key
 from raydix.cache_core.radix_trie import RadixTrie
+from raydix.cache_core.slot_return import hand_back
 from raydix.cache_core.slot_rows import as_slots, expand_pages
 from raydix.cache_core.tree_outline import SHOWN, NodeFacts, Outline, OutlineLimits, outline
 from raydix.cache_core.trie_node import TrieNode
@@ -63,6 +64,7 @@ class TriePrefixCache(BasePrefixCache):
         self.page_size = index(page_size)
         self.pool = token_to_kv_pool_allocator
         self._displaced: list[int] = []
+        self._refused: SlotError | None = None  # what the pool said to some of these; raised when next pages are freed
         self._trie = self._new_trie()
         self._retired: list[RadixTrie] = []
         self._times_retired: dict[str | None, int] = {}  # of the namespaces in the trie that ever were
@@ -113,7 +115,8 @@ class TriePrefixCache(BasePrefixCache):
     def insert_pages(
         self, key: RadixKey, starts: Starts, from_node: TrieHandle, swa_evicted_seqlen: int = 0, priority: int = 0
     ) -> PageInsert:
-        """`insert` of the whole pages of `key` beyond `from_node`."""
+        """`insert` of the whole pages of `key` beyond `from_node`. What the pool refuses of the displaced, the next
+        eviction tells."""
         start, stop = from_node.end, len(key) - len(key) % self.page_size
         if start == stop:
             return PageInsert(stop, stop, from_node, starts[:0])
@@ -121,13 +124,20 @@ class TriePrefixCache(BasePrefixCache):
         there = len(self._trie.peek_prefix(tokens, from_node.node))
         node = self._trie.insert(tokens, starts.tolist(), from_node.node)
         incoming = set(starts.tolist())
-        self._free([block for block in self._displaced if block not in incoming])
-        self._displaced.clear()
+        displaced, self._displaced = self._displaced, []
+        try:
+            self._hand_back([block for block in displaced if block not in incoming])
+        except SlotError as error:
+            self._refused = self._refused or error
         held = np.array(self._trie.peek_prefix(tokens, from_node.node)[:there], np.int64)
         return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
-        """Free at least `num_tokens` slots of what no sequence uses: leaves from their tails, least recent first."""
+        """Free at least `num_tokens` slots of what no sequence uses: leaves from their tails, least recent first.
+
+        Raises:
+            SlotError: the pool refused some of them, or some that were displaced; it has the others.
+        """
         blocks = self._trie.evict_blocks(-(-index(num_tokens) // self.page_size))
         self._free(blocks)
         return EvictResult(len(blocks) * self.page_size)
@@ -158,9 +168,10 @@ class TriePrefixCache(BasePrefixCache):
 
     def reset(self) -> None:
         """Forget everything and give back every page. Nodes from before are stale."""
-        self._free([block for trie in (self._trie, *self._retired) for node in trie.nodes() for block in node.blocks])
+        tries = (self._trie, *self._retired)
         self._trie, self._retired, self._times_retired = self._new_trie(), [], {}
         self._open.clear()
+        self._free([block for trie in tries for node in trie.nodes() for block in node.blocks])
 
     def retire_all(self) -> None:
         """Make everything unmatchable at once; what a sequence uses stays until it lets go."""
@@ -236,8 +247,17 @@ class TriePrefixCache(BasePrefixCache):
         return RadixTrie(self.page_size, on_displaced=lambda block: self._displaced.append(block))
 
     def _free(self, blocks: list[int]) -> None:
+        """Hand pages to the pool; what it refused of them, or of displaced ones since the last time, raises then."""
+        refused, self._refused = self._refused, None
+        try:
+            self._hand_back(blocks)
+        finally:
+            if refused is not None:
+                raise refused
+
+    def _hand_back(self, blocks: list[int]) -> None:
         if blocks and self.pool is not None:
-            self.pool.free_pages(np.array(blocks, np.int64))
+            hand_back(self.pool.free_pages, np.array(blocks, np.int64), 1)
 
 
 def _space_of(token: Hashable) -> tuple[str | None, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from raydix.cache_core import LockError, RadixKey
+from raydix.cache_core import LockError, RadixKey, SlotError, TokenToKVPoolAllocator
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 
 
@@ -131,3 +133,43 @@ def test_an_unlock_needs_its_own_receipt(cache: TriePrefixCache) -> None:
     cache.dec_lock_ref(node, receipt)
     with pytest.raises(LockError):
         cache.dec_lock_ref(node, receipt)
+
+
+# ---------------------------------------------------------------- pools that refuse
+
+
+@pytest.mark.parametrize("verb", ["evict", "reset", "reclaim_retired"])
+def test_a_page_that_a_pool_refuses_keeps_no_others_from_it(verb: str) -> None:
+    pool = TokenToKVPoolAllocator(16, 2)
+    cache: Any = TriePrefixCache(2, pool)
+    slots = pool.alloc(8)
+    cache.insert(RadixKey(range(8)), slots)
+    pool.free(slots[2:4])  # somebody's mistake
+    if verb == "reclaim_retired":
+        cache.retire_all()
+
+    with pytest.raises(SlotError, match="refused slots that were in the tree: 4: "):
+        cache.evict(8) if verb == "evict" else getattr(cache, verb)()
+
+    assert (cache.total_size(), pool.available_size()) == (0, 16)
+    cache.reset()
+    cache.check_invariants()
+
+
+def test_a_displaced_page_that_a_pool_refuses_is_told_of_by_the_next_eviction() -> None:
+    """The insert was no mistake: whose it failed would free slots that the trie has taken over."""
+    pool = TokenToKVPoolAllocator(16)
+    cache = TriePrefixCache(1, pool)
+    first, second = pool.alloc(4), pool.alloc(4)
+    cache.insert(RadixKey([1, 2, 3, 4]), first)
+    pool.free(first[:1])  # somebody's mistake
+
+    cache.insert(RadixKey([1, 2, 3, 4]), second)
+    cache.insert(RadixKey([5]), pool.alloc(1))
+
+    assert found(cache, 1, 2, 3, 4) == second.tolist()
+    assert pool.available_size() + cache.total_size() == 16
+    with pytest.raises(SlotError, match=r"refused slots that were in the tree: 1: "):
+        cache.evict(1)
+    assert cache.evict(5).full_evicted == 4
+    assert pool.available_size() == 16
