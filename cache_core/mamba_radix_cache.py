@@ -163,6 +163,9 @@ class MambaRadixCache(WindowTreeCache):
 
         Args:
             swa_num_tokens: without a sliding window, counted as states.
+
+        Raises:
+            SlotError: as `RadixCache.evict`, or a pool refused states.
         """
         num_tokens, swa_num_tokens, num_states = index(num_tokens), index(swa_num_tokens), index(num_states)
         if self.supports_swa:

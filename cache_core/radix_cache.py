@@ -63,7 +63,8 @@ class RadixCache(WindowTreeCache):
         The tree adopts (and copies) the slots in [prefix_len, aligned length). It frees none: of those in
         [prev_prefix_len, prefix_len), `duplicate_indices` names the ones it does not hold, the caller's to free. The
         tail beyond the last whole page stays the caller's, too. Tombstones over tokens that come with window KV heal:
-        an unlocked one takes the incoming slots over and frees its own, a locked one takes their window half only.
+        an unlocked one takes the incoming slots over and frees its own, a locked one takes their window half only. If
+        the pool refuses to take its own back, the next eviction tells.
 
         Args:
             value: int64, one slot per token of `key`; None takes the ids themselves (for simulation).
@@ -89,6 +90,9 @@ class RadixCache(WindowTreeCache):
         gone. What window KV is then still wanted is taken from the nodes that were longest in no match's window: they
         become tombstones, or, as unlocked leaves, go whole. O(log n) per victim, and a step for each node that comes up
         while a window holds it, once in that time.
+
+        Raises:
+            SlotError: the pool refused some of them, or some that tombstones had before they healed; it has the others.
         """
         free = self._free
         nobody_told = self.on_node_evict is None and self._events is None and self._history is None

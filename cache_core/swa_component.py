@@ -27,6 +27,7 @@ from itertools import count
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
+from raydix.cache_core.errors import SlotError
 from raydix.cache_core.eviction_queue import Rank, SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.slot_return import hand_back
@@ -52,6 +53,9 @@ class WindowReceipt:
 class SwaComponent(AuxComponent):
     """Window locks, tombstones, and the eviction order of sliding-window KV. Its unit is a token.
 
+    Attributes:
+        refused: what the pool said to slots of tombstones that healed since the last eviction, if it refused some.
+
     Args:
         free_swa: takes back the window halves of these slots, int64; None drops them.
     """
@@ -63,6 +67,7 @@ class SwaComponent(AuxComponent):
         self.padded_window = -(-window // page_size) * page_size  # in whole pages
         self._page_size = page_size
         self._free_swa = free_swa
+        self.refused: SlotError | None = None
         self._dropped: list[torch.Tensor] = []  # slots whose window halves have not been handed back yet
         self._queue = SideQueue(_rank)
         self._waiting: set[TreeNode] = set()  # held ones that an eviction has laid aside
@@ -111,10 +116,15 @@ class SwaComponent(AuxComponent):
         self._dropped.append(expand_row(node.slots, len(node)))
 
     def give_back(self) -> None:
-        """Hand the window halves of new tombstones to the pool, in one call."""
+        """Hand the window halves of new tombstones to the pool, in one call; what was refused before raises then."""
         dropped, self._dropped = self._dropped, []
-        if dropped and self._free_swa is not None:
-            hand_back(self._free_swa, torch.cat(dropped), self._page_size, "window halves")
+        refused, self.refused = self.refused, None
+        try:
+            if dropped and self._free_swa is not None:
+                hand_back(self._free_swa, torch.cat(dropped), self._page_size, "window halves")
+        finally:
+            if refused is not None:
+                raise refused
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The last window up to `end` was used now; what lies above was not."""

@@ -21,7 +21,7 @@ from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
 from raydix.cache_core.slot_return import hand_back, hand_back_in_parts
-from raydix.cache_core.slot_rows import Row, expand_row, join_rows, unpack
+from raydix.cache_core.slot_rows import join_rows, unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.tree_format import facts_of, format_tree
@@ -120,11 +120,6 @@ class TreeCache(TreeLocks):
         if not self._full.retired.pending:
             self._retired = [top for top in self._retired if top.slots is not None]
         return victims.num_tokens
-
-    def _give_back_slots(self, row: Row, num_tokens: int) -> None:
-        """Hand the slots of one run to the pool."""
-        if self.pool is not None:
-            self._free_slots(expand_row(row, num_tokens))
 
     def _free_slots(self, slots: torch.Tensor) -> None:
         assert self.pool is not None

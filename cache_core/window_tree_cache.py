@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.errors import LockError
+from raydix.cache_core.errors import LockError, SlotError
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.slot_rows import Row, expand_row
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
@@ -70,7 +70,11 @@ class WindowTreeCache(TreeCache):
         return healed
 
     def _heal(self, node: TreeNode, fresh: Row) -> None:
-        """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own."""
+        """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own.
+
+        That somebody else has freed its old slots is no reason for the insert to fail: its caller would free the
+        incoming ones, which the tree has by then. The next eviction tells.
+        """
         assert self._swa is not None and node.slots is not None
         old, size = node.slots, len(node)
         if torch.isin(expand_row(fresh, size), expand_row(old, size)).any():
@@ -82,8 +86,11 @@ class WindowTreeCache(TreeCache):
         elif self.pool is not None:
             return
         self._swa.heal(node)
-        if node.slots is fresh:
-            self._give_back_slots(old, size)
+        if node.slots is fresh and self.pool is not None:
+            try:
+                self._free_slots(expand_row(old, size))
+            except SlotError as error:
+                self._swa.refused = self._swa.refused or error
 
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no

@@ -14,6 +14,7 @@ from raydix.cache_core import (
     LockError,
     RadixCache,
     RadixKey,
+    SlotError,
     StaleNodeError,
     SWATokenToKVPoolAllocator,
     TreeNode,
@@ -218,6 +219,53 @@ def test_an_unlocked_tombstone_takes_the_incoming_slots_and_frees_its_own(cache:
     assert result.duplicate_indices.tolist() == [24, 25, 26, 27]
     assert cache.peek_prefix(RadixKey(range(1, 9))).indices.tolist() == [20, 21, 22, 23, 14, 15, 16, 17]
     assert sizes(cache) == (8, 0)
+
+
+def healed_past_a_freed_slot() -> tuple[RadixCache, SWATokenToKVPoolAllocator, torch.Tensor, int]:
+    """A cache whose tombstone has healed though somebody had freed a slot of it; its pool, the slots of the insert that
+    healed it, and that slot."""
+    pool = SWATokenToKVPoolAllocator(32, 32)
+    cache = RadixCache(1, 4, pool)
+    old = pool.alloc(8)
+    cache.insert(RadixKey(range(4)), old[:4])
+    cache.insert(RadixKey(range(8)), old)
+    cache.evict(0, 4)
+    assert picture(cache) == "t4 l4"
+    fresh = pool.alloc(8)
+    pool.free(old[1:2])  # somebody's mistake
+    cache.insert(RadixKey(range(8)), fresh)
+    return cache, pool, fresh, int(old[1])
+
+
+def test_an_insert_heals_though_somebody_freed_a_slot_of_the_tombstone() -> None:
+    """If it failed, its caller would free slots that the tree has taken over."""
+    cache, pool, fresh, _ = healed_past_a_freed_slot()
+
+    assert picture(cache) == "l4 l4"
+    assert cache.peek_prefix(RadixKey(range(4))).indices.tolist() == fresh[:4].tolist()
+    pool.free(fresh[4:])
+    assert pool.available_size() + cache.total_size() == 32
+    cache.check_invariants()
+    pool.check_invariants()
+
+
+@pytest.mark.parametrize("verb", ["evict", "evict_window", "reset", "reclaim_retired"])
+def test_a_slot_that_was_freed_before_its_tombstone_healed_is_told_of_by_the_next_eviction(verb: str) -> None:
+    cache, pool, fresh, freed = healed_past_a_freed_slot()
+    pool.free(fresh[4:])
+    verbs: dict[str, Any] = {
+        "evict": lambda: cache.evict(8),
+        "evict_window": lambda: cache.evict(0, 8),
+        "reset": cache.reset,
+        "reclaim_retired": cache.reclaim_retired,
+    }
+
+    with pytest.raises(SlotError, match=f"refused slots that were in the tree: {freed}: "):
+        verbs[verb]()
+
+    assert pool.available_size() + cache.total_size() == 32
+    cache.reset()
+    assert pool.available_size() == 32
 
 
 def test_a_locked_tombstone_keeps_its_slots_and_takes_the_window_halves(cache: RadixCache, pool: BothHalves) -> None:
