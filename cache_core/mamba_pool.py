@@ -87,16 +87,33 @@ class MambaPool:
             self.on_free(np.array([slot]))
 
     def copy_states(self, src: int, dst: int) -> None:
-        """Copy the state in slot `src` into slot `dst`, in every layer."""
+        """Copy the state in slot `src` into slot `dst`, in every layer.
+
+        Raises:
+            SlotError: one of them is out of range; nothing was copied.
+        """
+        src, dst = self._checked(src), self._checked(dst)
         for part in self._parts:
             part[dst].copy_(part[src])
         self._wait()
 
     def clear_state(self, slot: int) -> None:
-        """Make the state in a slot the initial one: zeros."""
+        """Make the state in a slot the initial one: zeros.
+
+        Raises:
+            SlotError: it is out of range.
+        """
+        slot = self._checked(slot)
         for part in self._parts:
             part[slot].zero_()
         self._wait()
+
+    def _checked(self, slot: int) -> int:
+        """The number of a row that states may be in: row 0 is none, and none is counted from the end."""
+        slot = index(slot)
+        if not 1 <= slot <= self.num_slots:
+            raise SlotError(f"state slot {slot} is outside [1, {self.num_slots}]")
+        return slot
 
     def _wait(self) -> None:
         if self._parts:

@@ -114,6 +114,24 @@ def test_a_state_is_cleared_alone(any_pool: MambaPool) -> None:
             assert [float(tensor[slot].sum()) > 0 for slot in range(4)] == [True, True, False, True]
 
 
+@pytest.mark.parametrize("slot", [-1, 0, 4, 2**70])
+@pytest.mark.parametrize("change", ["clear", "copy from", "copy to"])
+def test_a_row_that_is_no_slot_is_neither_copied_nor_cleared(any_pool: MambaPool, slot: int, change: str) -> None:
+    for tensors in any_pool.layers:
+        for tensor in tensors:
+            tensor.view(4, -1)[:] = torch.arange(4.0)[:, None]
+    before = [tensor.clone() for tensors in any_pool.layers for tensor in tensors]
+
+    with pytest.raises(SlotError, match=rf"state slot {slot} is outside \[1, 3\]"):
+        if change == "clear":
+            any_pool.clear_state(slot)
+        else:
+            any_pool.copy_states(*((slot, 2) if change == "copy from" else (2, slot)))
+
+    after = [tensor for tensors in any_pool.layers for tensor in tensors]
+    assert all(map(torch.equal, before, after))
+
+
 def test_each_layer_has_its_own_shapes_and_a_row_to_spare(any_pool: MambaPool) -> None:
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in any_pool.layers]
 
