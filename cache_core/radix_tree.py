@@ -33,6 +33,8 @@ class RadixTree:
 
     Attributes:
         node_type, ids: what its nodes are, and the numbers of those to come.
+        tops: the node that each namespace starts at.
+        detached: those of namespaces that cannot be matched any more, as long as they have nodes.
     """
 
     def __init__(self, page_size: int, node_type: type[TreeNode] = TreeNode) -> None:
@@ -41,6 +43,7 @@ class RadixTree:
         self.ids = count()
         self.root = node_type(next(self.ids), None, Namespace(None, 0, 4, 4, self), b"", _NO_SLOTS, 0, 0)
         self.tops: dict[SpaceKey, TreeNode] = {}
+        self.detached: dict[TreeNode, None] = {}
 
     def find_space(self, key: RadixKey) -> tuple[TreeNode | None, RadixKey]:
         """The top that a lookup of `key` starts at, None if its namespace is empty; and the key at its width, or what
@@ -96,11 +99,14 @@ class RadixTree:
         top.slots = None
         if top.space.live:
             del self.tops[top.space.extra_key, top.space.arity]
+        else:
+            del self.detached[top]
 
     def detach(self, top: TreeNode) -> None:
         """Make a namespace unmatchable. O(1): its nodes live on until they are removed."""
         top.space.tree = None
         del self.tops[top.space.extra_key, top.space.arity]
+        self.detached[top] = None
 
     def _widen(self, top: TreeNode) -> None:
         """Give every id of a namespace 8 bytes. O(its tokens), once in its life, when its first wide id comes."""

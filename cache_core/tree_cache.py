@@ -59,7 +59,6 @@ class TreeCache(TreeLocks):
         # what frees the slots of leaves; None: the pool takes pages, or components or tenants are to know of each
         self._free = None if pool is None or self._free_pages is not None or aux else pool.free
         self._free_each = partial(hand_back_in_parts, cast(Any, self._free), page_size, "slots")  # if that refuses
-        self._retired: list[TreeNode] = []  # tops of retired namespaces that still have nodes
 
     # ---------------------------------------------------------------- eviction
 
@@ -117,8 +116,6 @@ class TreeCache(TreeLocks):
             self._full.evict_retired(max_tokens, victims)
         finally:
             self._give_back(victims)
-        if not self._full.retired.pending:
-            self._retired = [top for top in self._retired if top.slots is not None]
         return victims.num_tokens
 
     def _free_slots(self, slots: torch.Tensor) -> None:
@@ -176,7 +173,7 @@ class TreeCache(TreeLocks):
             for node in nodes:
                 component.forget(node)
             component.clear()
-        self._retired.clear()
+        self._tree.detached.clear()
         if self._events is not None:
             self._events.cleared()
         self._give_back(victims)
@@ -204,7 +201,6 @@ class TreeCache(TreeLocks):
         if self._history is not None:
             self._history.note_retired(top.space.extra_key)
         self._tree.detach(top)
-        self._retired.append(top)
         self._full.retired.add(top)
 
     # ---------------------------------------------------------------- sizes, hashes, people
@@ -249,7 +245,7 @@ class TreeCache(TreeLocks):
         return sum(top.lock_ref for top in self._all_tops())
 
     def _all_tops(self) -> list[TreeNode]:
-        return [*self._tree.tops.values(), *(top for top in self._retired if top.slots is not None)]
+        return [*self._tree.tops.values(), *self._tree.detached]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module or of the tree is broken. O(n)."""

@@ -119,16 +119,21 @@ def test_chains_are_reclaimed_whole(cache: RadixCache, pool: FreedSlots) -> None
     assert pool.take() == [11, 10]
 
 
-def test_the_queue_does_not_grow_with_what_was_reclaimed(cache: RadixCache) -> None:
+@pytest.mark.parametrize("verb", ["reclaim_retired", "evict", "reset"])
+def test_nothing_is_kept_of_what_was_retired_and_has_gone(cache: RadixCache, verb: str) -> None:
     for _ in range(50):
         cache.insert(key(1), row(10))
-        cache.insert(key(2), row(20))
+        node = cache.insert(key(2), row(20)).last_node
+        cache.inc_lock_ref(node)
         cache.retire_all()
-        cache.reclaim_retired()
+        cache.evict(1)
+        if verb != "reset":
+            cache.dec_lock_ref(node)
+        cache.evict(1) if verb == "evict" else getattr(cache, verb)()
 
     assert not len(cache._full._queue)
     assert not cache._full.retired.pending
-    assert not cache._retired
+    assert not cache._tree.detached
 
 
 # ---------------------------------------------------------------- retiring some namespaces
