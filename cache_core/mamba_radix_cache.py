@@ -70,7 +70,10 @@ class MambaRadixCache(WindowTreeCache):
 
     @property
     def mamba_lru(self) -> LRUList:
-        """The nodes with a state, in order of their states' use: a list for looking at, made anew. O(n log n)."""
+        """The nodes with a state, in order of their states' use: a list for looking at, made anew. O(n log n).
+
+        It links the nodes themselves, so that it is good until the next one is asked for.
+        """
         view = LRUList(mamba=True)
         holders = (node for node in self._state_nodes() if node.mamba_value is not None)
         for node in sorted(holders, key=lambda node: (node.mamba_access_time, node.id)):
@@ -79,7 +82,7 @@ class MambaRadixCache(WindowTreeCache):
 
     @property
     def full_lru(self) -> LRUList:
-        """The nodes in order of use: a list for looking at, made anew. O(n log n)."""
+        """The nodes in order of use: a list for looking at, made anew. O(n log n). Good until the next one."""
         view = LRUList()
         uses = {node: use for top in self._all_tops() for node, use in uses_in(top).items()}
         for node in sorted(self._state_nodes(), key=lambda node: (uses[node].last_access_time, node.end)):
