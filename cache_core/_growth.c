@@ -135,12 +135,16 @@ plan(const Node *node, Py_ssize_t end, Py_ssize_t page, Cut *cut)
     return 1;
 }
 
+enum { SHORT = 512 - 33 }; /* bytes: what is longer lies where it can be made shorter in place */
+
 /* Whether a prefix shall have the memory of all that is cut, less the rest: most of it would have to be copied, and no
- * constructor is to see it before it is cut. */
+ * constructor is to see it before it is cut. What is short would be moved by that, unless little is taken from it, and
+ * room be looked for when it is too late for there to be none. */
 static int
 takes_over(PyTypeObject *type, PyObject *whole, Py_ssize_t size)
 {
-    return size >= PyBytes_GET_SIZE(whole) - size && is_plain_type(type);
+    Py_ssize_t rest = PyBytes_GET_SIZE(whole) - size;
+    return rest <= (rest + size > SHORT ? size : size / 3 - 8) && is_plain_type(type);
 }
 
 /* The node over the prefix, in its place below the parent; what is cut stays as it is. Its data may still be all of that. */

@@ -208,6 +208,28 @@ def test_a_cut_copies_only_the_rest_of_what_is_mostly_prefix() -> None:
     assert max(held, most) < size + 2**16
 
 
+@compiled
+@pytest.mark.parametrize("size", [40, 400, 479])
+def test_a_cut_for_which_there_is_no_memory_leaves_all_data_where_they_are(size: int) -> None:
+    testcapi = pytest.importorskip("_testcapi")
+    run, above = bytes(memoryview(tree_of_one_run(kernels, size).data)), None
+    for attempt in count():
+        node, ids = tree_of_one_run(kernels, size), count(2)
+        end, top = node.parent.end + size * 3 // 5, node.parent
+        testcapi.set_nomemory(attempt, attempt + 1)
+        try:
+            above = kernels.cut(kernels.Node, ids, 1, node, end)
+        except MemoryError:
+            pass
+        finally:
+            testcapi.remove_mem_hooks()
+
+        first = top.children[run[:1]]
+        assert first.data + b"".join(rest.data for rest in first.children.values()) == run
+        if above is not None:
+            return
+
+
 @pytest.mark.parametrize("kernel", TWINS)
 @pytest.mark.parametrize("page_size", [1, 2])
 def test_hashes_are_shared_out_by_pages(kernel: Any, page_size: int) -> None:
