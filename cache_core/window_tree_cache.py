@@ -70,11 +70,7 @@ class WindowTreeCache(TreeCache):
         return healed
 
     def _heal(self, node: TreeNode, fresh: Row) -> None:
-        """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own.
-
-        That somebody else has freed its old slots is no reason for the insert to fail: its caller would free the
-        incoming ones, which the tree has by then. The next eviction tells.
-        """
+        """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own."""
         assert self._swa is not None and node.slots is not None
         old, size = node.slots, len(node)
         if torch.isin(expand_row(fresh, size), expand_row(old, size)).any():
@@ -86,9 +82,16 @@ class WindowTreeCache(TreeCache):
         elif self.pool is not None:
             return
         self._swa.heal(node)
-        if node.slots is fresh and self.pool is not None:
+        if node.slots is fresh:
+            self._give_back_slots(old, size)
+
+    def _give_back_slots(self, row: Row, num_tokens: int) -> None:
+        """Hand what a tombstone had to the pool. That somebody else has freed it is no reason for the insert to fail:
+        its caller would free incoming slots that the tree has by then. The next eviction tells."""
+        assert self._swa is not None
+        if self.pool is not None:
             try:
-                self._free_slots(expand_row(old, size))
+                self._free_slots(expand_row(row, num_tokens))
             except SlotError as error:
                 self._swa.refused = self._swa.refused or error
 

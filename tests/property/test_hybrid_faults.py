@@ -12,6 +12,7 @@ from random_traffic import TrafficFailed
 
 from raydix.cache_core import MambaRadixCache, TreeNode
 from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.kernels import Victims
 from raydix.cache_core.mamba_component import MambaComponent
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import TreeCache
@@ -351,7 +352,8 @@ def a_locked_state_goes_with_its_window(patch: Patch) -> None:
 def a_window_goes_with_its_state(patch: Patch) -> None:
     def evict(cache: Any, num_tokens: int, wanted: Any) -> Any:
         before = [component.num_freed for component in cache._aux]
-        victims = cache._full.evict(num_tokens)
+        victims = Victims()
+        cache._full.evict(num_tokens, victims)
         for component, start, want in zip(cache._aux, before, wanted, strict=True):
             while component.num_freed < start + want and (node := component.pop_victim()) is not None:
                 if not node.children and not node.lock_ref:
@@ -443,7 +445,8 @@ def with_a_window_no_state_is_evicted_for_itself(patch: Patch) -> None:
 def of_an_unlocked_leaf_only_window_and_state_go(patch: Patch) -> None:
     def evict(original: Any, cache: Any, num_tokens: int, wanted: Any) -> Any:
         before = [component.num_freed for component in cache._aux]
-        victims = cache._full.evict(num_tokens)
+        victims = Victims()
+        cache._full.evict(num_tokens, victims)
         while cache._swa.num_freed < before[0] + wanted[0] and (node := cache._swa.pop_victim()) is not None:
             cache._swa.drop(node)
             cache._mamba.drop(node)

@@ -10,6 +10,7 @@ from random_traffic import TrafficFailed
 
 from raydix.cache_core import EvictResult, MambaRadixCache, RadixKey, mamba_component
 from raydix.cache_core.eviction_queue import SideQueue
+from raydix.cache_core.kernels import Victims
 from raydix.cache_core.mamba_component import MambaComponent
 from raydix.cache_core.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.tree_cache import TreeCache
@@ -237,7 +238,8 @@ def a_leaf_goes_without_its_state(patch: Patch) -> None:
 def an_unlocked_leaf_stays_without_its_state(patch: Patch) -> None:
     def evict(cache: MambaRadixCache, num_tokens: int, num_states: int = 0) -> EvictResult:
         before = cache._mamba.num_freed
-        victims = cache._full.evict(num_tokens)
+        victims = Victims()
+        cache._full.evict(num_tokens, victims)
         while cache._mamba.num_freed < before + num_states and (node := cache._mamba.pop_victim()) is not None:
             cache._mamba.drop(node)
         cache._give_back(victims)

@@ -12,6 +12,7 @@ from random_traffic import TrafficFailed
 from raydix.cache_core import EvictResult, RadixCache, RadixKey, swa_component
 from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.kernels import Victims
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import TreeCache
 
@@ -459,7 +460,8 @@ def an_unlocked_leaf_stays_as_a_tombstone(patch: Patch) -> None:
         swa = cache._swa
         assert swa is not None
         before = swa.num_freed
-        victims = cache._full.evict(num_tokens)
+        victims = Victims()
+        cache._full.evict(num_tokens, victims)
         while swa.num_freed - before < swa_num_tokens and (node := swa.pop_victim()) is not None:
             swa.drop(node)
         swa.give_back()
