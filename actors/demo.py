@@ -25,7 +25,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from raydix.actors.client import PrefixCacheClient
-from raydix.actors.demo_workload import PAGE_SIZE, VOCABULARY, Conversation, Workload, draw_conversations, wanted_slots
+from raydix.actors.demo_workload import (
+    MAX_POSITIONS,
+    PAGE_SIZE,
+    VOCABULARY,
+    Conversation,
+    Workload,
+    draw_conversations,
+    wanted_slots,
+)
 from raydix.actors.deploy import shutdown_cache, start_cache_async
 from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig, CacheStats
@@ -38,7 +46,7 @@ MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
+    "max_position_embeddings": MAX_POSITIONS,
     "initializer_range": 0.05,  # larger than usual, so that an answer depends on all of its prompt
 }
 
@@ -178,11 +186,12 @@ def _spread(values: NDArray[np.float64]) -> dict[str, float]:
     return {"mean": float(values.mean()), "p50": float(p50), "p95": float(p95)}
 
 
-def broken_promises(figures: dict[str, Any]) -> list[str]:
-    """What the cache should have done and did not."""
-    promises = {
-        "hit rate above 60 %": figures["hit_rate"] > 0.6,
-        "first token at least 3x sooner": figures["first_token_speedup"] >= 3,
-        "greedy answers identical with and without the cache": figures["identical_turns"] == figures["turns"],
-    }
+def broken_promises(figures: dict[str, Any], load: Workload) -> list[str]:
+    """What the cache should have done and did not. How much it must save is known of the default load alone."""
+    promises = {"greedy answers identical with and without the cache": figures["identical_turns"] == figures["turns"]}
+    if load.is_default():
+        promises |= {
+            "hit rate above 60 %": figures["hit_rate"] > 0.6,
+            "first token at least 3x sooner": figures["first_token_speedup"] >= 3,
+        }
     return [promise for promise, kept in promises.items() if not kept]

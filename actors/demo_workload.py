@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 PAGE_SIZE = 16
 VOCABULARY = 4096
+MAX_POSITIONS = 32_768  # of the model
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,16 @@ class Workload:
             raise ValueError(
                 f"pool_tokens must be a multiple of {PAGE_SIZE}, and at least {longest} for one conversation"
             )
+        if longest > MAX_POSITIONS:
+            raise ValueError(f"a conversation grows to {longest} tokens, but the model takes {MAX_POSITIONS}")
+        if self.turns == 1 and all(each.is_first for each in draw_conversations(self)):
+            raise ValueError(
+                "no prompt shares a prefix with another: each conversation has one turn and a system prompt of its own"
+            )
+
+    def is_default(self) -> bool:
+        """Whether it is the load for which the demo knows how much sharing must save; any seed will do."""
+        return replace(self, seed=0) == Workload()
 
 
 @dataclass(frozen=True)

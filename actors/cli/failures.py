@@ -40,6 +40,8 @@ class Failure:
 
 def failure_of(error: Exception) -> Failure | None:
     """What to tell of an error that is meant for the user; None for one that is a bug."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:  # of a task group
+        error = error.exceptions[0]
     kind = type(error).__name__
     if isinstance(error, CommandError):
         return Failure(kind, error.message, error.advice, error.exit_code)

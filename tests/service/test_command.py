@@ -19,7 +19,8 @@ from command_line import run, run_json
 
 from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cache_async
 from raydix.actors.cli.app import COMMANDS
-from raydix.schemas import CacheConfig, LeaseConfig, PoolConfig
+from raydix.actors.cli.failures import failure_of
+from raydix.schemas import CacheConfig, InvalidRequest, LeaseConfig, PoolConfig
 
 pytestmark = pytest.mark.ray
 
@@ -223,6 +224,15 @@ def test_a_cache_that_is_not_there_is_an_error_that_names_those_that_are(busy: l
     assert error["type"] == "CommandError"
     elsewhere = run("stats", "kv-0", "--namespace", "nowhere", exit_code=3).stderr
     assert f"there: none\n  try: --namespace, as there is kv-0 in {where[1]}" in elsewhere
+
+
+def test_an_error_out_of_a_group_of_tasks_is_told_as_if_there_were_no_group() -> None:
+    error = InvalidRequest("a prompt needs at least one token id")
+
+    failure = failure_of(ExceptionGroup("tasks", [ExceptionGroup("tasks", [error])]))
+
+    assert failure == failure_of(error)
+    assert failure_of(ExceptionGroup("tasks", [error, error])) is None
 
 
 def test_wrong_settings_are_told_before_anything_is_asked_of_ray(tmp_path: Path) -> None:
