@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from raydix.actors import wire
 from raydix.actors.core_factory import build_core
@@ -106,6 +107,7 @@ class CacheService:
         self.insight = Insight(self.core, clock)
         self._clock = clock
         self._recorder: TrafficRecorder | None = None
+        self._recording_end: asyncio.TimerHandle | None = None
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
             self.core.watches.append(self.ghost.curve)
@@ -294,22 +296,31 @@ class CacheService:
         return self.feed.snapshot(self.core.resident_pages())
 
     def start_recording(self, request: StartRecording) -> None:
-        """Record requests from now on.
+        """Record requests from now on. Its time over, a recording writes its file by itself, if a loop runs here.
 
         Raises:
-            InvalidRequest: there is a recording already, or its file cannot be made.
+            InvalidRequest: there is a recording already that is not over, or its file cannot be made.
         """
-        if self._recorder is not None:
+        if self._recorder is not None and not self._recorder.is_over:
             raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path}: stop it first")
-        self._recorder = TrafficRecorder(request, self._clock)
-        self.core.watches.append(self._recorder)
+        self._recorder = recorder = TrafficRecorder(request, self._clock)
+        self.core.watches.append(recorder)
+        with suppress(RuntimeError):  # no loop: somebody will stop it
+            loop = asyncio.get_running_loop()
+            self._recording_end = loop.call_later(request.max_seconds, self._end_recording, recorder)
+
+    def _end_recording(self, recorder: TrafficRecorder) -> None:
+        """Its time is over. Who began it may have gone, or may still ask what became of it."""
+        if recorder in self.core.watches:
+            self.core.watches.remove(recorder)
+            asyncio.get_running_loop().run_in_executor(None, recorder.finish)
 
     def recording(self) -> RecordingStatus | None:
-        """How the recording fares; None if there is none."""
+        """How the recording fares, or fared if it ended by itself; None if there is none."""
         return None if self._recorder is None else self._recorder.status()
 
     async def stop_recording(self) -> RecordingStatus:
-        """End the recording and write its file, in a thread.
+        """End the recording and write its file, in a thread; what became of it, if it ended by itself.
 
         Raises:
             InvalidRequest: there is none.
@@ -317,7 +328,10 @@ class CacheService:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             raise InvalidRequest("there is no recording to stop")
-        self.core.watches.remove(recorder)
+        if self._recording_end is not None:
+            self._recording_end.cancel()
+        if recorder in self.core.watches:
+            self.core.watches.remove(recorder)
         return await asyncio.to_thread(recorder.finish)
 
     def report(self) -> CacheReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +22,16 @@ class TrafficRecorder:
         clock: seconds, of any origin.
 
     Raises:
-        InvalidRequest: the file cannot be made.
+        InvalidRequest: the file cannot be made, or is there already.
     """
 
     def __init__(self, request: StartRecording, clock: Callable[[], float]) -> None:
+        path = Path(request.path)
+        if path.is_dir() or (path.exists() and not request.overwrite):
+            what = "is a folder" if path.is_dir() else "is there already, and is not to be overwritten"
+            raise InvalidRequest(f"cannot record to {request.path!r} on the cache's node: it {what}")
         try:
-            self._writer = TrafficWriter(Path(request.path))
+            self._writer = TrafficWriter(path)
         except OSError as error:
             raise InvalidRequest(f"cannot record to {request.path!r} on the cache's node: {error.strerror}") from None
         self._request = request
@@ -34,6 +39,13 @@ class TrafficRecorder:
         self._began_at = clock()
         self._open: dict[LeaseRecord, tuple[float, RadixKey]] = {}
         self._num_begun = 0
+        self._finishing = threading.Lock()
+        self._ended: RecordingStatus | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """The file has been written, or could not be."""
+        return self._ended is not None
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """A request begins."""
@@ -54,15 +66,21 @@ class TrafficRecorder:
         """Nothing to do."""
 
     def finish(self) -> RecordingStatus:
-        """Write the file, with the requests that are under way as they are. Waits for the disk: not on the loop."""
-        last = [_recorded(lease, *begun) for lease, begun in self._open.items()]
-        self._open.clear()
-        self._writer.finish(last)
-        return self.status()
+        """Write the file, with the requests that are under way as they are. Waits for the disk: not on the loop.
+
+        It must watch no more. Done again it says once more what became of it.
+        """
+        with self._finishing:
+            if self._ended is None:
+                last = [_recorded(lease, *begun) for lease, begun in self._open.items()]
+                self._open.clear()
+                self._writer.finish(last)
+                self._ended = self.status()
+        return self._ended
 
     def status(self) -> RecordingStatus:
-        """How it fares."""
-        return RecordingStatus(
+        """How it fares, or what became of it."""
+        return self._ended or RecordingStatus(
             path=str(self._writer.path),
             seconds=self._clock() - self._began_at,
             requests=self._writer.num_written,

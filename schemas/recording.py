@@ -10,9 +10,12 @@ from raydix.schemas.message import Message
 class StartRecording(Message):
     """Record requests to a file on the cache's node, in the Mooncake format: lengths, times, hashes; no token ids."""
 
-    path: str = Field(min_length=1, description="on the cache's node; what is there is overwritten once all is written")
+    path: str = Field(min_length=1, description="on the cache's node")
     max_requests: int = Field(default=100_000, ge=1, description="requests beyond them are not recorded")
-    max_seconds: float = Field(default=3600.0, gt=0, allow_inf_nan=False, description="nor those that begin later")
+    max_seconds: float = Field(
+        default=3600.0, gt=0, allow_inf_nan=False, description="nor those that begin later: then the file is written"
+    )
+    overwrite: bool = Field(default=False, description="a file that is there already, once the new one is whole")
 
 
 class RecordingStatus(Message):

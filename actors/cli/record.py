@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
+from raydix.actors.cli.failures import FAILED
 from raydix.actors.cli.output import AsJson, show
 from raydix.schemas import RecordingStatus, StartRecording
 
@@ -22,6 +25,9 @@ def record(
     ),
     seconds: Annotated[float, typer.Option(min=0.0, help="How long; Ctrl-C ends it before.")] = 60.0,
     max_requests: Annotated[int, typer.Option(min=1, metavar="N", help="And how many requests at most.")] = 100_000,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="A FILE that is there, once the new one is whole; else it is refused.")
+    ] = False,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
@@ -33,25 +39,42 @@ def record(
     """
     join(address, namespace)
     cache = cache_handle(name, namespace)
-    request = StartRecording(path=str(out.absolute()), max_requests=max_requests, max_seconds=seconds or _ROUND_S)
+    request = StartRecording(
+        path=str(out.absolute()), max_requests=max_requests, max_seconds=seconds or _ROUND_S, overwrite=overwrite
+    )
+    _take_signals_for_ctrl_c()
     ask(cache.start_recording.remote(request))
     try:
-        _wait(cache, seconds)
+        _wait(cache, seconds, max_requests)
     except KeyboardInterrupt:
         typer.echo("stopping", err=True)
     status: RecordingStatus = ask(cache.stop_recording.remote(), timeout_s=None)
     show(status, as_json, lambda: _told(status))
+    if status.error:
+        raise typer.Exit(FAILED)
 
 
-def _wait(cache: Any, seconds: float) -> None:
-    """Until it is over, or the cache is gone."""
+def _take_signals_for_ctrl_c() -> None:
+    """A request to end this process, or its terminal's end, ends the recording, too."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
+
+
+def _wait(cache: Any, seconds: float, max_requests: int) -> None:
+    """Until time is over, as many requests have ended, or the cache is gone."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(_ROUND_S, left))
-        ask(cache.recording.remote())
+        status: RecordingStatus | None = ask(cache.recording.remote())
+        if status is None or status.requests + status.dropped >= max_requests:
+            return
 
 
 def _told(status: RecordingStatus) -> str:
+    if status.error:
+        return f"{status.path}: could not write: {status.error}"
     dropped = f", {status.dropped:,} dropped" if status.dropped else ""
-    problem = f"\ncould not write: {status.error}" if status.error else ""
-    return f"{status.path}: {status.requests:,} requests{dropped}; try: raydix replay {status.path}{problem}"
+    return f"{status.path}: {status.requests:,} requests{dropped}; try: raydix replay {status.path}"

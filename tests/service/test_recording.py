@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -35,6 +39,13 @@ def clock() -> Clock:
 @pytest.fixture
 def service(clock: Clock) -> CacheService:
     return CacheService(CONFIG, "epoch", clock=clock)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Wait for something that happens elsewhere."""
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 -- it tells nobody
+            await asyncio.sleep(0.01)
 
 
 def begin(service: CacheService, name: str, prompt: list[int], extra_key: str | None = None) -> None:
@@ -114,6 +125,39 @@ async def test_it_ends_by_itself(service: CacheService, clock: Clock, tmp_path: 
             end(service, f"{name}{number}")
             clock.now += 0.6
         assert (await service.stop_recording()).requests == 2
+
+
+async def test_whose_time_is_over_writes_its_file_and_makes_room_for_the_next(
+    service: CacheService, tmp_path: Path
+) -> None:
+    service.start_recording(StartRecording(path=str(tmp_path / "a"), max_seconds=0.01))
+    begin(service, "a", A)
+    recorder = service._recorder
+    assert recorder is not None
+    await until(lambda: recorder.is_over)
+    assert service.recording() == recorder.status()
+    service.start_recording(StartRecording(path=str(tmp_path / "b"), max_seconds=0.01))
+    await until((tmp_path / "b").exists)
+
+    status = await service.stop_recording()
+
+    assert (status.path, status.requests) == (str(tmp_path / "b"), 0)
+    assert len(read_trace(tmp_path / "a")) == 1
+    assert service.recording() is None
+    service.core.release("a", "session")
+
+
+async def test_what_is_there_is_not_lost(service: CacheService, tmp_path: Path) -> None:
+    (there := tmp_path / "t.jsonl").write_text("kept")
+    with pytest.raises(InvalidRequest, match="is a folder"):
+        service.start_recording(StartRecording(path=str(tmp_path), overwrite=True))
+    with pytest.raises(InvalidRequest, match="is there already"):
+        service.start_recording(StartRecording(path=str(there)))
+
+    service.start_recording(StartRecording(path=str(there), overwrite=True))
+    assert there.read_text() == "kept"
+    await service.stop_recording()
+    assert there.read_text() == ""
 
 
 async def test_there_is_one_recording_at_a_time(service: CacheService, tmp_path: Path) -> None:
@@ -202,3 +246,49 @@ async def test_the_command_records_for_a_while(
 
     assert f"{tmp_path / 't.jsonl'}: 0 requests" in told.stdout.replace("\n", "")
     assert (tmp_path / "t.jsonl").exists()
+
+
+@pytest.mark.ray
+async def test_the_command_ends_with_the_last_request_that_it_was_to_record(
+    running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path
+) -> None:
+    cache, named = running
+    limits = ("--seconds", 300, "--max-requests", 1)
+    recording = asyncio.create_task(asyncio.to_thread(run_json, "record", *named, "-o", tmp_path / "t", *limits))
+    await until((tmp_path / "t.part").exists)
+    async with PrefixCacheClient(cache) as client:
+        await (await client.acquire(A)).insert(A, release=True)
+        await (await client.acquire(B)).insert(B, release=True)
+
+        assert (await asyncio.wait_for(recording, 30))["requests"] == 1
+
+
+@pytest.mark.ray
+async def test_the_command_fails_where_the_file_could_not_be_written(
+    running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path
+) -> None:
+    _, named = running
+    options = ("-o", tmp_path / "t", "--seconds", 1)
+    recording = asyncio.create_task(asyncio.to_thread(run, "record", *named, *options, exit_code=1))
+    await until((tmp_path / "t.part").exists)
+    (tmp_path / "t").mkdir()
+
+    assert "could not write: " in (await recording).stdout
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_command_that_is_told_to_end_ends_the_recording(
+    running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path, number: signal.Signals
+) -> None:
+    cache, named = running
+    command = (sys.executable, "-m", "raydix.actors.cli", "record", *named, "-o", str(tmp_path / "t"))
+    environ = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    recording = await asyncio.create_subprocess_exec(*command, env=environ, stdout=subprocess.PIPE)
+    await until((tmp_path / "t.part").exists)
+
+    recording.send_signal(number)
+
+    assert b"0 requests" in (await recording.communicate())[0]
+    assert recording.returncode == 0
+    assert await cache.recording.remote() is None
