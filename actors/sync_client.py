@@ -24,9 +24,11 @@ R = TypeVar("R")
 def _plain(
     verb: Callable[Concatenate[CacheVerbs, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[SyncClient, P], R]:
+    name = verb.__name__
+
     @wraps(verb)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.thread.run(verb(self.client, *args, **kwargs))
+        return self.thread.run(getattr(self.client, name)(*args, **kwargs))  # which tracing may have replaced
 
     return call
 
@@ -34,9 +36,11 @@ def _plain(
 def _leasing(
     verb: Callable[Concatenate[CacheVerbs, P], Coroutine[Any, Any, Lease]],
 ) -> Callable[Concatenate[SyncClient, P], SyncLease]:
+    name = verb.__name__
+
     @wraps(verb)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> SyncLease:
-        return SyncLease(self, self.thread.run(verb(self.client, *args, **kwargs), undo=Lease.abort))
+        return SyncLease(self, self.thread.run(getattr(self.client, name)(*args, **kwargs), undo=Lease.abort))
 
     return call
 

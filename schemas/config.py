@@ -101,7 +101,7 @@ class GhostConfig(_Config):
 
     max_factor: float = Field(default=8.0, ge=1, le=1024, description="the largest of them, in pools")
     max_pages: int = Field(
-        default=16_384, ge=256, description="pages followed, 150 bytes each; a sample where that pool holds more"
+        default=16_384, ge=256, description="pages followed, 200 bytes each; a sample where that pool holds more"
     )
 
 

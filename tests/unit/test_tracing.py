@@ -8,7 +8,7 @@ import pytest
 from cache_under_test import small_config
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tracing import VERBS, trace_verbs
+from raydix.actors.tracing import VERBS, stop_tracing, trace_verbs
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import PoolExhausted
 
@@ -50,6 +50,18 @@ async def test_each_request_of_a_batch_has_its_span_below_its_caller(spans: Any)
         assert [span.name for span in own] == ["raydix.acquire", "raydix.insert", "raydix.release"]
         assert {span.attributes["raydix.lease"] for span in own} == {lease}
         assert own[1].attributes["raydix.num_inserted"] == 3
+
+
+def test_plain_calls_are_traced_as_long_as_the_others(spans: Any) -> None:
+    with LocalPrefixCache(small_config()).sync as cache:
+        with cache.acquire([1, 2, 3]) as lease:
+            lease.insert([1, 2, 3])
+        cache.match([1, 2, 3])
+        stop_tracing()
+        cache.match([1, 2, 3])
+
+    names = [span.name for span in spans.get_finished_spans()]
+    assert names == ["raydix.acquire", "raydix.insert", "raydix.release", "raydix.match"]
 
 
 async def test_a_refused_request_tells_its_error(spans: Any) -> None:
