@@ -17,6 +17,7 @@ from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=64))
 INDEX = ("--set", "pool.num_slots=64", "--set", "pool.device=auto")
+TENSORS = (*INDEX, *("--set", "pool.num_layers=1", "--set", "pool.num_kv_heads=1", "--set", "pool.head_dim=8"))
 
 
 @ray.remote(num_gpus=0.4, num_cpus=0)
@@ -71,10 +72,15 @@ def main() -> None:
     """Start, look, refuse, stop."""
     ray.init("local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
 
-    started = run_json("start", *INDEX)
+    (without_tensors,) = run_json("start", "--name", "index", *INDEX)
+    assert without_tensors["num_bytes"] == 0, without_tensors
+    until_free(2)
+    run("stop", "index-0")
+
+    started = run_json("start", *TENSORS)
     assert [each["name"] for each in started] == ["kv-0", "kv-1"], started
     until_free(0)
-    again = run_json("start", *INDEX)
+    again = run_json("start", *TENSORS)
     assert [each["reused"] for each in again] == [True, True], again
     assert [each["epoch"] for each in again] == [each["epoch"] for each in started]
 
@@ -84,7 +90,7 @@ def main() -> None:
     unplaced = Worker.options(num_gpus=0).remote()
     assert ray.get([beside_each[0].may_use_gpu.remote(), unplaced.may_use_gpu.remote()]) == [True, False]
 
-    refused = run_json("start", *INDEX, "--count", 3, "--timeout", 2, exit_code=3)["error"]
+    refused = run_json("start", *TENSORS, "--count", 3, "--timeout", 2, exit_code=3)["error"]
     assert "'kv-2' found no node with a free GPU" in refused["message"], refused
     assert [row["name"] for row in run_json("list")] == ["kv-0", "kv-1"]
 

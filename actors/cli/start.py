@@ -42,14 +42,18 @@ def start(
 ) -> None:
     """Start caches that outlive this command: one on each GPU of the cluster, or one on the CPU where there is none.
 
+    One, too, and no GPU is taken, where the pool has no layers: there is nothing to lie on a GPU.
+
     A setting is taken from `--set`, else from the environment (`RAYDIX_POOL_NUM_SLOTS`), else from the file, else it
     has its default. A cache that runs with the same settings already is left as it is.
     """
     settings = load_settings(file, options=[*(options or ()), *([f"name={name}"] if name else ())])
     join(address, namespace)
     from raydix.actors.placement import num_gpus
+    from raydix.actors.pool_export import layout_of
 
-    on_gpu = settings.config.pool.device != "cpu" and num_gpus() > 0
+    may_lie_on_gpu = settings.config.pool.device != "cpu" and layout_of(settings.config).num_bytes > 0
+    on_gpu = may_lie_on_gpu and num_gpus() > 0
     there = set(cache_names(namespace))
     started = []
     for number in range(count or (num_gpus() if on_gpu else 1)):
@@ -95,9 +99,10 @@ def _report(started: list[dict[str, Any]], namespace: str) -> Group:
         )
     first = started[0]["name"]
     cache = f'"{first}"' if namespace == "raydix" else f'connect("{first}", namespace="{namespace}")'
+    on_gpu = "num_gpus=0.9, " if started[0]["device"] == "cuda" else ""
     lines = (
         f"connect:  async with PrefixCacheClient({cache}) as client: ...",
-        f"worker:   Worker.options(scheduling_strategy=beside({cache})).remote({cache})",
+        f"worker:   Worker.options({on_gpu}scheduling_strategy=beside({cache})).remote({cache})",
         f"watch:    raydix stats {first} --watch",
         f"end:      raydix stop {' '.join(each['name'] for each in started)}",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -16,10 +17,12 @@ import numpy as np
 import pytest
 import ray
 from command_line import run, run_json
+from rich.console import Console
 
 from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cache_async
 from raydix.actors.cli.app import COMMANDS
 from raydix.actors.cli.failures import failure_of
+from raydix.actors.cli.start import _report
 from raydix.schemas import CacheConfig, InvalidRequest, LeaseConfig, PoolConfig
 
 pytestmark = pytest.mark.ray
@@ -107,6 +110,16 @@ def test_start_says_how_to_connect_and_what_it_says_works(namespace: str) -> Non
     assert [row["name"] for row in run_json("list", "--namespace", namespace)] == ["kv-0", "kv-1"]
     stopped = run("stop", "--all", "--namespace", namespace).stdout
     assert stopped == "kv-0: stopped\nkv-1: stopped\n"
+
+
+@pytest.mark.parametrize(("device", "options"), [("cpu", "(scheduling"), ("cuda", "(num_gpus=0.9, scheduling")])
+def test_start_says_that_a_worker_beside_a_gpu_pool_takes_its_share(device: str, options: str) -> None:
+    facts = {"name": "kv-0", "device": device, "node_id": "n", "num_slots": 64, "num_bytes": 64, "reused": False}
+    console = Console(record=True, width=200, file=io.StringIO())
+
+    console.print(_report([facts], "raydix"))
+
+    assert f"Worker.options{options}_strategy=beside(" in console.export_text()
 
 
 async def test_stop_drains_for_as_long_as_it_is_told_and_says_what_was_cut_short(namespace: str) -> None:
