@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 import typer
@@ -30,11 +31,16 @@ def stop(
     join(address, namespace)
     chosen = cache_names(namespace) if every else list(dict.fromkeys(names or ()))
     handles = [(name, cache_handle(name, namespace)) for name in chosen]  # all of them, before anything ends
-    results = [_stop(name, cache, drain_s, namespace) for name, cache in handles]
+    ends: list[Any] = [
+        cache.shutdown.remote(drain_s) for _, cache in handles
+    ]  # at once: none grants while others drain
+    deadline = time.monotonic() + drain_s + _SHUTDOWN_S
+    results = [_stop(name, cache, end, deadline, namespace) for (name, cache), end in zip(handles, ends, strict=True)]
     show(results, as_json, lambda: "\n".join(map(_sentence, results)) or "no cache runs")
 
 
-def _stop(name: str, cache: Any, drain_s: float, namespace: str) -> dict[str, Any]:
+def _stop(name: str, cache: Any, end: Any, deadline: float, namespace: str) -> dict[str, Any]:
+    """End a cache that is shutting down already, when it has done so, or at the deadline."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -42,7 +48,7 @@ def _stop(name: str, cache: Any, drain_s: float, namespace: str) -> dict[str, An
 
     answered, cut_short = True, None
     try:
-        cut_short = ray.get(cache.shutdown.remote(drain_s), timeout=drain_s + _SHUTDOWN_S)
+        cut_short = ray.get(end, timeout=max(0.0, deadline - time.monotonic()))
     except (GetTimeoutError, RayActorError):
         answered = False
     ray.kill(cache)
