@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from errno import EACCES, EISDIR, ENOENT
+from io import BytesIO
 from itertools import cycle, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,25 @@ if TYPE_CHECKING:
     from raydix.actors.trace import TracedRequest
 
 _WINDOWS = 60  # of equal length, for the rate over time
+
+
+def check_can_draw(path: Path) -> None:
+    """Nothing stands in the way of a picture there.
+
+    Raises:
+        ImportError: matplotlib is not there.
+        OSError: there is no such folder, or it is none to write to.
+        ValueError: matplotlib knows no format of the path's suffix.
+    """
+    from matplotlib.figure import Figure
+
+    Figure().savefig(BytesIO(), format=path.suffix.removeprefix(".") or None)
+    if path.is_dir():
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(EACCES, os.strerror(EACCES))
 
 
 def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) -> None:

@@ -35,6 +35,8 @@ class TracedRequest(BaseModel):
             raise ValueError(f"{self.input_length} tokens need {needed} hash ids, not {len(self.hash_ids)}")
         if min(self.hash_ids) < 0:
             raise ValueError("hash ids must not be negative")
+        if max(self.hash_ids) >= 2**64:
+            raise ValueError("hash ids must be below 2**64")
         return self
 
     def tokens(self) -> NDArray[np.uint32]:

@@ -41,6 +41,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.trace is None:
         parser.error("give the path of a trace, or set RAYDIX_TRACE")
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        parser.error(f"{args.json} cannot be written: it is a folder, or there is none for it")
     return args
 
 

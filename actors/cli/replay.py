@@ -65,7 +65,7 @@ def replay(
     if ghost:
         configs = [config.model_copy(update={"ghost": GhostConfig()}) for config in configs]
     if plot is not None:
-        _check_can_plot()
+        _check_can_plot(plot)
     if on_ray:
         join(address, "raydix")
     replays = _replay_all(requests, configs, on_ray)
@@ -129,12 +129,21 @@ def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: 
     return replays
 
 
-def _check_can_plot() -> None:
+def _check_can_plot(path: Path) -> None:
     """Say before the work that its picture could not be drawn after it."""
     try:
-        import matplotlib  # noqa: F401
+        from raydix.actors.replay_plot import check_can_draw
+
+        check_can_draw(path)
     except ImportError:
         raise CommandError("--plot needs matplotlib", "pip install 'raydix[plot]'", USAGE) from None
+    except (OSError, ValueError) as error:
+        raise _cannot_plot(path, error) from None
+
+
+def _cannot_plot(path: Path, error: OSError | ValueError) -> CommandError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return CommandError(f"{path}: {reason}", "--plot rates.png", USAGE)
 
 
 def _plot(path: Path, replays: list[Replay], trace: list[TracedRequest]) -> None:
@@ -143,7 +152,7 @@ def _plot(path: Path, replays: list[Replay], trace: list[TracedRequest]) -> None
     try:
         plot(path, replays, trace)
     except (OSError, ValueError) as error:
-        raise CommandError(f"{path}: {error}", "--plot rates.png", USAGE) from None
+        raise _cannot_plot(path, error) from None
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

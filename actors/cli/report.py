@@ -15,6 +15,8 @@ from raydix.actors.cli.replay import checked_config, requests_of
 if TYPE_CHECKING:
     from raydix.schemas import CacheConfig, CacheReport
 
+_OF_FILES = (".json", ".jsonl")  # a cache may be called llama-3.1-0
+
 
 def report(
     source: Annotated[str, typer.Argument(metavar="NAME|TRACE", help="A running cache, or a file of traffic.")],
@@ -37,6 +39,8 @@ def report(
     """
     if (path := Path(source)).is_file():
         told, config = _of_trace(path, capacity, page_size, policy, limit)
+    elif path.suffix in _OF_FILES or "/" in source:
+        raise CommandError(f"{source}: no such file", "raydix list, for the names of caches that run", USAGE)
     else:
         told, config = _of_cache(source, address, namespace)
     _write(out, told, config, source)

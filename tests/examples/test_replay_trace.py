@@ -35,3 +35,13 @@ def test_a_malformed_trace_ends_in_one_line_and_not_in_a_traceback(tmp_path: Pat
 
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path}/bad.jsonl, line 1: timestamp: Field required\n"
+
+
+def test_where_figures_could_not_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLE, write_trace(tmp_path), "--local", "--json", tmp_path / "no" / "out.json"]
+
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "no/out.json cannot be written" in done.stderr

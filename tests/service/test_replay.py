@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import matplotlib
@@ -95,12 +96,15 @@ def test_background_eviction_can_be_switched_on(trace: Path) -> None:
     [
         (("--capacity", 1000), "a capacity of 1000 tokens is no multiple of the page, 512\n  try: --capacity 512"),
         (("--capacity", 2048, "--policy", "lur"), "policy: Input should be 'lru', 'lfu'"),
-        (("--capacity", 2048, "--limit", 2, "--plot", "rates.nope"), "rates.nope: Format 'nope' is not supported"),
+        (("--capacity", 2048, "--plot", "rates.nope"), "rates.nope: Format 'nope' is not supported"),
+        (("--capacity", 2048, "--plot", "no/rates.png"), "no/rates.png: No such file or directory"),
     ],
 )
-def test_what_cannot_be_replayed_is_said_with_what_to_do(
-    trace: Path, options: tuple[object, ...], complaint: str
+def test_what_cannot_be_replayed_is_said_with_what_to_do_before_the_work(
+    trace: Path, options: tuple[object, ...], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raydix.actors.cli.replay._replay_all", lambda *_: pytest.fail("it was replayed"))
+
     assert f"error: {complaint}" in run("replay", trace, *options, exit_code=2).stderr
 
 
@@ -112,6 +116,10 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do(
         ('{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}', "line 2: input_length: "),
         ('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [4]}', "600 tokens need 2 hash ids"),
         ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-4]}', "must not be negative"),
+        (
+            f'{{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [{2**65}]}}',
+            "line 2: .*ids must be below",
+        ),
     ],
 )
 def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, line: str, complaint: str) -> None:
@@ -120,7 +128,7 @@ def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, line: str,
 
     with pytest.raises(TraceError, match=complaint):
         read_trace(path)
-    assert complaint in run("replay", path, exit_code=2).stderr
+    assert re.search(complaint, run("replay", path, exit_code=2).stderr)
 
 
 @pytest.mark.parametrize(("name", "complaint"), [("none", "No such file"), ("empty", "no requests in it")])

@@ -69,3 +69,8 @@ def test_what_is_neither_a_cache_nor_a_file_is_named(busy: list[str]) -> None:
 
     assert "no cache named 'kv-9'" in result.stderr
     assert "there: kv-0" in result.stderr
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "no/trace"])
+def test_a_file_that_is_not_there_is_no_name_of_a_cache(source: str) -> None:
+    assert f"error: {source}: no such file" in run("report", source, exit_code=2).stderr
