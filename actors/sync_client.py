@@ -28,7 +28,8 @@ def _plain(
 
     @wraps(verb)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.thread.run(getattr(self.client, name)(*args, **kwargs))  # which tracing may have replaced
+        now: Callable[P, Coroutine[Any, Any, R]] = getattr(self.client, name)  # tracing may have replaced it
+        return self.thread.run(now(*args, **kwargs))
 
     return call
 
@@ -40,7 +41,8 @@ def _leasing(
 
     @wraps(verb)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> SyncLease:
-        return SyncLease(self, self.thread.run(getattr(self.client, name)(*args, **kwargs), undo=Lease.abort))
+        now: Callable[P, Coroutine[Any, Any, Lease]] = getattr(self.client, name)
+        return SyncLease(self, self.thread.run(now(*args, **kwargs), undo=Lease.abort))
 
     return call
 
