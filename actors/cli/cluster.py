@@ -46,8 +46,8 @@ def join(address: str | None, namespace: str) -> None:
     except (ConnectionError, SystemExit) as error:  # Ray ends the process where a cluster has gone without a word
         raise CommandError(
             "no Ray cluster runs here" if not address else f"the Ray cluster at {address} does not answer",
-            "ray start --head, or name a running cluster: --address HOST:6379 (or RAY_ADDRESS); one that asks for a "
-            "token takes this process only with its own (ray get-auth-token)",
+            "ray start --head, or name a running cluster: --address HOST:6379 (or RAY_ADDRESS); to one that asks for a "
+            "token Ray shows it only after export RAY_AUTH_MODE=token (ray get-auth-token)",
             UNREACHABLE,
         ) from error
 
