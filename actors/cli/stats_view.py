@@ -124,7 +124,7 @@ def _add_holders(table: Table, stats: CacheStats) -> None:
         table.add_row("", f"{len(stats.owners) - _MOST_OWNERS:,} more owners")
     for tenant in stats.tenants:
         cap = "no cap" if tenant.cap_slots is None else f"cap {tenant.cap_slots:,}"
-        name = "all others" if tenant.name is None else tenant.name
+        name = tenant.name or "others"
         table.add_row("tenant", f"{name}: {tenant.held_slots:,} slots (floor {tenant.floor_slots:,}, {cap})")
 
 

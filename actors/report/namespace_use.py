@@ -59,7 +59,7 @@ class NamespaceUse:
 def namespace_label(extra_key: str | None) -> str:
     """What people call a namespace: the fields that make it."""
     if extra_key is None:
-        return "default"
+        return "no namespace"
     named = zip(("extra_key", "lora_id", "cache_salt"), unframe_namespace(extra_key), strict=True)
     return ", ".join(f"{name}={field}" for name, field in named if field is not None)
 

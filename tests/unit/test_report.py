@@ -8,7 +8,7 @@ from set_clock import Clock
 
 from raydix.actors.cache_service import CacheService
 from raydix.actors.report.history import History
-from raydix.actors.report.namespace_use import NamespaceUse
+from raydix.actors.report.namespace_use import NamespaceUse, namespace_label
 from raydix.actors.report.page import render
 from raydix.actors.report.treemap import Rect, squarify
 from raydix.actors.report.units import short_count, short_time
@@ -155,6 +155,10 @@ def test_namespaces_are_counted_apart_and_the_small_ones_together() -> None:
         "all others", 998, 998 * 8, 0,
     )  # fmt: skip
     assert len(use._counts) <= 512
+
+
+def test_requests_without_a_namespace_are_called_what_the_tree_calls_them() -> None:
+    assert namespace_label(None) == "no namespace"
 
 
 def test_history_of_any_length_has_a_bounded_number_of_points_at_equal_distances(

@@ -107,7 +107,7 @@ def test_tenants_other_pools_and_what_if_are_shown_where_there_are_any() -> None
 
     assert "window pool 75.0% of 200 in use, 100 evictable" in text
     assert "tenant quiet: 30 slots (floor 20, no cap)" in text
-    assert "tenant all others: 30 slots (floor 20, cap 900)" in text
+    assert "tenant others: 30 slots (floor 20, cap 900)" in text
     assert "twice the pool would give +10.0 points" in text
 
 
