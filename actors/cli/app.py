@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -65,5 +66,22 @@ app = typer.Typer(
     epilog="Every command takes `--json`: one JSON document on stdout, nothing else. "
     "Exit status: 0 done, 1 failed or refused, 2 wrong usage or configuration, 3 no cluster or no such cache.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"raydix {version('raydix')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)

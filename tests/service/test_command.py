@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,7 +24,7 @@ from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cach
 from raydix.actors.cli.app import COMMANDS
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.start import _report
-from raydix.schemas import CacheConfig, InvalidRequest, LeaseConfig, PoolConfig
+from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, LeaseConfig, PoolConfig
 
 pytestmark = pytest.mark.ray
 
@@ -69,6 +70,10 @@ def test_help_lists_every_command_with_a_line_about_it() -> None:
     text = run("--help").stdout
 
     assert [command for command in COMMANDS if f"│ {command} " not in text] == []
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"raydix {version('raydix')}\n"
 
 
 # ---------------------------------------------------------------- start and stop
@@ -133,6 +138,28 @@ async def test_stop_drains_for_as_long_as_it_is_told_and_says_what_was_cut_short
     assert stopped.stdout == "kv-0: stopped, 1 open leases were cut short\n"
     await lease.release()
     await client.close()
+
+
+async def test_all_that_are_stopped_drain_at_once(namespace: str) -> None:
+    where = ["--namespace", namespace]
+    await asyncio.to_thread(run, "start", "--count", 2, "--set", "pool.num_slots=64", *where)
+    first, second = (PrefixCacheClient(connect(name, namespace=namespace)) for name in ("kv-0", "kv-1"))
+    held = await first.acquire([1, 2, 3])
+    await (await second.acquire([1, 2, 3])).release()
+    stopping = asyncio.create_task(asyncio.to_thread(run, "stop", "--all", "--drain", 30, *where))
+
+    async def until_refused() -> None:
+        while True:
+            await (await second.acquire([1, 2, 3])).release()
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(CacheUnavailable):
+        await asyncio.wait_for(until_refused(), 20)
+    assert not stopping.done()
+    await held.release()
+    assert (await stopping).stdout == "kv-0: stopped\nkv-1: stopped\n"
+    await first.close()
+    await second.close()
 
 
 def test_stop_wants_names_or_all(namespace: str) -> None:
