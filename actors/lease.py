@@ -262,22 +262,27 @@ class Lease:
         if isinstance(outcome, WindowResponse):
             self._held.note_window(asked.number, outcome.swa_page_starts)
 
+    @property
+    def _in_doubt(self) -> bool:
+        return self._unanswered > self._answered
+
     def _check_no_doubt(self) -> None:
-        if self._unanswered > self._answered:
+        if self._in_doubt:
             raise CacheUnavailable(f"an insert of lease {self.lease_id!r} was not answered: insert again, or abort it")
 
     @contextmanager
-    def extending(self) -> Iterator[tuple[int, int]]:
-        """Guard one extend at a time; gives the tokens covered and the pages known before it."""
-        self._check_no_doubt()
+    def extending(self) -> Iterator[tuple[int, int, int]]:
+        """Guard one extend at a time; gives the tokens covered and the pages known before it, and its number."""
         if self._extending:
             raise InvalidRequest(f"lease {self.lease_id!r} is being extended already: await one extend first")
         self._extending = True
         try:
-            yield self._held.num_slots, len(self._held.starts)
+            known = self._held.runs_of(self.published_len) if self._in_doubt else len(self._held.starts)
+            yield self._held.num_slots, known, self._held.ask()
         finally:
             self._extending = False
 
-    def note_extended(self, response: ExtendResponse, known_pages: int, num_slots: int) -> None:
+    def note_extended(self, response: ExtendResponse, known_pages: int, number: int, num_slots: int) -> None:
         """The lease covers `num_slots` tokens now."""
-        self._held.grow(known_pages, response.page_starts, response.swa_page_starts, num_slots)
+        self._answered = max(self._answered, number)
+        self._held.grow(number, known_pages, response.page_starts, response.swa_page_starts, num_slots)

@@ -87,11 +87,18 @@ class LeaseSlots:
             self.starts[first : first + len(changed)] = changed
             self._expanded = None
 
-    def grow(self, known_runs: int, starts: bytes, window_starts: bytes, num_slots: int) -> None:
-        """The lease covers so many tokens now. Its runs may go further, after an extend that was cancelled."""
+    def runs_of(self, num_tokens: int) -> int:
+        """How many whole runs so many tokens take."""
+        return num_tokens // self._run_len
+
+    def grow(self, asked: int, known_runs: int, starts: bytes, window_starts: bytes, num_slots: int) -> None:
+        """The lease covers so many tokens now, and its runs beyond some are these. They may go further, after an extend
+        that was cancelled."""
         added = np.frombuffer(starts, _INT32).astype(np.int64)
         self._starts = np.concatenate((self.starts[:known_runs], added))
-        self._window += window_starts[len(self._window) :]  # what is known may be newer: the answer has stood in line
+        known = self._window if self._told > asked else b""  # it may be newer: the answer has stood in line
+        self._window = known + window_starts[len(known) :]
+        self._told = max(self._told, asked)
         self.num_slots = num_slots
         self._expanded = self._window_expanded = None
 

@@ -171,7 +171,7 @@ class CacheVerbs(HandoverVerbs):
         await self._check_mine(lease)
         if type(num_tokens) is not int or num_tokens < 1:
             num_tokens = _positive(num_tokens)
-        with lease.extending() as (covered, known_pages):
+        with lease.extending() as (covered, known_pages, number):
             request = build(
                 ExtendRequest,
                 lease_id=lease.lease_id,
@@ -185,7 +185,7 @@ class CacheVerbs(HandoverVerbs):
                 if may_have_taken_effect(error):
                     self._compensate(WithdrawRequest(lease_id=lease.lease_id))
                 raise
-            lease.note_extended(response, known_pages, request.num_slots)
+            lease.note_extended(response, known_pages, number, request.num_slots)
         return lease.slots[covered : covered + num_tokens]
 
     async def release_window(self, lease: Lease, up_to: int) -> None:

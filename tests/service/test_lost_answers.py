@@ -114,10 +114,26 @@ async def test_slots_that_may_be_others_by_now_are_not_given(
     for look in (lambda: lease.slots, lambda: lease.swa_slots):
         with pytest.raises(CacheUnavailable, match="was not answered: insert again, or abort it"):
             look()
-    with pytest.raises(CacheUnavailable, match="was not answered"):
-        await lease.extend(1)
-
     await lease.insert(PROMPT)
+    check_known(cache, lease)
+
+
+async def test_a_growth_tells_of_the_slots_of_an_insert_that_was_not_answered(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    handle.lost = {"execute"}
+    with pytest.raises(CacheUnavailable):
+        await lease.insert(PROMPT)
+    handle.lost.clear()
+
+    assert len(await lease.extend(2)) == 2
+
+    core = cache._host.service.core
+    record = core.leases.get(lease.lease_id, lease.transport.session_id)
+    assert lease.slots.tolist() == record.starts.tolist()
+    assert lease.swa_slots.tolist() == core.swa_starts(record).tolist()
+    assert (lease.published_len, (await lease.insert(PROMPT)).num_inserted) == (0, 0)
     check_known(cache, lease)
 
 
