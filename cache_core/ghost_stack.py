@@ -33,7 +33,7 @@ class GhostStack:
     No page lies above the pages before it in its prefix, as long as groups name the last one first. That is the order
     in which whole leaves leave a tree, least recently used first.
 
-    Costs per use: a dictionary entry, and some numpy shared by a block of uses. Some 150 bytes a page.
+    Costs per use: a dictionary entry, and some numpy shared by a block of uses. Some 200 bytes a page.
     """
 
     def __init__(self, max_pages: int) -> None:

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import pytest
 import ray
+import torch
 from cache_under_test import small_config
 
 from raydix.actors import (
@@ -321,6 +322,7 @@ class Orphans(NamedTuple):
     cache: Any
     client: PrefixCacheClient
     lease: Lease
+    slots: torch.Tensor  # its own, as they were
     pool: AttachedPool
 
 
@@ -328,7 +330,8 @@ class Orphans(NamedTuple):
 async def killed(name: str) -> AsyncIterator[tuple[Orphans, asyncio.Task[Any]]]:
     cache = start_cache(CONFIG, name=name)
     client = PrefixCacheClient(cache)
-    orphans = Orphans(cache, client, await client.acquire([1] * 8), await client.attach_pool(mapped=False))
+    lease, pool = await client.acquire([1] * 8), await client.attach_pool(mapped=False)
+    orphans = Orphans(cache, client, lease, lease.slots, pool)
     waiting = asyncio.create_task(client.acquire([2]))
     while not (await client.stats()).waiters:  # noqa: ASYNC110 -- there is no event for it
         await asyncio.sleep(0.001)
@@ -347,7 +350,7 @@ VERBS: dict[str, Callable[[Orphans], Awaitable[Any]]] = {
     "attach_pool": lambda left: left.client.attach_pool(),
     "insert": lambda left: left.lease.insert([1]),
     "extend": lambda left: left.lease.extend(1),
-    "read_kv": lambda left: left.pool.read_kv(left.lease, left.lease.slots),
+    "read_kv": lambda left: left.pool.read_kv(left.lease, left.slots),
     "a new client": lambda left: PrefixCacheClient(left.cache).open(),
 }
 
