@@ -156,15 +156,15 @@ class PrefixCacheActor:
 
     async def start_recording(self, request: StartRecording) -> None:
         """Record requests to a file on this node from now on."""
-        self._host.service.start_recording(request)
+        self._host.service.recordings.start(request)
 
     async def recording(self) -> RecordingStatus | None:
         """How the recording fares; None if there is none."""
-        return self._host.service.recording()
+        return self._host.service.recordings.status()
 
     async def stop_recording(self) -> RecordingStatus:
         """End the recording; its file is whole then."""
-        return await self._host.service.stop_recording()
+        return await self._host.service.recordings.stop()
 
     async def report(self) -> CacheReport:
         """What the cache has been doing, for people; without a session."""

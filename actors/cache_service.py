@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from raydix.actors import wire
 from raydix.actors.core_factory import build_core
+from raydix.actors.core_stats import core_stats
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.ghost import Ghost
@@ -23,12 +23,10 @@ from raydix.actors.report.insight import Insight
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
 from raydix.actors.session_keeper import SessionKeeper
 from raydix.actors.session_table import Session
-from raydix.actors.traffic_recorder import TrafficRecorder
+from raydix.actors.traffic_recordings import Recordings
 from raydix.actors.typed_messages import arrived, seconds
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import KVPool
-from raydix.cache_core.cache_facts import PoolSizes
-from raydix.cache_core.tenants import Tenant
 from raydix.schemas import (
     AdoptRequest,
     Batch,
@@ -47,14 +45,10 @@ from raydix.schemas import (
     Message,
     NextEvents,
     OpenSession,
-    PoolStats,
-    RecordingStatus,
     SessionRef,
     SessionResponse,
     StaleEpoch,
-    StartRecording,
     StatsRequest,
-    TenantStats,
     WaitRequest,
 )
 from raydix.schemas.message import assemble
@@ -105,9 +99,7 @@ class CacheService:
 
         self.core.use_clock(clock)
         self.insight = Insight(self.core, clock)
-        self._clock = clock
-        self._recorder: TrafficRecorder | None = None
-        self._recording_end: asyncio.TimerHandle | None = None
+        self.recordings = Recordings(self.core.watches, clock)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
             self.core.watches.append(self.ghost.curve)
@@ -202,8 +194,8 @@ class CacheService:
             self.feed.close()
         self.lag.stop()
         self.insight.stop()
-        if self._recorder is not None:
-            await self.stop_recording()
+        if self.recordings.status() is not None:
+            await self.recordings.stop()
         await self.eviction_task.stop()
 
     # ---------------------------------------------------------------- execution
@@ -295,108 +287,24 @@ class CacheService:
             return InvalidRequest(_NO_EVENTS)
         return self.feed.snapshot(self.core.resident_pages())
 
-    def start_recording(self, request: StartRecording) -> None:
-        """Record requests from now on. Its time over, a recording writes its file by itself, if a loop runs here.
-
-        Raises:
-            InvalidRequest: there is a recording already that is not over, or its file cannot be made.
-        """
-        if self._recorder is not None and not self._recorder.is_over:
-            raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path}: stop it first")
-        self._recorder = recorder = TrafficRecorder(request, self._clock)
-        self.core.watches.append(recorder)
-        with suppress(RuntimeError):  # no loop: somebody will stop it
-            loop = asyncio.get_running_loop()
-            self._recording_end = loop.call_later(request.max_seconds, self._end_recording, recorder)
-
-    def _end_recording(self, recorder: TrafficRecorder) -> None:
-        """Its time is over. Who began it may have gone, or may still ask what became of it."""
-        if recorder in self.core.watches:
-            self.core.watches.remove(recorder)
-            asyncio.get_running_loop().run_in_executor(None, recorder.finish)
-
-    def recording(self) -> RecordingStatus | None:
-        """How the recording fares, or fared if it ended by itself; None if there is none."""
-        return None if self._recorder is None else self._recorder.status()
-
-    async def stop_recording(self) -> RecordingStatus:
-        """End the recording and write its file, in a thread; what became of it, if it ended by itself.
-
-        Raises:
-            InvalidRequest: there is none.
-        """
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            raise InvalidRequest("there is no recording to stop")
-        if self._recording_end is not None:
-            self._recording_end.cancel()
-        if recorder in self.core.watches:
-            self.core.watches.remove(recorder)
-        return await asyncio.to_thread(recorder.finish)
-
     def report(self) -> CacheReport:
         """What the cache has been doing. O(1): a few ms."""
         return self.insight.report(self.stats())
 
     def stats(self) -> CacheStats:
         """A snapshot of every count."""
-        core, counters = self.core, self.core.counters
         return CacheStats(
             epoch=self.epoch,
-            num_slots=core.num_slots,
-            free_slots=core.free_slots,
-            private_slots=core.private_slots,
-            tree_slots=core.total_size(),
-            quarantined_slots=core.quarantined_slots,
-            evictable_slots=core.evictable_size(),
-            protected_slots=core.protected_size(),
-            open_leases=len(core.leases),
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
             waiters=len(self.line),
             expired_sessions=self.keeper.num_expired,
             dead_sessions=self.keeper.num_dead,
-            acquires=counters.acquires,
-            hits=counters.hits,
-            tokens_requested=counters.tokens_requested,
-            tokens_reused=counters.tokens_reused,
-            tokens_inserted=counters.tokens_inserted,
-            tokens_duplicate=counters.tokens_duplicate,
-            tokens_evicted=counters.tokens_evicted,
             exhausted=self._handlers.num_exhausted,
-            probes=counters.probes,
             batches=self._batches,
             requests=self._requests,
             loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
-            swa=_pool_stats(core.swa_sizes()),
-            state=_pool_stats(core.state_sizes()),
-            tenants=tuple(map(_tenant_stats, core.tenants)),
             ghost=None if self.ghost is None else self.ghost.stats(),
+            **core_stats(self.core),
         )
-
-
-def _tenant_stats(tenant: Tenant) -> TenantStats:
-    return TenantStats(
-        name=tenant.name,
-        held_slots=tenant.held,
-        evictable_slots=tenant.evictable,
-        floor_slots=tenant.floor,
-        cap_slots=tenant.cap,
-        tokens_evicted=tenant.evicted,
-    )
-
-
-def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:
-    if sizes is None:
-        return None
-    tree = sizes.evictable + sizes.protected
-    return PoolStats(
-        num_slots=sizes.num_slots,
-        free_slots=sizes.free,
-        private_slots=sizes.num_slots - sizes.free - tree - sizes.quarantined,
-        tree_slots=tree,
-        quarantined_slots=sizes.quarantined,
-        evictable_slots=sizes.evictable,
-        protected_slots=sizes.protected,
-    )

@@ -49,7 +49,7 @@ class LocalPrefixCache(CacheVerbs):
         Raises:
             InvalidRequest: there is a recording already, or its file cannot be made.
         """
-        self._host.service.start_recording(request)
+        self._host.service.recordings.start(request)
 
     async def stop_recording(self) -> RecordingStatus:
         """End the recording; its file is whole then.
@@ -57,7 +57,7 @@ class LocalPrefixCache(CacheVerbs):
         Raises:
             InvalidRequest: there is none.
         """
-        return await self._host.service.stop_recording()
+        return await self._host.service.recordings.stop()
 
     async def close(self, *, drain_s: float = 0) -> None:
         """Close the cache with all its sessions. Idempotent.

@@ -31,9 +31,7 @@ def stop(
     join(address, namespace)
     chosen = cache_names(namespace) if every else list(dict.fromkeys(names or ()))
     handles = [(name, cache_handle(name, namespace)) for name in chosen]  # all of them, before anything ends
-    ends: list[Any] = [
-        cache.shutdown.remote(drain_s) for _, cache in handles
-    ]  # at once: none grants while others drain
+    ends: list[Any] = [cache.shutdown.remote(drain_s) for _, cache in handles]  # none grants while others drain
     deadline = time.monotonic() + drain_s + _SHUTDOWN_S
     results = [_stop(name, cache, end, deadline, namespace) for (name, cache), end in zip(handles, ends, strict=True)]
     show(results, as_json, lambda: "\n".join(map(_sentence, results)) or "no cache runs")

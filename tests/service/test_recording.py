@@ -63,7 +63,7 @@ async def test_a_recording_tells_when_how_long_and_what_is_shared(
     service: CacheService, clock: Clock, tmp_path: Path
 ) -> None:
     begin(service, "before", A)
-    service.start_recording(StartRecording(path=str(tmp_path / "t.jsonl")))
+    service.recordings.start(StartRecording(path=str(tmp_path / "t.jsonl")))
     end(service, "before")
     begin(service, "long", [*A, *B, 1, 2, 3])
     clock.now += 0.5
@@ -75,7 +75,7 @@ async def test_a_recording_tells_when_how_long_and_what_is_shared(
     end(service, "other")
     begin(service, "open", [2**40, *A])
 
-    status = await service.stop_recording()
+    status = await service.recordings.stop()
 
     assert (status.requests, status.dropped, status.error) == (4, 0, None)
     long, short, other, last = read_trace(tmp_path / "t.jsonl")
@@ -91,12 +91,12 @@ async def test_a_recording_tells_when_how_long_and_what_is_shared(
 
 async def test_a_recording_replays_with_the_hits_that_the_cache_had(service: CacheService, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    service.start_recording(StartRecording(path=str(path)))
+    service.recordings.start(StartRecording(path=str(path)))
     for number in range(40):
         prompt = [token for block in range(number % 5 + 1) for token in range(block + number % 3, block + 512)]
         begin(service, f"{number}", [*prompt, number])
         end(service, f"{number}")
-    await service.stop_recording()
+    await service.recordings.stop()
 
     replayed = report_of_trace(read_trace(path), index_config(512 * 64)).stats
 
@@ -108,10 +108,10 @@ async def test_a_recording_replays_with_the_hits_that_the_cache_had(service: Cac
 async def test_two_recordings_have_no_ids_in_common(service: CacheService, tmp_path: Path) -> None:
     ids = []
     for name in ("a", "b"):
-        service.start_recording(StartRecording(path=str(tmp_path / name)))
+        service.recordings.start(StartRecording(path=str(tmp_path / name)))
         begin(service, name, A)
         end(service, name)
-        await service.stop_recording()
+        await service.recordings.stop()
         ids += read_trace(tmp_path / name)[0].hash_ids
 
     assert len(set(ids)) == 2
@@ -119,61 +119,61 @@ async def test_two_recordings_have_no_ids_in_common(service: CacheService, tmp_p
 
 async def test_it_ends_by_itself(service: CacheService, clock: Clock, tmp_path: Path) -> None:
     for name, limits in (("few", {"max_requests": 2}), ("soon", {"max_seconds": 1.0})):
-        service.start_recording(StartRecording(path=str(tmp_path / name), **limits))
+        service.recordings.start(StartRecording(path=str(tmp_path / name), **limits))
         for number in range(5):
             begin(service, f"{name}{number}", A)
             end(service, f"{name}{number}")
             clock.now += 0.6
-        assert (await service.stop_recording()).requests == 2
+        assert (await service.recordings.stop()).requests == 2
 
 
 async def test_whose_time_is_over_writes_its_file_and_makes_room_for_the_next(
     service: CacheService, tmp_path: Path
 ) -> None:
-    service.start_recording(StartRecording(path=str(tmp_path / "a"), max_seconds=0.01))
+    service.recordings.start(StartRecording(path=str(tmp_path / "a"), max_seconds=0.01))
     begin(service, "a", A)
-    recorder = service._recorder
+    recorder = service.recordings._recorder
     assert recorder is not None
     await until(lambda: recorder.is_over)
-    assert service.recording() == recorder.status()
-    service.start_recording(StartRecording(path=str(tmp_path / "b"), max_seconds=0.01))
+    assert service.recordings.status() == recorder.status()
+    service.recordings.start(StartRecording(path=str(tmp_path / "b"), max_seconds=0.01))
     await until((tmp_path / "b").exists)
 
-    status = await service.stop_recording()
+    status = await service.recordings.stop()
 
     assert (status.path, status.requests) == (str(tmp_path / "b"), 0)
     assert len(read_trace(tmp_path / "a")) == 1
-    assert service.recording() is None
+    assert service.recordings.status() is None
     service.core.release("a", "session")
 
 
 async def test_what_is_there_is_not_lost(service: CacheService, tmp_path: Path) -> None:
     (there := tmp_path / "t.jsonl").write_text("kept")
     with pytest.raises(InvalidRequest, match="is a folder"):
-        service.start_recording(StartRecording(path=str(tmp_path), overwrite=True))
+        service.recordings.start(StartRecording(path=str(tmp_path), overwrite=True))
     with pytest.raises(InvalidRequest, match="is there already"):
-        service.start_recording(StartRecording(path=str(there)))
+        service.recordings.start(StartRecording(path=str(there)))
 
-    service.start_recording(StartRecording(path=str(there), overwrite=True))
+    service.recordings.start(StartRecording(path=str(there), overwrite=True))
     assert there.read_text() == "kept"
-    await service.stop_recording()
+    await service.recordings.stop()
     assert there.read_text() == ""
 
 
 async def test_there_is_one_recording_at_a_time(service: CacheService, tmp_path: Path) -> None:
     request = StartRecording(path=str(tmp_path / "t.jsonl"))
     with pytest.raises(InvalidRequest, match="no recording to stop"):
-        await service.stop_recording()
+        await service.recordings.stop()
     with pytest.raises(InvalidRequest, match="No such file"):
-        service.start_recording(StartRecording(path=str(tmp_path / "no" / "t.jsonl")))
-    assert service.recording() is None
+        service.recordings.start(StartRecording(path=str(tmp_path / "no" / "t.jsonl")))
+    assert service.recordings.status() is None
 
-    service.start_recording(request)
+    service.recordings.start(request)
     with pytest.raises(InvalidRequest, match="stop it first"):
-        service.start_recording(request)
+        service.recordings.start(request)
 
     await service.close()
-    assert service.recording() is None
+    assert service.recordings.status() is None
     assert (tmp_path / "t.jsonl").read_bytes() == b""
 
 

@@ -1,0 +1,62 @@
+"""What a cache's core counts, as the service's callers are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raydix.cache_core import LeasedCache
+from raydix.cache_core.cache_facts import PoolSizes
+from raydix.cache_core.tenants import Tenant
+from raydix.schemas import PoolStats, TenantStats
+
+
+def core_stats(core: LeasedCache) -> dict[str, Any]:
+    """The fields of `CacheStats` that the core alone knows."""
+    counters = core.counters
+    return {
+        "num_slots": core.num_slots,
+        "free_slots": core.free_slots,
+        "private_slots": core.private_slots,
+        "tree_slots": core.total_size(),
+        "quarantined_slots": core.quarantined_slots,
+        "evictable_slots": core.evictable_size(),
+        "protected_slots": core.protected_size(),
+        "open_leases": len(core.leases),
+        "acquires": counters.acquires,
+        "hits": counters.hits,
+        "tokens_requested": counters.tokens_requested,
+        "tokens_reused": counters.tokens_reused,
+        "tokens_inserted": counters.tokens_inserted,
+        "tokens_duplicate": counters.tokens_duplicate,
+        "tokens_evicted": counters.tokens_evicted,
+        "probes": counters.probes,
+        "swa": _pool_stats(core.swa_sizes()),
+        "state": _pool_stats(core.state_sizes()),
+        "tenants": tuple(map(_tenant_stats, core.tenants)),
+    }
+
+
+def _tenant_stats(tenant: Tenant) -> TenantStats:
+    return TenantStats(
+        name=tenant.name,
+        held_slots=tenant.held,
+        evictable_slots=tenant.evictable,
+        floor_slots=tenant.floor,
+        cap_slots=tenant.cap,
+        tokens_evicted=tenant.evicted,
+    )
+
+
+def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:
+    if sizes is None:
+        return None
+    tree = sizes.evictable + sizes.protected
+    return PoolStats(
+        num_slots=sizes.num_slots,
+        free_slots=sizes.free,
+        private_slots=sizes.num_slots - sizes.free - tree - sizes.quarantined,
+        tree_slots=tree,
+        quarantined_slots=sizes.quarantined,
+        evictable_slots=sizes.evictable,
+        protected_slots=sizes.protected,
+    )

@@ -1,0 +1,64 @@
+"""`Recordings`: the recordings of a cache's traffic, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from raydix.actors.traffic_recorder import TrafficRecorder
+from raydix.cache_core.request_watch import RequestWatch
+from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
+
+
+class Recordings:
+    """Begins and ends them.
+
+    Args:
+        watches: those that are told of every request.
+        clock: seconds, of any origin.
+    """
+
+    def __init__(self, watches: list[RequestWatch], clock: Callable[[], float]) -> None:
+        self._watches = watches
+        self._clock = clock
+        self._recorder: TrafficRecorder | None = None
+        self._end: asyncio.TimerHandle | None = None
+
+    def start(self, request: StartRecording) -> None:
+        """Record requests from now on. Its time over, a recording writes its file by itself, if a loop runs here.
+
+        Raises:
+            InvalidRequest: there is a recording already that is not over, or its file cannot be made.
+        """
+        if self._recorder is not None and not self._recorder.is_over:
+            raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path}: stop it first")
+        self._recorder = recorder = TrafficRecorder(request, self._clock)
+        self._watches.append(recorder)
+        with suppress(RuntimeError):  # no loop: somebody will stop it
+            self._end = asyncio.get_running_loop().call_later(request.max_seconds, self._time_is_over, recorder)
+
+    def status(self) -> RecordingStatus | None:
+        """How the recording fares, or fared if it ended by itself; None if there is none."""
+        return None if self._recorder is None else self._recorder.status()
+
+    async def stop(self) -> RecordingStatus:
+        """End the recording and write its file, in a thread; what became of it, if it ended by itself.
+
+        Raises:
+            InvalidRequest: there is none.
+        """
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise InvalidRequest("there is no recording to stop")
+        if self._end is not None:
+            self._end.cancel()
+        if recorder in self._watches:
+            self._watches.remove(recorder)
+        return await asyncio.to_thread(recorder.finish)
+
+    def _time_is_over(self, recorder: TrafficRecorder) -> None:
+        """Who began it may have gone, or may still ask what became of it."""
+        if recorder in self._watches:
+            self._watches.remove(recorder)
+            asyncio.get_running_loop().run_in_executor(None, recorder.finish)
