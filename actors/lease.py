@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 _NONE = TokenIds(b"", 4)
 
 
-class Asked(NamedTuple):
-    """A request on a lease, whose answer may come late."""
-
-    known_len: int  # tokens that the lease's holder knew to be published
-    number: int  # those asked for later have higher ones, and are executed later
+# A request on a lease, whose answer may come late: tokens that its holder knew to be published, and a number; requests
+# of higher ones were made later, and are executed later.
+Asked = tuple[int, int]
 
 
 class Lease:
@@ -69,6 +67,7 @@ class Lease:
         self._ended = False
         self._knows_loss = False  # whoever holds this was told that it ended with its session
         self._extending = False
+        self._num_asked = 0
         self._unanswered = self._answered = 0  # the latest of its inserts: pages may have become the tree's
         self.lease_id = response.lease_id
         self.epoch = transport.epoch
@@ -238,29 +237,33 @@ class Lease:
 
     def ask(self) -> Asked:
         """What is known now that the cache is asked for something on this lease."""
-        return Asked(self.published_len, self._held.ask())
+        self._num_asked += 1
+        return self.published_len, self._num_asked
 
     def note_inserted(self, tokens: TokenIds, release: bool, asked: Asked, outcome: Outcome) -> None:
         """Pages went to the tree, if that is what came of it, and some may now be the tree's own instead of ours.
 
         The answer tells how things are beyond what was known: whatever became of the answers before it.
         """
+        known_len, number = asked
         if not isinstance(outcome, InsertResponse):
             if isinstance(outcome, CacheError) and may_have_taken_effect(outcome):
-                self._unanswered = max(self._unanswered, asked.number)
+                self._unanswered = max(self._unanswered, number)
             return
-        self._answered = max(self._answered, asked.number)
+        self._answered = max(self._answered, number)
         self._ended = self._ended or release
         if tokens is not self._tokens and len(tokens) > len(self._tokens):
             self._tokens, self._dtype = tokens, None
-        self._held.repoint(asked.known_len, outcome.repointed)
-        self._held.note_window(asked.number, outcome.swa_page_starts)
+        if outcome.repointed:
+            self._held.repoint(known_len, outcome.repointed)
+        if outcome.swa_page_starts:
+            self._held.note_window(number, outcome.swa_page_starts)
         self.published_len = max(self.published_len, outcome.published_len)
 
     def note_released_window(self, asked: Asked, outcome: Outcome) -> None:
         """The window KV was released, if that is what came of it."""
         if isinstance(outcome, WindowResponse):
-            self._held.note_window(asked.number, outcome.swa_page_starts)
+            self._held.note_window(asked[1], outcome.swa_page_starts)
 
     @property
     def _in_doubt(self) -> bool:
@@ -278,7 +281,7 @@ class Lease:
         self._extending = True
         try:
             known = self._held.runs_of(self.published_len) if self._in_doubt else len(self._held.starts)
-            yield self._held.num_slots, known, self._held.ask()
+            yield self._held.num_slots, known, self.ask()[1]
         finally:
             self._extending = False
 

@@ -17,6 +17,7 @@ class LeaseSlots:
     """The slots of a lease's tokens, and those of their window KV: runs of slots that lie in a row.
 
     Answers may come late, or never: each names where what it tells begins, and none is added to what another told.
+    Requests are numbered in their order, in which they are executed.
 
     Args:
         starts: the first slot of each run, int32.
@@ -26,7 +27,6 @@ class LeaseSlots:
     """
 
     __slots__ = (
-        "_asked",
         "_expanded",
         "_known",
         "_run_len",
@@ -43,7 +43,7 @@ class LeaseSlots:
         self._known = starts  # as granted; once they are looked at or change, `_starts`
         self._starts: NDArray[np.int64] | None = None
         self._window = window_starts
-        self._asked = self._told = 0  # the last question that changes the window, and the last that was answered
+        self._told = 0  # the number of the last request whose answer told of the window
         self._expanded: torch.Tensor | None = None
         self._window_expanded: torch.Tensor | None = None
 
@@ -75,17 +75,11 @@ class LeaseSlots:
             self._window_expanded = self._expand(starts) * torch.from_numpy(held)
         return self._window_expanded
 
-    def ask(self) -> int:
-        """The number of a question, which its answer is to name."""
-        self._asked += 1
-        return self._asked
-
     def repoint(self, known_len: int, starts: bytes) -> None:
         """From a token on, the runs are these, as many as there are."""
-        if starts:
-            first, changed = known_len // self._run_len, np.frombuffer(starts, _INT32)
-            self.starts[first : first + len(changed)] = changed
-            self._expanded = None
+        first, changed = known_len // self._run_len, np.frombuffer(starts, _INT32)
+        self.starts[first : first + len(changed)] = changed
+        self._expanded = None
 
     def runs_of(self, num_tokens: int) -> int:
         """How many whole runs so many tokens take."""
@@ -103,7 +97,7 @@ class LeaseSlots:
         self._expanded = self._window_expanded = None
 
     def note_window(self, asked: int, window_starts: bytes) -> None:
-        """The window KV has changed, unless a later question was answered before; runs beyond are as they were."""
+        """The window KV has changed, unless a later request was answered before; runs beyond are as they were."""
         if window_starts and asked > self._told:
             self._told = asked
             self._window = window_starts + self._window[len(window_starts) :]

@@ -163,7 +163,7 @@ class CacheVerbs(HandoverVerbs):
         await self._check_mine(lease)
         packed = lease.packed(tokens) or _pack(tokens)
         unseen, asked = lease.unseen(packed), lease.ask()
-        request = made(InsertRequest.of, lease.lease_id, len(packed), unseen, release, publish_state, asked.known_len)
+        request = made(InsertRequest.of, lease.lease_id, len(packed), unseen, release, publish_state, asked[0])
         return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, release, asked))
 
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:

@@ -43,11 +43,13 @@ def record(
         path=str(out.absolute()), max_requests=max_requests, max_seconds=seconds or _ROUND_S, overwrite=overwrite
     )
     _take_signals_for_ctrl_c()
-    ask(cache.start_recording.remote(request))
+    begun = cache.start_recording.remote(request)
     try:
+        ask(begun)
         _wait(cache, seconds, max_requests)
     except KeyboardInterrupt:
         typer.echo("stopping", err=True)
+        ask(begun)  # it may have been on its way
     status: RecordingStatus = ask(cache.stop_recording.remote(), timeout_s=None)
     show(status, as_json, lambda: _told(status))
     if status.error:

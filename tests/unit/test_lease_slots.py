@@ -39,47 +39,45 @@ def test_what_is_told_twice_or_late_changes_nothing(slots: LeaseSlots) -> None:
 
 
 def test_growth_adds_to_what_was_known_when_it_was_asked_for(slots: LeaseSlots) -> None:
-    slots.grow(slots.ask(), 3, packed(8), packed(12, 14, 16, 18), num_slots=8)
+    slots.grow(1, 3, packed(8), packed(12, 14, 16, 18), num_slots=8)
 
     assert slots.all().tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert slots.of_window().tolist() == [12, 13, 14, 15, 16, 17, 18, 19]
 
 
 def test_growth_again_after_one_that_was_given_up_takes_its_pages(slots: LeaseSlots) -> None:
-    slots.grow(slots.ask(), 3, packed(8, 10), packed(12, 14, 16, 18, 20), num_slots=7)
+    slots.grow(1, 3, packed(8, 10), packed(12, 14, 16, 18, 20), num_slots=7)
 
     assert slots.num_slots == 7
     assert slots.all().tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_window_given_up_while_the_lease_stood_in_line_stays_given_up(slots: LeaseSlots) -> None:
-    growth = slots.ask()
-    slots.note_window(slots.ask(), packed(0, 0, 16))
+    slots.note_window(2, packed(0, 0, 16))
 
-    slots.grow(growth, 3, packed(8), packed(12, 14, 16, 18), num_slots=8)
+    slots.grow(1, 3, packed(8), packed(12, 14, 16, 18), num_slots=8)
 
     assert slots.of_window().tolist() == [0, 0, 0, 0, 16, 17, 18, 19]
 
 
 def test_a_window_of_before_the_lease_grew_leaves_what_came_later(slots: LeaseSlots) -> None:
-    slots.grow(slots.ask(), 3, packed(8), packed(12, 14, 16, 18), num_slots=8)
+    slots.grow(1, 3, packed(8), packed(12, 14, 16, 18), num_slots=8)
 
-    slots.note_window(slots.ask(), packed(0, 0, 16))
+    slots.note_window(2, packed(0, 0, 16))
 
     assert slots.of_window().tolist() == [0, 0, 0, 0, 16, 17, 18, 19]
 
 
 def test_a_window_told_late_does_not_come_back(slots: LeaseSlots) -> None:
-    first, second = slots.ask(), slots.ask()
-    slots.note_window(second, packed(0, 0, 16))
+    slots.note_window(2, packed(0, 0, 16))
 
-    slots.note_window(first, packed(0, 14, 16))
+    slots.note_window(1, packed(0, 14, 16))
 
     assert slots.of_window().tolist() == [0, 0, 0, 0, 16]
 
 
 def test_growth_tells_anew_of_pages_that_are_in_doubt(slots: LeaseSlots) -> None:
-    slots.grow(slots.ask(), slots.runs_of(2), packed(20, 6, 8), packed(12, 24, 16, 18), num_slots=8)
+    slots.grow(1, slots.runs_of(2), packed(20, 6, 8), packed(12, 24, 16, 18), num_slots=8)
 
     assert slots.all().tolist() == [2, 3, 20, 21, 6, 7, 8, 9]
     assert slots.of_window().tolist() == [12, 13, 24, 25, 16, 17, 18, 19]
