@@ -43,7 +43,7 @@ def record(
         path=str(out.absolute()), max_requests=max_requests, max_seconds=seconds or _ROUND_S, overwrite=overwrite
     )
     _take_signals_for_ctrl_c()
-    begun = cache.start_recording.remote(request)
+    begun: Any = cache.start_recording.remote(request)
     try:
         ask(begun)
         _wait(cache, seconds, max_requests)
