@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.cache_service import CacheService
 from raydix.actors.error_map import to_cache_error
-from raydix.actors.pool_export import ExportedPool, layout_of
+from raydix.actors.pool_export import ExportedPool, may_lie_on_gpu
 from raydix.actors.typed_messages import arrived
 from raydix.cache_core import UnknownLeaseError
 from raydix.cache_core.memory_pool import wait_for_device
@@ -113,7 +113,7 @@ def local_device(config: CacheConfig) -> torch.device:
     """
     wanted = config.pool.device
     if wanted == "auto":
-        on_gpu = layout_of(config).num_bytes and torch.cuda.is_available()
+        on_gpu = may_lie_on_gpu(config) and torch.cuda.is_available()
         return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -90,16 +90,10 @@ class ClientSession:
         if self._loop not in (None, loop):
             raise InvalidRequest("this client's session belongs to another event loop: make one client per loop")
         if not self._ready:
-            if self._opening is None or has_failed(self._opening):  # nobody may have been left to hear of that
+            if self._opening is None or has_failed(self._opening):
                 self._loop = loop
                 self._opening = loop.create_task(self._open())
-            opening = self._opening
-            try:
-                await asyncio.shield(opening)
-            except Exception:
-                if self._opening is opening:
-                    self._opening = None  # the next verb tries again
-                raise
+            await asyncio.shield(self._opening)
         return self
 
     async def _open(self) -> None:

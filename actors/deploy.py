@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError, RayError
 
 from raydix.actors.cache_actor import PrefixCacheActor
-from raydix.actors.pool_export import layout_of
+from raydix.actors.pool_export import may_lie_on_gpu
 from raydix.actors.ray_transport import from_ray
 from raydix.actors.typed_messages import seconds
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raydix"
 _SHARED_GPU = 0.1  # of a card: the rest is the workers'
 _MAX_CONCURRENCY = 16_384  # open sessions and waiting requests each hold a place
-_SHUTDOWN_S = 10.0  # beyond the drain
+SHUTDOWN_S = 10.0  # beyond the drain
 _RETRY_S = 0.1  # while a cache of the same name ends
 
 
@@ -74,8 +74,7 @@ def start_cache(
     if not ray.is_initialized():
         ray.init()
     if num_gpus is None:
-        may_lie_on_gpu = config.pool.device != "cpu" and layout_of(config).num_bytes > 0
-        num_gpus = _SHARED_GPU if may_lie_on_gpu and _cluster_has_gpus() else 0
+        num_gpus = _SHARED_GPU if may_lie_on_gpu(config) and _cluster_has_gpus() else 0
     options: dict[str, Any] = {
         "num_cpus": 0,
         "num_gpus": num_gpus,
@@ -118,9 +117,7 @@ def connect(
         CacheUnavailable: no cache of that name runs, or it is asked and shuts down or does not answer.
         ConfigMismatch: it runs with another configuration than `config`.
     """
-    if not ray.is_initialized():
-        ray.init()
-    actor = _find(name, namespace)
+    actor = find(name, namespace)
     if actor is None:
         raise CacheUnavailable(f"no cache named {name!r} runs in namespace {namespace!r}: start_cache first")
     if config is not None:
@@ -145,7 +142,7 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     Raises:
         InvalidRequest: `drain_s` is no finite number of seconds.
     """
-    limit_s = seconds(drain_s) + _SHUTDOWN_S
+    limit_s = seconds(drain_s) + SHUTDOWN_S
     try:
         cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s), timeout=limit_s))
         if cut_short:
@@ -153,7 +150,7 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     except RayActorError:
         logger.info("the cache had ended before its shutdown")
     except GetTimeoutError:
-        logger.warning("the cache was killed: it did not answer within %g s of its drain", _SHUTDOWN_S)
+        logger.warning("the cache was killed: it did not answer within %g s of its drain", SHUTDOWN_S)
     ray.kill(cache)
 
 
@@ -165,7 +162,7 @@ def _ready(
     name: str | None, namespace: str, make: Callable[[], ActorHandle[Any]], deadline: float, timeout_s: float
 ) -> tuple[ActorHandle[Any], str] | None:
     """The cache of that name, or else one just made, and its configuration; None: ask anew, that of the name ends."""
-    found = None if name is None else _find(name, namespace)
+    found = None if name is None else find(name, namespace)
     try:
         actor = make() if found is None else found
     except ActorAlreadyExistsError:
@@ -190,7 +187,10 @@ def _ready(
         raise told from error
 
 
-def _find(name: str, namespace: str) -> ActorHandle[Any] | None:
+def find(name: str, namespace: str) -> ActorHandle[Any] | None:
+    """The handle of the cache of that name, ready or not; None if there is none."""
+    if not ray.is_initialized():
+        ray.init()
     try:
         actor: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
     except ValueError:

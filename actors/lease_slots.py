@@ -51,7 +51,7 @@ class LeaseSlots:
     def starts(self) -> NDArray[np.int64]:
         """The first slot of each run."""
         if self._starts is None:
-            self._starts = np.frombuffer(self._known, _INT32).astype(np.int64)
+            self._starts = _unpacked(self._known)
         return self._starts
 
     @property
@@ -70,14 +70,14 @@ class LeaseSlots:
         if self._window_expanded is None:
             import torch
 
-            starts = np.frombuffer(self._window, _INT32).astype(np.int64)
+            starts = _unpacked(self._window)
             held = np.repeat(starts > 0, self._run_len)[: self.num_slots]
             self._window_expanded = self._expand(starts) * torch.from_numpy(held)
         return self._window_expanded
 
     def repoint(self, known_len: int, starts: bytes) -> None:
         """From a token on, the runs are these, as many as there are."""
-        first, changed = known_len // self._run_len, np.frombuffer(starts, _INT32)
+        first, changed = self.runs_of(known_len), np.frombuffer(starts, _INT32)
         self.starts[first : first + len(changed)] = changed
         self._expanded = None
 
@@ -88,8 +88,7 @@ class LeaseSlots:
     def grow(self, asked: int, known_runs: int, starts: bytes, window_starts: bytes, num_slots: int) -> None:
         """The lease covers so many tokens now, and its runs beyond some are these. They may go further, after an extend
         that was cancelled."""
-        added = np.frombuffer(starts, _INT32).astype(np.int64)
-        self._starts = np.concatenate((self.starts[:known_runs], added))
+        self._starts = np.concatenate((self.starts[:known_runs], _unpacked(starts)))
         known = self._window if self._told > asked else b""  # it may be newer: the answer has stood in line
         self._window = known + window_starts[len(known) :]
         self._told = max(self._told, asked)
@@ -108,3 +107,7 @@ class LeaseSlots:
 
         rows = starts[:, None] + np.arange(self._run_len)
         return torch.from_numpy(rows.reshape(-1)[: self.num_slots])
+
+
+def _unpacked(starts: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(starts, _INT32).astype(np.int64)

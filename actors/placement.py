@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -10,7 +9,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raydix.actors.deploy import NAMESPACE, StartOptions, connect, start_cache
+from raydix.actors.deploy import NAMESPACE, StartOptions, connect, find, start_cache
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, PoolHandle
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def start_on_own_gpu(
             shutting down.
         ConfigMismatch: a cache of that name runs with another configuration.
     """
-    if _find(name, namespace) is not None:
+    if find(name, namespace) is not None:
         return connect(name, namespace=namespace, config=config, timeout_s=timeout_s)
     group = placement_group(
         [{"GPU": 1, "CPU": worker_cpus}], "STRICT_PACK", name=group_name(name, namespace), lifetime="detached"
@@ -47,7 +46,7 @@ def start_on_own_gpu(
     try:
         return start_cache(config, **options)
     except BaseException as error:
-        unready = None if isinstance(error, ConfigMismatch) else _find(name, namespace)
+        unready = None if isinstance(error, ConfigMismatch) else find(name, namespace)
         if unready is not None:
             ray.kill(unready)  # it would try to start for ever where its group is gone
         remove_placement_group(group)
@@ -77,12 +76,6 @@ def remove_placement(name: str, namespace: str = NAMESPACE) -> None:
     for group_id, group in cast(Any, placement_group_table)().items():
         if group["name"] == wanted and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
-
-
-def _find(name: str, namespace: str) -> ActorHandle[Any] | None:
-    with suppress(CacheUnavailable):
-        return connect(name, namespace=namespace)
-    return None
 
 
 def group_name(name: str, namespace: str) -> str:

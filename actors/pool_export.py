@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 
 
+def may_lie_on_gpu(config: CacheConfig) -> bool:
+    """Whether a pool has tensors, and is not told to have them on the CPU."""
+    return config.pool.device != "cpu" and layout_of(config).num_bytes > 0
+
+
 def layout_of(config: CacheConfig) -> PoolLayout:
     """The layout that a configuration asks for."""
     pool = config.pool

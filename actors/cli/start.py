@@ -50,10 +50,9 @@ def start(
     settings = load_settings(file, options=[*(options or ()), *([f"name={name}"] if name else ())])
     join(address, namespace)
     from raydix.actors.placement import num_gpus
-    from raydix.actors.pool_export import layout_of
+    from raydix.actors.pool_export import may_lie_on_gpu
 
-    may_lie_on_gpu = settings.config.pool.device != "cpu" and layout_of(settings.config).num_bytes > 0
-    on_gpu = may_lie_on_gpu and num_gpus() > 0
+    on_gpu = may_lie_on_gpu(settings.config) and num_gpus() > 0
     there = set(cache_names(namespace))
     started = []
     for number in range(count or (num_gpus() if on_gpu else 1)):

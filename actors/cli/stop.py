@@ -11,8 +11,6 @@ from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_na
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 
-_SHUTDOWN_S = 10.0  # beyond the drain
-
 
 def stop(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Names of caches.")] = None,
@@ -29,10 +27,12 @@ def stop(
     if bool(names) == every:
         raise CommandError("name the caches to stop, or give --all", "raydix list", USAGE)
     join(address, namespace)
+    from raydix.actors.deploy import SHUTDOWN_S
+
     chosen = cache_names(namespace) if every else list(dict.fromkeys(names or ()))
     handles = [(name, cache_handle(name, namespace)) for name in chosen]  # all of them, before anything ends
     ends: list[Any] = [cache.shutdown.remote(drain_s) for _, cache in handles]  # none grants while others drain
-    deadline = time.monotonic() + drain_s + _SHUTDOWN_S
+    deadline = time.monotonic() + drain_s + SHUTDOWN_S
     results = [_stop(name, cache, end, deadline, namespace) for (name, cache), end in zip(handles, ends, strict=True)]
     show(results, as_json, lambda: "\n".join(map(_sentence, results)) or "no cache runs")
 

@@ -197,7 +197,7 @@ def test_shutting_down_a_cache_that_does_not_answer_kills_it(
     never_placed: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name, cache = never_placed
-    monkeypatch.setattr(deploy, "_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(deploy, "SHUTDOWN_S", 0.2)
 
     with caplog.at_level(logging.WARNING, "raydix.actors.deploy"):
         shutdown_cache(cache)

@@ -5,7 +5,7 @@ not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from random import Random
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from cache_in_process import HandleInProcess
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, PoolConfig
 
 PROMPT = [1, 2, 3, 4]
@@ -73,12 +74,26 @@ async def overtaken(client: PrefixCacheClient, cache: LocalPrefixCache, prompt: 
     return lease
 
 
-def check_known(cache: LocalPrefixCache, lease: Lease) -> None:
+async def unanswered(handle: Unsteady, method: str, verb: Awaitable[Any]) -> None:
+    """Have a verb fail, as the answers of a method are lost that it calls."""
+    handle.lost = {method}
+    with pytest.raises(CacheUnavailable):
+        await verb
+    handle.lost.clear()
+
+
+def check_slots(cache: LocalPrefixCache, lease: Lease) -> LeaseRecord:
+    """What the lease's holder knows of its slots is what the cache knows; the cache's record."""
     core = cache._host.service.core
     record = core.leases.get(lease.lease_id, lease.transport.session_id)
     assert lease.slots.tolist() == record.starts.tolist()
     assert lease.swa_slots.tolist() == core.swa_starts(record).tolist()
-    assert lease.published_len == core.published_len(record)
+    return record
+
+
+def check_known(cache: LocalPrefixCache, lease: Lease) -> None:
+    record = check_slots(cache, lease)
+    assert lease.published_len == cache._host.service.core.published_len(record)
 
 
 # ---------------------------------------------------------------- inserts
@@ -89,10 +104,7 @@ async def test_after_an_insert_that_was_not_answered_another_tells_of_both(
 ) -> None:
     lease = await overtaken(client, cache, PROMPT)
     before = lease.slots.tolist()
-    handle.lost = {"execute"}
-    with pytest.raises(CacheUnavailable):
-        await lease.insert(PROMPT)
-    handle.lost.clear()
+    await unanswered(handle, "execute", lease.insert(PROMPT))
 
     response = await lease.insert([*PROMPT, 5])
 
@@ -106,10 +118,7 @@ async def test_slots_that_may_be_others_by_now_are_not_given(
     cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
 ) -> None:
     lease = await overtaken(client, cache, PROMPT)
-    handle.lost = {"execute"}
-    with pytest.raises(CacheUnavailable):
-        await lease.insert(PROMPT)
-    handle.lost.clear()
+    await unanswered(handle, "execute", lease.insert(PROMPT))
 
     for look in (lambda: lease.slots, lambda: lease.swa_slots):
         with pytest.raises(CacheUnavailable, match="was not answered: insert again, or abort it"):
@@ -122,17 +131,11 @@ async def test_a_growth_tells_of_the_slots_of_an_insert_that_was_not_answered(
     cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
 ) -> None:
     lease = await overtaken(client, cache, PROMPT)
-    handle.lost = {"execute"}
-    with pytest.raises(CacheUnavailable):
-        await lease.insert(PROMPT)
-    handle.lost.clear()
+    await unanswered(handle, "execute", lease.insert(PROMPT))
 
     assert len(await lease.extend(2)) == 2
 
-    core = cache._host.service.core
-    record = core.leases.get(lease.lease_id, lease.transport.session_id)
-    assert lease.slots.tolist() == record.starts.tolist()
-    assert lease.swa_slots.tolist() == core.swa_starts(record).tolist()
+    check_slots(cache, lease)
     assert (lease.published_len, (await lease.insert(PROMPT)).num_inserted) == (0, 0)
     check_known(cache, lease)
 
@@ -185,10 +188,7 @@ async def test_a_client_whose_opening_was_not_answered_may_come_back_after_any_t
     cache: LocalPrefixCache, handle: Unsteady
 ) -> None:
     client = PrefixCacheClient(handle)
-    handle.lost = {"open_session"}
-    with pytest.raises(CacheUnavailable):
-        await client.match(PROMPT)
-    handle.lost.clear()
+    await unanswered(handle, "open_session", client.match(PROMPT))
     async with asyncio.timeout(60):
         while cache._host.service.stats().open_sessions > 1:  # noqa: ASYNC110 -- the one that it does not know of
             await asyncio.sleep(0.01)

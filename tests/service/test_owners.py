@@ -153,14 +153,20 @@ async def test_a_process_that_stands_still_loses_its_lease_but_its_slots_are_wit
     await process.close.remote()
 
 
-async def test_a_process_that_stood_still_gives_its_slots_back_even_if_it_asks_for_nothing_more(
-    hasty: tuple[Any, PrefixCacheClient],
-) -> None:
-    cache, client = hasty
+async def standing_still(cache: Any, client: PrefixCacheClient) -> tuple[Any, int]:
+    """A client's process, and its id, that was stopped for so long that its two slots are withheld."""
     pid = await (process := start_client(watched=False)).open.remote(cache)
     await process.acquire.remote([1, 2])
     os.kill(pid, signal.SIGSTOP)
     await until(client, lambda stats: stats.quarantined_slots == 2)
+    return process, pid
+
+
+async def test_a_process_that_stood_still_gives_its_slots_back_even_if_it_asks_for_nothing_more(
+    hasty: tuple[Any, PrefixCacheClient],
+) -> None:
+    cache, client = hasty
+    process, pid = await standing_still(cache, client)
 
     os.kill(pid, signal.SIGCONT)
 
@@ -171,15 +177,11 @@ async def test_a_process_that_stood_still_gives_its_slots_back_even_if_it_asks_f
 async def test_a_process_that_dies_while_its_slots_are_withheld_gives_them_back(
     hasty: tuple[Any, PrefixCacheClient],
 ) -> None:
-    cache, client = hasty
-    pid = await (process := start_client(watched=False)).open.remote(cache)
-    await process.acquire.remote([1, 2])
-    os.kill(pid, signal.SIGSTOP)
-    await until(client, lambda stats: stats.quarantined_slots == 2)
+    _process, pid = await standing_still(*hasty)  # its handle keeps Ray from ending it
 
     os.kill(pid, signal.SIGKILL)
 
-    await until(client, lambda stats: stats.free_slots == 8)
+    await until(hasty[1], lambda stats: stats.free_slots == 8)
 
 
 async def test_slots_are_not_withheld_for_ever(start: Start) -> None:
