@@ -43,3 +43,23 @@ def hand_back_each(free: Callable[[Any], object], parts: Iterable[Any], what: st
         firsts = (part if isinstance(part, int) else int(part[0]) for part, _ in refused[:_MOST_NAMED])
         named = ", ".join(map(str, firsts)) + ", ..." * (len(refused) > _MOST_NAMED)
         raise SlotError(f"the pool refused {what} that were in the tree: {named}: {refused[0][1]}") from refused[0][1]
+
+
+class KeptRefusal:
+    """What a pool refused while something else was done, which is not to fail for it: told by the next eviction."""
+
+    def __init__(self) -> None:
+        self._error: SlotError | None = None  # the first since it was told
+
+    def hand_back(self, free: Callable[[Any], object], slots: Any, num_at_once: int) -> None:
+        """`hand_back`, and keep what is refused."""
+        try:
+            hand_back(free, slots, num_at_once)
+        except SlotError as error:
+            self._error = self._error or error
+
+    def tell(self) -> None:
+        """Raise what was refused, if anything was, and forget it."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -27,10 +27,9 @@ from itertools import count
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.errors import SlotError
 from raydix.cache_core.eviction_queue import Rank, SideQueue
 from raydix.cache_core.explanation import Reason
-from raydix.cache_core.slot_return import hand_back
+from raydix.cache_core.slot_return import KeptRefusal, hand_back
 from raydix.cache_core.slot_rows import expand_row
 from raydix.cache_core.tree_node import TreeNode
 
@@ -54,7 +53,7 @@ class SwaComponent(AuxComponent):
     """Window locks, tombstones, and the eviction order of sliding-window KV. Its unit is a token.
 
     Attributes:
-        refused: what the pool said to slots of tombstones that healed since the last eviction, if it refused some.
+        refused: of the slots of tombstones that healed since the last eviction.
 
     Args:
         free_swa: takes back the window halves of these slots, int64; None drops them.
@@ -67,7 +66,7 @@ class SwaComponent(AuxComponent):
         self.padded_window = -(-window // page_size) * page_size  # in whole pages
         self._page_size = page_size
         self._free_swa = free_swa
-        self.refused: SlotError | None = None
+        self.refused = KeptRefusal()
         self._dropped: list[torch.Tensor] = []  # slots whose window halves have not been handed back yet
         self._queue = SideQueue(_rank)
         self._waiting: set[TreeNode] = set()  # held ones that an eviction has laid aside
@@ -118,13 +117,11 @@ class SwaComponent(AuxComponent):
     def give_back(self) -> None:
         """Hand the window halves of new tombstones to the pool, in one call; what was refused before raises then."""
         dropped, self._dropped = self._dropped, []
-        refused, self.refused = self.refused, None
         try:
             if dropped and self._free_swa is not None:
                 hand_back(self._free_swa, torch.cat(dropped), self._page_size, "window halves")
         finally:
-            if refused is not None:
-                raise refused
+            self.refused.tell()
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The last window up to `end` was used now; what lies above was not."""

@@ -26,10 +26,10 @@ from raydix.cache_core.base_prefix_cache import (
     RadixKey,
     Starts,
 )
-from raydix.cache_core.errors import LockError, SlotError
+from raydix.cache_core.errors import LockError
 from raydix.cache_core.radix_key import check_key
 from raydix.cache_core.radix_trie import RadixTrie
-from raydix.cache_core.slot_return import hand_back
+from raydix.cache_core.slot_return import KeptRefusal, hand_back
 from raydix.cache_core.slot_rows import as_slots, expand_pages
 from raydix.cache_core.tree_outline import SHOWN, NodeFacts, Outline, OutlineLimits, outline
 from raydix.cache_core.trie_node import TrieNode
@@ -64,7 +64,7 @@ class TriePrefixCache(BasePrefixCache):
         self.page_size = index(page_size)
         self.pool = token_to_kv_pool_allocator
         self._displaced: list[int] = []
-        self._refused: SlotError | None = None  # what the pool said to some of these; raised when next pages are freed
+        self._refused = KeptRefusal()  # of these; told when next pages are freed
         self._trie = self._new_trie()
         self._retired: list[RadixTrie] = []
         self._times_retired: dict[str | None, int] = {}  # of the namespaces in the trie that ever were
@@ -125,10 +125,9 @@ class TriePrefixCache(BasePrefixCache):
         node = self._trie.insert(tokens, starts.tolist(), from_node.node)
         incoming = set(starts.tolist())
         displaced, self._displaced = self._displaced, []
-        try:
-            self._hand_back([block for block in displaced if block not in incoming])
-        except SlotError as error:
-            self._refused = self._refused or error
+        freed = [block for block in displaced if block not in incoming]
+        if freed and self.pool is not None:
+            self._refused.hand_back(self.pool.free_pages, np.array(freed, np.int64), 1)
         held = np.array(self._trie.peek_prefix(tokens, from_node.node)[:there], np.int64)
         return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
 
@@ -248,16 +247,11 @@ class TriePrefixCache(BasePrefixCache):
 
     def _free(self, blocks: list[int]) -> None:
         """Hand pages to the pool; what it refused of them, or of displaced ones since the last time, raises then."""
-        refused, self._refused = self._refused, None
         try:
-            self._hand_back(blocks)
+            if blocks and self.pool is not None:
+                hand_back(self.pool.free_pages, np.array(blocks, np.int64), 1)
         finally:
-            if refused is not None:
-                raise refused
-
-    def _hand_back(self, blocks: list[int]) -> None:
-        if blocks and self.pool is not None:
-            hand_back(self.pool.free_pages, np.array(blocks, np.int64), 1)
+            self._refused.tell()
 
 
 def _space_of(token: Hashable) -> tuple[str | None, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
-from raydix.cache_core.errors import LockError, SlotError
+from raydix.cache_core.errors import LockError
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.slot_rows import Row, expand_row
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
@@ -90,10 +90,7 @@ class WindowTreeCache(TreeCache):
         its caller would free incoming slots that the tree has by then. The next eviction tells."""
         assert self._swa is not None
         if self.pool is not None:
-            try:
-                self._free_slots(expand_row(row, num_tokens))
-            except SlotError as error:
-                self._swa.refused = self._swa.refused or error
+            self._swa.refused.hand_back(self.pool.free, expand_row(row, num_tokens), self.page_size)
 
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no
