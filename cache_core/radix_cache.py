@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, evict_result
 from raydix.cache_core.eviction_policy import EvictionPolicy
-from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.tree_cache import SlotPool
 from raydix.cache_core.tree_node import TreeNode
@@ -105,9 +105,5 @@ class RadixCache(WindowTreeCache):
             return evict_result(freed, 0, 0)
         if self._aux:
             return EvictResult(*self._evict(index(num_tokens), (index(swa_num_tokens),)))
-        victims = Victims()
-        try:
-            self._full.evict(num_tokens, victims)
-        finally:
-            self._give_back(victims)
+        victims = self._handed_back(partial(self._full.evict, num_tokens))
         return evict_result(victims.num_tokens, 0, 0)

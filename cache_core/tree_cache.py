@@ -71,12 +71,12 @@ class TreeCache(TreeLocks):
         goes whole; else it loses what the component has there, and what is of no use without it. O(log n) per victim.
         """
         before = [component.num_freed for component in self._aux]
-        victims = Victims()
-        try:
+
+        def take_out(victims: Victims) -> None:
             self._full.evict(num_tokens, victims)
             self._evict_aux(victims, [start + want for start, want in zip(before, wanted, strict=True)])
-        finally:
-            self._give_back(victims)
+
+        victims = self._handed_back(take_out)
         freed = (component.num_freed - start for component, start in zip(self._aux, before, strict=True))
         return victims.num_tokens, *freed
 
@@ -102,21 +102,20 @@ class TreeCache(TreeLocks):
         There must be as many. Retired ones go first, then whole leaves, in the policy's order.
         """
         assert isinstance(self._full, TenantComponent)
-        victims = Victims()
-        try:
-            self._full.evict_own(tenant, num_tokens, victims)
-        finally:
-            self._give_back(victims)
-        return victims.num_tokens
+        return self._handed_back(partial(self._full.evict_own, tenant, num_tokens)).num_tokens
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
         """Free the unlocked nodes of retired namespaces, `max_tokens` or a node more of them; returns tokens."""
+        return self._handed_back(partial(self._full.evict_retired, max_tokens)).num_tokens
+
+    def _handed_back(self, take_out: Callable[[Victims], None]) -> Victims:
+        """Have nodes taken out, and hand back what they held, whatever is raised meanwhile."""
         victims = Victims()
         try:
-            self._full.evict_retired(max_tokens, victims)
+            take_out(victims)
         finally:
             self._give_back(victims)
-        return victims.num_tokens
+        return victims
 
     def _free_slots(self, slots: torch.Tensor) -> None:
         assert self.pool is not None
