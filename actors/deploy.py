@@ -13,7 +13,7 @@ from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorErr
 
 from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.actors.pool_export import may_lie_on_gpu
-from raydix.actors.ray_transport import from_ray
+from raydix.actors.ray_calls import from_ray
 from raydix.actors.typed_messages import seconds
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch
 

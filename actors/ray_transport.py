@@ -10,26 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    GetTimeoutError,
-    PendingCallsLimitExceeded,
-    RayActorError,
-    RayError,
-    RaySystemError,
-    RayTaskError,
-)
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from raydix.actors import wire
-from raydix.actors.channel import MAX_FRAME_BYTES, Answer, Channel, Tell
+from raydix.actors.channel import MAX_FRAME_BYTES, Answer, Channel
+from raydix.actors.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
 from raydix.actors.transport import Note, settle
 from raydix.actors.typed_messages import expect
 from raydix.cache_core import KVPool
@@ -66,15 +58,9 @@ MAX_BATCH_REQUESTS = 512
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384
 _ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, WithdrawRequest)  # what ends or gives up
-_RETRY_AFTER_S = 0.05
 _ANSWER_S = 5.0  # a heartbeat is given up after so long
 
-_OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
 T = TypeVar("T")
-
-
-Answering = Future[bytes] | asyncio.Future[bytes]
-TellAs = Callable[[RayError | CacheError], CacheError]
 Entry = tuple[Message, "asyncio.Future[Message]", Note | None]
 
 
@@ -154,7 +140,7 @@ class RayTransport:
 
     def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
         if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, _ALWAYS_QUEUED):
-            raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", _RETRY_AFTER_S)
+            raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
         self._queue.append((request, future, note))
@@ -192,7 +178,7 @@ class RayTransport:
             if channel is not None and channel.is_open and len(packed) <= MAX_FRAME_BYTES:
                 channel.ask(seq, packed, tell)
             else:
-                _when_answered(self._actor.execute.remote(*wire.in_parts(packed)), loop, tell)
+                when_answered(self._actor.execute.remote(*wire.in_parts(packed)), loop, tell)
         except Exception as error:  # told as if it were the answer
             loop.call_soon(tell, error)
 
@@ -269,60 +255,3 @@ def _responses(answer: object) -> Sequence[Any]:
     if isinstance(answer, CacheError):
         raise answer
     return expect(BatchResponse, answer).responses
-
-
-async def call(method: Any, *arguments: Any, told_as: TellAs | None = None) -> Any:
-    """The result of an actor call; Ray's own errors become the cache's, by `told_as` instead of `from_ray` if given.
-
-    Raises:
-        CacheError: whatever went wrong.
-    """
-    try:
-        return await method.remote(*arguments)
-    except (RayError, CacheError) as error:
-        raise (told_as or from_ray)(error) from None
-
-
-def _when_answered(sent: Any, loop: asyncio.AbstractEventLoop, tell: Tell) -> None:
-    """Call back on the loop when a call has its answer, in the tick in which that arrives.
-
-    Awaiting a Ray call takes a task and two ticks more.
-    """
-    if isinstance(sent, ray.ObjectRef):
-        sent.future().add_done_callback(partial(_hand_over, loop, tell))  # called in a thread of Ray's
-    else:
-        asyncio.ensure_future(sent).add_done_callback(partial(_tell_result, tell))
-
-
-def _hand_over(loop: asyncio.AbstractEventLoop, tell: Tell, answer: Answering) -> None:
-    if not loop.is_closed():  # nobody waits on one that is
-        loop.call_soon_threadsafe(_tell_result, tell, answer)
-
-
-def _tell_result(tell: Tell, answer: Answering) -> None:
-    result: Answer
-    try:
-        result = answer.result()
-    except (Exception, asyncio.CancelledError) as error:  # told as if it were the answer
-        result = error
-    tell(result)
-
-
-def from_ray(error: BaseException) -> CacheError:
-    """A Ray error in the cache's terms."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, CacheError):
-        return cause
-    if isinstance(error, PendingCallsLimitExceeded):
-        return CacheBusy("too many calls are pending", _RETRY_AFTER_S)
-    if isinstance(error, GetTimeoutError):
-        return CacheUnavailable(f"the cache does not answer: {error}")
-    if isinstance(error, CacheError):
-        return error
-    if isinstance(error, RayTaskError) and (isinstance(cause, RaySystemError) or not isinstance(cause, RayError)):
-        said = str(cause).strip() or type(cause).__name__
-        return CacheError(f"the cache could not read the call, or failed at it: {said.splitlines()[-1]}")
-    text = str(error).strip() or type(error).__name__
-    if (reason := _OWN_REASON.search(text)) is not None:  # it died of an error of its own
-        return CacheUnavailable(reason.group(1))
-    return CacheUnavailable(f"the cache is dead, restarting, or cannot be reached: {text.splitlines()[0]}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cache_under_test import CacheUnderTest
 
 from raydix.actors import Lease, LocalPrefixCache, wire
-from raydix.actors.ray_transport import call
+from raydix.actors.ray_calls import call
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
 
