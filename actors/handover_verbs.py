@@ -6,9 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 from raydix.actors.error_map import may_have_taken_effect
-from raydix.actors.event_verbs import EventVerbs
 from raydix.actors.lease import Lease
 from raydix.actors.typed_messages import expect
+from raydix.actors.upkeep_verbs import UpkeepVerbs
 from raydix.schemas import (
     AbortRequest,
     AdoptRequest,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raydix.actors.verbs import CacheVerbs
 
 
-class HandoverVerbs(EventVerbs):
+class HandoverVerbs(UpkeepVerbs):
     """A scheduler acquires a lease and grants it; the worker that computes adopts it, and is its one owner.
 
     lease = await scheduler.acquire(tokens)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from functools import partial
 from itertools import count
-from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raydix.actors.call_arguments import namespace_from, positive, tokens_from
 from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.handover_verbs import HandoverVerbs
 from raydix.actors.lease import Lease
@@ -18,38 +17,21 @@ from raydix.schemas import (
     AbortRequest,
     AcquireRequest,
     CacheError,
-    CacheStats,
     CacheUnavailable,
-    CheckInvariantsRequest,
-    EvictRequest,
-    EvictResponse,
-    ExplainRequest,
-    ExplainResponse,
     ExtendRequest,
     ExtendResponse,
     InsertRequest,
     InsertResponse,
-    InvalidRequest,
     LeaseExpired,
     LeaseResponse,
     LockRequest,
-    MatchRequest,
-    MatchResponse,
     Message,
     ReleaseRequest,
     ReleaseWindowRequest,
-    ResetRequest,
-    RetireRequest,
-    RetireResponse,
     StaleEpoch,
-    StatsRequest,
-    TokenIds,
-    TreeRequest,
-    TreeResponse,
     UnknownLease,
     WindowResponse,
     WithdrawRequest,
-    frame_namespace,
 )
 
 if TYPE_CHECKING:
@@ -84,19 +66,6 @@ class CacheVerbs(HandoverVerbs):
             self._sync = SyncClient(self)
         return self._sync
 
-    async def match(
-        self,
-        tokens: Any,
-        *,
-        extra_key: str | None = None,
-        lora_id: str | None = None,
-        cache_salt: str | None = None,
-    ) -> MatchResponse:
-        """How much of `tokens` is cached. A probe: nothing is held, and no recency changes."""
-        namespace = _namespace(extra_key, lora_id, cache_salt)
-        response = await self._call(build(MatchRequest, tokens=tokens, namespace=namespace))
-        return expect(MatchResponse, response)
-
     async def lock(
         self,
         tokens: Any,
@@ -117,7 +86,7 @@ class CacheVerbs(HandoverVerbs):
             LockRequest,
             lease_id=self._new_lease_id(),
             tokens=tokens,
-            namespace=_namespace(extra_key, lora_id, cache_salt),
+            namespace=namespace_from(extra_key, lora_id, cache_salt),
             priority=priority,
         )
         return await self._lease(request)
@@ -148,9 +117,9 @@ class CacheVerbs(HandoverVerbs):
             PoolExhausted: no room came free in time, or (`can_ever_fit=False`, at once) there never can be.
             InvalidRequest: an argument is wrong; the message says which and why.
         """
-        namespace = _namespace(extra_key, lora_id, cache_salt)
+        namespace = namespace_from(extra_key, lora_id, cache_salt)
         lease_id = f"{self._session_id}-{next(self._lease_numbers)}"
-        packed = _pack(tokens)
+        packed = tokens_from(tokens)
         request = made(AcquireRequest.of, lease_id, packed, namespace, new_tokens, max_prefix_len, priority, timeout_s)
         lease = await self._lease(request)
         lease.note_packed(tokens)
@@ -161,7 +130,7 @@ class CacheVerbs(HandoverVerbs):
     ) -> InsertResponse:
         """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
-        packed = lease.packed(tokens) or _pack(tokens)
+        packed = lease.packed(tokens) or tokens_from(tokens)
         unseen, asked = lease.unseen(packed), lease.ask()
         request = made(InsertRequest.of, lease.lease_id, len(packed), unseen, release, publish_state, asked[0])
         return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, release, asked))
@@ -170,7 +139,7 @@ class CacheVerbs(HandoverVerbs):
         """`Lease.extend`."""
         await self._check_mine(lease)
         if type(num_tokens) is not int or num_tokens < 1:
-            num_tokens = _positive(num_tokens)
+            num_tokens = positive(num_tokens)
         with lease.extending() as (covered, known_pages, number):
             request = build(
                 ExtendRequest,
@@ -205,72 +174,6 @@ class CacheVerbs(HandoverVerbs):
     async def abort(self, lease: Lease) -> None:
         """`Lease.abort`."""
         await self._end(lease, AbortRequest(lease_id=lease.lease_id))
-
-    async def evict(self, num_tokens: int) -> EvictResponse:
-        """Free at least `num_tokens` slots of what is cached, or all that nobody holds."""
-        return expect(EvictResponse, await self._call(build(EvictRequest, num_tokens=num_tokens)))
-
-    async def reset(self) -> None:
-        """Make everything unmatchable and free it; running leases keep their slots, but publish no more."""
-        await self._call(ResetRequest())
-
-    async def retire(
-        self, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
-    ) -> RetireResponse:
-        """Make every namespace that matches all fields given unmatchable at once, and reclaim what it holds.
-
-        For an adapter that was deleted, or weights that were replaced. Running leases keep their slots to the end, but
-        their `insert` publishes nothing (`retired=True`); new ones of the same namespace begin anew. What nobody holds
-        is freed in the background.
-
-        Raises:
-            InvalidRequest: no field is given: `reset()` retires everything.
-        """
-        _namespace(extra_key, lora_id, cache_salt)
-        request = build(RetireRequest, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
-        return expect(RetireResponse, await self._call(request))
-
-    async def explain(
-        self,
-        tokens: Any,
-        *,
-        extra_key: str | None = None,
-        lora_id: str | None = None,
-        cache_salt: str | None = None,
-    ) -> ExplainResponse:
-        """Where a match of `tokens` ends, and why it goes no further: a probe. Printed, it is a sentence.
-
-        Never stored, evicted (when, and for what), retired, in another namespace, a window or a state that is missing,
-        or less than a page. The cache remembers its latest 16,384 evictions for it.
-        """
-        namespace = _namespace(extra_key, lora_id, cache_salt)
-        response = await self._call(build(ExplainRequest, tokens=tokens, namespace=namespace))
-        return expect(ExplainResponse, response)
-
-    async def tree(self, *, max_nodes: int = 200, max_depth: int = 64, max_width: int = 64) -> TreeResponse:
-        """The largest branches of what is cached, with sizes, locks, hits and ages: a probe.
-
-        The cache looks at 4,096 nodes at most, a few milliseconds, and says of which branches it saw all.
-
-        Args:
-            max_nodes: branches told.
-            max_depth: levels below the namespaces.
-            max_width: children told of each.
-        """
-        request = build(TreeRequest, max_nodes=max_nodes, max_depth=max_depth, max_width=max_width)
-        return expect(TreeResponse, await self._call(request))
-
-    async def stats(self) -> CacheStats:
-        """A snapshot of the cache's counts."""
-        return expect(CacheStats, await self._call(StatsRequest()))
-
-    async def check_invariants(self) -> None:
-        """Have the cache verify every rule it keeps. O(everything); for tests and doubts.
-
-        Raises:
-            CacheError: a rule is broken; the message says which.
-        """
-        await self._call(CheckInvariantsRequest())
 
     async def attach_pool(self, mapped: bool | None = None) -> AttachedPool:
         """The pool's tensors, for reading and writing the slots of leases.
@@ -336,29 +239,3 @@ class CacheVerbs(HandoverVerbs):
 
     def _new_lease_id(self) -> str:
         return f"{self._session_id}-{next(self._lease_numbers)}"
-
-
-def _pack(tokens: Any) -> TokenIds:
-    try:
-        packed = TokenIds.pack(tokens)
-    except ValueError as error:
-        raise InvalidRequest(f"tokens: {error}") from None
-    if not len(packed):
-        raise InvalidRequest("tokens: at least one token id is needed")
-    return packed
-
-
-def _positive(num_tokens: Any) -> int:
-    with suppress(TypeError):
-        if not isinstance(num_tokens, bool) and index(num_tokens) > 0:
-            return index(num_tokens)
-    raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
-
-
-def _namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:
-    if extra_key is lora_id is cache_salt is None:
-        return None
-    try:
-        return frame_namespace(extra_key, lora_id, cache_salt)
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None

@@ -14,7 +14,7 @@ from cache_kinds import TIGHT_STATES, TIGHT_WINDOW, KindUnderTest, radix
 from cache_under_test import CacheUnderTest, Reached, unchecked
 from computing_workers import work
 
-from raydix.actors import verbs
+from raydix.actors import call_arguments
 from raydix.actors.request_handlers import RequestHandlers
 from raydix.cache_core import KVCache, RadixKey
 from raydix.schemas import MatchRequest, MatchResponse
@@ -59,7 +59,7 @@ def a_probe_promises_a_page_too_many(patch: Patch) -> None:
 
 
 def namespaces_do_not_count(patch: Patch) -> None:
-    patch.setattr(verbs, "frame_namespace", lambda *parts: None)
+    patch.setattr(call_arguments, "frame_namespace", lambda *parts: None)
 
 
 def the_order_of_pages_does_not_count(patch: Patch) -> None:

@@ -1,0 +1,38 @@
+"""What callers hand in, checked once, at the client's edge."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from operator import index
+from typing import Any
+
+from raydix.schemas import InvalidRequest, TokenIds, frame_namespace
+
+
+def tokens_from(tokens: Any) -> TokenIds:
+    """Token ids as a message carries them; InvalidRequest unless that is what they are, one at least."""
+    try:
+        packed = TokenIds.pack(tokens)
+    except ValueError as error:
+        raise InvalidRequest(f"tokens: {error}") from None
+    if not len(packed):
+        raise InvalidRequest("tokens: at least one token id is needed")
+    return packed
+
+
+def positive(num_tokens: Any) -> int:
+    """A number of tokens as a plain int; InvalidRequest if it is none, or less than 1."""
+    with suppress(TypeError):
+        if not isinstance(num_tokens, bool) and index(num_tokens) > 0:
+            return index(num_tokens)
+    raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
+
+
+def namespace_from(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:
+    """The one name that a cache knows a namespace by; InvalidRequest for what cannot be part of one."""
+    if extra_key is lora_id is cache_salt is None:
+        return None
+    try:
+        return frame_namespace(extra_key, lora_id, cache_salt)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None

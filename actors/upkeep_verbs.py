@@ -1,0 +1,108 @@
+"""`UpkeepVerbs`: looking at a cache, and clearing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raydix.actors.call_arguments import namespace_from
+from raydix.actors.event_verbs import EventVerbs
+from raydix.actors.typed_messages import build, expect
+from raydix.schemas import (
+    CacheStats,
+    CheckInvariantsRequest,
+    EvictRequest,
+    EvictResponse,
+    ExplainRequest,
+    ExplainResponse,
+    MatchRequest,
+    MatchResponse,
+    ResetRequest,
+    RetireRequest,
+    RetireResponse,
+    StatsRequest,
+    TreeRequest,
+    TreeResponse,
+)
+
+
+class UpkeepVerbs(EventVerbs):
+    """The verbs that take no lease."""
+
+    async def match(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> MatchResponse:
+        """How much of `tokens` is cached. A probe: nothing is held, and no recency changes."""
+        namespace = namespace_from(extra_key, lora_id, cache_salt)
+        response = await self._call(build(MatchRequest, tokens=tokens, namespace=namespace))
+        return expect(MatchResponse, response)
+
+    async def evict(self, num_tokens: int) -> EvictResponse:
+        """Free at least `num_tokens` slots of what is cached, or all that nobody holds."""
+        return expect(EvictResponse, await self._call(build(EvictRequest, num_tokens=num_tokens)))
+
+    async def reset(self) -> None:
+        """Make everything unmatchable and free it; running leases keep their slots, but publish no more."""
+        await self._call(ResetRequest())
+
+    async def retire(
+        self, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
+    ) -> RetireResponse:
+        """Make every namespace that matches all fields given unmatchable at once, and reclaim what it holds.
+
+        For an adapter that was deleted, or weights that were replaced. Running leases keep their slots to the end, but
+        their `insert` publishes nothing (`retired=True`); new ones of the same namespace begin anew. What nobody holds
+        is freed in the background.
+
+        Raises:
+            InvalidRequest: no field is given: `reset()` retires everything.
+        """
+        namespace_from(extra_key, lora_id, cache_salt)
+        request = build(RetireRequest, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
+        return expect(RetireResponse, await self._call(request))
+
+    async def explain(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> ExplainResponse:
+        """Where a match of `tokens` ends, and why it goes no further: a probe. Printed, it is a sentence.
+
+        Never stored, evicted (when, and for what), retired, in another namespace, a window or a state that is missing,
+        or less than a page. The cache remembers its latest 16,384 evictions for it.
+        """
+        namespace = namespace_from(extra_key, lora_id, cache_salt)
+        response = await self._call(build(ExplainRequest, tokens=tokens, namespace=namespace))
+        return expect(ExplainResponse, response)
+
+    async def tree(self, *, max_nodes: int = 200, max_depth: int = 64, max_width: int = 64) -> TreeResponse:
+        """The largest branches of what is cached, with sizes, locks, hits and ages: a probe.
+
+        The cache looks at 4,096 nodes at most, a few milliseconds, and says of which branches it saw all.
+
+        Args:
+            max_nodes: branches told.
+            max_depth: levels below the namespaces.
+            max_width: children told of each.
+        """
+        request = build(TreeRequest, max_nodes=max_nodes, max_depth=max_depth, max_width=max_width)
+        return expect(TreeResponse, await self._call(request))
+
+    async def stats(self) -> CacheStats:
+        """A snapshot of the cache's counts."""
+        return expect(CacheStats, await self._call(StatsRequest()))
+
+    async def check_invariants(self) -> None:
+        """Have the cache verify every rule it keeps. O(everything); for tests and doubts.
+
+        Raises:
+            CacheError: a rule is broken; the message says which.
+        """
+        await self._call(CheckInvariantsRequest())
