@@ -300,7 +300,7 @@ class CacheService:
             waiters=len(self.line),
             expired_sessions=self.keeper.num_expired,
             dead_sessions=self.keeper.num_dead,
-            exhausted=self._handlers.num_exhausted,
+            exhausted=self._handlers.admission.num_exhausted,
             batches=self._batches,
             requests=self._requests,
             loop_lag_ms=self.lag.longest_ms,

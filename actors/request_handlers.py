@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raydix.actors.admission import Admission
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.refusals import Refusals
 from raydix.actors.tree_answer import tree_answer
-from raydix.actors.waiting_line import Attempt, Place, WaitingLine
-from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
+from raydix.actors.waiting_line import WaitingLine
+from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.tree_outline import OutlineLimits
 from raydix.schemas import (
@@ -40,7 +41,6 @@ from raydix.schemas import (
     MatchRequest,
     MatchResponse,
     Message,
-    PoolExhausted,
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
@@ -49,7 +49,6 @@ from raydix.schemas import (
     TokenIds,
     TreeRequest,
     TreeResponse,
-    WaitingResponse,
     WindowResponse,
     WithdrawRequest,
     namespaces_of,
@@ -67,6 +66,7 @@ class RequestHandlers:
 
     Attributes:
         draining: nothing more is taken: leases are published and ended, no more.
+        admission: of leases that begin or grow.
 
     Args:
         core: the cache.
@@ -79,9 +79,8 @@ class RequestHandlers:
         self.core = core
         self.line = line
         self.draining = False
-        self.num_exhausted = 0  # requests refused for want of room
+        self.admission = Admission(core, line, refusals, acquire_timeout_s)
         self._refusals = refusals
-        self._acquire_timeout_s = acquire_timeout_s
         self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
             MatchRequest: self._match,
             LockRequest: self._lock,
@@ -133,7 +132,7 @@ class RequestHandlers:
         key = _key(request.tokens, request.namespace)
         attempt = partial(self._attempt_acquire, session_id, request, key)
         num_tokens = len(key) + request.new_tokens
-        return self._admit(session_id, request.lease_id, key, num_tokens, attempt, request.timeout_s)
+        return self.admission.admit(session_id, request.lease_id, key, num_tokens, attempt, request.timeout_s)
 
     def _attempt_acquire(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
         lease = self.core.acquire(
@@ -152,74 +151,9 @@ class RequestHandlers:
             added = _packed(lease.starts[request.known_pages :])
             return ExtendResponse(num_slots=lease.num_slots, page_starts=added, swa_page_starts=self._window(lease))
 
-        return self._admit(
+        return self.admission.admit(
             session_id, request.lease_id, lease.key, request.num_slots, attempt, request.timeout_s, grows=True
         )
-
-    def _admit(
-        self,
-        session_id: str,
-        lease_id: str,
-        key: RadixKey,
-        num_tokens: int,
-        attempt: Attempt,
-        timeout_s: float | None,
-        grows: bool = False,
-    ) -> Message:
-        """Serve a request for a lease over so many tokens at once, or put it in line.
-
-        New leases never overtake those in line who wait for the same. A lease that grows does: those in line wait for
-        it to end. So does one that stays within its tenant's floor, which others must make room for.
-        """
-        try:
-            if grows or not len(self.line) or self._may_overtake(key, num_tokens):
-                return attempt()
-            self.core.check_len(num_tokens, key)
-            shortage = OutOfSlotsError(
-                num_tokens, self.core.free_slots, self.core.evictable_size(), self.core.num_slots
-            )
-        except OutOfSlotsError as error:
-            shortage = error.with_traceback(None)
-        if timeout_s is None:
-            timeout_s = self._acquire_timeout_s
-        if timeout_s == 0 or not shortage.can_ever_fit:
-            raise self._refusal(key, shortage)
-        place = Place(self.core.tenant_of(key.extra_key), grows, partial(self.core.is_within_floor, key, num_tokens))
-        ticket, position = self.line.join(
-            session_id,
-            lease_id,
-            place,
-            partial(self._attempt_late, key, attempt),
-            timeout_s,
-            partial(self._refusal, key),
-            shortage,
-        )
-        return WaitingResponse(ticket=ticket, position=position)
-
-    def _may_overtake(self, key: RadixKey, num_tokens: int) -> bool:
-        """Whether a new lease may be tried though others wait."""
-        tenant = self.core.tenant_of(key.extra_key)
-        if self.line.is_waiting(tenant):
-            return False
-        return self.line.wait_for_their_own() or self.core.is_within_floor(key, num_tokens)
-
-    def _attempt_late(self, key: RadixKey, attempt: Attempt) -> Message:
-        """An attempt from the line: what else it may fail with than want of room is its caller's to hear.
-
-        So is that there never can be room, which may show only now: others would wait behind it in vain.
-        """
-        try:
-            return attempt()
-        except OutOfSlotsError as error:
-            if error.can_ever_fit:
-                raise
-            raise self._refusal(key, error) from None
-        except CoreError as error:
-            raise to_cache_error(error) from error
-
-    def _refusal(self, key: RadixKey, shortage: OutOfSlotsError) -> PoolExhausted:
-        self.num_exhausted += 1
-        return self._refusals.of(shortage, key.extra_key)
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         lease = self.core.leases.get(request.lease_id, session_id)

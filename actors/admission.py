@@ -1,0 +1,97 @@
+"""`Admission`: who is given room at once, who waits for it in line, and who is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from raydix.actors.error_map import to_cache_error
+from raydix.actors.refusals import Refusals
+from raydix.actors.waiting_line import Attempt, Place, WaitingLine
+from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
+from raydix.schemas import Message, PoolExhausted, WaitingResponse
+
+
+class Admission:
+    """Room for leases that begin or grow.
+
+    Attributes:
+        num_exhausted: requests refused for want of room.
+
+    Args:
+        core: the cache.
+        line: where those wait who find no room.
+        refusals: what those are told who find none.
+        acquire_timeout_s: how long they wait unless they say otherwise.
+    """
+
+    def __init__(self, core: LeasedCache, line: WaitingLine, refusals: Refusals, acquire_timeout_s: float) -> None:
+        self.num_exhausted = 0
+        self._core = core
+        self._line = line
+        self._refusals = refusals
+        self._acquire_timeout_s = acquire_timeout_s
+
+    def admit(
+        self,
+        session_id: str,
+        lease_id: str,
+        key: RadixKey,
+        num_tokens: int,
+        attempt: Attempt,
+        timeout_s: float | None,
+        grows: bool = False,
+    ) -> Message:
+        """Serve a request for a lease over so many tokens at once, or put it in line.
+
+        New leases never overtake those in line who wait for the same. A lease that grows does: those in line wait for
+        it to end. So does one that stays within its tenant's floor, which others must make room for.
+        """
+        try:
+            if grows or not len(self._line) or self._may_overtake(key, num_tokens):
+                return attempt()
+            self._core.check_len(num_tokens, key)
+            shortage = OutOfSlotsError(
+                num_tokens, self._core.free_slots, self._core.evictable_size(), self._core.num_slots
+            )
+        except OutOfSlotsError as error:
+            shortage = error.with_traceback(None)
+        if timeout_s is None:
+            timeout_s = self._acquire_timeout_s
+        if timeout_s == 0 or not shortage.can_ever_fit:
+            raise self._refusal(key, shortage)
+        place = Place(self._core.tenant_of(key.extra_key), grows, partial(self._core.is_within_floor, key, num_tokens))
+        ticket, position = self._line.join(
+            session_id,
+            lease_id,
+            place,
+            partial(self._attempt_late, key, attempt),
+            timeout_s,
+            partial(self._refusal, key),
+            shortage,
+        )
+        return WaitingResponse(ticket=ticket, position=position)
+
+    def _may_overtake(self, key: RadixKey, num_tokens: int) -> bool:
+        """Whether a new lease may be tried though others wait."""
+        tenant = self._core.tenant_of(key.extra_key)
+        if self._line.is_waiting(tenant):
+            return False
+        return self._line.wait_for_their_own() or self._core.is_within_floor(key, num_tokens)
+
+    def _attempt_late(self, key: RadixKey, attempt: Attempt) -> Message:
+        """An attempt from the line: what else it may fail with than want of room is its caller's to hear.
+
+        So is that there never can be room, which may show only now: others would wait behind it in vain.
+        """
+        try:
+            return attempt()
+        except OutOfSlotsError as error:
+            if error.can_ever_fit:
+                raise
+            raise self._refusal(key, error) from None
+        except CoreError as error:
+            raise to_cache_error(error) from error
+
+    def _refusal(self, key: RadixKey, shortage: OutOfSlotsError) -> PoolExhausted:
+        self.num_exhausted += 1
+        return self._refusals.of(shortage, key.extra_key)
