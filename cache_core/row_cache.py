@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import index
 
-import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
@@ -32,30 +31,9 @@ from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import LeasedCache, Published
 from raydix.cache_core.radix_key import check_key
+from raydix.cache_core.row_lease import RowLease, as_row_lease
 from raydix.cache_core.row_room import RowRoom
 from raydix.cache_core.tree_outline import Outline, OutlineLimits
-
-
-class RowLease(LeaseRecord):
-    """What one request holds: a whole row, all of it private. `starts` has its first slot alone."""
-
-    __slots__ = ("published_len", "row")
-
-    def __init__(
-        self,
-        lease_id: str,
-        session_id: str,
-        key: RadixKey,
-        row: int,
-        first_slot: int,
-        prefix_len: int,
-        num_slots: int,
-        priority: int,
-    ) -> None:
-        starts = np.array([first_slot], np.int64)
-        super().__init__(lease_id, session_id, key, None, None, prefix_len, starts, 0, num_slots, priority)
-        self.row = row
-        self.published_len = prefix_len  # leading tokens that others may copy; whole pages
 
 
 class RowCache(LeasedCache):
@@ -231,7 +209,7 @@ class RowCache(LeasedCache):
                 or a state is to be published.
             UnknownLeaseError: no such open lease.
         """
-        lease, num_tokens = _as_row_lease(self.leases.get(lease_id, session_id)), index(num_tokens)
+        lease, num_tokens = as_row_lease(self.leases.get(lease_id, session_id)), index(num_tokens)
         key = lease.known_key(num_tokens, suffix)
         if publish_state:
             raise LeaseRangeError("this cache keeps no states, so none can be published")
@@ -249,7 +227,7 @@ class RowCache(LeasedCache):
         """No two leases share a row."""
 
     def _free_private(self, lease: LeaseRecord) -> None:
-        self.room.give_back(_as_row_lease(lease).row)
+        self.room.give_back(as_row_lease(lease).row)
 
     def _private_size(self, lease: LeaseRecord) -> int:
         return self.max_seq_len
@@ -282,7 +260,7 @@ class RowCache(LeasedCache):
 
     def published_len(self, lease: LeaseRecord) -> int:
         """Leading tokens of a lease that others may copy."""
-        return _as_row_lease(lease).published_len
+        return as_row_lease(lease).published_len
 
     def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
         """Whether all of these slots are those of the lease's tokens."""
@@ -290,7 +268,7 @@ class RowCache(LeasedCache):
 
     def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
         """Whether all of these slots are those of the lease's tokens that were not published."""
-        return self._lie_in(lease, slots, _as_row_lease(lease).published_len)
+        return self._lie_in(lease, slots, as_row_lease(lease).published_len)
 
     def _lie_in(self, lease: LeaseRecord, slots: Starts, first: int) -> bool:
         positions = slots - lease.starts[0]
@@ -313,7 +291,7 @@ class RowCache(LeasedCache):
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module or of the rows is broken. O(everything)."""
         published: dict[int, RadixKey] = {}
-        for lease in map(_as_row_lease, (*self.leases, *self.quarantine)):
+        for lease in map(as_row_lease, (*self.leases, *self.quarantine)):
             where = f"at lease {lease.lease_id}"
             assert lease.row not in published, f"two leases hold row {lease.row}"
             assert lease.starts.tolist() == [lease.row * self.max_seq_len], f"{lease.starts=} {where}"
@@ -324,8 +302,3 @@ class RowCache(LeasedCache):
         self.room.check(published)
         counted = self.free_slots + self.private_slots + self.total_size() + self.quarantined_slots
         assert counted == self.num_slots, f"a slot has no owner: {counted=}"
-
-
-def _as_row_lease(lease: LeaseRecord) -> RowLease:
-    assert isinstance(lease, RowLease)
-    return lease
