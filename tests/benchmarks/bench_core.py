@@ -19,7 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.core_runs import PHASES, Times, measure_in_tree, measure_memory, run_in_turns
+from benchmarks.core_runs import (
+    EVICT,
+    INSERT,
+    LOCK,
+    MATCH,
+    PHASES,
+    UNLOCK,
+    measure_in_tree,
+    measure_memory,
+    run_in_turns,
+)
 from benchmarks.core_workloads import WORKLOADS, known_workloads
 
 KINDS = tuple(product((1, 16), ("numpy", "list")))  # tokens a page, and how the tokens come
@@ -53,35 +63,27 @@ class Row:
 
 def rows_of(name: str, scale: float, num_rounds: int) -> Iterator[Row]:
     """The rows of a workload."""
-    workload = WORKLOADS[name](scale)
-    best = run_in_turns(workload, KINDS, num_rounds)
-    totals = {kind: _mean(times.sum(1)) for kind, (times, *_) in best.items()}
-    floor_p50, floor_p99 = np.percentile(best["floor"][0][:, 0], (50, 99)) / 1e3
+    rounds = run_in_turns(WORKLOADS[name](scale), KINDS, num_rounds)
+    floor, packing = rounds["floor"], rounds["packing"]
     for page_size, form in KINDS:
-        times, hits = best[page_size, form]
-        match, lock, evict, insert, unlock = times.T
-        extra = (totals[page_size, "list"] - totals[page_size, "numpy"]) / totals["packing"]
+        run, of_arrays = rounds[page_size, form], rounds[page_size, "numpy"]
         yield Row(
             name,
             page_size,
             form,
-            total=totals[page_size, form],
-            per_floor=totals[page_size, form] / totals["floor"],
-            match=_mean(match),
-            match_p50=float(np.percentile(match, 50)) / 1e3,
-            match_p99=float(np.percentile(match, 99)) / 1e3,
-            floor_p50=float(floor_p50),
-            floor_p99=float(floor_p99),
-            insert=_mean(insert),
-            locks=_mean(lock + unlock),
-            evict=_mean(evict),
-            packings=extra if form == "list" else None,
-            hit_tokens=sum(hits),
+            total=run.mean(),
+            per_floor=float(np.median(run.means() / floor.means())),
+            match=run.mean(MATCH),
+            match_p50=run.percentile(50, MATCH),
+            match_p99=run.percentile(99, MATCH),
+            floor_p50=floor.percentile(50, MATCH),
+            floor_p99=floor.percentile(99, MATCH),
+            insert=run.mean(INSERT),
+            locks=run.mean(LOCK, UNLOCK),
+            evict=run.mean(EVICT),
+            packings=float(np.median((run.means() - of_arrays.means()) / packing.means())) if form == "list" else None,
+            hit_tokens=sum(run.hits),
         )
-
-
-def _mean(times: Times) -> float:
-    return float(times.mean()) / 1e3
 
 
 def line(row: Row) -> str:

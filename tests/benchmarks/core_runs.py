@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import struct
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice
 from time import perf_counter_ns
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 from raydix.cache_core import RadixCache, RadixKey, SWATokenToKVPoolAllocator, TokenToKVPoolAllocator
 
 PHASES = ("match", "lock", "evict", "insert", "unlock")
+MATCH, LOCK, EVICT, INSERT, UNLOCK = range(len(PHASES))
 WARM_UP = 32  # requests
+WINDOW_SHARE = 4  # slots for each whose window KV is there, too
 Times = NDArray[np.int64]  # [requests, phases] in ns
 
 
@@ -33,12 +36,14 @@ class CoreRun:
         num_slots = workload.capacity(page_size)
         self.pool: Any = TokenToKVPoolAllocator(num_slots, page_size)
         if window is not None:
-            self.pool = SWATokenToKVPoolAllocator(num_slots, num_slots, page_size)
+            num_windows = num_slots // WINDOW_SHARE // page_size * page_size
+            self.pool = SWATokenToKVPoolAllocator(num_slots, num_windows, page_size)
         self.cache = RadixCache(page_size, token_to_kv_pool_allocator=self.pool, sliding_window_size=window)
         self.hits: list[int] = []
         self._workload = workload
         self._page_size = page_size
         self._as_lists = form == "list"
+        self._has_window = window is not None
 
     def run(self, most: int | None = None) -> Times:
         """Every request, once, or so many of them."""
@@ -58,10 +63,11 @@ class CoreRun:
         receipt = cache.inc_lock_ref(found.last_node)
         t2 = perf_counter_ns()
         needed = -(-(len(sequence) - found.prefix_len) // self._page_size) * self._page_size
-        missing = needed - pool.available_size()
+        missing = max(0, needed - pool.available_size())
+        missing_windows = max(0, needed - pool.swa_available_size()) if self._has_window else 0
         t3 = perf_counter_ns()
-        if missing > 0:
-            cache.evict(missing)
+        if missing or missing_windows:
+            cache.evict(missing, missing_windows)
         t4 = perf_counter_ns()
         slots = torch.cat((found.indices, pool.alloc(len(sequence) - found.prefix_len)))
         t5 = perf_counter_ns()
@@ -116,30 +122,49 @@ def run_packing(workload: Workload) -> Times:
     return np.array(times)
 
 
+class Rounds:
+    """What one kind took in each round. Figures are medians over the rounds, each taken within a round first: what else
+    the machine did in one of them counts little, and what the cache itself does now and then counts in full.
+    """
+
+    def __init__(self) -> None:
+        self.hits: list[int] = []  # of each request
+        self._times: list[Times] = []
+
+    def add(self, times: Times, hits: list[int]) -> None:
+        """One more round."""
+        self._times.append(times)
+        self.hits = hits
+
+    def means(self, *phases: int) -> NDArray[np.float64]:
+        """Microseconds a request in each round, all phases or these of it."""
+        return np.array([times[:, phases or slice(None)].sum(1).mean() / 1e3 for times in self._times])
+
+    def mean(self, *phases: int) -> float:
+        """The median of `means`."""
+        return float(np.median(self.means(*phases)))
+
+    def percentile(self, percent: float, phase: int) -> float:
+        """Microseconds of the requests of a round, in one phase."""
+        return float(np.median([np.percentile(times[:, phase], percent) for times in self._times])) / 1e3
+
+
 def run_in_turns(
     workload: Workload, kinds: Iterable[tuple[int, str] | tuple[int, str, int]], num_rounds: int
-) -> dict[Any, tuple[Times, list[int]]]:
-    """Each kind, with its hits, the floor and the packing, in turns; each request with the fastest of its rounds.
-
-    So what else the machine does counts little. The garbage collector stays on.
-    """
-    best: dict[Any, tuple[Times, list[int]]] = {}
+) -> dict[Any, Rounds]:
+    """Each kind, the floor and the packing, in turns. The garbage collector stays on."""
+    rounds: dict[Any, Rounds] = defaultdict(Rounds)
     for _ in range(num_rounds):
-        rounds: dict[Any, tuple[Times, list[int]]] = {
-            "floor": (run_floor(workload), []),
-            "packing": (run_packing(workload), []),
-        }
+        rounds["floor"].add(run_floor(workload), [])
+        rounds["packing"].add(run_packing(workload), [])
         for kind in kinds:
             gc.collect()
             CoreRun(workload, *kind).run(WARM_UP)  # of a cache of its own: what serves has all it runs on at hand
             run = CoreRun(workload, *kind)
-            rounds[kind] = run.run(), run.hits
+            rounds[kind].add(run.run(), run.hits)
             run.check()
             del run
-        for kind, (times, hits) in rounds.items():
-            known = best.get(kind)
-            best[kind] = (times if known is None else np.minimum(times, known[0])), hits
-    return best
+    return dict(rounds)
 
 
 def measure_memory(workload: Workload, page_size: int) -> tuple[int, int, int]:

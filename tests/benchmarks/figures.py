@@ -25,7 +25,12 @@ class Figure:
     to: str = ""  # what the ratio is to, measured in the same run
     at_most: float | None = None  # the goal
     at_least: float | None = None  # the goal
-    gate: float | None = None  # on the same side as the goal
+    gate: float | None = None  # on the same side as the goal, and no tighter
+
+    def __post_init__(self) -> None:
+        goal = self.at_least if self.at_most is None else self.at_most
+        if goal is not None and self.gate is not None and not self._reaches(goal, self.gate):
+            raise ValueError(f"{self.what}: the gate {self.gate:g} is tighter than the goal {goal:g}")
 
     @property
     def judged(self) -> float:
@@ -36,15 +41,15 @@ class Figure:
     def met(self) -> bool | None:
         """Whether the goal is met; None: there is none."""
         goal = self.at_least if self.at_most is None else self.at_most
-        return None if goal is None else self._is_within(goal)
+        return None if goal is None else self._reaches(self.judged, goal)
 
     @property
     def failed(self) -> bool:
         """Whether the gate says that something is broken."""
-        return self.gate is not None and not self._is_within(self.gate)
+        return self.gate is not None and not self._reaches(self.judged, self.gate)
 
-    def _is_within(self, limit: float) -> bool:
-        return self.judged >= limit if self.at_most is None else self.judged <= limit
+    def _reaches(self, value: float, limit: float) -> bool:
+        return value >= limit if self.at_most is None else value <= limit
 
     @property
     def measured(self) -> str:

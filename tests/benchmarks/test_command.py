@@ -39,6 +39,12 @@ def test_a_figure_knows_whether_its_goal_is_met() -> None:
     assert [each.measured for each in FIGURES] == ["1.25 us", "2,000 1/s", "12.3 B"]
 
 
+@pytest.mark.parametrize("limits", [{"at_most": 7, "gate": 4.5}, {"at_least": 4, "gate": 5}])
+def test_no_gate_is_tighter_than_its_goal(limits: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="tighter than the goal"):
+        Figure("core", "a request", 1.0, "us", **limits)
+
+
 def test_the_table_has_a_line_for_each_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

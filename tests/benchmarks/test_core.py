@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from benchmarks.bench_core import KINDS, rows_of
 from benchmarks.core_figures import GATES
-from benchmarks.core_runs import measure_memory
+from benchmarks.core_runs import MATCH, PHASES, Rounds, measure_memory
 from benchmarks.core_workloads import WORKLOADS
 
 
@@ -25,3 +26,23 @@ def test_a_token_takes_a_few_bytes(page_size: int, most: int) -> None:
 
     print(f"\npages of {page_size}: {held / num_tokens:.1f} bytes a token, {held / num_nodes:,.0f} a node")
     assert held <= most * num_tokens
+
+
+def test_what_a_cache_does_now_and_then_shows_whichever_requests_it_hits() -> None:
+    rounds = Rounds()
+    for at in range(3):
+        times = np.full((100, len(PHASES)), 1_000)
+        times[10 * at : 10 * at + 2, MATCH] = 1_000_000  # ns: a stall of two requests in a hundred
+        rounds.add(times, [])
+
+    assert rounds.percentile(99, MATCH) > 900
+    assert rounds.mean(MATCH) == pytest.approx(0.98 * 1 + 0.02 * 1_000)
+
+
+def test_what_happened_in_one_round_alone_does_not_count() -> None:
+    rounds = Rounds()
+    for ns in (1_000, 1_000_000, 1_000):
+        rounds.add(np.full((100, len(PHASES)), ns), [])
+
+    assert rounds.percentile(99, MATCH) == rounds.mean(MATCH) == 1
+    assert rounds.mean() == len(PHASES)
