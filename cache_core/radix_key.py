@@ -151,7 +151,7 @@ def _pack(token_ids: Any) -> tuple[bytes, int, int]:
     if isinstance(token_ids, torch.Tensor):
         if token_ids.is_floating_point() or token_ids.is_complex():
             raise InvalidKeyError(f"token ids must be integers, not {token_ids.dtype}: cast them first")
-        return _pack_array(token_ids.detach().cpu().numpy())
+        return _pack_array(_array_of(token_ids))
     if isinstance(token_ids, (np.ndarray, array)):
         return _pack_array(np.asarray(token_ids))
     if isinstance(token_ids, RadixKey):
@@ -163,12 +163,23 @@ def _pack(token_ids: Any) -> tuple[bytes, int, int]:
     return _pack_ints(token_ids)
 
 
+def _array_of(ids: torch.Tensor) -> NDArray[Any]:
+    try:
+        return ids.detach().cpu().numpy()
+    except (TypeError, RuntimeError):
+        if ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta):
+            raise
+        raise InvalidKeyError("token ids must be a dense tensor of integers that has values") from None
+
+
 def _pack_ints(ids: Sequence[Any], arity: int = 0) -> tuple[bytes, int, int]:
     for code, width in (("I", 4), ("Q", 8)):
         try:
             return struct.pack(f"<{len(ids)}{code}", *ids), width, arity
         except struct.error:
             continue
+        except (TypeError, RuntimeError):  # numpy's and torch's, of an array or tensor that is no integer
+            break
     raise InvalidKeyError("every token id must be an integer in [0, 2**64)")
 
 

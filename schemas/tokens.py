@@ -56,9 +56,9 @@ class TokenIds:
                 return cls(struct.pack(f"<{len(ids)}{code}", *ids), width)
             except struct.error:
                 continue
-        raise ValueError(
-            "token ids must be integers in [0, 2**64): found one that is negative, fractional or too large"
-        )
+            except (TypeError, RuntimeError):  # numpy's and torch's, of an array or tensor that is no integer
+                break
+        raise ValueError(f"token ids must be integers in [0, 2**64): {_what_else(ids)}")
 
     @classmethod
     def _pack_array(cls, ids: NDArray[Any]) -> TokenIds:
@@ -130,7 +130,22 @@ def _as_array(ids: Any) -> NDArray[Any]:
     if torch is not None and isinstance(ids, torch.Tensor):
         if ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"token ids must be integers, not {ids.dtype}: cast them first")
-        return np.asarray(ids.detach().cpu())
+        try:
+            return np.asarray(ids.detach().cpu())
+        except (TypeError, RuntimeError):
+            if ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta):
+                raise
+            raise ValueError("token ids must be a dense tensor of integers that has values") from None
     if isinstance(ids, array) or hasattr(ids, "__array__"):
-        return np.asarray(ids)
+        try:
+            return np.asarray(ids)
+        except TypeError as error:  # of arrays that lie on a GPU
+            raise ValueError(f"token ids cannot be read from {type(ids).__name__}: {error}") from None
     raise ValueError(f"token ids must be a list, array or tensor of integers, not {type(ids).__name__}")
+
+
+def _what_else(ids: Any) -> str:
+    """What a sequence holds that is no row of ids."""
+    if len(ids) == 1 and (isinstance(ids[0], (list, tuple)) or getattr(ids[0], "ndim", False)):
+        return "this is a batch of one row, pass the row alone"
+    return "found one that is negative, fractional, too large or no integer"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bad_tensors import TENSORS_WITHOUT_A_ROW
 from cache_kinds import NUM_LAYERS
 from cache_under_test import CacheUnderTest, Pages, small_config
 from pydantic import ValidationError
@@ -30,6 +31,14 @@ from raydix.schemas import (
 
 # ---------------------------------------------------------------- tokens
 
+
+class Unreadable:
+    """An array that numpy cannot read, as those on a GPU are."""
+
+    def __array__(self, *of: Any, **how: Any) -> Any:
+        raise TypeError("not without a copy")
+
+
 BAD_TOKENS: list[tuple[Any, str]] = [
     ([], "at least one token id is needed"),
     (np.array([], np.int64), "at least one token id is needed"),
@@ -37,7 +46,12 @@ BAD_TOKENS: list[tuple[Any, str]] = [
     (np.array([3, -1]), "must not be negative: found -1"),
     ([1.5], "fractional"),
     ([2**64], "too large"),
-    ([[1, 2]], "integers in"),
+    ([[1, 2]], "batch of one row"),
+    ([np.array([1, 2])], "batch of one row"),
+    ([torch.tensor([1, 2])], "batch of one row"),
+    ([np.array([1, 2]), np.array([3, 4])], "no integer"),
+    ([torch.tensor(1.5)], "no integer"),
+    ([torch.tensor(1, device="meta")], "no integer"),
     (["1"], "integers in"),
     ([None], "integers in"),
     (np.array([1.0]), "cast them first"),
@@ -49,6 +63,8 @@ BAD_TOKENS: list[tuple[Any, str]] = [
     (torch.tensor([1.5], dtype=torch.bfloat16), "cast them first"),
     (torch.tensor([[1, 2]]), "one-dimensional"),
     (torch.tensor([-2]), "must not be negative: found -2"),
+    *((tensor, "a dense tensor of integers that has values") for tensor in TENSORS_WITHOUT_A_ROW),
+    (Unreadable(), "cannot be read from Unreadable: not without a copy"),
     ("abc", "must be a list, array or tensor of integers, not str"),
     (b"abc", "must be a list, array or tensor of integers, not bytes"),
     (None, "must be a list, array or tensor of integers, not NoneType"),

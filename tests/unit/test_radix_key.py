@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bad_tensors import TENSORS_WITHOUT_A_ROW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,6 +121,12 @@ def test_no_ids_make_a_key_of_length_0(empty: Any) -> None:
         torch.tensor([True]),
         torch.tensor([[1]]),
         torch.tensor(1),
+        [np.array([1, 2])],
+        [torch.tensor([1, 2])],
+        [torch.tensor(1.5)],
+        [torch.tensor(1, device="meta")],
+        [(np.array([1, 2]), 3)],
+        *TENSORS_WITHOUT_A_ROW,
         array("d", [1.0]),
         array("b", [-1]),
     ],
