@@ -16,10 +16,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from raydix.actors.settings_file import Key, SettingsError, read_yaml
+from raydix.actors.settings_file import Key, SettingsError, read_value, read_yaml
 from raydix.schemas import CacheConfig
 
 DEFAULT_NAME = "kv"
@@ -129,10 +128,7 @@ def _parsed(key: Key, text: str, place: str) -> Iterator[tuple[Key, Any, str]]:
     if kind is str or (str in get_args(kind) and text != "null"):
         yield key, text, place  # a fingerprint may look like a number
         return
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise SettingsError(f"{place}: {text!r} is no YAML value", "quote it") from None
+    value = read_value(text, place)
     if key not in SECTIONS or not isinstance(value, dict):
         yield key, value, place
         return

@@ -296,6 +296,16 @@ def command(*arguments: object, **environ: str) -> subprocess.CompletedProcess[s
     )
 
 
+def test_a_file_whose_values_are_none_is_told_of_in_json(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("pool: {num_slots: 64}\nfingerprint: 2024-13-45\n")
+
+    error = run_json("start", "-c", file, exit_code=2)["error"]
+
+    assert (error["type"], error["advice"]) == ("SettingsError", "quote it, if it is a text")
+    assert error["message"] == f"{file}, line 2: no YAML value: month must be in 1..12"
+
+
 def test_a_process_of_its_own_finds_the_cluster_and_prints_json_alone(busy: list[str]) -> None:
     address = ray.get_runtime_context().gcs_address
 

@@ -95,6 +95,18 @@ def test_variables_of_other_programs_are_left_alone() -> None:
         ("page_size: 16\npool:\n  num_slots: 65\n", "FILE: num_slots (65) must be a multiple of page_size (16)"),
         ("- 1\n", "FILE, line 1: not a mapping / write one `key: value` per line"),
         ("pool: {\n", "FILE, line 2, column 1: expected the node content"),
+        (
+            "pool: {num_slots: 64}\nfingerprint: 2024-13-45\n",
+            "FILE, line 2: no YAML value: month must be in 1..12 / quote",
+        ),
+        ("page_size: 0x_\n", "FILE, line 1: no YAML value: invalid literal for int()"),
+        ("page_size: " + "9" * 5000, "FILE, line 1: no YAML value: Exceeds the limit"),
+        ("page_size: !!timestamp x\n", "FILE, line 1: no YAML value: "),
+        ("a: " + "[" * 3000 + "]" * 3000, "FILE: nested too deeply"),
+        (
+            "tenants:\n  - name: a\n    cap_slots: 4\n    cap_slots: 8\n",
+            "FILE, line 4: tenants.cap_slots stands on line 3 already / keep one of them",
+        ),
         ("name: 7\npool: {num_slots: 64}\n", "FILE, line 1: name: must be a text, not 7"),
         ("pool:\n", "FILE, line 1: pool: Input should be a valid dict"),
         ("", "FILE: pool: is needed / give at least pool.num_slots: --set pool.num_slots=65536"),
@@ -122,6 +134,14 @@ def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> Non
     assert complaint(file, options=("pool=4",)).startswith("--set pool=4: pool: Input should be a valid dict")
     assert complaint(file, options=("page_size",)) == "--set page_size: no value / --set page_size=VALUE"
     assert complaint(file, options=("pool.head_dim={",)).startswith("--set pool.head_dim={: '{' is no YAML value")
+    assert complaint(file, {"RAYDIX_PAGE_SIZE": "2024-13-45"}).startswith(
+        "environment variable RAYDIX_PAGE_SIZE: no YAML value: month must be in 1..12 / quote it"
+    )
+    for text, expected in (("0x_", "no YAML value: invalid literal"), ("[" * 3000, "nested too deeply")):
+        assert complaint(file, options=(f"page_size={text}",)).startswith(f"--set page_size={text}: {expected}")
+    assert "cap_slots stands on line 1 already" in complaint(
+        file, options=("tenants=[{name: a, cap_slots: 4, cap_slots: 8}]",)
+    )
     assert complaint(file.parent / "none.yaml").startswith("FILE: No such file or directory / give the path")
 
 
