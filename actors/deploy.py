@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 import ray
-from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.actors.pool_export import may_lie_on_gpu
@@ -27,6 +27,9 @@ _SHARED_GPU = 0.1  # of a card: the rest is the workers'
 _MAX_CONCURRENCY = 16_384  # open sessions and waiting requests each hold a place
 SHUTDOWN_S = 10.0  # beyond the drain
 _RETRY_S = 0.1  # while a cache of the same name ends
+_NAME_IS_TAKEN: type[Exception] = getattr(
+    ray.exceptions, "ActorAlreadyExistsError", ValueError
+)  # older Ray: the latter
 
 
 class StartOptions(TypedDict, total=False):
@@ -165,7 +168,7 @@ def _ready(
     found = None if name is None else find(name, namespace)
     try:
         actor = make() if found is None else found
-    except ActorAlreadyExistsError:
+    except _NAME_IS_TAKEN:
         return None  # somebody else was faster
     except RayError as error:
         raise from_ray(error) from error

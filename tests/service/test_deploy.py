@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from importlib.util import find_spec, module_from_spec
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -134,6 +135,24 @@ async def test_who_starts_one_name_at_once_gets_one_cache_and_a_detached_one_out
     await asyncio.to_thread(shutdown_cache, connect(name))
     with pytest.raises(CacheUnavailable, match="no cache named"):
         connect(name)
+
+
+def test_of_a_ray_that_has_no_error_for_a_taken_name_its_value_error_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray 2.54 has such an error; from 2.40 to 2.52 there was none."""
+    monkeypatch.delattr("ray.exceptions.ActorAlreadyExistsError", raising=False)
+    spec = find_spec(deploy.__name__)
+    assert spec is not None and spec.loader is not None
+    of_old_ray = module_from_spec(spec)
+    spec.loader.exec_module(of_old_ray)
+    attempts: list[str] = []
+    monkeypatch.setattr(of_old_ray, "find", lambda name, namespace: None)
+
+    def name_is_taken() -> Any:
+        attempts.append("made")
+        raise ValueError("The name kv (namespace=raydix) is already taken.")
+
+    assert of_old_ray._ready("kv", "raydix", name_is_taken, time.monotonic(), 1) is None
+    assert attempts == ["made"]
 
 
 async def test_starting_does_not_hold_the_loop(ray_cluster: None) -> None:
