@@ -17,6 +17,7 @@ from raydix.schemas import CacheConfig, CacheUnavailable, PoolHandle
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_OF_A_PAGE, _OF_A_PAGE_WITH_A_WINDOW, _OF_A_ROW, _OF_A_STATE = 12, 8, 9, 41  # bytes of the allocators' tables
 
 
 def may_lie_on_gpu(config: CacheConfig) -> bool:
@@ -60,8 +61,8 @@ class ExportedPool:
         self.layout = layout_of(config)
         self.device = device
         self._fd: int | None = None
-        if device.type == "cpu" and sys.platform == "linux":
-            _check_room(self.layout.num_bytes)
+        if sys.platform == "linux":
+            _check_room(_index_bytes(config) + (self.layout.num_bytes if device.type == "cpu" else 0))
         if device.type == "cuda":
             self.pool = _on_gpu(self.layout, device)
         elif not share or sys.platform != "linux":
@@ -157,6 +158,18 @@ def _fields(path: str) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
+def _index_bytes(config: CacheConfig) -> int:
+    """What it takes to tell which slots are free, whatever they hold; the tree comes on top as it grows."""
+    pool, num_runs = config.pool, config.pool.num_slots // config.run_len
+    if config.kind == "slots":
+        return _OF_A_ROW * num_runs
+    needed = _OF_A_PAGE * num_runs + _OF_A_STATE * pool.num_state_slots
+    if config.sliding_window_size is not None:
+        window_pages = (pool.num_swa_slots or pool.num_slots) // config.page_size
+        needed += _OF_A_PAGE_WITH_A_WINDOW * num_runs + _OF_A_PAGE * window_pages
+    return needed
+
+
 def _check_room(needed: int) -> None:
     available = available_memory()
     if needed > available:
@@ -165,7 +178,7 @@ def _check_room(needed: int) -> None:
 
 def _too_large(needed: int, available: int) -> str:
     return (
-        f"the pool needs {needed} bytes ({needed / _GIB:.2f} GiB) of shared memory, but {available} "
+        f"the pool needs {needed} bytes ({needed / _GIB:.2f} GiB) with its tables of slots, but {available} "
         f"({available / _GIB:.2f} GiB) are free: lower PoolConfig.num_slots, or raise the memory limit of the "
         "machine or container (the pool is not bound by --shm-size)"
     )

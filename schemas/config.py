@@ -28,11 +28,18 @@ class PoolConfig(_Config):
     layer_kinds: tuple[Literal["full", "swa", "state"], ...] | None = Field(
         default=None, description="what each layer keeps: KV, sliding-window KV, or a recurrent state; None: all KV"
     )
-    num_swa_slots: int | None = Field(default=None, gt=0, le=MAX_SLOTS, description="window slots; None: num_slots")
+    num_swa_slots: int | None = Field(
+        default=None,
+        gt=0,
+        le=MAX_SLOTS,
+        description="window slots; None: num_slots. What of a request is not cached must fit in them at once",
+    )
     num_state_slots: int = Field(default=0, ge=0, le=MAX_SLOTS, description="recurrent states, leases' own included")
-    state_shapes: tuple[tuple[int, ...], ...] = Field(default=(), description="shapes of a state layer's tensors")
+    state_shapes: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = Field(
+        default=(), description="shapes of a state layer's tensors"
+    )
     dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"] = "bfloat16"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:(0|[1-9]\d?))?)$")] = "auto"
 
     @model_validator(mode="after")
     def _layers_have_a_shape(self) -> Self:
@@ -58,7 +65,9 @@ class EvictionConfig(_Config):
     )
     high_watermark: float = Field(default=0.9, gt=0, le=1, description="fraction of slots in use; 1.0: task off")
     low_watermark: float = Field(default=0.8, ge=0, lt=1, description="fraction of slots in use")
-    slice_ms: float = Field(default=1.0, gt=0, description="longest time the task holds the event loop at once")
+    slice_ms: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="longest time the task holds the event loop at once"
+    )
 
     @model_validator(mode="after")
     def _low_below_high(self) -> Self:
@@ -72,7 +81,9 @@ class EvictionConfig(_Config):
 class LeaseConfig(_Config):
     """How leases and those who wait for them are treated."""
 
-    acquire_timeout_s: float = Field(default=30.0, ge=0, description="how long an acquire waits for room by default")
+    acquire_timeout_s: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="how long an acquire waits for room by default"
+    )
     session_ttl_s: float = Field(
         default=30.0, gt=0, allow_inf_nan=False, description="a client silent for so long has vanished"
     )
@@ -167,6 +178,8 @@ with warnings.catch_warnings():
                 raise ValueError(f"num_swa_slots must be a multiple of page_size ({self.page_size})")
             if (self.kind == "mamba") != (self.pool.num_state_slots > 0):
                 raise ValueError("kind 'mamba' needs num_state_slots, and no other kind takes them")
+            if self.pool.num_state_slots == 1:
+                raise ValueError("kind 'mamba' needs num_state_slots of at least 2: a lease's own, and one to publish")
             return self
 
         @model_validator(mode="after")

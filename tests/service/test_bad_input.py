@@ -544,6 +544,30 @@ def test_a_local_pool_larger_than_memory_names_what_it_needs_and_what_is_free() 
         LocalPrefixCache(CacheConfig(pool=TOO_LARGE_POOL))
 
 
+@pytest.mark.parametrize(
+    ("config", "num_bytes"),
+    [
+        (CacheConfig(pool=PoolConfig(num_slots=1_000_000)), 12_000_000),
+        (CacheConfig(pool=PoolConfig(num_slots=1_600_000), page_size=16), 1_200_000),
+        (CacheConfig(pool=PoolConfig(num_slots=1_000_000), sliding_window_size=4), 32_000_000),
+        (CacheConfig(pool=PoolConfig(num_slots=16, num_state_slots=100_000), kind="mamba"), 4_000_000),
+        (CacheConfig(pool=PoolConfig(num_slots=1_600_000), kind="slots", max_seq_len=16), 900_000),
+    ],
+    ids=lambda value: value.kind if isinstance(value, CacheConfig) else f"{value:,}",
+)
+async def test_the_index_of_a_pool_without_layers_must_fit_in_memory(
+    config: CacheConfig, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(free: int) -> LocalPrefixCache:
+        monkeypatch.setattr("raydix.actors.pool_export.available_memory", lambda: free)
+        return LocalPrefixCache(config)
+
+    with pytest.raises(CacheUnavailable, match=NAMES_BOTH):
+        make(num_bytes - 1_000)
+    async with make(num_bytes + 500_000) as cache:
+        assert (await cache.stats()).free_slots == config.pool.num_slots
+
+
 @pytest.mark.ray
 def test_an_actors_pool_larger_than_memory_names_what_it_needs_and_what_is_free(ray_cluster: None) -> None:
     with pytest.raises(CacheUnavailable, match=NAMES_BOTH):

@@ -47,6 +47,11 @@ def test_defaults_are_those_of_the_design() -> None:
         (PoolConfig, {"num_slots": 8, "device": "gpu"}, "device"),
         (PoolConfig, {"num_slots": 8, "device": "cuda:x"}, "device"),
         (PoolConfig, {"num_slots": 8, "device": "cuda:0 "}, "device"),
+        (PoolConfig, {"num_slots": 8, "device": "cuda:05"}, "device"),
+        (PoolConfig, {"num_slots": 8, "device": "cuda:128"}, "device"),
+        (PoolConfig, {"num_slots": 8, "device": "cuda:99999999999"}, "device"),
+        (PoolConfig, {"num_slots": 8, "state_shapes": ((-3,),)}, "state_shapes"),
+        (PoolConfig, {"num_slots": 8, "state_shapes": ((4, 0),)}, "state_shapes"),
         (PoolConfig, {"num_slots": 8, "layers": 2}, "layers"),
         (EvictionConfig, {"high_watermark": 0.5, "low_watermark": 0.6}, r"low_watermark \(0.6\) must be below"),
         (EvictionConfig, {"high_watermark": 0.5, "low_watermark": 0.5}, "must be below"),
@@ -57,14 +62,21 @@ def test_defaults_are_those_of_the_design() -> None:
         (EvictionConfig, {"high_watermark": float("nan")}, "high_watermark"),
         (EvictionConfig, {"low_watermark": float("nan")}, "low_watermark"),
         (EvictionConfig, {"slice_ms": 0}, "slice_ms"),
+        (EvictionConfig, {"slice_ms": float("inf")}, "slice_ms"),
         (EvictionConfig, {"policy": "random"}, "policy"),
         (LeaseConfig, {"acquire_timeout_s": -1}, "acquire_timeout_s"),
+        (LeaseConfig, {"acquire_timeout_s": float("inf")}, "acquire_timeout_s"),
         (LeaseConfig, {"max_waiters": -1}, "max_waiters"),
         (CacheConfig, {}, "pool"),
         (CacheConfig, {"pool": POOL, "page_size": 0}, "page_size"),
         (CacheConfig, {"pool": POOL, "page_size": 5}, r"num_slots \(64\) must be a multiple of page_size \(5\)"),
         (CacheConfig, {"pool": POOL, "page_size": 128}, "multiple of page_size"),
         (CacheConfig, {"pool": POOL, "kind": "tree"}, "kind"),
+        (
+            CacheConfig,
+            {"pool": {"num_slots": 64, "num_state_slots": 1}, "kind": "mamba"},
+            "num_state_slots of at least 2",
+        ),
         (CacheConfig, {"pool": POOL, "kind": "slots"}, "max_seq_len"),
         (CacheConfig, {"pool": POOL, "max_seq_len": 8}, "no other kind takes it"),
         (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 0}, "max_seq_len"),
@@ -147,7 +159,7 @@ def test_what_is_handed_out_together_is_a_page_or_a_row() -> None:
     assert CacheConfig(pool=PoolConfig(num_slots=64), kind="slots", max_seq_len=16, page_size=4).run_len == 16
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15", "cuda:99"])
 def test_devices_are_named_as_torch_names_them(device: str) -> None:
     assert PoolConfig(num_slots=8, device=device).device == device
 
