@@ -22,27 +22,41 @@ import sys
 from pathlib import Path
 
 import ray
+from pydantic import ValidationError
 
 from raydix.actors.replay import index_config, replay
 from raydix.actors.trace import read_trace
+from raydix.schemas import CacheError
 
 DEFAULT_CAPACITIES = (1_024_000, 4_096_000, 16_384_000)
+
+
+def count(text: str) -> int:
+    """A number on the command line."""
+    if not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="?", default=os.environ.get("RAYDIX_TRACE"), help="or RAYDIX_TRACE")
-    parser.add_argument("--capacity", type=int, nargs="+", default=DEFAULT_CAPACITIES, metavar="TOKENS")
-    parser.add_argument("--page-size", type=int, default=512, metavar="TOKENS")
-    parser.add_argument("--limit", type=int, metavar="N", help="replay the first N requests only")
+    parser.add_argument("--capacity", type=count, nargs="+", default=DEFAULT_CAPACITIES, metavar="TOKENS")
+    parser.add_argument("--page-size", type=count, default=512, metavar="TOKENS")
+    parser.add_argument("--limit", type=count, metavar="N", help="replay the first N requests only")
     parser.add_argument("--local", action="store_true", help="without Ray")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     args = parser.parse_args()
     if args.trace is None:
         parser.error("give the path of a trace, or set RAYDIX_TRACE")
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        parser.error(f"{args.json} cannot be written: it is a folder, or there is none for it")
+    if args.json is not None:
+        try:
+            args.json.open("a").close()  # now, and not after the work
+        except OSError as error:
+            parser.error(f"{args.json}: {error.strerror}")
     return args
 
 
@@ -52,13 +66,20 @@ def main() -> None:
     try:
         trace = read_trace(Path(args.trace), args.limit)
         configs = [index_config(capacity, page_size=args.page_size) for capacity in args.capacity]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        sys.exit(f"error: {where}{first['msg'].removeprefix('Value error, ')}")
     except ValueError as error:
         sys.exit(f"error: {error}")
     if not args.local:
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     rows = []
     for config in configs:
-        done = asyncio.run(replay(trace, config, on_ray=not args.local))
+        try:
+            done = asyncio.run(replay(trace, config, on_ray=not args.local))
+        except CacheError as error:
+            sys.exit(f"error: {error}")
         rows.append(row := done.figures())
         print(f"{row['capacity']:>12,} tokens: {row['hit_rate_percent']:5.1f} % hit, {row['evicted_tokens']:,} evicted")
     if args.json:

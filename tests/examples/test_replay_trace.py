@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 from traces import EVICTED, PROMPT_TOKENS, REUSED, write_trace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replay_trace.py"
+main = run_path(str(EXAMPLE))["main"]
 
 
 @pytest.mark.parametrize("where", [pytest.param("--local"), pytest.param("--page-size=512", marks=pytest.mark.ray)])
@@ -37,11 +39,50 @@ def test_a_malformed_trace_ends_in_one_line_and_not_in_a_traceback(tmp_path: Pat
     assert done.stderr == f"error: {tmp_path}/bad.jsonl, line 1: timestamp: Field required\n"
 
 
-def test_where_figures_could_not_be_written_is_said_before_the_work(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLE, write_trace(tmp_path), "--local", "--json", tmp_path / "no" / "out.json"]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--json", "no/out.json"), "no/out.json: No such file or directory"),
+        (("--json", "."), ".: Is a directory"),
+        (("--json", "/proc/out.json"), "/proc/out.json: "),
+        (("--limit", "-1"), "--limit: -1 is not at least 1"),
+        (("--limit", "0"), "--limit: 0 is not at least 1"),
+        (("--page-size", "0"), "--page-size: 0 is not at least 1"),
+        (("--capacity", "2048", "0"), "--capacity: 0 is not at least 1"),
+        (("--capacity", "many"), "--capacity: 'many' is no whole number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[1],
+)
+def test_what_is_wrong_on_the_command_line_is_said_before_the_work(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*map(str, (EXAMPLE, write_trace(tmp_path), "--local")), *arguments])
 
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main()
 
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "no/out.json cannot be written" in done.stderr
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "message"),
+    [
+        (100, r"error: num_slots \(100\) must be a multiple of page_size \(512\)"),
+        (512 * 10**10, "error: num_slots: Input should be less than or equal to .*"),
+    ],
+)
+def test_a_capacity_that_no_cache_has_ends_in_one_line(
+    capacity: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (EXAMPLE, write_trace(tmp_path), "--local", "--capacity", capacity)
+    monkeypatch.setattr(sys, "argv", [*map(str, command)])
+
+    with pytest.raises(SystemExit, match=f"^{message}$"):
+        main()
