@@ -65,6 +65,7 @@ class KVCache(KVLedger):
 
         Raises:
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
+            LeaseRangeError: a negative `new_tokens` or `max_prefix_len`.
             UnknownLeaseError: the id is another session's.
         """
         new_tokens, priority = index(new_tokens), index(priority)
@@ -74,6 +75,8 @@ class KVCache(KVLedger):
             return open_lease
         if new_tokens < 0:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
+        if max_prefix_len is not None and max_prefix_len < 0:
+            raise LeaseRangeError(f"max_prefix_len must not be negative: {max_prefix_len}")
         num_slots = len(key) + new_tokens
         num_pages = -(-num_slots // self.page_size)
         self.room.check_capacity(num_pages)

@@ -25,6 +25,7 @@ from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import LeasedCache
 from raydix.cache_core.mamba_pool import MambaPool
 from raydix.cache_core.pool_checks import PoolChecks
+from raydix.cache_core.radix_key import check_key
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.swa_component import WindowReceipt
@@ -165,7 +166,10 @@ class KVLedger(LeasedCache):
         return found
 
     def _tree_key(self, key: RadixKey) -> RadixKey:
-        return key.bigrams() if self._bigram else key
+        if not self._bigram:
+            return key
+        check_key(key)
+        return key.bigrams()
 
     @property
     def now(self) -> int:

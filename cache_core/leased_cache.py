@@ -74,7 +74,7 @@ class LeasedCache(CacheFacts):
 
         Raises:
             OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
-            LeaseRangeError: more tokens than a lease may cover.
+            LeaseRangeError: more tokens than a lease may cover, or a negative `new_tokens` or `max_prefix_len`.
             UnknownLeaseError: the id is another session's.
         """
 

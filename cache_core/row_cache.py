@@ -130,7 +130,7 @@ class RowCache(LeasedCache):
 
         Raises:
             OutOfSlotsError: every row is leased; nothing changed.
-            LeaseRangeError: more tokens than a row has slots, or a negative `new_tokens`.
+            LeaseRangeError: more tokens than a row has slots, or a negative `new_tokens` or `max_prefix_len`.
             UnknownLeaseError: the id is another session's.
         """
         new_tokens, priority = index(new_tokens), index(priority)
@@ -140,6 +140,8 @@ class RowCache(LeasedCache):
             return open_lease
         if new_tokens < 0:
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
+        if max_prefix_len is not None and max_prefix_len < 0:
+            raise LeaseRangeError(f"max_prefix_len must not be negative: {max_prefix_len}")
         num_slots = len(key) + new_tokens
         self._check_fits(num_slots)
         return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, priority)

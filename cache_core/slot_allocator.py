@@ -86,7 +86,12 @@ class TokenToKVPoolAllocator:
 
     def _starts_of(self, indices: torch.Tensor) -> Starts:
         """The first slots of the pages that slots touch, those of neighbours named once."""
-        slots = torch.as_tensor(indices).detach().cpu().numpy()
+        try:
+            slots = torch.as_tensor(indices).detach().cpu().numpy()
+        except (TypeError, ValueError, RuntimeError):
+            if isinstance(indices, torch.Tensor):
+                raise
+            raise SlotError(f"slots must be a 1-D row of integers, not {type(indices).__name__}") from None
         if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
             raise SlotError(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {slots.shape}")
         slots = slots.astype(np.int64, copy=False)

@@ -9,6 +9,7 @@ from raydix.cache_core.cache_facts import PoolSizes
 from raydix.cache_core.kv_cache import KVCache
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.leased_cache import Published
+from raydix.cache_core.radix_key import check_key
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.tenant_room import TenantRoom
@@ -80,11 +81,13 @@ class TenantKVCache(KVCache):
         priority: int = 0,
     ) -> LeaseRecord:
         """As `KVCache.acquire`, within floors and caps."""
+        check_key(key)
         with self.tenants.serving(key.extra_key):
             return super().acquire(lease_id, session_id, key, new_tokens, max_prefix_len, priority)
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """As `KVCache.lock`."""
+        check_key(key)
         with self.tenants.serving(key.extra_key):
             return super().lock(lease_id, session_id, key, priority)
 

@@ -183,6 +183,9 @@ def test_a_wrong_free_raises_and_changes_nothing(pool: TokenToKVPoolAllocator, s
 def test_what_is_no_row_of_slots_is_told_what_it_is(pool: TokenToKVPoolAllocator) -> None:
     with pytest.raises(SlotError, match=r"slots must be a 1-D row of integers, not int64 of shape \(\)"):
         pool.free(5)  # type: ignore[arg-type]
+    for slots in (None, {}, object(), "2", [[2], [3, 4]]):
+        with pytest.raises(SlotError, match=f"slots must be a 1-D row of integers, not {type(slots).__name__}"):
+            pool.free(slots)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("page_size", [1, 2])

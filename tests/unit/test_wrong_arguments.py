@@ -12,6 +12,7 @@ from raydix.cache_core import (
     InvalidKeyError,
     KVCache,
     LeasedCache,
+    LeaseRangeError,
     LockError,
     MambaRadixCache,
     RadixCache,
@@ -19,6 +20,8 @@ from raydix.cache_core import (
     RowCache,
     TokenToKVPoolAllocator,
 )
+from raydix.cache_core.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.tenants import Tenants
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 
 TREES: list[Callable[[], BasePrefixCache]] = [RadixCache, lambda: RadixCache(1, 2), MambaRadixCache, TriePrefixCache]
@@ -75,21 +78,32 @@ def test_full_attention_says_that_it_wants_a_node_back() -> None:
         RadixCache().dec_lock_ref(None)  # type: ignore[arg-type]
 
 
-def leases_over(make: Callable[..., BasePrefixCache]) -> LeasedCache:
+def leases_over(make: Callable[..., BasePrefixCache], *, bigram: bool = False) -> LeasedCache:
     pool = TokenToKVPoolAllocator(8)
-    return KVCache(make(token_to_kv_pool_allocator=pool) if make is not ChunkCache else ChunkCache(), pool)
+    tree = make(token_to_kv_pool_allocator=pool) if make is not ChunkCache else ChunkCache()
+    return KVCache(tree, pool, bigram=bigram)
 
 
-@pytest.mark.parametrize(
+def tenants() -> LeasedCache:
+    pool = TokenToKVPoolAllocator(8)
+    return TenantKVCache(RadixCache(token_to_kv_pool_allocator=pool), pool, tenants=Tenants([]))
+
+
+every_lease = pytest.mark.parametrize(
     "make",
     [
         lambda: leases_over(RadixCache),
+        lambda: leases_over(RadixCache, bigram=True),
+        tenants,
         lambda: leases_over(TriePrefixCache),
         lambda: leases_over(ChunkCache),
         lambda: RowCache(8, 4),
     ],
-    ids=["radix", "trie", "chunk", "slots"],
+    ids=["radix", "bigram", "tenants", "trie", "chunk", "slots"],
 )
+
+
+@every_lease
 def test_no_lease_is_taken_for_what_is_no_key(make: Callable[[], Any]) -> None:
     cache = make()
 
@@ -98,4 +112,20 @@ def test_no_lease_is_taken_for_what_is_no_key(make: Callable[[], Any]) -> None:
             verb("l", "s", [1, 2])
 
     assert cache.free_slots == 8
+    cache.check_invariants()
+
+
+@every_lease
+def test_no_lease_reuses_less_than_nothing(make: Callable[[], Any]) -> None:
+    cache = make()
+    cache.acquire("first", "s", RadixKey([1, 2, 3]))
+    cache.insert("first", "s", 3, RadixKey([]))
+    cache.release("first", "s")
+    free = cache.free_slots
+
+    for max_prefix_len in (-1, -(2**70)):
+        with pytest.raises(LeaseRangeError, match=f"^max_prefix_len must not be negative: {max_prefix_len}$"):
+            cache.acquire("l", "s", RadixKey([1, 2, 3]), 0, max_prefix_len)
+
+    assert (cache.free_slots, len(cache.leases)) == (free, 0)
     cache.check_invariants()
