@@ -61,7 +61,8 @@ def unpack(*parts: bytes | memoryview, torn: type[CacheError] = InvalidRequest) 
         packed = pickle.loads(parts[0] if len(parts) == 1 else b"".join(parts))
         return _unpacked(*packed) if type(packed) is tuple else packed
     except Exception as error:  # pickle raises almost anything
-        raise torn(f"what was sent in {len(parts)} parts is torn: {type(error).__name__}: {error}") from None
+        what = f"what was sent in {len(parts)} parts is torn: {type(error).__name__}: {error}"
+        raise torn(f"{what}; if all of it arrived, the versions of raydix differ on both sides") from None
 
 
 def _unpacked(kind: Any, *fields: Any) -> Message:

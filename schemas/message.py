@@ -75,8 +75,18 @@ def _ints_meant(error: ValidationError) -> dict[str, int]:
 
 
 def restore(model: type[M], *values: Any) -> M:
-    """A message of the values of all its fields, in order, which are taken as they are."""
-    return assemble(model, dict(zip(_names(model), values, strict=True)))
+    """A message of the values of all its fields, in order, which are taken as they are.
+
+    Raises:
+        ValueError: they are more or fewer, as who made it runs another version of this package.
+    """
+    try:
+        return assemble(model, dict(zip(_names(model), values, strict=True)))
+    except ValueError:
+        here = len(_names(model))
+        raise ValueError(
+            f"a {model.__name__} has {here} fields here, {len(values)} where it was made: the versions of raydix differ"
+        ) from None
 
 
 def assemble(model: type[M], fields: dict[str, Any]) -> M:

@@ -12,17 +12,20 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from raydix import schemas
+from raydix.actors import wire
 from raydix.schemas import (
     AcquireRequest,
     Batch,
     BatchResponse,
     BlockStored,
     CacheConfig,
+    CacheError,
     CacheStats,
     EvictRequest,
     ExtendRequest,
     InsertRequest,
     LeaseOwner,
+    LeaseResponse,
     LockRequest,
     MatchRequest,
     MatchResponse,
@@ -35,7 +38,7 @@ from raydix.schemas import (
     UnknownLease,
     frame_namespace,
 )
-from raydix.schemas.message import Malformed, validated
+from raydix.schemas.message import Malformed, restore, validated
 from raydix.schemas.report import TreePart
 
 PUBLIC = [getattr(schemas, name) for name in schemas.__all__]
@@ -377,3 +380,25 @@ def test_the_hit_rate_is_reused_tokens_as_a_share_of_requested_ones(requested: i
 
     assert isinstance(stats, CacheStats)
     assert stats.hit_rate == rate
+
+
+def test_an_answer_of_another_version_says_that_versions_differ() -> None:
+    fields = LeaseResponse.model_fields
+    packed = pickle.dumps(Remade(restore, (LeaseResponse, *range(len(fields) + 1))))
+    row_of_one_more = pickle.dumps((1, "epoch", [(4, *range(len(fields) + 1))]))
+
+    with pytest.raises(ValueError, match=r"^a LeaseResponse has 6 fields here, 7 where it was made: the versions"):
+        pickle.loads(packed)
+    for answer in (packed, row_of_one_more):
+        with pytest.raises(CacheError, match="the versions of raydix differ on both sides"):
+            wire.unpack(answer, torn=CacheError)
+
+
+class Remade:
+    """What pickle remakes by this call."""
+
+    def __init__(self, remake: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._call = remake, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
