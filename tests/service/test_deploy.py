@@ -138,7 +138,7 @@ async def test_who_starts_one_name_at_once_gets_one_cache_and_a_detached_one_out
 
 
 def test_of_a_ray_that_has_no_error_for_a_taken_name_its_value_error_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray 2.54 has such an error; from 2.40 to 2.52 there was none."""
+    """Ray 2.54 has such an error, 2.52 has none."""
     monkeypatch.delattr("ray.exceptions.ActorAlreadyExistsError", raising=False)
     spec = find_spec(deploy.__name__)
     assert spec is not None and spec.loader is not None
