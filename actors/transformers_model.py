@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedCo
 
 from raydix.actors.pooled_copy import CopiedCache
 from raydix.actors.transformers_config import ModelSource, PoolShape, dtype_name, load_config
+from raydix.actors.transformers_continuation import Parts, check_continuation
 from raydix.actors.transformers_layers import ModelLayers, StateTensor
 from raydix.cache_core.memory_pool import wait_for_device
 from raydix.schemas import ConfigMismatch, InvalidRequest
@@ -93,7 +94,8 @@ class CausalModel:
         """What a pool must hold, by what running a token really leaves behind. It warms the model up, too.
 
         Raises:
-            ConfigMismatch: the layers differ among themselves.
+            ConfigMismatch: the layers differ among themselves, or the model does not go on from its cache as if it had
+                never stopped.
         """
         return await self.run(self._measure)
 
@@ -122,15 +124,27 @@ class CausalModel:
 
     @torch.inference_mode()
     def _forward(self, tokens: NDArray[np.int64], cache: Cache, keep_logits: bool) -> Step:
-        input_ids = torch.from_numpy(tokens).to(self.device).unsqueeze(0)
+        input_ids = self._row_of(tokens)
         try:
-            output = self._model(
-                input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=0 if keep_logits else 1
-            )
-            logits: torch.Tensor = output.logits[0]
+            logits = self._logits(input_ids, cache, 0 if keep_logits else 1)
             return Step(int(logits[-1].argmax()), logits.cpu() if keep_logits else None)
         finally:  # however it ends: what a GPU was asked to write goes to slots that may be another's soon
             wait_for_device(input_ids)
+
+    def _row_of(self, tokens: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(tokens).to(self.device).unsqueeze(0)
+
+    def _logits(self, input_ids: torch.Tensor, cache: Cache, num_kept: int) -> torch.Tensor:
+        """After each of the last tokens, or after all of them for 0."""
+        output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=num_kept)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _run_parts(self, parts: Parts, num_kept: int) -> torch.Tensor:
+        cache = self.own_cache()
+        logits = [self._logits(self._row_of(part), cache, num_kept) for part in parts]
+        return logits[-1][-num_kept:]
 
     def _measure(self) -> PoolShape:
         cache = self.own_cache()
@@ -142,6 +156,15 @@ class CausalModel:
         if len(shapes) > 1 or len(dtypes) > 1:
             raise ConfigMismatch(f"the layers of this {self.config.model_type} model differ: {shapes}, {dtypes}")
         dtype = dtypes.pop()
+        check_continuation(
+            self._run_parts,
+            self.layers,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            dtype=dtype,
+            device=self.device,
+            model_type=self.config.model_type,
+        )
         self.states = self.layers.states_in(cache)
         state_shapes = tuple(state.pool_shape(dtype) for state in self.states)
         return PoolShape(self.layers.kinds, *shapes.pop(), dtype_name(self.config, dtype), state_shapes)

@@ -106,7 +106,8 @@ class TransformersWorker(WatchedActor):
         The first `generate` does it, too, and then counts it in its times.
 
         Raises:
-            ConfigMismatch: the model's KV or states are not what the pool holds; the message names both.
+            ConfigMismatch: the model's KV or states are not what the pool holds; the message names both. Or its forward
+                does not go on from what was cached as if it had computed it just now, as Jamba's and Bamba's.
             InvalidRequest: the model has recurrent states, and the pool cannot be mapped.
             CacheUnavailable: the cache cannot be reached.
         """

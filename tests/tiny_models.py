@@ -11,15 +11,30 @@ import torch
 from tiny_llama import random_prompt
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     DynamicCache,
     FalconH1Config,
     Gemma3TextConfig,
+    JambaConfig,
     MistralConfig,
+    MoshiConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
 )
 
-__all__ = ["FALCON_H1", "GEMMA_3", "MISTRAL", "QWEN3_NEXT", "WINDOW", "continuation", "random_model", "random_prompt"]
+__all__ = [
+    "BAMBA",
+    "FALCON_H1",
+    "GEMMA_3",
+    "JAMBA",
+    "MISTRAL",
+    "MOSHI",
+    "QWEN3_NEXT",
+    "WINDOW",
+    "continuation",
+    "random_model",
+    "random_prompt",
+]
 
 WINDOW = 8
 
@@ -69,6 +84,32 @@ QWEN3_NEXT = Qwen3NextConfig(
     moe_intermediate_size=16,
     shared_expert_intermediate_size=16,
 )
+
+# ---------------------------------------------------------------- their forward does not go on from its own cache
+
+JAMBA = JambaConfig(
+    **COMMON,
+    num_hidden_layers=2,
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    mamba_d_state=8,
+    mamba_dt_rank=4,
+    num_experts=2,
+    num_experts_per_tok=1,
+)
+
+BAMBA = BambaConfig(
+    **COMMON,
+    num_hidden_layers=4,
+    attn_layer_indices=[1],
+    mamba_expand=1,
+    mamba_n_heads=4,
+    mamba_d_head=8,
+    mamba_n_groups=1,
+    mamba_d_state=8,
+)
+
+MOSHI = MoshiConfig(**COMMON, num_hidden_layers=2, sliding_window=WINDOW)  # its windows are not masked
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:

@@ -83,6 +83,20 @@ async def test_what_was_reused_is_what_would_have_been_computed(name: str) -> No
     await reuse_changes_no_bit(MODELS[name], validate=True)
 
 
+@pytest.mark.parametrize("name", MODELS)
+async def test_a_prompt_that_nobody_has_computed_says_what_it_says_uncut(name: str) -> None:
+    """The worker runs it in parts where a state is published, the model's own pass does not."""
+    in_one, generated = continuation(random_model(MODELS[name]), PROMPT, [], 6)
+    async with (
+        LocalPrefixCache(config_of(MODELS[name], PAGE_SIZE)) as cache,
+        TransformersWorker(cache, model=deepcopy(MODELS[name]), device="cpu") as worker,
+    ):
+        found = await worker.generate(PROMPT, 6, return_logits=True)
+
+    assert (found.prefix_len, list(found.token_ids)) == (0, generated)
+    assert found.logits is not None and (found.logits - in_one).abs().max() < 1e-4
+
+
 # ---------------------------------------------------------------- two workers on Ray
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_llama import LLAMA, continuation, random_llama, random_prompt
-from transformers import LlamaForCausalLM
+from tiny_models import BAMBA, FALCON_H1, GEMMA_3, JAMBA, MOSHI, QWEN3_NEXT
+from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
+from raydix.actors.transformers_model import CausalModel
+from raydix.actors.transformers_worker import TransformersWorker, cache_config_for, pool_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, EvictionConfig, InvalidRequest, PoolConfig, PoolExhausted
 
 pytestmark = pytest.mark.figures
@@ -434,3 +437,30 @@ async def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
 def test_without_a_cache_use_cache_must_be_off() -> None:
     with pytest.raises(InvalidRequest, match="use_cache=False"):
         TransformersWorker(None, model=LLAMA, device="cpu")
+
+
+@pytest.mark.parametrize("config", [JAMBA, BAMBA, MOSHI], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_model_that_cannot_go_on_from_its_cache_is_refused(config: PreTrainedConfig, dtype: str) -> None:
+    """Jamba and Bamba begin anew when a prompt comes in parts, Moshi forgets what its window has left behind."""
+    states = {"num_state_slots": 8} if config is not MOSHI else {}
+    cache = LocalPrefixCache(cache_config_for(deepcopy(config), 64, device="cpu", dtype=dtype, **states))
+    worker = TransformersWorker(cache, model=deepcopy(config), device="cpu", dtype=dtype)
+
+    with pytest.raises(ConfigMismatch, match=f"this {config.model_type} model.* cannot continue from a cached"):
+        await worker.open()
+
+    await worker.close()
+    await cache.close()
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA_3, FALCON_H1, QWEN3_NEXT], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("max_positions", [1, 5, 256])
+async def test_rounding_does_not_refuse_a_model(config: PreTrainedConfig, dtype: str, max_positions: int) -> None:
+    model = CausalModel(deepcopy(config), dtype=dtype, device="cpu")
+    model.max_positions = max_positions
+
+    assert (await model.pool_shape()).dtype == dtype
+
+    model.close()
