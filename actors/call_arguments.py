@@ -20,12 +20,12 @@ def tokens_from(tokens: Any) -> TokenIds:
     return packed
 
 
-def positive(num_tokens: Any) -> int:
+def positive(num_tokens: Any, name: str = "num_tokens") -> int:
     """A number of tokens as a plain int; InvalidRequest if it is none, or less than 1."""
     with suppress(TypeError):
         if not isinstance(num_tokens, bool) and index(num_tokens) > 0:
             return index(num_tokens)
-    raise InvalidRequest(f"num_tokens must be a positive integer, not {num_tokens!r}")
+    raise InvalidRequest(f"{name} must be a positive integer, not {num_tokens!r}")
 
 
 def namespace_from(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from contextlib import suppress
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
+from raydix.actors.call_arguments import positive
 from raydix.schemas import InvalidRequest, Message, TokenIds
 
 if TYPE_CHECKING:
@@ -44,15 +47,13 @@ class GreedyDecoding:
         self, tokens: Any, max_new_tokens: int, eos_token_id: int | Collection[int] | None, keep_logits: bool
     ) -> None:
         self._started = time.perf_counter()
-        prompt = _prompt(tokens)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise InvalidRequest(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
-        self.num_prompt = len(prompt)
+        self._tokens = _prompt(tokens)  # then what is generated, and room for more of it
+        self.num_prompt = len(self._tokens)
         self.keep_logits = keep_logits
-        self._tokens = np.concatenate((prompt, np.empty(max_new_tokens, np.int64)))  # the prompt, then room
+        self._max_len = self.num_prompt + positive(max_new_tokens, "max_new_tokens")
         self._num_known = self.num_prompt
         self._num_computed = self._prefix_len = 0  # leading tokens that have their KV; of those, reused ones
-        self._ends = frozenset((eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id or ())
+        self._ends = _end_tokens(eos_token_id)
         self._ended = False
         self._first_token_at = 0.0
         self._logits: list[torch.Tensor] = []
@@ -65,7 +66,7 @@ class GreedyDecoding:
     @property
     def max_computed(self) -> int:
         """Tokens, from the first, that need a slot at most: all but the last one generated."""
-        return len(self._tokens) - 1
+        return self._max_len - 1
 
     @property
     def computed(self) -> NDArray[np.int64]:
@@ -79,7 +80,7 @@ class GreedyDecoding:
     @property
     def done(self) -> bool:
         """Whether all is generated."""
-        return self._ended or self._num_known == len(self._tokens)
+        return self._ended or self._num_known == self._max_len
 
     def reuse(self, prefix_len: int) -> None:
         """The KV of so many leading tokens is there."""
@@ -95,6 +96,8 @@ class GreedyDecoding:
         if self._num_known == self.num_prompt:
             self._first_token_at = time.perf_counter()
         self._num_computed = self._num_known
+        if self._num_known == len(self._tokens):
+            self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
         self._tokens[self._num_known] = step.next_token
         self._num_known += 1
         self._ended = step.next_token in self._ends
@@ -121,3 +124,20 @@ def _prompt(tokens: Any) -> NDArray[np.int64]:
     if packed.width > 4:
         raise InvalidRequest("tokens: an id of 2**32 or more is in no model's vocabulary")
     return packed.ids.astype(np.int64)
+
+
+def _end_tokens(given: Any) -> frozenset[int]:
+    """What `eos_token_id` names: none, one, or those in a collection, array or tensor."""
+    if given is None:
+        return frozenset()
+    with suppress(TypeError):
+        if not isinstance(given, (bool, str, bytes)):
+            return frozenset(_ids_in(given))
+    raise InvalidRequest(f"eos_token_id must be a token id or a collection of some, not {given!r}")
+
+
+def _ids_in(given: Any) -> list[int]:
+    try:
+        return [index(given)]
+    except TypeError:  # no integer itself
+        return [index(each) for each in given]

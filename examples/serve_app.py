@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pydantic
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydix.actors import start_cache
 from raydix.actors.demo import MODEL
 from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
-from raydix.schemas import CacheConfig
+from raydix.schemas import CacheConfig, InvalidRequest, PoolExhausted
 
 try:
     from ray import serve
+    from starlette.responses import JSONResponse
 except ImportError as error:
     raise ImportError("Ray Serve needs the extra: pip install 'raydix[serve]'") from error
 
@@ -32,6 +34,16 @@ def node_cache(config: CacheConfig, name: str = "kv") -> Any:
     node_id = ray.get_runtime_context().get_node_id()
     place = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return start_cache(config, name=f"{name}-{node_id[:12]}", lifetime="detached", scheduling_strategy=place)
+
+
+class Asked(pydantic.BaseModel):
+    """The body of a request by HTTP."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+
+    token_ids: list[int]
+    max_new_tokens: int = 16
+    lora_id: str | None = None
 
 
 @serve.deployment(num_replicas=2, max_ongoing_requests=64)
@@ -53,8 +65,14 @@ class Model:
         return {"token_ids": list(done.token_ids), "prefix_len": done.prefix_len}
 
     async def __call__(self, request: Any) -> Any:
-        """The same by HTTP, with a JSON body."""
-        return await self.generate(**await request.json())
+        """The same by HTTP, with a JSON body: 400 for what can never be served, 503 for what finds no room in time."""
+        try:
+            asked = Asked.model_validate_json(await request.body())
+            return await self.generate(asked.token_ids, asked.max_new_tokens, asked.lora_id)
+        except (pydantic.ValidationError, InvalidRequest) as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except PoolExhausted as error:
+            return JSONResponse({"error": str(error)}, 503 if error.can_ever_fit else 400)
 
 
 app = cast(Any, Model).bind(MODEL, cache_config_for(MODEL, num_slots=65_536, page_size=16))

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import json, logging, socket, urllib.request
+import json, logging, socket, urllib.error, urllib.request
 import ray
 from ray import serve
 
@@ -33,7 +33,13 @@ sessions = ray.get(connect(name).stats.remote()).open_sessions
 again = [handle.generate.remote(prompt, 4) for _ in range(12)]
 body = json.dumps({"token_ids": prompt, "max_new_tokens": 4}).encode()
 again = [each.result() for each in again] + [json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}", body))]
-print(json.dumps({"first": first, "again": again, "sessions": sessions}))
+refused = []
+for bad in ({"token_ids": [1], "max_new_tokens": 10**13}, {"token_ids": []}, {"token_ids": [1], "max": 2}, [1], "{"):
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}", bad.encode() if bad == "{" else json.dumps(bad).encode())
+    except urllib.error.HTTPError as error:
+        refused.append(error.code)
+print(json.dumps({"first": first, "again": again, "sessions": sessions, "refused": refused}))
 serve.shutdown()
 ray.shutdown()
 """
@@ -69,6 +75,7 @@ def test_replicas_share_the_cache_of_their_node() -> None:
     assert [each["prefix_len"] for each in told["again"]] == [
         48
     ] * 13  # whichever replica serves: all pages but the last
+    assert told["refused"] == [400] * 5
     assert all(each["token_ids"] == told["first"]["token_ids"] for each in told["again"])
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_llama import LLAMA, continuation, random_llama, random_prompt
@@ -138,6 +139,32 @@ async def test_generation_stops_after_an_end_token(worker: TransformersWorker) -
 
     assert (await worker.generate(prompt, 12, eos_token_id=end)).token_ids == expected
     assert (await worker.generate(prompt, 12, eos_token_id=[1000, end])).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "form", [np.int64, torch.tensor, lambda end: torch.tensor([end]), lambda end: np.array([0, end])]
+)
+async def test_whatever_stands_for_an_integer_is_taken_as_it(
+    mapped_worker: TransformersWorker, form: Callable[[int], Any]
+) -> None:
+    full = await mapped_worker.generate(random_prompt(20), np.int64(12))
+    end = full.token_ids[0]
+
+    assert (await mapped_worker.generate(random_prompt(20), 12, eos_token_id=form(end))).token_ids == (end,)
+
+
+@pytest.mark.parametrize("end", ["5", 5.0, True, [5.0], ["5"], torch.tensor(5.0), b"5", object()])
+async def test_end_tokens_that_are_no_ids_are_refused(mapped_worker: TransformersWorker, end: Any) -> None:
+    with pytest.raises(InvalidRequest, match="eos_token_id"):
+        await mapped_worker.generate([1, 2], 4, eos_token_id=end)
+
+
+async def test_a_model_without_a_limit_is_asked_for_more_than_any_pool_holds(mapped_worker: TransformersWorker) -> None:
+    mapped_worker._model.max_positions = None
+
+    for num_new in (10**9, 10**13, 10**30):
+        with pytest.raises((PoolExhausted, InvalidRequest)):
+            await mapped_worker.generate([1, 2], num_new)
 
 
 async def test_requests_run_at_once_and_each_gets_what_it_would_get_alone(worker: TransformersWorker) -> None:
@@ -411,6 +438,9 @@ async def test_a_model_that_does_not_fit_the_pool_is_refused_naming_both(changed
         ([1, 2**40], 4, "vocabulary"),
         ([1, 2], 0, "max_new_tokens"),
         ([1, 2], 1.5, "max_new_tokens"),
+        ([1, 2], True, "max_new_tokens"),
+        ([1, 2], 10**13, "positions"),
+        ([1, 2], 10**30, "positions"),
         ([1] * 250, 8, "257 tokens to compute, but the model has 256 positions"),
     ],
 )
