@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from raydix.cache_core.row_copy import check_shapes, put_rows, take_rows
+from raydix.cache_core.row_copy import check_out, check_shapes, put_rows, take_rows
 from raydix.cache_core.state_rows import aligned, bytes_of_row, views_of_rows
 
 
@@ -185,15 +185,16 @@ class KVPool:
         costs several times the copy where it is large, so who gathers often keeps its own.
 
         Raises:
-            ValueError: `out` is of other shapes, or on another device.
+            ValueError: `out` is none of that, or lies on another device.
         """
         place = self.storage.device
         slots = slots.to(place)
         k, v = self.k[layer], self.v[layer]
-        if out is not None and any(each.device != place for each in out):
-            raise ValueError(f"out must be on {place}, where the pool is")
         k_out, v_out = out or (k.new_empty(len(slots), *k.shape[1:]), v.new_empty(len(slots), *v.shape[1:]))
         check_shapes(slots, (k_out, k), (v_out, v))
+        if out is not None:
+            check_out(k_out, k)
+            check_out(v_out, v)
         take_rows(k, slots, k_out, self._page_size)
         take_rows(v, slots, v_out, self._page_size)
         return k_out, v_out

@@ -20,6 +20,14 @@ def check_shapes(slots: torch.Tensor, *pairs: tuple[torch.Tensor, torch.Tensor])
             raise ValueError(f"{len(slots)} slots need {[len(slots), *rows.shape[1:]]}, not {list(given.shape)}")
 
 
+def check_out(out: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise ValueError unless bits of rows can be copied into a tensor as they are."""
+    if out.device != rows.device:
+        raise ValueError(f"out must be on {rows.device}, where the pool is")
+    if out.dtype is not rows.dtype or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous and of {rows.dtype}, the pool's dtype, not {out.dtype}")
+
+
 def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, page_size: int) -> None:
     """`target[slots] = source`: `[rows, heads, dim]`, contiguous, and `[n, heads, dim]`, of one dtype and device.
 

@@ -199,6 +199,19 @@ def test_what_is_gathered_into_lies_where_the_pool_does(slots: list[int]) -> Non
         KVPool(TINY).gather(0, torch.tensor(slots), out)
 
 
+@pytest.mark.parametrize("slots", [[2, 3], [4, 2]])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_gathered_into_is_contiguous_and_of_the_pools_dtype(slots: list[int], place: int) -> None:
+    """However the slots lie: rows that do not follow one another are copied as bits."""
+    fitting = torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)
+    strided = torch.zeros(2, 3, 8)[..., ::2], torch.zeros(2, 3, 10)[..., ::2]
+    for others in (tuple(each.half() for each in fitting), tuple(each.int() for each in fitting), strided):
+        out = [others[i] if i == place else fitting[i] for i in (0, 1)]
+
+        with pytest.raises(ValueError, match=r"out must be contiguous and of torch.float32"):
+            KVPool(TINY).gather(0, torch.tensor(slots), (out[0], out[1]))
+
+
 def test_no_slots_are_no_work() -> None:
     pool = KVPool(TINY)
     none = torch.empty(0, dtype=torch.int64)
