@@ -36,7 +36,7 @@ from raydix.actors.transformers_generation import Generation, GreedyDecoding
 from raydix.actors.transformers_model import CausalModel
 from raydix.actors.transformers_request import LeasedRequest
 from raydix.actors.watched_actor import WatchedActor
-from raydix.schemas import ConfigMismatch, InvalidRequest
+from raydix.schemas import ConfigMismatch, InvalidRequest, StaleEpoch
 
 if TYPE_CHECKING:
     from raydix.actors.attached_pool import AttachedPool
@@ -179,6 +179,7 @@ class TransformersWorker(WatchedActor):
             InvalidRequest: the arguments cannot be served, or the worker was closed; the message says why.
             PoolExhausted: no room came free in time, or there never can be.
             ConfigMismatch: the model does not fit the pool.
+            StaleEpoch: the cache has restarted meanwhile.
         """
         decoding = GreedyDecoding(tokens, max_new_tokens, eos_token_id, return_logits)
         self._model.check_tokens(decoding.prompt, decoding.max_computed)
@@ -204,6 +205,8 @@ class TransformersWorker(WatchedActor):
         async with lease:
             if pool.lost:  # the cache has restarted
                 pool = await self._attached(client)
+            if pool.epoch != lease.epoch:  # and once more since: these slots are not this pool's
+                raise StaleEpoch(lease.epoch, pool.epoch)
             await LeasedRequest(self._model, pool, lease, decoding, branching_len).run()
 
     async def _decode_alone(self, decoding: GreedyDecoding, cache: Cache) -> None:

@@ -17,9 +17,18 @@ from tiny_models import BAMBA, FALCON_H1, GEMMA_3, JAMBA, MOSHI, QWEN3_NEXT
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
+from raydix.actors.attached_pool import AttachedPool
 from raydix.actors.transformers_model import CausalModel
 from raydix.actors.transformers_worker import TransformersWorker, cache_config_for, pool_config_for
-from raydix.schemas import CacheConfig, ConfigMismatch, EvictionConfig, InvalidRequest, PoolConfig, PoolExhausted
+from raydix.schemas import (
+    CacheConfig,
+    ConfigMismatch,
+    EvictionConfig,
+    InvalidRequest,
+    PoolConfig,
+    PoolExhausted,
+    StaleEpoch,
+)
 
 pytestmark = pytest.mark.figures
 
@@ -393,6 +402,32 @@ async def test_an_attempt_to_attach_that_failed_when_nobody_waited_any_more_is_m
 
     assert len((await worker.generate(random_prompt(20), 4)).token_ids) == 4
     await worker.close()
+
+
+async def test_a_lease_is_not_written_into_the_pool_of_another_life(
+    cache: LocalPrefixCache, mapped_worker: TransformersWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache restarts, and once more between an acquire and the attaching anew."""
+    client = mapped_worker._client
+    assert client is not None and mapped_worker._pool is not None
+    async with LocalPrefixCache(config_of(16)) as later:
+        pool, acquire, attached = await later.attach_pool(), client.acquire, mapped_worker._pool
+        before = [k.view(torch.uint8).clone() for k in pool.k]
+
+        async def acquire_late(*args: Any, **options: Any) -> Any:
+            lease = await acquire(*args, **options)
+            attached.drop(StaleEpoch("before", lease.epoch))
+            return lease
+
+        async def attach_later(mapped: bool | None) -> AttachedPool:
+            return pool
+
+        monkeypatch.setattr(client, "acquire", acquire_late)
+        monkeypatch.setattr(client, "attach_pool", attach_later)
+        with pytest.raises(StaleEpoch):
+            await mapped_worker.generate(random_prompt(20), 4)
+
+        assert all(map(torch.equal, before, [k.view(torch.uint8) for k in pool.k]))
 
 
 @pytest.mark.parametrize("after", [0, 2])
