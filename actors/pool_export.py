@@ -63,10 +63,8 @@ class ExportedPool:
         self._fd: int | None = None
         if sys.platform == "linux":
             _check_room(_index_bytes(config) + (self.layout.num_bytes if device.type == "cpu" else 0))
-        if device.type == "cuda":
-            self.pool = _on_gpu(self.layout, device)
-        elif not share or sys.platform != "linux":
-            self.pool = KVPool(self.layout, device)
+        if device.type == "cuda" or not share or sys.platform != "linux":
+            self.pool = _own_pool(self.layout, device)
         else:
             self.pool = KVPool(self.layout, storage=self._shared_storage(epoch))
         self.handle = self._make_handle(config, epoch, node_id, share)
@@ -78,10 +76,10 @@ class ExportedPool:
         self._fd = os.memfd_create(f"raydix-{epoch}", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self._fd, 0, num_bytes)
+            return map_shared_file(f"/proc/self/fd/{self._fd}", num_bytes)
         except OSError as error:
             os.close(self._fd)
             raise CacheUnavailable(f"{_too_large(num_bytes, available_memory())} ({error})") from error
-        return map_shared_file(f"/proc/self/fd/{self._fd}", num_bytes)
 
     def _make_handle(self, config: CacheConfig, epoch: str, node_id: str, share: bool) -> PoolHandle:
         gpu_uuid, ipc_handle = None, None
@@ -103,7 +101,7 @@ class ExportedPool:
         )
 
 
-def _on_gpu(layout: PoolLayout, device: torch.device) -> KVPool:
+def _own_pool(layout: PoolLayout, device: torch.device) -> KVPool:
     try:
         return KVPool(layout, device)
     except RuntimeError as error:
@@ -113,15 +111,22 @@ def _on_gpu(layout: PoolLayout, device: torch.device) -> KVPool:
 
 
 def map_shared_file(path: str, num_bytes: int) -> torch.Tensor:
-    """A file's bytes as a tensor that shares them with everyone who maps it."""
-    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    """A file's bytes as a tensor that shares them with everyone who maps it.
+
+    Raises:
+        OSError: it cannot be mapped; this process may have no more addresses.
+    """
+    try:
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error).strip().splitlines()[0]) from error
 
 
 def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
     """Map the CPU pool of another process on this node.
 
     Raises:
-        OSError: its process is gone, or cannot be seen from here (another container, say).
+        OSError: its process is gone, or cannot be seen from here (another container, say), or it cannot be mapped.
     """
     if handle.num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,19 +1,22 @@
 """`AttachedPool` and the memory it maps: let go of once the cache's process has ended, and not before."""
 
 import gc
+import os
 import pickle
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from raydix.actors import LocalPrefixCache, pool_export
+from raydix.actors import LocalPrefixCache, attached_pool, pool_export
 from raydix.actors.attached_pool import AttachedPool
-from raydix.actors.pool_export import layout_of, open_cuda_pool
+from raydix.actors.pool_export import ExportedPool, layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.transport import Transport
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig, PoolHandle
 
@@ -103,3 +106,57 @@ def test_where_cuda_ipc_fails_the_pool_cannot_be_mapped(monkeypatch: pytest.Monk
 
     with pytest.raises(OSError, match="CUDA: CUDA error"):
         open_cuda_pool(on_a_card(None, gpu_uuid="GPU-0", ipc_handle=pickle.dumps((None,) * 7)))
+
+
+@pytest.fixture
+def no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with a limit on its addresses (`ulimit -v`), where torch can neither map nor allocate any more."""
+
+    def fails(*arguments: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("unable to mmap 64 bytes from file: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "from_file", fails)
+    monkeypatch.setattr(torch, "zeros", fails)
+
+
+class FarTransport:
+    """The way to a cache in another process on this node."""
+
+    def __init__(self, handle: PoolHandle) -> None:
+        self._handle = handle
+
+    async def pool_handle(self) -> PoolHandle:
+        return self._handle
+
+    def local_pool(self) -> None:
+        return None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pools are shared on Linux")
+async def test_who_has_no_addresses_for_the_pool_copies_unless_he_insists(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    exported = ExportedPool(CONFIG, torch.device("cpu"), "e" * 32, "here", share=True)
+    monkeypatch.setattr(
+        attached_pool, "map_pool", lambda handle: KVPool(layout_of(handle.config), storage=open_shared_pool(handle))
+    )
+    client, transport = LocalPrefixCache(CONFIG), cast(Transport, FarTransport(exported.handle))
+    assert (await AttachedPool.attach(client, transport, None)).mapped
+    request.getfixturevalue("no_mapping")
+
+    assert not (await AttachedPool.attach(client, transport, None)).mapped
+    with pytest.raises(CacheUnavailable, match="cannot be mapped from here: unable to mmap"):
+        await AttachedPool.attach(client, transport, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pools are shared on Linux")
+@pytest.mark.parametrize("share", [True, False])
+def test_a_pool_for_which_there_are_no_addresses_is_refused_and_leaves_no_file_open(
+    no_mapping: None, share: bool
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(CacheUnavailable, match=r"num_slots.*mmap|mmap.*num_slots"):
+        ExportedPool(CONFIG, torch.device("cpu"), "e" * 32, "here", share)
+
+    assert len(os.listdir("/proc/self/fd")) == before
