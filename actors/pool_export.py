@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import pickle
 import sys
@@ -116,10 +117,14 @@ def map_shared_file(path: str, num_bytes: int) -> torch.Tensor:
     Raises:
         OSError: it cannot be mapped; this process may have no more addresses.
     """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        mmap.mmap(fd, num_bytes).close()  # tried first: torch leaves the file open if it fails
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(str(error).strip().splitlines()[0]) from error
+    finally:
+        os.close(fd)
 
 
 def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
