@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from raydix.actors.transformers_layers import ModelLayers, measure_states
+from raydix.actors.transformers_layers import ModelLayers, measure_kv, measure_states
 from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig
 
 if TYPE_CHECKING:
@@ -34,6 +34,22 @@ class PoolShape:
         kinds = pool.layer_kinds or ("full",) * pool.num_layers
         v_head_dim = pool.head_dim if pool.v_head_dim is None else pool.v_head_dim
         return cls(kinds, pool.num_kv_heads, pool.head_dim, v_head_dim, pool.dtype, pool.state_shapes)
+
+    def fields_unlike(self, other: PoolShape) -> str:
+        """Those of a `PoolConfig` that would have to be other than they are for this, and what they would be."""
+        kinds = "layer_kinds" if self.state_shapes or "swa" in self.kinds else "num_layers"
+        wanted = {
+            kinds: (self.kinds, other.kinds),
+            "num_kv_heads": (self.num_kv_heads, other.num_kv_heads),
+            "head_dim": (self.head_dim, other.head_dim),
+            "v_head_dim": (self.v_head_dim, other.v_head_dim),
+            "dtype": (self.dtype, other.dtype),
+            "state_shapes": (self.state_shapes, other.state_shapes),
+        }
+        unlike = {name: mine for name, (mine, others) in wanted.items() if mine != others}
+        if "num_layers" in unlike:
+            unlike["num_layers"] = len(self.kinds)
+        return ", ".join(f"{name}={mine!r}" for name, mine in unlike.items())
 
     def __str__(self) -> str:
         counts = [f"{self.kinds.count(kind)} {kind}" for kind in ("full", "swa", "state") if kind in self.kinds]
@@ -64,24 +80,23 @@ def pool_config_for(
         device: where the cache puts the pool, as in `PoolConfig`.
 
     Raises:
-        ConfigMismatch: the model keeps things that a pool has no place for.
+        ConfigMismatch: the model keeps things that a pool has no place for, or transformers cannot make it.
         InvalidRequest: a number is missing, or is for another kind of model.
         ImportError: transformers is not installed.
     """
     config = load_config(model)
     layers = ModelLayers.of(config)
     _check_counts(config, layers, num_swa_slots, num_state_slots)
-    text = config.get_text_config(decoder=True)
-    num_heads: int = text.num_attention_heads
     name = dtype_name(config, dtype)
     kept: torch.dtype = getattr(torch, name)
-    kinds = layers.kinds
+    kinds, kv = layers.kinds, measure_kv(config, kept)
     return PoolConfig.model_validate(
         {
             "num_slots": num_slots,
             "num_layers": len(kinds),
-            "num_kv_heads": getattr(text, "num_key_value_heads", None) or num_heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // num_heads,
+            "num_kv_heads": kv.num_kv_heads,
+            "head_dim": kv.head_dim,
+            "v_head_dim": None if kv.v_head_dim == kv.head_dim else kv.v_head_dim,
             "layer_kinds": None if set(kinds) == {"full"} else kinds,
             "num_swa_slots": num_swa_slots,
             "num_state_slots": num_state_slots or 0,

@@ -50,7 +50,7 @@ def check_continuation(
         layers, vocab_size, max_positions, dtype, device, model_type: the model's.
 
     Raises:
-        ConfigMismatch: the logits differ by more than rounding.
+        ConfigMismatch: the logits differ by more than rounding, or the second part fails.
     """
     longest = _LONGEST_ON_CPU if device.type == "cpu" else _LONGEST
     num_first = _NUM_FIRST + (layers.window if layers.window is not None and layers.window <= longest else 0)
@@ -60,13 +60,20 @@ def check_continuation(
         return  # too few positions to reuse anything
     prompt = np.random.default_rng(0).integers(0, vocab_size, num_first + _NUM_NEXT)
     whole = run_parts((prompt,), _NUM_NEXT)
-    cut = run_parts((prompt[:num_first], prompt[num_first:]), _NUM_NEXT)
+    cannot = (
+        f"the forward of this {model_type} model, in transformers {transformers.__version__}, cannot continue from "
+        "a cached state or KV (serve it with use_cache=False): "
+    )
+    try:
+        cut = run_parts((prompt[:num_first], prompt[num_first:]), _NUM_NEXT)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # the same prompt in one was no trouble
+        raise ConfigMismatch(f"{cannot}{error}") from error
     off = _distance(cut, whole)
     if off > _tolerance(dtype, device):
         raise ConfigMismatch(
-            f"the forward of this {model_type} model, in transformers {transformers.__version__}, cannot continue from "
-            f"a cached state or KV: the logits after a prompt in two parts are off by {off:.0%} from those after the "
-            "same prompt in one; serve it with use_cache=False"
+            f"{cannot}the logits after a prompt in two parts are off by {off:.0%} from those after the same in one"
         )
 
 

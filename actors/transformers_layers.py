@@ -36,6 +36,14 @@ class PoolLayers(NamedTuple):
     state: int | None = None  # the layer of its recurrent state
 
 
+class KVShape(NamedTuple):
+    """What a layer keeps of a token."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
 class StateTensor(NamedTuple):
     """One tensor of a layer's recurrent state."""
 
@@ -132,6 +140,25 @@ class ModelLayers:
         """Whether there are recurrent states."""
         return any(uses.state is not None for uses in self.layers)
 
+    def kv_in(self, cache: Cache) -> KVShape | None:
+        """What a layer keeps of a token, read from a cache of the model's own that it, or a part of it, has run with.
+
+        Raises:
+            ConfigMismatch: the layers differ.
+        """
+        shapes = {KVShape(k.shape[1], k.shape[3], v.shape[3]) for k, v in self._kept_in(cache)}
+        if len(shapes) > 1:
+            raise ConfigMismatch(f"the layers of this model differ in what they keep: {sorted(shapes)}")
+        return shapes.pop() if shapes else None
+
+    def dtypes_in(self, cache: Cache) -> set[torch.dtype]:
+        """Those of the KV there."""
+        return {k.dtype for k, _ in self._kept_in(cache)}
+
+    def _kept_in(self, cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        kept: list[Any] = [layer for layer, uses in zip(cache.layers, self.layers, strict=True) if uses.kv is not None]
+        return [(layer.keys, layer.values) for layer in kept if layer.is_initialized]
+
     def states_in(self, cache: Cache) -> tuple[StateTensor, ...]:
         """The tensors of a layer's state, read from a cache of the model's own that it has run with.
 
@@ -146,6 +173,44 @@ class ModelLayers:
         return kept.pop() if kept else ()
 
 
+def measure_kv(config: PreTrainedConfig, dtype: torch.dtype) -> KVShape:
+    """What a layer of a model keeps of a token, without its weights: one token through the model.
+
+    Configurations name it in many ways, and some not at all.
+
+    Raises:
+        ConfigMismatch: the layers differ, or transformers cannot make or run the model; the message says why.
+    """
+    from transformers import DynamicCache
+
+    layers, cache, failure = ModelLayers.of(config), DynamicCache(config=config), None
+    with torch.device("meta"), torch.inference_mode(), _without_gpu_kernels():
+        model = _bare_model(config, dtype)
+        try:
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+        except RuntimeError as error:  # what hangs on values cannot run without: the layers before have run
+            failure = error
+    found = layers.kv_in(cache)
+    if found is None:
+        raise ConfigMismatch(
+            f"what this {config.model_type} model keeps of a token cannot be measured ({failure}): make its PoolConfig "
+            "by hand"
+        ) from failure
+    return found
+
+
+def _bare_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The model without weights, on the device of the context."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigMismatch(
+            f"transformers cannot make this {config.model_type} model: {type(error).__name__}: {error}"
+        ) from error
+
+
 def measure_states(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
     """The tensors of a model's recurrent state, without its weights: one token through each layer that has one.
 
@@ -155,11 +220,11 @@ def measure_states(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[StateT
     layers = ModelLayers.of(config)
     if not layers.has_states:
         return ()
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import DynamicCache
 
     cache = DynamicCache(config=config)
     with torch.device("meta"), torch.inference_mode(), _without_gpu_kernels():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+        model = _bare_model(config, dtype)
         token = torch.zeros(1, 1, config.get_text_config(decoder=True).hidden_size, dtype=dtype)
         for module in model.modules():
             if "cache_params" in inspect.signature(module.forward).parameters and hasattr(module, "layer_idx"):

@@ -149,12 +149,9 @@ class CausalModel:
     def _measure(self) -> PoolShape:
         cache = self.own_cache()
         self._forward(np.zeros(1, np.int64), cache, keep_logits=False)
-        kept = zip(cache.layers, self.layers.layers, strict=True)
-        with_kv: list[Any] = [layer for layer, uses in kept if uses.kv is not None]
-        shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in with_kv}
-        dtypes = {layer.keys.dtype for layer in with_kv}
-        if len(shapes) > 1 or len(dtypes) > 1:
-            raise ConfigMismatch(f"the layers of this {self.config.model_type} model differ: {shapes}, {dtypes}")
+        kv, dtypes = self.layers.kv_in(cache), self.layers.dtypes_in(cache)
+        if kv is None or len(dtypes) > 1:
+            raise ConfigMismatch(f"the layers of this {self.config.model_type} model keep KV of {dtypes}")
         dtype = dtypes.pop()
         check_continuation(
             self._run_parts,
@@ -167,7 +164,7 @@ class CausalModel:
         )
         self.states = self.layers.states_in(cache)
         state_shapes = tuple(state.pool_shape(dtype) for state in self.states)
-        return PoolShape(self.layers.kinds, *shapes.pop(), dtype_name(self.config, dtype), state_shapes)
+        return PoolShape(self.layers.kinds, *kv, dtype_name(self.config, dtype), state_shapes)
 
 
 def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> torch.nn.Module:

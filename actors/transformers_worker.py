@@ -232,7 +232,7 @@ class TransformersWorker(WatchedActor):
         if needed != held:
             raise ConfigMismatch(
                 f"the model's KV is {needed}, the cache's pool holds {held}: "
-                "start the cache with the pool that pool_config_for gives"
+                f"start the cache with the pool that pool_config_for gives, which has {needed.fields_unlike(held)}"
             )
         if layers.window is not None and layers.window > (config.sliding_window_size or 0):
             raise ConfigMismatch(

@@ -14,7 +14,15 @@ import pytest
 import torch
 from tiny_llama import LLAMA, continuation, random_llama, random_prompt
 from tiny_models import BAMBA, FALCON_H1, GEMMA_3, JAMBA, MOSHI, QWEN3_NEXT
-from transformers import LlamaForCausalLM, PreTrainedConfig
+from transformers import (
+    Cache,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.attached_pool import AttachedPool
@@ -445,18 +453,23 @@ async def test_an_error_in_the_model_reaches_the_caller_and_aborts_the_lease(
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"num_layers": 2}, {"num_kv_heads": 4}, {"head_dim": 16}, {"v_head_dim": 4}, {"dtype": "bfloat16"}],
-    ids=lambda changed: next(iter(changed)),
+    ("changed", "named"),
+    [
+        ({"num_layers": 2}, "num_layers=3"),
+        ({"num_kv_heads": 4}, "num_kv_heads=2"),
+        ({"head_dim": 16}, "head_dim=8, v_head_dim=8"),
+        ({"v_head_dim": 4}, "v_head_dim=8"),
+        ({"dtype": "bfloat16"}, "dtype='float32'"),
+    ],
 )
-async def test_a_model_that_does_not_fit_the_pool_is_refused_naming_both(changed: dict[str, Any]) -> None:
+async def test_a_model_that_does_not_fit_the_pool_is_refused_naming_both(changed: dict[str, Any], named: str) -> None:
     fitting = pool_config_for(LLAMA, 64, device="cpu")
     cache = LocalPrefixCache(CacheConfig(pool=PoolConfig(**(fitting.model_dump() | changed))))
     worker = TransformersWorker(cache, model=LLAMA, device="cpu")
 
     with pytest.raises(ConfigMismatch, match=r"3 layers of 2 KV heads of 8 \(float32\), the cache's pool holds"):
         await worker.generate([1, 2, 3], 1)
-    with pytest.raises(ConfigMismatch, match=r"pool_config_for"):
+    with pytest.raises(ConfigMismatch, match=f"pool_config_for gives, which has {named}"):
         await worker.open()
 
     assert (await cache.stats()).acquires == 0
@@ -484,6 +497,46 @@ async def test_a_request_that_cannot_be_served_says_why(
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         await mapped_worker.generate(tokens, max_new_tokens)
+
+
+SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+MULTI_QUERY = FalconConfig(**SMALL)
+LATENT = DeepseekV3Config(
+    **SMALL | {"num_key_value_heads": 4, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 4},
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    first_k_dense_replace=1,
+)
+
+
+@pytest.mark.parametrize("config", [MULTI_QUERY, LATENT], ids=lambda config: config.model_type)
+async def test_a_model_gets_the_pool_it_needs_however_its_configuration_names_it(config: PreTrainedConfig) -> None:
+    async with (
+        LocalPrefixCache(cache_config_for(config, 64, device="cpu", page_size=4)) as cache,
+        TransformersWorker(cache, model=config, device="cpu") as worker,
+    ):
+        found = [await worker.generate(random_prompt(20), 4, reuse=reuse) for reuse in (False, True, True)]
+
+    assert [each.prefix_len for each in found] == [0, 0, 16]
+    assert len({each.token_ids for each in found}) == 1
+
+
+def test_a_model_whose_layers_keep_different_things_gets_no_pool() -> None:
+    sizes = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+
+    with pytest.raises(ConfigMismatch, match="layers of this model differ"):
+        pool_config_for(Gemma4TextConfig(**sizes, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8), 64)
+
+
+def test_a_model_that_transformers_cannot_make_is_a_mismatch() -> None:
+    with pytest.raises(ConfigMismatch, match="transformers cannot make this llama model"):
+        pool_config_for(LlamaConfig(**SMALL, hidden_act="no such thing"), 64)
 
 
 async def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
@@ -517,6 +570,26 @@ async def test_a_model_that_cannot_go_on_from_its_cache_is_refused(config: PreTr
 
     await worker.close()
     await cache.close()
+
+
+async def test_a_model_that_fails_at_going_on_is_refused_but_not_one_that_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, errors = CausalModel(LLAMA, device="cpu"), iter([RuntimeError("size of tensor a"), torch.OutOfMemoryError()])
+    logits = model._logits
+
+    def fails_at_going_on(input_ids: torch.Tensor, cache: Cache, num_kept: int) -> torch.Tensor:
+        if cache.get_seq_length():
+            raise next(errors)
+        return logits(input_ids, cache, num_kept)
+
+    monkeypatch.setattr(model, "_logits", fails_at_going_on)
+    with pytest.raises(ConfigMismatch, match=r"cannot continue from a cached.*size of tensor a"):
+        await model.pool_shape()
+    with pytest.raises(torch.OutOfMemoryError):
+        await model.pool_shape()
+
+    model.close()
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA_3, FALCON_H1, QWEN3_NEXT], ids=lambda config: config.model_type)
