@@ -131,4 +131,4 @@ def _from_bytes(data: NDArray[np.uint8], shape: tuple[int, ...], dtype: torch.dt
     needed = int(np.prod(shape)) * dtype.itemsize
     if data.dtype != np.uint8 or data.nbytes != needed:
         raise InvalidRequest(f"KV of shape {shape} in {dtype} needs {needed} bytes, not {data.nbytes}")
-    return torch.from_numpy(data.copy()).view(dtype).view(shape)
+    return torch.from_numpy(data.copy()).view(dtype).view(shape) if needed else torch.empty(shape, dtype=dtype)

@@ -393,6 +393,22 @@ async def test_a_large_copy_goes_in_pieces_and_comes_out_whole(
     assert bits(*copied) == bits(k, v)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("mapped", [None, False])
+async def test_a_pool_without_v_is_written_and_read(page_size: int, mapped: bool | None) -> None:
+    """As of engines that keep one latent row of a token."""
+    pool_config = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=6, v_head_dim=0, device="cpu")
+    k, v = torch.rand(2, 10, 1, 6).bfloat16(), torch.empty(2, 10, 1, 0)
+    async with LocalPrefixCache(CacheConfig(page_size=page_size, pool=pool_config)) as cache:
+        pool, lease = await cache.attach_pool(mapped=mapped), await cache.acquire(PROMPT)
+
+        await pool.write_kv(lease, lease.slots, k, v)
+
+        found_k, found_v = await pool.read_kv(lease, lease.slots)
+        assert torch.equal(found_k, k)
+        assert found_v.shape == v.shape
+
+
 async def test_an_index_only_cache_has_a_pool_of_no_layers() -> None:
     async with LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=8))) as cache:
         pool = await cache.attach_pool()
