@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray.exceptions import RayError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raydix.actors.deploy import NAMESPACE, StartOptions, connect, find, start_cache
+from raydix.actors.ray_calls import from_ray
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, PoolHandle
 
 if TYPE_CHECKING:
@@ -53,20 +55,23 @@ def start_on_own_gpu(
         raise
 
 
-def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE) -> SchedulingStrategy:
+def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout_s: float = 60) -> SchedulingStrategy:
     """The scheduling strategy that puts a worker where it can map a cache's pool: on its card, or else on its node.
 
         worker = Worker.options(num_gpus=0.9, scheduling_strategy=beside("kv-0")).remote("kv-0")
 
     Raises:
-        CacheUnavailable: no cache of that name runs.
+        CacheUnavailable: no cache of that name runs, it has ended, or does not answer within `timeout_s`.
     """
     actor = connect(cache, namespace=namespace) if isinstance(cache, str) else cache
-    place = cast(tuple[PlacementGroup, int] | None, ray.get(actor.placement.remote()))
+    try:
+        told = ray.get([actor.placement.remote(), actor.pool_handle.remote()], timeout=timeout_s)
+    except RayError as error:
+        raise from_ray(error) from error
+    place, handle = cast(tuple[tuple[PlacementGroup, int] | None, PoolHandle], told)
     if place is not None:
         group, bundle = place
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    handle = cast(PoolHandle, ray.get(actor.pool_handle.remote()))
     return NodeAffinitySchedulingStrategy(handle.node_id, soft=False)
 
 
