@@ -65,7 +65,7 @@ def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout
     """
     actor = connect(cache, namespace=namespace) if isinstance(cache, str) else cache
     try:
-        told = ray.get([actor.placement.remote(), actor.pool_handle.remote()], timeout=timeout_s)
+        told: Any = ray.get([actor.placement.remote(), actor.pool_handle.remote()], timeout=timeout_s)
     except RayError as error:
         raise from_ray(error) from error
     place, handle = cast(tuple[tuple[PlacementGroup, int] | None, PoolHandle], told)
