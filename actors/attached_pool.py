@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,15 +101,27 @@ class AttachedPool:
         return self._mapped_pool().by_sequence()
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; the caller's row: `lease.state_slot`."""
-        return self._mapped_pool().state(layer)
+        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; the caller's row: `lease.state_slot`.
+
+        Raises:
+            InvalidRequest: there is no such layer, or the pool is not mapped.
+        """
+        return self._mapped_pool().state(self._known(layer))
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write KV of one layer, `[n, num_kv_heads, dim]` each, into slots that the caller holds privately.
 
         A sliding-window layer takes the lease's `swa_slots`.
+
+        Raises:
+            InvalidRequest: there is no such layer or slot, a shape does not fit, or the pool is not mapped.
         """
-        self._mapped_pool().write(layer, slots, k, v)
+        pool, slots = self._mapped_pool(), _row_of(slots)
+        _check_tensors(k, v)
+        try:
+            pool.write(self._known(layer), slots, k, v)
+        except (IndexError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
 
     def gather(
         self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -117,8 +130,17 @@ class AttachedPool:
 
         They are those of the lease's tokens if the lease has not expired by then: its next verb tells.
         New memory costs several times the copy where it is large, so who gathers often keeps its own.
+
+        Raises:
+            InvalidRequest: there is no such layer or slot, `out` does not fit, or the pool is not mapped.
         """
-        return self._mapped_pool().gather(layer, slots, out)
+        pool, slots = self._mapped_pool(), _row_of(slots)
+        if out is not None:
+            _check_tensors(*out)
+        try:
+            return pool.gather(self._known(layer), slots, out)
+        except (IndexError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
 
     async def write_kv(self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write KV of all layers, `[num_layers, n, num_kv_heads, dim]` each, into private slots of a lease.
@@ -128,7 +150,8 @@ class AttachedPool:
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
-        transport = self._transport_of(lease)
+        transport, slots = self._transport_of(lease), _row_of(slots)
+        _check_tensors(k, v)
         layout = self.layout
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
         for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
@@ -140,7 +163,7 @@ class AttachedPool:
                 session_id=transport.session_id,
                 epoch=self.epoch,
                 lease_id=lease.lease_id,
-                slots=_slot_array(slots[start:stop]),
+                slots=slots[start:stop].cpu().numpy(),
                 k=_raw_bytes(k[:, start:stop].to(layout.dtype)),
                 v=_raw_bytes(v[:, start:stop].to(layout.dtype)),
             )
@@ -156,7 +179,7 @@ class AttachedPool:
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
-        transport = self._transport_of(lease)
+        transport, slots = self._transport_of(lease), _row_of(slots)
         layout = self.layout
         k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
         v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
@@ -166,7 +189,7 @@ class AttachedPool:
                 session_id=transport.session_id,
                 epoch=self.epoch,
                 lease_id=lease.lease_id,
-                slots=_slot_array(slots[start:stop]),
+                slots=slots[start:stop].cpu().numpy(),
             )
             response = await transport.read_kv(request)
             for target, data in ((k, response.k), (v, response.v)):
@@ -191,6 +214,14 @@ class AttachedPool:
         if self._pool is None:
             raise InvalidRequest("this pool is not mapped: use `await write_kv(...)` and `await read_kv(...)`")
         return self._pool
+
+    def _known(self, layer: int) -> int:
+        try:
+            if 0 <= index(layer) < self.layout.num_layers:
+                return layer
+        except TypeError:  # no integer
+            pass
+        raise InvalidRequest(f"layer must be one of the pool's {self.layout.num_layers}, not {layer!r}")
 
     def _chunks(self, num_slots: int) -> list[Chunk]:
         layout = self.layout
@@ -239,11 +270,21 @@ def map_pool(handle: PoolHandle) -> KVPool:
     return KVPool(layout_of(handle.config), storage=storage)
 
 
-def _slot_array(slots: torch.Tensor) -> NDArray[np.int64]:
-    if slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:
-        raise InvalidRequest(f"slots must be a 1-D row of integers, not {slots.dtype}")
-    array: NDArray[np.int64] = slots.cpu().numpy().astype(np.int64, copy=False)
-    return array
+def _row_of(slots: torch.Tensor) -> torch.Tensor:
+    """Slots as int64; InvalidRequest unless they are a 1-D tensor of integers."""
+    if not isinstance(slots, torch.Tensor):
+        raise InvalidRequest(f"slots must be a tensor, a 1-D row of integers, not a {type(slots).__name__}")
+    if slots.ndim == 1 and slots.dtype is torch.int64:
+        return slots
+    if slots.ndim != 1 or slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:
+        raise InvalidRequest(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {tuple(slots.shape)}")
+    return slots.to(torch.int64)
+
+
+def _check_tensors(*given: torch.Tensor) -> None:
+    for each in given:
+        if not isinstance(each, torch.Tensor):
+            raise InvalidRequest(f"K and V must be tensors, not a {type(each).__name__}")
 
 
 def _raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

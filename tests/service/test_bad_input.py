@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from wire import Scene
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, connect, start_cache
+from raydix.actors.attached_pool import AttachedPool
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import (
     CacheConfig,
@@ -432,10 +433,65 @@ async def test_only_slots_that_the_lease_covers_can_be_read(scene: Scene) -> Non
             await pool.read_kv(scene.lease, torch.tensor(refused))
 
 
+BAD_USES: dict[str, Callable[[AttachedPool, torch.Tensor], Any]] = {
+    "write to a list": lambda pool, slots: pool.write(0, slots.tolist(), *one_layer(3)),  # type: ignore[arg-type]
+    "write to a grid": lambda pool, slots: pool.write(0, slots[None], *one_layer(1)),
+    "write to floats": lambda pool, slots: pool.write(0, slots.float(), *one_layer(3)),
+    "write to a far slot": lambda pool, slots: pool.write(0, slots + 5000, *one_layer(3)),
+    "write to far slots": lambda pool, slots: pool.write(0, slots.flip(0) + 5000, *one_layer(3)),
+    "write too little": lambda pool, slots: pool.write(0, slots, *one_layer(2)),
+    "write numpy": lambda pool, slots: pool.write(0, slots, *(each.numpy() for each in one_layer(3))),
+    "write to no layer": lambda pool, slots: pool.write(7, slots, *one_layer(3)),
+    "write to a layer by name": lambda pool, slots: pool.write("0", slots, *one_layer(3)),  # type: ignore[arg-type]
+    "gather a list": lambda pool, slots: pool.gather(0, slots.tolist()),  # type: ignore[arg-type]
+    "gather far slots": lambda pool, slots: pool.gather(0, slots + 5000),
+    "gather no layer": lambda pool, slots: pool.gather(-1, slots),
+    "gather into numpy": lambda pool, slots: pool.gather(0, slots, tuple(each.numpy() for each in one_layer(3))),  # type: ignore[arg-type]
+    "gather into too little": lambda pool, slots: pool.gather(0, slots, one_layer(2)),
+    "the state of no layer": lambda pool, slots: pool.state(9),
+}
+
+
+def one_layer(num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = kv_of(num_slots)
+    return k[0], v[0]
+
+
+@pytest.mark.parametrize("use", BAD_USES.values(), ids=list(BAD_USES))
+async def test_a_mapped_pool_says_what_is_wrong_with_a_use_of_it(
+    use: Callable[[AttachedPool, torch.Tensor], Any],
+) -> None:
+    async with LocalPrefixCache(small_config()) as cache:
+        pool, lease = await cache.attach_pool(), await cache.acquire([1, 2, 3])
+        before = [k.view(torch.uint8).clone() for k in pool.k]
+
+        with pytest.raises(InvalidRequest, match=r"slots|layer|tensor|out|index"):
+            use(pool, lease.slots)
+
+        assert all(map(torch.equal, before, [k.view(torch.uint8) for k in pool.k]))
+        pool.write(0, lease.slots.flip(0).int(), *one_layer(3))  # any integers are slots
+        assert pool.gather(0, lease.slots.int())[0].equal(one_layer(3)[0].to(pool.k[0].dtype))
+
+
+async def test_what_is_copied_must_be_tensors(scene: Scene) -> None:
+    pool = await scene.client.attach_pool(mapped=False)
+    slots, (k, v) = scene.lease.slots[2:], kv_of(1)
+
+    wrong: Any
+    for wrong in (slots.tolist(), slots.numpy(), None):
+        with pytest.raises(InvalidRequest, match="slots must be a tensor"):
+            await pool.write_kv(scene.lease, wrong, k, v)
+        with pytest.raises(InvalidRequest, match="slots must be a tensor"):
+            await pool.read_kv(scene.lease, wrong)
+    for wrong in (v.numpy(), v.tolist(), None):
+        with pytest.raises(InvalidRequest, match="K and V must be tensors"):
+            await pool.write_kv(scene.lease, slots, k, wrong)
+
+
 async def test_a_row_of_slots_is_one_dimensional(scene: Scene) -> None:
     pool = await scene.client.attach_pool(mapped=False)
 
-    with pytest.raises(InvalidRequest, match="slots must be a 1-D row of int64"):
+    with pytest.raises(InvalidRequest, match="slots must be a 1-D row of integers"):
         await pool.read_kv(scene.lease, scene.lease.slots[None])
 
 
