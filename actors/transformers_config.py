@@ -89,7 +89,7 @@ def pool_config_for(
     _check_counts(config, layers, num_swa_slots, num_state_slots)
     name = dtype_name(config, dtype)
     kept: torch.dtype = getattr(torch, name)
-    kinds, kv = layers.kinds, measure_kv(config, kept)
+    kinds, kv = layers.kinds, measure_kv(config)
     return PoolConfig.model_validate(
         {
             "num_slots": num_slots,

@@ -173,30 +173,38 @@ class ModelLayers:
         return kept.pop() if kept else ()
 
 
-def measure_kv(config: PreTrainedConfig, dtype: torch.dtype) -> KVShape:
+def measure_kv(config: PreTrainedConfig) -> KVShape:
     """What a layer of a model keeps of a token, without its weights: one token through the model.
 
-    Configurations name it in many ways, and some not at all.
+    Configurations name it in many ways, and some not at all. What the usual names say is taken where nothing could be
+    measured; a worker compares it with what its model really keeps.
 
     Raises:
         ConfigMismatch: the layers differ, or transformers cannot make or run the model; the message says why.
     """
     from transformers import DynamicCache
 
-    layers, cache, failure = ModelLayers.of(config), DynamicCache(config=config), None
+    layers, cache = ModelLayers.of(config), DynamicCache(config=config)
     with torch.device("meta"), torch.inference_mode(), _without_gpu_kernels():
-        model = _bare_model(config, dtype)
+        model = _bare_model(config, torch.bfloat16)  # what is kept does not hang on it, but not all runs in others here
         try:
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
         except RuntimeError as error:  # what hangs on values cannot run without: the layers before have run
-            failure = error
-    found = layers.kv_in(cache)
-    if found is None:
+            return layers.kv_in(cache) or _named_kv(config, error)
+    return layers.kv_in(cache) or _named_kv(config, None)
+
+
+def _named_kv(config: PreTrainedConfig, failure: RuntimeError | None) -> KVShape:
+    text = config.get_text_config(decoder=True)
+    try:
+        num_heads: int = text.num_attention_heads
+        dim: int = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+        return KVShape(getattr(text, "num_key_value_heads", None) or num_heads, dim, dim)
+    except (AttributeError, TypeError) as error:
         raise ConfigMismatch(
-            f"what this {config.model_type} model keeps of a token cannot be measured ({failure}): make its PoolConfig "
-            "by hand"
-        ) from failure
-    return found
+            f"what this {config.model_type} model keeps of a token can neither be measured ({failure}) nor read from "
+            f"its configuration ({error}): make its PoolConfig by hand"
+        ) from error
 
 
 def _bare_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:

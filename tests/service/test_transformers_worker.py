@@ -527,6 +527,18 @@ async def test_a_model_gets_the_pool_it_needs_however_its_configuration_names_it
     assert len({each.token_ids for each in found}) == 1
 
 
+def test_a_model_that_cannot_run_without_weights_gets_the_pool_that_its_configuration_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("not on meta")
+
+    measured = pool_config_for(LLAMA, 64)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
+
+    assert pool_config_for(LLAMA, 64) == measured
+
+
 def test_a_model_whose_layers_keep_different_things_gets_no_pool() -> None:
     sizes = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
 
