@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["full", "swa", "state"]
 
+_FOREIGN = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What transformers raises where it cannot make or run a model."""
+
 
 class PoolLayers(NamedTuple):
     """What one layer of a model uses of the pool."""
@@ -189,12 +192,12 @@ def measure_kv(config: PreTrainedConfig) -> KVShape:
         model = _bare_model(config, torch.bfloat16)  # what is kept does not hang on it, but not all runs in others here
         try:
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
-        except RuntimeError as error:  # what hangs on values cannot run without: the layers before have run
+        except _FOREIGN as error:  # what hangs on values cannot run without: the layers before have run
             return layers.kv_in(cache) or _named_kv(config, error)
     return layers.kv_in(cache) or _named_kv(config, None)
 
 
-def _named_kv(config: PreTrainedConfig, failure: RuntimeError | None) -> KVShape:
+def _named_kv(config: PreTrainedConfig, failure: Exception | None) -> KVShape:
     text = config.get_text_config(decoder=True)
     try:
         num_heads: int = text.num_attention_heads
@@ -213,7 +216,7 @@ def _bare_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
     try:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except _FOREIGN as error:
         raise ConfigMismatch(
             f"transformers cannot make this {config.model_type} model: {type(error).__name__}: {error}"
         ) from error

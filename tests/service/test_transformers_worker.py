@@ -527,11 +527,12 @@ async def test_a_model_gets_the_pool_it_needs_however_its_configuration_names_it
     assert len({each.token_ids for each in found}) == 1
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_a_model_that_cannot_run_without_weights_gets_the_pool_that_its_configuration_names(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def fails(*arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("not on meta")
+        raise error("not on meta")
 
     measured = pool_config_for(LLAMA, 64)
     monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
