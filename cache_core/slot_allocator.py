@@ -86,19 +86,29 @@ class TokenToKVPoolAllocator:
 
     def _starts_of(self, indices: torch.Tensor) -> Starts:
         """The first slots of the pages that slots touch, those of neighbours named once."""
+        return self._starts_in(self._row_of(indices))
+
+    def _starts_in(self, slots: Starts) -> Starts:
+        if self.page_size > 1 and slots.size:
+            pages = slots // self.page_size
+            is_first = np.empty(slots.size, np.bool_)
+            is_first[0] = True
+            np.not_equal(pages[1:], pages[:-1], is_first[1:])
+            slots = pages[is_first] * self.page_size
+        return slots
+
+    @staticmethod
+    def _row_of(indices: torch.Tensor) -> Starts:
+        """Slots that a caller named, in a row, int64."""
         try:
             slots = torch.as_tensor(indices).detach().cpu().numpy()
-        except (TypeError, ValueError, RuntimeError):
-            if isinstance(indices, torch.Tensor):
+        except (TypeError, ValueError, RuntimeError):  # as torch says it of what is no tensor, or none of numbers
+            if isinstance(indices, torch.Tensor):  # a device that failed, say
                 raise
             raise SlotError(f"slots must be a 1-D row of integers, not {type(indices).__name__}") from None
         if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
             raise SlotError(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {slots.shape}")
-        slots = slots.astype(np.int64, copy=False)
-        if self.page_size > 1 and slots.size:
-            pages = slots // self.page_size
-            slots = pages[np.concatenate(([True], pages[1:] != pages[:-1]))] * self.page_size
-        return slots
+        return slots.astype(np.int64, copy=False)
 
     def free_pages(self, starts: Starts) -> None:
         """`free` in pages, each named once by its first slot.

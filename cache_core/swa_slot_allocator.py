@@ -79,16 +79,27 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         self._swa_start[pages] = 0
 
     def transfer_swa(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Move the window halves of the pages of `src` behind those of `dst`, which have none. No KV moves.
+        """Move the window halves of the pages that `src` touches behind those that `dst` does, in order. No KV moves.
 
         Raises:
-            SlotError: a source has no window half, or a target has one; nothing changed.
+            SlotError: a source has no window half, a target has one or is not handed out, a page is named in two
+                places, the slots of one row do not lie in their pages as those of the other, or either is no row of
+                integers; nothing changed.
         """
-        sources = src.numpy()[:: self.page_size] // self.page_size
-        targets = dst.numpy()[:: self.page_size] // self.page_size
-        if (self._swa_start[sources] == 0).any() or self._swa_start[targets].any():
-            raise SlotError("window halves can only move from pages that have them to pages that have none")
-        self._swa_start[targets] = self._swa_start[sources]
+        source, target, page = self._row_of(src), self._row_of(dst), self.page_size
+        sources, targets = self._pages_at(self._starts_in(source)), self._pages_at(self._starts_in(target))
+        alike = len(source) == len(target) and len(sources) == len(targets)
+        if not alike or (page > 1 and ((source - target) % page).any()):
+            raise SlotError("window halves move between rows of slots that lie alike in as many pages")
+        if not len(sources):
+            return
+        pages = np.sort(np.concatenate((sources, targets)))
+        if pages[0] < 1 or pages[-1] > self._num_pages or (pages[1:] == pages[:-1]).any():
+            raise SlotError("window halves move between pages of the pool, each of which is named in one place")
+        halves = self._swa_start[sources]
+        if not halves.all() or self._swa_start[targets].any() or self._marks[targets].any():
+            raise SlotError("window halves move from pages that have them to pages that are handed out without them")
+        self._swa_start[targets] = halves
         self._swa_start[sources] = 0
 
     def swa_starts(self, starts: Starts) -> Starts:
@@ -97,8 +108,15 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         return halves
 
     def swa_slots(self, indices: torch.Tensor) -> torch.Tensor:
-        """The window slot of each slot, int64, 0 where it is gone."""
-        slots = indices.cpu().numpy()
+        """The window slot of each slot, int64, 0 where it is gone and for padding.
+
+        Raises:
+            SlotError: a slot is out of range, or they are no row of integers.
+        """
+        slots = self._row_of(indices)
+        past = self.num_slots + self.page_size
+        if slots.size and slots.view(np.uint64).max() >= past:  # of negative ones, too
+            raise SlotError(f"slots outside [0, {past}) have no window slots")
         halves = self.swa_starts(slots)
         return torch.from_numpy(np.where(halves > 0, halves + slots % self.page_size, 0))
 

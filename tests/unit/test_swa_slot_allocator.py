@@ -164,6 +164,69 @@ def test_window_halves_move_from_where_they_are_to_where_none_are(allocator: SWA
     assert free(allocator) == (6, 4)
 
 
+def test_window_halves_move_behind_pages_that_are_handed_out_once_each() -> None:
+    allocator = SWATokenToKVPoolAllocator(24, 16, 2)
+    slots = allocator.alloc(8)
+    allocator.free_swa(slots[4:])
+    full, empty, nobodys = slots[:4], slots[4:], row(20, 21, 22, 23)
+    halves = allocator.swa_slots(full).tolist()
+
+    for source, target in (
+        (full, nobodys),
+        (full, row(0, 1, 6, 7)),
+        (full, row(-2, -1, 6, 7)),
+        (full, row(26, 27, 6, 7)),
+        (full, empty[:2]),
+        (full[:2], empty),
+        (full, torch.cat((empty[:2], empty[:2]))),
+        (torch.cat((full[:2], full[:2])), empty),
+        (torch.cat((full, full[:2])), row(6, 7, 8, 9, 20, 21)),
+        (full[1:3], empty[:2]),
+        (full[1:], empty[:3]),
+        (full, empty.flip(0)),
+        (nobodys, empty),
+    ):
+        with pytest.raises(SlotError):
+            allocator.transfer_swa(source, target)
+
+    assert allocator.swa_slots(full).tolist() == halves
+    assert free(allocator) == (16, 12)
+    allocator.transfer_swa(full[:3], empty[:3])
+    allocator.transfer_swa(row(), row())
+    assert allocator.swa_slots(empty).tolist() == halves
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "ab", object(), torch.tensor([2.0]), torch.tensor([True]), torch.tensor([[2]]), 2**70], ids=str
+)
+def test_what_is_no_row_of_slots_is_refused_by_every_verb(wrong: Any) -> None:
+    allocator = SWATokenToKVPoolAllocator(8, 8)
+    slots = allocator.alloc(2)
+    allocator.free_swa(slots[1:])
+
+    for verb in (
+        lambda: allocator.transfer_swa(wrong, slots[1:]),
+        lambda: allocator.transfer_swa(slots[:1], wrong),
+        lambda: allocator.swa_slots(wrong),
+        lambda: allocator.free_swa(wrong),
+        lambda: allocator.free(wrong),
+    ):
+        with pytest.raises(SlotError, match="must be a 1-D row of integers"):
+            verb()
+
+    assert free(allocator) == (6, 7)
+
+
+@pytest.mark.parametrize("slot", [-1, -3, 10, 99])
+def test_slots_out_of_range_have_no_window_slots(allocator: SWATokenToKVPoolAllocator, slot: int) -> None:
+    allocator.alloc(8)
+
+    with pytest.raises(SlotError, match="outside"):
+        allocator.swa_slots(row(2, slot + 4 * (slot > 0)))
+
+    assert allocator.swa_slots(row(0, 1)).tolist() == [0, 0]  # padding
+
+
 def test_sizes_are_whole_pages() -> None:
     for sizes in ((12, 7), (11, 8), (12, 0)):
         with pytest.raises(ValueError, match="multiple of page_size"):
