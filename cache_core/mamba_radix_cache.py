@@ -117,10 +117,14 @@ class MambaRadixCache(WindowTreeCache):
         if mamba_value is not None:
             mamba_value = self._state_for(key, mamba_value)
         fresh_from = self._aligned(swa_evicted_seqlen)
-        done = self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
-        if len(key) >= self.page_size:
-            done.mamba_exist = self._attach(done.last_node, mamba_value)
-        return done
+        try:
+            done = self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
+            if len(key) >= self.page_size:
+                done.mamba_exist = self._attach(done.last_node, mamba_value)
+            return done
+        finally:
+            if self._replaced:
+                self._give_back_replaced()
 
     def _state_for(self, key: RadixKey, mamba_value: int) -> int:
         """The slot of a state after the last token of `key`, if there can be one."""

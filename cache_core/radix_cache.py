@@ -27,7 +27,8 @@ class RadixCache(WindowTreeCache):
         page_size: tokens a page; matches and inserts are floored to whole pages.
         sliding_window_size: tokens that a sliding-window layer attends to; None: full attention alone.
         token_to_kv_pool_allocator: gets evicted slots back by `free(indices)`, and the window halves of tombstones by
-            `free_swa(indices)`. If it has `transfer_swa(src, dst)`, tombstones heal under a lock, too. None drops them.
+            `free_swa(indices)`. If it has `transfer_swa(src, dst)`, tombstones heal under a lock, too: it is called
+            in the midst of an insert, and leaves the cache alone. None drops them.
         on_node_evict: called with the id of each evicted node, after it left the tree.
         eviction_policy: which unlocked leaf goes first: a name of `eviction_policy.POLICIES`, or a policy of one's own.
 
@@ -63,8 +64,9 @@ class RadixCache(WindowTreeCache):
         The tree adopts (and copies) the slots in [prefix_len, aligned length). It frees none: of those in
         [prev_prefix_len, prefix_len), `duplicate_indices` names the ones it does not hold, the caller's to free. The
         tail beyond the last whole page stays the caller's, too. Tombstones over tokens that come with window KV heal:
-        an unlocked one takes the incoming slots over and frees its own, a locked one takes their window half only. If
-        the pool refuses to take its own back, the next eviction tells.
+        an unlocked one takes the incoming slots over and frees its own, once all else is done; a locked one takes their
+        window half only. If the pool refuses to take its own back, or to move that half, the next eviction tells; where
+        no half was moved, the tombstone stays one.
 
         Args:
             value: int64, one slot per token of `key`; None takes the ids themselves (for simulation).
@@ -81,7 +83,11 @@ class RadixCache(WindowTreeCache):
             StaleNodeError: `from_node` is no longer in the tree.
         """
         fresh_from = self._aligned(swa_evicted_seqlen) if swa_evicted_seqlen else 0
-        return self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
+        try:
+            return self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
+        finally:
+            if self._replaced:
+                self._give_back_replaced()
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
         """Free at least `num_tokens` slots, then the window KV of at least `swa_num_tokens` tokens in all.
@@ -92,7 +98,8 @@ class RadixCache(WindowTreeCache):
         while a window holds it, once in that time.
 
         Raises:
-            SlotError: the pool refused some of them, or some that tombstones had before they healed; it has the others.
+            SlotError: the pool refused some of them, or some that tombstones had before they healed, and has the
+                others; or it refused to move window halves to a tombstone.
         """
         free = self._free
         nobody_told = self.on_node_evict is None and self._events is None and self._history is None

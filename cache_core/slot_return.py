@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
 
 from raydix.cache_core.errors import SlotError
 
@@ -40,9 +42,13 @@ def hand_back_each(free: Callable[[Any], object], parts: Iterable[Any], what: st
         except Exception as error:
             refused.append((part, error))
     if refused:
-        firsts = (part if isinstance(part, int) else int(part[0]) for part, _ in refused[:_MOST_NAMED])
-        named = ", ".join(map(str, firsts)) + ", ..." * (len(refused) > _MOST_NAMED)
-        raise SlotError(f"the pool refused {what} that were in the tree: {named}: {refused[0][1]}") from refused[0][1]
+        firsts = _named([part if isinstance(part, int) else int(part[0]) for part, _ in refused])
+        raise SlotError(f"the pool refused {what} that were in the tree: {firsts}: {refused[0][1]}") from refused[0][1]
+
+
+def _named(slots: Sequence[int]) -> str:
+    """Slots in a message: the first of them."""
+    return ", ".join(map(str, slots[:_MOST_NAMED])) + ", ..." * (len(slots) > _MOST_NAMED)
 
 
 class KeptRefusal:
@@ -57,6 +63,22 @@ class KeptRefusal:
             hand_back(free, slots, num_at_once)
         except SlotError as error:
             self._error = self._error or error
+
+    def moved(self, transfer: Callable[[Any, Any], object], src: torch.Tensor, dst: torch.Tensor) -> bool:
+        """Have a pool move window halves from slots to others, in the tree; whether it did. Keep what it refuses."""
+        try:
+            transfer(src, dst)
+        except AssertionError:
+            raise
+        except Exception as error:
+            named = _named(dst.tolist())
+            refusal = SlotError(
+                f"the pool refused to move window halves to slots that are in the tree: {named}: {error}"
+            )
+            refusal.__cause__ = error
+            self._error = self._error or refusal
+            return False
+        return True
 
     def tell(self) -> None:
         """Raise what was refused, if anything was, and forget it."""

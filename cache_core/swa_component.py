@@ -53,7 +53,7 @@ class SwaComponent(AuxComponent):
     """Window locks, tombstones, and the eviction order of sliding-window KV. Its unit is a token.
 
     Attributes:
-        refused: of the slots of tombstones that healed since the last eviction.
+        refused: of the slots of tombstones that healed since the last eviction, or that were to heal.
 
     Args:
         free_swa: takes back the window halves of these slots, int64; None drops them.

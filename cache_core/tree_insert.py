@@ -28,6 +28,7 @@ class TreeInsert(TreeMatch):
     """A radix tree with the full KV on its nodes, and what `aux` components add to them: the half that adds to it."""
 
     _events: KVEventTeller | None = None
+    _replaced: list[torch.Tensor]  # what tombstones had that an insert has healed, until it ends
 
     def _insert_slots(
         self,
@@ -72,8 +73,12 @@ class TreeInsert(TreeMatch):
         if key.num_tokens < self.page_size:
             return PageInsert(0, 0, self.root, starts[:0])
         fresh_from, pages = self._aligned(swa_evicted_seqlen), (starts, from_node.end)
-        prefix_len, path, last_node = self._insert(key, from_node, pages, _take_pages, None, fresh_from, priority)
-        return PageInsert(prefix_len, last_node.end, last_node, join_rows(rows_of(path)))
+        try:
+            prefix_len, path, last_node = self._insert(key, from_node, pages, _take_pages, None, fresh_from, priority)
+            return PageInsert(prefix_len, last_node.end, last_node, join_rows(rows_of(path)))
+        finally:
+            if self._replaced:
+                self._give_back_replaced()
 
     def _aligned(self, num_tokens: int) -> int:
         return -(-index(num_tokens) // self.page_size) * self.page_size
@@ -153,6 +158,10 @@ class TreeInsert(TreeMatch):
     def _absorb(self, path: list[TreeNode], fresh_from: int, incoming: Any, take: Take) -> list[TreeNode]:
         """Let nodes that lack something take it from the incoming slots; returns the path as it is then."""
         return path
+
+    def _give_back_replaced(self) -> None:
+        """Hand to the pool what nodes had in place of what they took: the last that an insert does, and does in any
+        case, as the pool may have somebody evict or insert meanwhile."""
 
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """The new nodes over [start, stop), which is not empty: from, to, and whether they have all their KV."""

@@ -48,6 +48,7 @@ class WindowTreeCache(TreeCache):
         parts = aux if self._swa is None else [self._swa, *aux]
         super().__init__(page_size, pool, on_node_evict, parts, eviction_policy, node_type)
         self._transfer_swa = getattr(pool, "transfer_swa", None)
+        self._replaced = []
 
     @property
     def supports_swa(self) -> bool:
@@ -70,27 +71,29 @@ class WindowTreeCache(TreeCache):
         return healed
 
     def _heal(self, node: TreeNode, fresh: Row) -> None:
-        """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own."""
+        """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own. If
+        the pool refuses to move that, it stays a tombstone, and the next eviction tells."""
         assert self._swa is not None and node.slots is not None
-        old, size = node.slots, len(node)
-        if torch.isin(expand_row(fresh, size), expand_row(old, size)).any():
+        old, new = expand_row(node.slots, len(node)), expand_row(fresh, len(node))
+        if torch.isin(new, old).any():
             return  # the tree's own slots bring nothing fresh
         if not node.lock_ref:
             node.slots = fresh
+            self._replaced.append(old)
         elif self._transfer_swa is not None:
-            self._transfer_swa(expand_row(fresh, size), expand_row(old, size))
+            if not self._swa.refused.moved(self._transfer_swa, new, old):
+                return
         elif self.pool is not None:
             return
         self._swa.heal(node)
-        if node.slots is fresh:
-            self._give_back_slots(old, size)
 
-    def _give_back_slots(self, row: Row, num_tokens: int) -> None:
-        """Hand what a tombstone had to the pool. That somebody else has freed it is no reason for the insert to fail:
-        its caller would free incoming slots that the tree has by then. The next eviction tells."""
+    def _give_back_replaced(self) -> None:
+        """Hand what tombstones had to the pool, in one call. That somebody else has freed it is no reason for the
+        insert to fail: its caller would free incoming slots that the tree has by then. The next eviction tells."""
         assert self._swa is not None
+        replaced, self._replaced = self._replaced, []
         if self.pool is not None:
-            self._swa.refused.hand_back(self.pool.free, expand_row(row, num_tokens), self.page_size)
+            self._swa.refused.hand_back(self.pool.free, torch.cat(replaced), self.page_size)
 
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no

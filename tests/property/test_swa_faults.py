@@ -377,7 +377,7 @@ def a_heal_frees_the_incoming_slots(patch: Patch) -> None:
 
 @fault
 def a_heal_frees_nothing(patch: Patch) -> None:
-    patch.setattr(RadixCache, "_give_back_slots", lambda *_: None)
+    patch.setattr(RadixCache, "_give_back_replaced", lambda cache: cache._replaced.clear())
 
 
 @fault

@@ -2,7 +2,7 @@
 
 from contextlib import redirect_stdout
 from os import devnull
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from raydix.cache_core import (
     EvictResult,
     InvalidKeyError,
     LockError,
+    MambaRadixCache,
     RadixCache,
     RadixKey,
     SlotError,
@@ -279,6 +280,107 @@ def test_a_locked_tombstone_keeps_its_slots_and_takes_the_window_halves(cache: R
     assert pool.take() == ([], [])
     assert result.duplicate_indices.tolist() == list(range(20, 28))
     assert sizes(cache) == (4, 4)
+
+
+@pytest.mark.parametrize("kind", [RadixCache, MambaRadixCache])
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_pool_may_evict_and_insert_while_it_takes_back_what_a_tombstone_had(kind: Any, in_pages: bool) -> None:
+    class Woken(SWATokenToKVPoolAllocator):
+        woken: Any = None
+
+        def free(self, indices: torch.Tensor) -> None:
+            super().free(indices)
+            woken, self.woken = self.woken, None
+            if woken is not None:
+                woken()
+
+    pool = Woken(32, 32)
+    cache = kind(1, token_to_kv_pool_allocator=pool, sliding_window_size=4)
+    cache.insert(RadixKey(range(4)), old := pool.alloc(4))
+    cache.insert(RadixKey(range(8)), torch.cat((old, pool.alloc(4))), prev_prefix_len=4)
+    cache.evict(0, 4)
+    assert picture(cache) == "t4 l4"
+    fresh = pool.alloc(12)
+
+    def wake() -> None:
+        assert picture(cache) == "l4 l4 l4"
+        cache.evict(99)
+        cache.insert(RadixKey(range(8)), pool.alloc(8))
+
+    pool.woken = wake
+    if in_pages:
+        pages = cache.insert_pages(RadixKey(range(12)), fresh.numpy(), cache.root)
+        duplicates = torch.from_numpy(fresh.numpy()[:8][fresh.numpy()[:8] != pages.existing])
+    else:
+        state = {"mamba_value": 7} if kind is MambaRadixCache else {}
+        duplicates = cache.insert(RadixKey(range(12)), fresh, **state).duplicate_indices
+
+    assert duplicates.tolist() == fresh[4:8].tolist()
+    pool.free(duplicates)
+    cache.check_invariants()
+    assert pool.available_size() + cache.total_size() == 32
+    cache.reset()
+    assert (pool.available_size(), pool.swa_available_size()) == (32, 32)
+
+
+def test_what_a_tombstone_had_is_freed_though_its_insert_is_cut_short(cache: RadixCache, pool: BothHalves) -> None:
+    class Sink:
+        def stored(self, run: Any) -> None:
+            raise KeyboardInterrupt
+
+    build(cache, "t4 l4")
+    cache.tell_events(cast(Any, Sink()))
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.insert(RadixKey(range(1, 13)), torch.arange(20, 32))
+
+    assert pool.take() == ([10, 11, 12, 13], [])
+    assert picture(cache).startswith("l4 l4")
+
+
+def test_what_several_tombstones_had_is_freed_in_one_call(cache: RadixCache, pool: BothHalves) -> None:
+    build(cache, "t2 l4 t4 l4")
+    freed: list[list[int]] = []
+    vars(pool)["free"] = lambda indices: freed.append(indices.tolist())
+
+    cache.insert(RadixKey(range(1, 15)), torch.arange(30, 44))
+
+    assert freed == [[10, 11, 16, 17, 18, 19]]
+
+
+@pytest.mark.parametrize("error", [SlotError("not moved"), ValueError("not moved"), KeyError("not moved")], ids=repr)
+def test_a_locked_tombstone_stays_one_if_its_pool_refuses_to_move_halves(
+    cache: RadixCache, pool: BothHalves, error: Exception
+) -> None:
+    def refuse(src: torch.Tensor, dst: torch.Tensor) -> None:
+        raise error
+
+    leaf = build(cache, "t4 l4")
+    receipt = cache.inc_lock_ref(leaf)
+    cache._transfer_swa = refuse
+
+    result = cache.insert(RadixKey(range(1, 10)), torch.arange(20, 29))
+
+    assert picture(cache) == "t4 l4 l1"
+    assert result.duplicate_indices.tolist() == list(range(20, 28))
+    assert sizes(cache) == (1, 4)
+    with pytest.raises(SlotError, match="to move window halves to slots that are in the tree: 10, 11"):
+        cache.evict(0, 1)
+    assert cache.evict(0, 1) == EvictResult(0, 0, 0)
+    cache.dec_lock_ref(leaf, receipt)
+
+
+def test_a_state_that_cannot_be_is_no_refusal_to_move_halves(cache: RadixCache) -> None:
+    def fail(src: torch.Tensor, dst: torch.Tensor) -> None:
+        raise AssertionError("a page is lost")
+
+    cache.inc_lock_ref(build(cache, "t4 l4"))
+    cache._transfer_swa = fail
+
+    with pytest.raises(AssertionError, match="lost"):
+        cache.insert(RadixKey(range(1, 9)), torch.arange(20, 28))
+
+    assert picture(cache) == "t4 l4"
 
 
 def test_a_tombstone_in_a_held_window_is_held_once_it_is_healed(cache: RadixCache) -> None:
