@@ -141,10 +141,11 @@ class MambaRadixCache(WindowTreeCache):
             SlotError: `mamba_value` is no slot of the pool that was handed out, or the tree has it already.
             StaleNodeError: the node is not in the tree.
         """
-        if mamba_value is not None and node is self.root:
+        if node is not self.root:
+            self._check_in_tree(node)
+        elif mamba_value is not None:
             raise InvalidKeyError("the root has no tokens that a state could be the one after")
         if mamba_value is not None:
-            self._check_in_tree(node)
             if cast(MambaTreeNode, node).mamba_value is None:
                 mamba_value = self._mamba.checked(mamba_value)
         return self._attach(node, mamba_value)

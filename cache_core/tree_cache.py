@@ -26,7 +26,7 @@ from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.tree_format import facts_of, format_tree
 from raydix.cache_core.tree_locks import TreeLocks
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_node import TreeNode, check_node
 from raydix.cache_core.tree_outline import Outline, OutlineLimits, outline
 
 
@@ -214,7 +214,11 @@ class TreeCache(TreeLocks):
 
     def compute_node_hash(self, node: TreeNode) -> list[str]:
         """The chained SHA-256 of each page of `node`, as hex; computed once and kept, with its ancestors'."""
-        return chain_hashes(node, self.page_size)
+        try:
+            return chain_hashes(node, self.page_size)
+        except AttributeError:
+            check_node(node)
+            raise
 
     def tell_events(self, sink: KVEventSink) -> None:
         """Tell `sink` of pages that come and go from now on: see `kv_events`. Every insert then hashes its pages."""

@@ -15,7 +15,7 @@ from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey, check_key
 from raydix.cache_core.slot_rows import Row, as_slots, join_rows
 from raydix.cache_core.tree_match import TreeMatch
-from raydix.cache_core.tree_node import TreeNode, rows_of
+from raydix.cache_core.tree_node import TreeNode, check_node, rows_of
 
 # The tree's own row of incoming slots, from and up to a token: what they come in, the page size, and the two.
 Take = Callable[[Any, int, int, int], Row]
@@ -50,6 +50,8 @@ class TreeInsert(TreeMatch):
             raise
         slots = value if is_row(value, aligned) else as_slots(key, value, aligned)
         if not aligned:
+            if prev_prefix_len:
+                raise _beyond(prev_prefix_len, 0)
             if from_node is not None and from_node is not self.root:
                 self._resumed(key, from_node, False)
             return InsertResult(0, self.root)
@@ -72,10 +74,14 @@ class TreeInsert(TreeMatch):
         """
         if key.num_tokens < self.page_size:
             return PageInsert(0, 0, self.root, starts[:0])
-        fresh_from, pages = self._aligned(swa_evicted_seqlen), (starts, from_node.end)
+        fresh_from = self._aligned(swa_evicted_seqlen)
         try:
+            pages = starts, from_node.end
             prefix_len, path, last_node = self._insert(key, from_node, pages, _take_pages, None, fresh_from, priority)
             return PageInsert(prefix_len, last_node.end, last_node, join_rows(rows_of(path)))
+        except AttributeError:
+            check_node(from_node)
+            raise
         finally:
             if self._replaced:
                 self._give_back_replaced()
@@ -111,7 +117,7 @@ class TreeInsert(TreeMatch):
             key = self._resumed(key, node, prev_prefix_len is None)
         path, end, rest = walk(node, key, self.page_size, key.num_tokens)
         if prev_prefix_len and not 0 <= prev_prefix_len <= end:
-            raise InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
+            raise _beyond(prev_prefix_len, end)
         num_tokens = key.num_tokens - key.num_tokens % self.page_size
         last_node = path[-1] if path else node
         if rest:
@@ -174,7 +180,11 @@ class TreeInsert(TreeMatch):
     def _resumed(self, key: RadixKey, node: TreeNode, is_trusted: bool) -> RadixKey:
         """The key at the width of the namespace that it goes on in from `node`, which must lie on its path; what is
         trusted is not compared."""
-        space = node.space
+        try:
+            space = node.space
+        except AttributeError:
+            check_node(node)
+            raise
         if node.slots is None or space.tree is not self._tree:  # a call more would cost as much as the check
             self._check_live(node)
         if space.extra_key != key.extra_key or space.arity != key.arity:
@@ -191,6 +201,11 @@ class TreeInsert(TreeMatch):
         start = max(start, stop - held.size)
         incoming = slots[start:stop].numpy()
         return torch.from_numpy(incoming[incoming != held[start - stop :]])
+
+
+def _beyond(prev_prefix_len: int, end: int) -> InvalidKeyError:
+    """Slots are said to be the tree's own that cannot be."""
+    return InvalidKeyError(f"prev_prefix_len is {prev_prefix_len}, but {end} tokens are in the tree")
 
 
 def _off_path(key: RadixKey, node: TreeNode) -> InvalidKeyError:

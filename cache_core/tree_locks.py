@@ -73,5 +73,10 @@ class TreeLocks(TreeInsert):
 
     def _check_in_tree(self, node: TreeNode) -> None:
         """Raise StaleNodeError unless it is a node of this cache, which may be retired."""
-        if node.slots is None or node.space.home is not self._tree:
-            raise StaleNodeError(f"{node} is not in the tree")
+        try:
+            if node.slots is not None and node.space.home is self._tree:
+                return
+        except AttributeError:
+            check_node(node)
+            raise
+        raise StaleNodeError(f"{node} is not in the tree")

@@ -118,12 +118,12 @@ class WindowTreeCache(TreeCache):
 
         Raises:
             StaleNodeError: the node is no longer in the tree.
-            LockError: the receipt is used, or another lock's.
+            LockError: the receipt is used, another lock's, or none.
         """
         if self._swa is None or node is self.root:
             return
         self._check_in_tree(node)
-        if receipt.used or receipt.node is not node:
+        if not isinstance(receipt, WindowReceipt) or receipt.used or receipt.node is not node:
             raise LockError("a window is given up with the receipt of its own lock, before that is given back")
         self._swa.release(node, receipt)
 

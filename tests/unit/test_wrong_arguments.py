@@ -78,6 +78,42 @@ def test_full_attention_says_that_it_wants_a_node_back() -> None:
         RadixCache().dec_lock_ref(None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("node", [7, object(), RadixKey([1])], ids=["int", "object", "key"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda cache, node, receipt: cache.insert(RadixKey([1, 2]), torch.arange(2), from_node=node),
+        lambda cache, node, receipt: cache.insert_pages(RadixKey([1, 2]), torch.arange(2).numpy(), node),
+        lambda cache, node, receipt: cache.release_window(node, receipt),
+        lambda cache, node, receipt: cache.compute_node_hash(node),
+        lambda cache, node, receipt: cache.attach_state(node, 5),
+        lambda cache, node, receipt: cache.attach_state(node, None),
+    ],
+    ids=["insert", "insert_pages", "release_window", "compute_node_hash", "attach_state", "attach_no_state"],
+)
+def test_what_is_no_node_is_refused_where_one_is_needed(verb: Any, node: Any) -> None:
+    cache = MambaRadixCache(sliding_window_size=2)
+    receipt = cache.inc_lock_ref(cache.insert(RadixKey([1, 2])).last_node)
+
+    with pytest.raises(TypeError, match=f"^a node is needed, not {type(node).__name__}$"):
+        verb(cache, node, receipt)
+
+    assert cache.total_size() == 2
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("receipt", [None, 7, (0, 1)], ids=repr)
+def test_a_window_is_not_given_up_with_what_is_no_receipt(receipt: Any) -> None:
+    cache = RadixCache(1, 2)
+    node = cache.insert(RadixKey([1, 2])).last_node
+    cache.inc_lock_ref(node)
+
+    with pytest.raises(LockError, match="the receipt of its own lock"):
+        cache.release_window(node, receipt)
+
+    assert cache.swa_protected_size() == 2
+
+
 def leases_over(make: Callable[..., BasePrefixCache], *, bigram: bool = False) -> LeasedCache:
     pool = TokenToKVPoolAllocator(8)
     tree = make(token_to_kv_pool_allocator=pool) if make is not ChunkCache else ChunkCache()

@@ -58,6 +58,16 @@ def test_slots_before_prev_prefix_len_are_not_the_callers(
     assert found(cache, 1, 2, 3, 4, 5) == [10, 11, 12, 13, 24]
 
 
+@pytest.mark.parametrize("prev_prefix_len", [-1, 1, 10**9])
+@pytest.mark.parametrize("ids", [(), (1,)])
+def test_a_prev_prefix_len_for_less_than_a_page_is_refused(ids: tuple[int, ...], prev_prefix_len: int) -> None:
+    cache = RadixCache(2)
+    cache.insert(key(1, 2), row(10, 11))
+
+    with pytest.raises(InvalidKeyError, match=f"prev_prefix_len is {prev_prefix_len}, but 0 tokens are in the tree"):
+        cache.insert(key(*ids), row(*ids), prev_prefix_len=prev_prefix_len)
+
+
 @pytest.mark.parametrize("prev_prefix_len", [-1, 3, 9])
 def test_a_prev_prefix_len_beyond_what_is_there_is_refused(cache: RadixCache, prev_prefix_len: int) -> None:
     cache.insert(key(1, 2), row(10, 11))
