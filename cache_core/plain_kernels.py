@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -49,8 +49,9 @@ def pack(ids: Any, /) -> bytes | None:
 
     Costs one pass. Compiled, it takes lists of ints and rows of 4 or 8 bytes an integer; plain, rows of int32.
     """
-    if isinstance(ids, np.ndarray) and ids.dtype is _I4 and ids.ndim == 1 and ids.size:
-        return ids.tobytes() if ids.item(ids.argmin()) >= 0 else None  # `argmin` costs a fraction of `min`
+    if isinstance(ids, np.ndarray) and ids.dtype is _I4 and ids.ndim == 1:
+        # `argmin` costs a fraction of `min`
+        return ids.tobytes() if not ids.size or ids.item(ids.argmin()) >= 0 else None
     return None
 
 
@@ -172,6 +173,10 @@ class Node:
         self.swa_boundary_id: int | None = None
         self.swa_access_time = now
         self.hash_values: list[str] | None = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refused, as by the compiled one: a node holds its whole tree."""
+        raise TypeError(f"cannot pickle {type(self).__name__!r} object")
 
     def __len__(self) -> int:
         """The tokens of its run; 0 for the root."""

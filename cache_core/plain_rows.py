@@ -93,6 +93,8 @@ def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
 
 def is_row(slots: Any, needed: int, /) -> TypeGuard[torch.Tensor]:
     """Whether it is a row of slots as most callers have them: at least so many int64 in a tensor on the CPU."""
+    if needed < 0:
+        raise ValueError("needed must not be negative")
     if type(slots) is not torch.Tensor:
         return False
     fits = slots.dim() == 1 and slots.numel() >= needed
@@ -133,25 +135,38 @@ def take_back(
         starts: the first slots of the pages.
         marks: by page number, 0 of pages that are handed out, negative of all others.
 
-    Returns why nothing was done, if so: a page is "outside" (so is a slot that is none's first), was "free" before, or
-    is named "twice".
+    Returns why nothing was done, if so: the first page at fault is "outside" (so is a slot that is none's first), was
+    "free" before, or is named "twice". So is what there is no room for on the stack: "outside".
     """
     pages = starts if page_size == 1 else starts // page_size
     if page_size > 1 and (pages * page_size != starts).any():
-        return "outside"
+        return _first_fault(starts, marks, page_size)
     try:
         known = marks.take(pages)
     except IndexError:
-        return "outside"
-    if pages.item(pages.argmin()) < 1:
-        return "outside"
-    if known.item(known.argmin()) < 0:
-        return "free"
+        return _first_fault(starts, marks, page_size)
+    if pages.item(pages.argmin()) < 1 or known.item(known.argmin()) < 0:
+        return _first_fault(starts, marks, page_size)
     num_pages = len(starts)
     order = np.arange(-num_pages, 0, dtype=np.int32)  # of a page named twice only the last can be read back
     marks[pages] = order
-    if marks.take(pages).tobytes() != order.tobytes():
+    if marks.take(pages).tobytes() != order.tobytes() or num_pages > len(stack) - num_free:
         marks[pages] = 0
-        return "twice"
+        return _first_fault(starts, marks, page_size)
     stack[num_free : num_free + num_pages] = starts[::-1]
     return None
+
+
+def _first_fault(starts: NDArray[np.int64], marks: NDArray[np.int32], page_size: int) -> str:
+    """Why pages cannot be taken back."""
+    seen: set[int] = set()
+    for start in starts.tolist():
+        page = start // page_size
+        if start % page_size or not 1 <= page < len(marks):
+            return "outside"
+        if page in seen:
+            return "twice"
+        if marks[page] < 0:
+            return "free"
+        seen.add(page)
+    return "outside"

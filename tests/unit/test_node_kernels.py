@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 import gc
 import pickle
 import sys
@@ -390,6 +391,13 @@ def test_what_lies_otherwise_is_copied(ids: Any) -> None:
 def test_a_key_can_be_pickled() -> None:
     for key in (RadixKey([1, 2], "a"), RadixKey([2**40]), RadixKey([(1, 2)])):
         assert pickle.loads(pickle.dumps(key)) == key
+
+
+@pytest.mark.parametrize("kernel", TWINS)
+@pytest.mark.parametrize("verb", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_node_is_neither_copied_nor_pickled(kernel: Any, verb: Any) -> None:
+    with pytest.raises(TypeError, match="cannot pickle '"):
+        verb(Branch(kernel, 2).insert(b"abcd"))
 
 
 @pytest.mark.parametrize("kernel", TWINS)
