@@ -37,6 +37,8 @@ class RadixTrie:
     A `TrieNode` that was handed out means the end of one prefix, whatever is inserted or split around it. Once the
     block at that end is evicted the node is refused as stale, even where the front of its run is still in the trie.
 
+    A trie is neither pickled nor copied deeply: TypeError.
+
     Time is a logical clock that ticks when a sequence lets go and at each insert; a match leaves it alone. Equal
     operations have equal outcomes.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from raydix.cache_core.trie_tokens import common_pages
 
@@ -34,6 +34,10 @@ class TrieNode:
     def first_page(self, page_size: int) -> Page:
         """What this node stands under in its parent's `children`."""
         return tuple(self.tokens[:page_size])
+
+    def __reduce__(self) -> NoReturn:
+        """Refused: a node holds its whole trie, deeper than recursion goes, and is of no use in another one."""
+        raise TypeError(f"cannot pickle {type(self).__name__!r} object")
 
     def __repr__(self) -> str:
         state = "in no trie" if self.root is None else f"users={list(self.users)}, children={len(self.children)}"

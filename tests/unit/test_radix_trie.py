@@ -1,5 +1,7 @@
 """`RadixTrie`, claim by claim: what is found, which block stays, who keeps it, and what goes first."""
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
@@ -611,6 +613,20 @@ def test_an_eviction_from_a_million_nodes_costs_about_what_one_from_a_thousand_d
 
 
 # ---------------------------------------------------------------- for people
+
+
+@pytest.mark.parametrize("depth", [1, 20_000])
+@pytest.mark.parametrize("verb", [copy.deepcopy, pickle.dumps])
+def test_a_trie_and_its_nodes_are_neither_copied_nor_pickled_whatever_their_depth(
+    trie: RadixTrie, verb: Any, depth: int
+) -> None:
+    node = trie.root
+    for token in range(depth):
+        node = trie.insert([token], [token], node)
+
+    for what in (trie, node):
+        with pytest.raises(TypeError, match="cannot pickle 'TrieNode' object"):
+            verb(what)
 
 
 def test_the_trie_prints_a_line_per_node(trie: RadixTrie, capsys: pytest.CaptureFixture[str]) -> None:
