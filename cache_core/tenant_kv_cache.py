@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from raydix.cache_core.base_prefix_cache import RadixKey, Starts
@@ -13,7 +14,7 @@ from raydix.cache_core.radix_key import check_key
 from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.tenant_room import TenantRoom
-from raydix.cache_core.tenants import Tenants
+from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.tree_cache import TreeCache
 
 
@@ -68,7 +69,7 @@ class TenantKVCache(KVCache):
 
     def check_len(self, num_tokens: int, key: RadixKey) -> None:
         """Raise OutOfSlotsError if the pool, or the tenant's cap, is smaller than so many tokens need."""
-        with self.tenants.serving(key.extra_key):
+        with self._serving(key):
             super().check_len(num_tokens, key)
 
     def acquire(
@@ -81,14 +82,12 @@ class TenantKVCache(KVCache):
         priority: int = 0,
     ) -> LeaseRecord:
         """As `KVCache.acquire`, within floors and caps."""
-        check_key(key)
-        with self.tenants.serving(key.extra_key):
+        with self._serving(key):
             return super().acquire(lease_id, session_id, key, new_tokens, max_prefix_len, priority)
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """As `KVCache.lock`."""
-        check_key(key)
-        with self.tenants.serving(key.extra_key):
+        with self._serving(key):
             return super().lock(lease_id, session_id, key, priority)
 
     def extend(self, lease_id: str, session_id: str, num_tokens: int) -> Starts:
@@ -102,6 +101,13 @@ class TenantKVCache(KVCache):
         """As `KVCache.insert`."""
         with self.tenants.serving(self.leases.get(lease_id, session_id).key.extra_key):
             return super().insert(lease_id, session_id, num_tokens, suffix, publish_state)
+
+    def _serving(self, key: RadixKey) -> AbstractContextManager[Tenant]:
+        try:
+            return self.tenants.serving(key.extra_key)
+        except AttributeError:
+            check_key(key)
+            raise
 
     def _free_private(self, lease: LeaseRecord) -> None:
         with self.tenants.serving(lease.key.extra_key):
