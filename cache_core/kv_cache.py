@@ -100,15 +100,17 @@ class KVCache(KVLedger):
     ) -> LeaseRecord:
         match = self.tree.match_pages(self._tree_key(key), max_prefix_len, priority)
         self.room.verify(match.starts, match.last_node)
-        receipt = self.tree.inc_lock_ref(match.last_node)
+        receipt, state_slot = self.tree.inc_lock_ref(match.last_node), None
         try:
-            state_slot = None
             if self.room.states is not None:
                 self.room.check_pages(num_pages - len(match.starts))  # before a state is evicted in vain
                 state_slot = self.room.take_state()
             private = self.room.take_pages(num_pages - len(match.starts))
-        except OutOfSlotsError as error:
+        except BaseException as error:  # a pool may refuse what it is given back, too
             self.tree.dec_lock_ref(match.last_node, receipt)
+            self.room.free_private(match.starts[:0], state_slot)
+            if not isinstance(error, OutOfSlotsError):
+                raise
             needed = error.needed + self.room.held_by_prefix(error.pool, match.prefix_len)
             if needed <= error.capacity:
                 raise

@@ -122,8 +122,8 @@ class SlotRoom:
             if not isinstance(self._tree, MambaRadixCache) or not self._tree.mamba_evictable_size():
                 raise OutOfSlotsError(1, 0, 0, self.states.num_slots, "states")
             self.evict(0, num_states=1)
-        self.private_states += 1
         slot = self.states.alloc_track_slot()
+        self.private_states += 1
         self.tell_pressure()
         return slot
 

@@ -3,7 +3,16 @@
 import pytest
 from small_kv_cache import NO_IDS, count, found, key, publish, shape
 
-from raydix.cache_core import KVCache, OutOfSlotsError, RadixKey, UnknownLeaseError
+from raydix.cache_core import (
+    KVCache,
+    MambaPool,
+    MambaRadixCache,
+    OutOfSlotsError,
+    RadixKey,
+    SlotError,
+    TokenToKVPoolAllocator,
+    UnknownLeaseError,
+)
 
 # ---------------------------------------------------------------- match
 
@@ -281,3 +290,21 @@ def test_a_negative_count_is_refused(cache: KVCache, verb: str) -> None:
 
     assert shape(lease) == (0, [2, 4], 0, 3)
     assert count(cache) == (4, 4, 0)
+
+
+def test_an_acquire_that_fails_as_it_evicts_holds_nothing() -> None:
+    allocator, states = TokenToKVPoolAllocator(8), MambaPool(4)
+    tree = MambaRadixCache(1, allocator, states)
+    cache = KVCache(tree, allocator, states=states)
+    for lease_id, ids in (("a", [1, 2, 3, 4]), ("b", [5, 6, 7, 8])):
+        cache.acquire(lease_id, "s", RadixKey(ids))
+        cache.insert(lease_id, "s", 4, RadixKey([]), publish_state=True)
+        cache.release(lease_id, "s")
+    allocator.free(tree.match_prefix(RadixKey([5, 6, 7, 8])).indices[1:2])  # somebody's mistake
+
+    with pytest.raises(SlotError, match="refused slots that were in the tree"):
+        cache.acquire("c", "s", RadixKey([1, 2, 3, 4]), 4)
+
+    assert tree.num_locks() == 0
+    assert states.available_size() == 3
+    cache.check_invariants()
