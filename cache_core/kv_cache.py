@@ -201,8 +201,8 @@ class KVCache(KVLedger):
             duplicates = ours[ours != existing]
         if result.end:
             lease.starts[first : first + len(existing)] = existing
+            lease.num_published_pages = stop  # before the pool may refuse what it is given back
             self.room.note_published(fresh, duplicates)
-            lease.num_published_pages = stop
             for watch in self.watches:
                 watch.published(lease)
         num_duplicates = len(duplicates) * page

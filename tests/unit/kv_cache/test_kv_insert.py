@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from small_kv_cache import NO_IDS, count, found, key, publish, shape
 
-from raydix.cache_core import ChunkCache, KVCache, LeaseRangeError, RadixKey, TokenToKVPoolAllocator
+from raydix.cache_core import ChunkCache, KVCache, LeaseRangeError, RadixKey, SlotError, TokenToKVPoolAllocator
 
 # ---------------------------------------------------------------- insert
 
@@ -229,3 +229,15 @@ def test_a_chunk_cache_frees_everything_at_the_end(chunks: KVCache) -> None:
     chunks.end_session("s")
 
     assert count(chunks) == (8, 0, 0)
+
+
+def test_a_duplicate_that_its_pool_refuses_is_no_longer_the_leases(cache: KVCache) -> None:
+    publish(cache, 1, 2)
+    lease = cache.acquire("l", "s", key(1, 2), max_prefix_len=0)
+    cache.allocator.free_pages(lease.private_starts)  # somebody's mistake
+
+    with pytest.raises(SlotError, match="free already"):
+        cache.insert("l", "s", 2, NO_IDS)
+
+    cache.check_invariants()
+    assert cache.release("l", "s")
