@@ -126,6 +126,8 @@ class CacheService:
         self.keeper.stop()
         self.lag.stop()
         self.insight.stop()
+        if self.feed is not None:
+            self.feed.change_loop()
         self.eviction_task.change_loop()
 
     def close_session(self, request: CloseSession) -> None:

@@ -85,9 +85,13 @@ class EventFeed:
 
     def wake(self) -> None:
         """Let those who wait look again, and whether they are still wanted."""
-        if self._news is not None:
-            self._news.set_result(None)
-            self._news = None
+        news, self._news = self._news, None
+        if news is not None and not news.done() and not news.get_loop().is_closed():
+            news.set_result(None)
+
+    def change_loop(self) -> None:
+        """The loop before was closed, and nobody waits on it any more."""
+        self._news = None
 
     # ---------------------------------------------------------------- readers
 

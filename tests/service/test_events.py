@@ -14,7 +14,8 @@ import pytest
 from cache_under_test import Access, CacheUnderTest, small_config
 from replayed_index import ReplayedIndex
 
-from raydix.actors import PrefixCacheClient
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.event_feed import EventFeed
 from raydix.actors.verbs import CacheVerbs
 from raydix.cache_core import hash_to_int64, hash_token_ids
 from raydix.schemas import (
@@ -293,6 +294,42 @@ async def test_nobody_reads_slowly_enough_to_stop_the_cache(own_cache: CacheUnde
 
         assert len(service.feed._kept) == 3
         assert (await anext(events)).gap
+
+
+def test_a_cache_that_moves_to_another_loop_tells_its_readers_there() -> None:
+    cache = LocalPrefixCache(small_config(PAGE).model_copy(update={"events": True}))
+    left: list[asyncio.Future[KVEventBatch]] = []
+
+    async def published(page: int) -> KVEventBatch:
+        client = PrefixCacheClient(cache)
+        waiting = asyncio.ensure_future(the_next(client, (await client.event_snapshot()).seq))
+        await asyncio.sleep(0.05)
+        for each in (page, page + 1):
+            await (await client.acquire([each] * PAGE)).insert([each] * PAGE, release=True)
+        batch = await waiting
+        left.append(asyncio.ensure_future(the_next(client, batch.seq)))  # who waits as the loop ends
+        await asyncio.sleep(0.05)
+        return batch
+
+    asyncio.run(published(1))
+    batch = asyncio.run(published(3))
+
+    assert [event.block_hashes.tolist() for event in batch.events if isinstance(event, BlockStored)] == [
+        chain(3), chain(4),
+    ]  # fmt: skip
+    cache._host.service.core.check_invariants()
+
+
+def test_what_happens_after_the_loop_of_a_reader_was_closed_is_told_to_nobody() -> None:
+    feed, loop = EventFeed("epoch", PAGE, "CPU"), asyncio.new_event_loop()
+    reading = loop.create_task(feed.next_batch(0, 10))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+    feed.cleared()
+
+    assert not reading.done()
+    assert asyncio.run(feed.next_batch(0, 10)).seq == 1
 
 
 async def test_a_shutdown_ends_the_readers(own_cache: CacheUnderTest) -> None:
