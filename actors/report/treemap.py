@@ -50,7 +50,7 @@ def _lay_out(row: Sequence[float], within: Rect) -> tuple[list[Rect], Rect]:
             rects.append(Rect(x, y, depth, area / depth if depth else 0.0))
             y += rects[-1].height
         return rects, Rect(x + depth, within.y, max(0.0, width - depth), height)
-    depth = total / width
+    depth = total / width if width else 0.0
     for area in row:
         rects.append(Rect(x, y, area / depth if depth else 0.0, depth))
         x += rects[-1].width

@@ -210,7 +210,7 @@ def test_a_chain_of_many_nodes_is_one_box() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_tree_map_gives_each_size_its_area_and_none_to_two(seed: int) -> None:
     rng = random.Random(seed)
-    sizes = sorted((rng.expovariate(1) for _ in range(rng.randrange(1, 40))), reverse=True)
+    sizes = sorted((rng.expovariate(1) * rng.choice((0, 1, 1)) for _ in range(rng.randrange(2, 40))), reverse=True)
     whole = Rect(10, 20, 160, 100)
 
     rects = squarify(sizes, whole)
@@ -229,6 +229,21 @@ def test_a_tree_map_gives_each_size_its_area_and_none_to_two(seed: int) -> None:
 def test_sizes_of_nothing_have_no_area() -> None:
     assert squarify([], Rect(0, 0, 1, 1)) == []
     assert all(rect.width * rect.height == 0 for rect in squarify([0, 0], Rect(0, 0, 1, 1)))
+
+
+@pytest.mark.parametrize("sizes", [[1, 0], [1, 1, 0], [4, 2, 0, 0, 0]])
+@pytest.mark.parametrize("whole", [Rect(0, 0, 100, 100), Rect(0, 0, 30, 70), Rect(0, 0, 0, 5)])
+def test_what_has_no_size_has_no_area_beside_what_has(sizes: list[float], whole: Rect) -> None:
+    areas = [rect.width * rect.height for rect in squarify(sizes, whole)]
+
+    assert areas == pytest.approx([size / sum(sizes) * whole.width * whole.height for size in sizes])
+
+
+def test_prompts_of_one_length_have_a_page(service: CacheService) -> None:
+    for prompt in ([1] * 8, [2] * 8):
+        send(service, prompt)
+
+    assert "What is cached" in page_of(service).text
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0, "0"), (950, "950"), (1_234, "1.2k"), (34e6, "34M"), (2e9, "2G")])
