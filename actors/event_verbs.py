@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from raydix.actors.client_session import ClientSession
-from raydix.schemas import CacheError, EventSnapshotRequest, InvalidRequest, KVEventBatch, KVEventSnapshot, LeaseExpired
+from raydix.schemas import (
+    CacheError,
+    EventSnapshotRequest,
+    InvalidRequest,
+    KVEventBatch,
+    KVEventSnapshot,
+    LeaseExpired,
+    StaleEpoch,
+)
 
 _TIMEOUT_S = 10.0  # a reader asks anew after it, so that nobody waits at a cache for ever
 
@@ -13,12 +21,18 @@ _TIMEOUT_S = 10.0  # a reader asks anew after it, so that nobody waits at a cach
 class EventVerbs(ClientSession):
     """The verbs of whoever follows what a cache holds; needs `CacheConfig(events=True)`.
 
-    index = Index(await client.event_snapshot())
-    async for batch in client.events(index.seq):
-        if batch.gap:
+    following = True
+    while following:
+        try:
             index = Index(await client.event_snapshot())
-        elif batch.seq > index.seq:
-            index.apply(batch)
+            async for batch in client.events(index.seq):
+                if batch.gap or batch.epoch != index.epoch:
+                    index = Index(await client.event_snapshot())
+                elif batch.seq > index.seq:
+                    index.apply(batch)
+            following = False  # the client was closed
+        except (StaleEpoch, CacheUnavailable):  # the cache has restarted, or is about to
+            await asyncio.sleep(1)
     """
 
     async def events(self, after_seq: int | None = None) -> AsyncIterator[KVEventBatch]:
@@ -36,18 +50,25 @@ class EventVerbs(ClientSession):
         Raises:
             InvalidRequest: `after_seq` is no number of an event, or the cache tells no events.
             StaleEpoch: the cache has restarted; its events begin anew.
+            CacheUnavailable: it does not answer, as while it restarts.
+
+        After either of these a new snapshot and a new `events()` go on.
         """
         seq = 0 if after_seq is None else after_seq
         if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
             raise InvalidRequest(f"after_seq must be the number of an event, not {after_seq!r}")
         await self.open()
+        epoch = self._transport.epoch
         while not self._closed:
+            transport = self._transport
+            if transport.epoch != epoch:  # another verb was told of the restart, and opened this session
+                raise StaleEpoch(epoch, transport.epoch)
             try:
-                batch = await self._transport.next_events(seq, _TIMEOUT_S)
+                batch = await transport.next_events(seq, _TIMEOUT_S)
             except CacheError as error:
                 if self._closed:
                     return
-                self._note_loss(self._transport)
+                self._note_loss(transport)
                 if not isinstance(error, LeaseExpired):
                     raise
                 await self.open()  # the same events, for another session

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cache_under_test import Access, CacheUnderTest, small_config
 from replayed_index import ReplayedIndex
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.cache_host import CacheHost, local_device
 from raydix.actors.event_feed import EventFeed
+from raydix.actors.transport import LocalTransport
 from raydix.actors.verbs import CacheVerbs
 from raydix.cache_core import hash_to_int64, hash_token_ids
 from raydix.schemas import (
@@ -24,6 +26,7 @@ from raydix.schemas import (
     BlockStored,
     InvalidRequest,
     KVEventBatch,
+    StaleEpoch,
     frame_namespace,
 )
 
@@ -330,6 +333,28 @@ def test_what_happens_after_the_loop_of_a_reader_was_closed_is_told_to_nobody() 
 
     assert not reading.done()
     assert asyncio.run(feed.next_batch(0, 10)).seq == 1
+
+
+async def test_a_reader_learns_of_a_restart_that_another_user_of_its_client_was_told_of_first() -> None:
+    config = small_config(PAGE).model_copy(update={"events": True})
+    cache = LocalPrefixCache(config)
+    async with aclosing(cache.events()) as events:
+        for page in (1, 2):
+            await (await cache.acquire([page] * PAGE)).insert([page] * PAGE, release=True)
+        before = await anext(events)
+        await cache._host.service.eviction_task.stop()
+        cache._host = cast("LocalTransport", cache._transport)._host = CacheHost(
+            config, local_device(config), "", False
+        )
+        for page in (3, 4, 5):  # the first of them opens another session
+            await (await cache.acquire([page] * PAGE)).insert([page] * PAGE, release=True)
+
+        with pytest.raises(StaleEpoch) as caught:
+            await anext(events)
+
+    assert (caught.value.request_epoch, caught.value.cache_epoch) == (before.epoch, (await cache.stats()).epoch)
+    assert (await the_next(cache, None)).seq == 3
+    await cache.close()
 
 
 async def test_a_shutdown_ends_the_readers(own_cache: CacheUnderTest) -> None:
