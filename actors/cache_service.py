@@ -126,6 +126,7 @@ class CacheService:
         self.keeper.stop()
         self.lag.stop()
         self.insight.stop()
+        self.recordings.change_loop()
         if self.feed is not None:
             self.feed.change_loop()
         self.eviction_task.change_loop()

@@ -26,14 +26,7 @@ class TrafficRecorder:
     """
 
     def __init__(self, request: StartRecording, clock: Callable[[], float]) -> None:
-        path = Path(request.path)
-        if path.is_dir() or (path.exists() and not request.overwrite):
-            what = "is a folder" if path.is_dir() else "is there already, and is not to be overwritten"
-            raise InvalidRequest(f"cannot record to {request.path!r} on the cache's node: it {what}")
-        try:
-            self._writer = TrafficWriter(path)
-        except OSError as error:
-            raise InvalidRequest(f"cannot record to {request.path!r} on the cache's node: {error.strerror}") from None
+        self._writer = _writer(request)
         self._request = request
         self._clock = clock
         self._began_at = clock()
@@ -46,6 +39,11 @@ class TrafficRecorder:
     def is_over(self) -> bool:
         """The file has been written, or could not be."""
         return self._ended is not None
+
+    @property
+    def seconds_left(self) -> float:
+        """How long it goes on to take requests."""
+        return max(0.0, self._request.max_seconds - (self._clock() - self._began_at))
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """A request begins."""
@@ -87,6 +85,20 @@ class TrafficRecorder:
             dropped=self._writer.num_dropped,
             error=self._writer.error,
         )
+
+
+def _writer(request: StartRecording) -> TrafficWriter:
+    cannot = f"cannot record to {request.path!r} on the cache's node"
+    path = Path(request.path)
+    try:
+        if path.is_dir() or (path.exists() and not request.overwrite):
+            what = "is a folder" if path.is_dir() else "is there already, and is not to be overwritten"
+            raise InvalidRequest(f"{cannot}: it {what}")
+        return TrafficWriter(path)
+    except OSError as error:
+        raise InvalidRequest(f"{cannot}: {error.strerror}") from None
+    except ValueError as error:  # no name of a file
+        raise InvalidRequest(f"{cannot}: {error}") from None
 
 
 def _recorded(lease: LeaseRecord, since: float, prompt: RadixKey) -> Recorded:

@@ -36,7 +36,7 @@ class Recordings:
         self._recorder = recorder = TrafficRecorder(request, self._clock)
         self._watches.append(recorder)
         with suppress(RuntimeError):  # no loop: somebody will stop it
-            self._end = asyncio.get_running_loop().call_later(request.max_seconds, self._time_is_over, recorder)
+            self._end_in_time(recorder)
 
     def status(self) -> RecordingStatus | None:
         """How the recording fares, or fared if it ended by itself; None if there is none."""
@@ -45,17 +45,31 @@ class Recordings:
     async def stop(self) -> RecordingStatus:
         """End the recording and write its file, in a thread; what became of it, if it ended by itself.
 
+        Until then it is under way; who stops it meanwhile is told the same.
+
         Raises:
             InvalidRequest: there is none.
         """
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
         if recorder is None:
             raise InvalidRequest("there is no recording to stop")
         if self._end is not None:
             self._end.cancel()
         if recorder in self._watches:
             self._watches.remove(recorder)
-        return await asyncio.to_thread(recorder.finish)
+        status = await asyncio.to_thread(recorder.finish)
+        if self._recorder is recorder:
+            self._recorder = None
+        return status
+
+    def change_loop(self) -> None:
+        """The loop before was closed: a recording ends by itself on the running one."""
+        if self._recorder in self._watches:
+            self._end_in_time(self._recorder)
+
+    def _end_in_time(self, recorder: TrafficRecorder) -> None:
+        loop = asyncio.get_running_loop()
+        self._end = loop.call_later(recorder.seconds_left, self._time_is_over, recorder)
 
     def _time_is_over(self, recorder: TrafficRecorder) -> None:
         """Who began it may have gone, or may still ask what became of it."""

@@ -32,7 +32,8 @@ class Recorded(NamedTuple):
 class TrafficWriter:
     """Takes requests without ever waiting: those that come faster than they are written are dropped, and counted.
 
-    What is written goes to `path` with `.part` behind it; `finish` puts it in the order of time and gives it its name.
+    What is written goes to a file of its own beside `path`, whose name ends with `.part`; `finish` puts it in the order
+    of time and gives it its name.
     An id is the start of a SHA-256 over all tokens up to its block, below the namespace and a secret that is forgotten:
     what was asked cannot be found out by guessing, and two recordings have no ids in common.
 
@@ -44,8 +45,8 @@ class TrafficWriter:
         self.path = path
         self.num_written = self.num_dropped = 0
         self.error: str | None = None
-        self._part = path.with_name(path.name + ".part")
-        self._file: IO[bytes] = self._part.open("wb")
+        self._part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        self._file: IO[bytes] = self._part.open("xb")
         self._secret = secrets.token_bytes(32)
         self._queue: Queue[Recorded | None] = Queue(_MAX_QUEUED)
         self._bytes_in = self._bytes_out = 0  # each written by one thread alone
@@ -119,7 +120,7 @@ class TrafficWriter:
         """Requests are written as they end; a trace has them as they began."""
         ordered = self._part.with_name(self._part.name + "s")
         try:
-            with self._part.open("rb") as written, ordered.open("wb") as file:
+            with self._part.open("rb") as written, ordered.open("xb") as file:
                 for _, place, length in sorted(self._lines):
                     written.seek(place)
                     file.write(written.read(length))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
-from raydix.actors.cli.failures import FAILED
+from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.schemas import RecordingStatus, StartRecording
 
@@ -37,11 +38,9 @@ def record(
     Hashes are salted with a secret that is thrown away. Requests are not slowed down: what cannot be written in time is
     dropped, and counted.
     """
+    request = _request(out, max_requests, seconds, overwrite)
     join(address, namespace)
     cache = cache_handle(name, namespace)
-    request = StartRecording(
-        path=str(out.absolute()), max_requests=max_requests, max_seconds=seconds or _ROUND_S, overwrite=overwrite
-    )
     _take_signals_for_ctrl_c()
     begun: Any = cache.start_recording.remote(request)
     try:
@@ -54,6 +53,18 @@ def record(
     show(status, as_json, lambda: _told(status))
     if status.error:
         raise typer.Exit(FAILED)
+
+
+def _request(out: Path, max_requests: int, seconds: float, overwrite: bool) -> StartRecording:
+    try:
+        return StartRecording(
+            path=str(out.absolute()), max_requests=max_requests, max_seconds=seconds or _ROUND_S, overwrite=overwrite
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CommandError(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "raydix record --help", USAGE
+        ) from None
 
 
 def _take_signals_for_ctrl_c() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from uuid import uuid4
@@ -177,6 +178,81 @@ async def test_there_is_one_recording_at_a_time(service: CacheService, tmp_path:
     assert (tmp_path / "t.jsonl").read_bytes() == b""
 
 
+async def test_until_its_file_is_written_a_recording_is_under_way(
+    service: CacheService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, put_in_order = threading.Event(), TrafficWriter._put_in_order
+    monkeypatch.setattr(TrafficWriter, "_put_in_order", lambda self: written.wait(30) and put_in_order(self))
+    request = StartRecording(path=str(tmp_path / "t.jsonl"))
+    service.recordings.start(request)
+    begin(service, "a", A)
+    end(service, "a")
+
+    first, second = (asyncio.create_task(service.recordings.stop()) for _ in range(2))
+    await asyncio.sleep(0.05)
+    with pytest.raises(InvalidRequest, match="under way"):
+        service.recordings.start(request)
+    written.set()
+
+    assert (await first).requests == 1
+    assert await second == await first
+    assert service.recordings.status() is None
+    service.recordings.start(StartRecording(path=str(tmp_path / "t.jsonl"), overwrite=True))
+    await service.recordings.stop()
+
+
+def test_two_recordings_to_one_path_do_not_mix_and_touch_no_other_file(tmp_path: Path) -> None:
+    (others := tmp_path / "t.jsonl.part").write_text("somebody's own")
+    first, second = TrafficWriter(tmp_path / "t.jsonl"), TrafficWriter(tmp_path / "t.jsonl")
+    for number in range(50):
+        first.take(Recorded(number, RadixKey(A), 0))
+        second.take(Recorded(number, RadixKey([*A, *B]), 0))
+
+    lengths = []
+    for writer in (first, second):
+        writer.finish([])
+        assert writer.error is None
+        lengths.append([each.input_length for each in read_trace(tmp_path / "t.jsonl")])
+
+    assert lengths == [[512] * 50, [1024] * 50]
+    assert {each.name for each in tmp_path.iterdir()} == {"t.jsonl", "t.jsonl.part"}
+    assert others.read_text() == "somebody's own"
+
+
+def test_who_may_read_a_recording_is_who_may_read_any_new_file(tmp_path: Path) -> None:
+    (usual := tmp_path / "usual").touch()
+
+    TrafficWriter(tmp_path / "t.jsonl").finish([])
+
+    assert (tmp_path / "t.jsonl").stat().st_mode == usual.stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"), [("x" * 300, "File name too long"), ("a\0b", "null byte")], ids=["long", "nul"]
+)
+def test_a_path_that_is_none_is_refused(service: CacheService, tmp_path: Path, name: str, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        service.recordings.start(StartRecording(path=str(tmp_path / name)))
+
+    assert service.recordings.status() is None
+
+
+def test_a_recording_whose_loop_was_closed_ends_by_itself_on_the_next(tmp_path: Path) -> None:
+    cache, path = LocalPrefixCache(CONFIG), tmp_path / "t.jsonl"
+
+    async def begin_recording() -> None:
+        cache.start_recording(StartRecording(path=str(path), max_seconds=0.3))
+        await PrefixCacheClient(cache).acquire(A)
+
+    async def go_on() -> None:
+        await PrefixCacheClient(cache).open()
+        await until(path.exists)
+        assert (await cache.stop_recording()).requests == 1
+
+    asyncio.run(begin_recording())
+    asyncio.run(go_on())
+
+
 async def test_a_cache_without_ray_records_too(tmp_path: Path) -> None:
     async with LocalPrefixCache(CONFIG) as cache:
         cache.start_recording(StartRecording(path=str(tmp_path / "t.jsonl")))
@@ -255,7 +331,7 @@ async def test_the_command_ends_with_the_last_request_that_it_was_to_record(
     cache, named = running
     limits = ("--seconds", 300, "--max-requests", 1)
     recording = asyncio.create_task(asyncio.to_thread(run_json, "record", *named, "-o", tmp_path / "t", *limits))
-    await until((tmp_path / "t.part").exists)
+    await until(lambda: list(tmp_path.glob("t.*.part")))
     async with PrefixCacheClient(cache) as client:
         await (await client.acquire(A)).insert(A, release=True)
         await (await client.acquire(B)).insert(B, release=True)
@@ -270,10 +346,14 @@ async def test_the_command_fails_where_the_file_could_not_be_written(
     _, named = running
     options = ("-o", tmp_path / "t", "--seconds", 1)
     recording = asyncio.create_task(asyncio.to_thread(run, "record", *named, *options, exit_code=1))
-    await until((tmp_path / "t.part").exists)
+    await until(lambda: list(tmp_path.glob("t.*.part")))
     (tmp_path / "t").mkdir()
 
     assert "could not write: " in (await recording).stdout
+
+
+def test_a_time_without_an_end_is_refused() -> None:
+    assert "max_seconds: Input should be a finite number" in run("record", "a", "--seconds", "inf", exit_code=2).stderr
 
 
 @pytest.mark.ray
@@ -285,7 +365,7 @@ async def test_a_command_that_is_told_to_end_ends_the_recording(
     command = (sys.executable, "-m", "raydix.actors.cli", "record", *named, "-o", str(tmp_path / "t"))
     environ = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     recording = await asyncio.create_subprocess_exec(*command, env=environ, stdout=subprocess.PIPE)
-    await until((tmp_path / "t.part").exists)
+    await until(lambda: list(tmp_path.glob("t.*.part")))
 
     recording.send_signal(number)
 
