@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class Departure(NamedTuple):
 
 
 class EvictionHistory:
-    """The latest departures from one tree, by where they hung: some 250 bytes each, the oldest forgotten.
+    """The latest departures from one tree, in order and by where they hung: some 250 bytes each, the oldest forgotten.
 
     A node is remembered as the page that followed its parent. So the lookup of a key that ends at a node can ask
     whether what came next there was evicted, however much of it is gone by now. Where the parent went, too, and came
@@ -40,12 +40,15 @@ class EvictionHistory:
         self.clock = clock
         self._max_entries = max_entries
         self._evicted: OrderedDict[Hashable, Departure] = OrderedDict()
+        self._latest: deque[Departure] = deque(maxlen=max_entries)  # what went time and again is here each time
         self._retired: OrderedDict[str | None, Departure] = OrderedDict()
 
     def note_evicted(self, node: TreeNode, page_bytes: int) -> None:
         """A node left its tree."""
         assert node.parent is not None
-        self._note(self._evicted, (place_of(node.parent), hash(node.data[:page_bytes])), self._departure(node))
+        departure = self._departure(node)
+        self._latest.append(departure)
+        self._note(self._evicted, (place_of(node.parent), hash(node.data[:page_bytes])), departure)
 
     def note_retired(self, extra_key: str | None) -> None:
         """A namespace was made unmatchable."""
@@ -60,8 +63,8 @@ class EvictionHistory:
         return self._retired.get(extra_key)
 
     def evictions(self) -> list[Departure]:
-        """What was evicted, as far as it is remembered, the latest last."""
-        return list(self._evicted.values())
+        """The latest evictions, the last one last."""
+        return list(self._latest)
 
     def _departure(self, node: TreeNode) -> Departure:
         return Departure(self.clock(), self.cause, node.own_access_time, len(node))

@@ -154,7 +154,7 @@ def test_the_history_forgets_the_oldest(clock: Clock) -> None:
         cache.insert(RadixKey([1], f"namespace {number}"))
         cache.retire(lambda extra_key: True)
 
-    assert (len(history._evicted), len(history._retired)) == (10, 10)
+    assert (len(history._evicted), len(history._retired), len(history.evictions())) == (10, 10, 10)
     assert why(cache, 29) == (0, "evicted")
     assert why(cache, 2) == (0, "never_stored")
 

@@ -136,6 +136,18 @@ def test_evicted_tokens_are_as_old_as_their_last_use(service: CacheService, cloc
     assert ages == {10: 8, 30: 8}
 
 
+def test_what_is_evicted_time_and_again_is_counted_each_time(service: CacheService, clock: Clock) -> None:
+    for number in range(30):
+        send(service, [number % 3] * 8)  # of which two have room
+        clock.now += 2
+
+    report = service.report()
+
+    ages = {age.below_s: age.num_tokens for age in report.eviction_ages if age.num_tokens}
+    assert ages == {10: 28 * 8}
+    assert report.stats.tokens_evicted == 28 * 8
+
+
 def test_namespaces_are_counted_apart_and_the_small_ones_together() -> None:
     cache = KVCache(RadixCache(4, None, allocator := TokenToKVPoolAllocator(8_192, 4)), allocator)
     use = NamespaceUse()
