@@ -17,7 +17,7 @@ from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.tenants import Tenant
 from raydix.cache_core.tree_outline import Outline, OutlineLimits
-from raydix.cache_core.tree_sample import TreeBox
+from raydix.cache_core.tree_sample import TreeSample
 
 NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -124,9 +124,9 @@ class CacheFacts(ABC):
         """The cache's own clock, in ticks; 0 where it has none."""
         return 0
 
-    def sample_tree(self, max_nodes: int) -> list[TreeBox]:
+    def sample_tree(self, max_nodes: int) -> TreeSample:
         """What each namespace holds and where, from so many nodes or a few more; nothing where there is no tree."""
-        return []
+        return TreeSample([], 0)
 
     def evictions(self) -> list[Departure]:
         """What was evicted of late, the latest last, as far as that is remembered."""

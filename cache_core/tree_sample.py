@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from raydix.cache_core.tree_node import TreeNode
 
@@ -24,14 +25,23 @@ class TreeBox:
     boxes: list[TreeBox] = field(default_factory=list)  # the largest of those below, largest first
 
 
-def sample_tree(tops: Iterable[TreeNode], max_nodes: int) -> list[TreeBox]:
-    """A box for each namespace, largest first, from `max_nodes` nodes and a few more.
+class TreeSample(NamedTuple):
+    """What was seen of a tree."""
 
-    Where a node has more children than it may look at, its first ones stand for all of them.
+    boxes: list[TreeBox]  # of a namespace each, largest first
+    num_namespaces: int  # that there are
+
+
+def sample_tree(tops: Collection[TreeNode], max_nodes: int) -> TreeSample:
+    """A box for each namespace, from `max_nodes` nodes and a few more.
+
+    Where a node has more children than it may look at, its first ones stand for all of them. Each namespace takes two
+    nodes at least: of more than half of `max_nodes`, every second, third and so on is looked at, and stands for itself.
     """
-    tops = list(islice(tops, max_nodes))
-    share = max(1, max_nodes // max(1, len(tops)))
-    return sorted((_sample(top, share) for top in tops), key=_size, reverse=True)
+    step = -(-2 * len(tops) // max_nodes) or 1
+    chosen = list(islice(tops, 0, None, step))
+    share = max_nodes // max(1, len(chosen))
+    return TreeSample(sorted((_sample(top, share) for top in chosen), key=_size, reverse=True), len(tops))
 
 
 def _sample(node: TreeNode, max_nodes: int) -> TreeBox:

@@ -55,5 +55,7 @@ class CacheReport(Message):
     stats: CacheStats
     history: tuple[HistoryPoint, ...] = Field(description="512 points at most, the last one for now")
     namespaces: tuple[NamespaceStats, ...] = Field(description="those with the most tokens, then all others together")
-    tree: tuple[TreePart, ...] = Field(description="the largest namespaces")
+    tree: tuple[TreePart, ...] = Field(
+        description="the largest namespaces; of more than 1,024, every second, third and so on is looked at"
+    )
     eviction_ages: tuple[AgeCount, ...] = Field(description="of the latest evictions, 16,384 at most")

@@ -60,8 +60,9 @@ class Insight:
         )
 
     def _tree(self, num_tokens: int) -> tuple[TreePart, ...]:
-        boxes = self._core.sample_tree(_SAMPLED_NODES)
-        scale = num_tokens / (sum(box.num_tokens for box in boxes) or 1)
+        boxes, num_namespaces = self._core.sample_tree(_SAMPLED_NODES)
+        told = sum(box.num_tokens for box in boxes)
+        scale = num_tokens / told if told and len(boxes) == num_namespaces else 1.0
         return tuple(self._part(box, scale, _PARTS) for box in boxes[:_NAMESPACES])
 
     def _part(self, box: TreeBox, scale: float, kept: tuple[int, ...]) -> TreePart:

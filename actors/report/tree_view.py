@@ -27,7 +27,8 @@ def tree_section(report: CacheReport) -> str:
     return (
         f'{head}<div class="map" role="img" aria-label="tree map of the cached tokens">{boxes}</div>'
         f"{legend(list(zip(ages, texts, strict=True)))}{_namespaces(report)}"
-        "<p class=faint>Areas are tokens. Boxes in a box are what continues it; of a large tree they are estimates.</p>"
+        "<p class=faint>Areas are tokens. Boxes in a box are what continues it; of a large tree they are estimates, "
+        "and of more than 1,024 namespaces every second, third and so on is looked at.</p>"
     )
 
 

@@ -199,7 +199,7 @@ def test_a_large_tree_is_judged_by_a_bounded_number_of_its_nodes() -> None:
             cache.insert(RadixKey([first, second, 0, 0]))
     cache.insert(RadixKey([7] * 100, extra_key="small"))
 
-    all_of_it, some = cache.sample(100_000), cache.sample(200)
+    all_of_it, some = cache.sample(100_000).boxes, cache.sample(200).boxes
 
     assert [(box.extra_key, box.num_tokens, box.num_nodes) for box in all_of_it] == [
         (None, 20 + 20 * 400 * 3, 1 + 20 + 20 * 400), ("small", 100, 2),
@@ -209,12 +209,33 @@ def test_a_large_tree_is_judged_by_a_bounded_number_of_its_nodes() -> None:
     assert some[0].num_tokens == pytest.approx(all_of_it[0].num_tokens, rel=0.01)
 
 
+@pytest.mark.parametrize(("there", "looked_at"), [(50, 50), (100, 100), (101, 51), (1_000, 100)])
+def test_of_many_namespaces_an_even_choice_is_looked_at_and_below_each_top(there: int, looked_at: int) -> None:
+    cache = RadixCache(1)
+    for number in range(there):
+        cache.insert(RadixKey([1, 2], extra_key=f"{number}"))
+
+    sample = cache.sample(200)
+
+    assert (len(sample.boxes), sample.num_namespaces) == (looked_at, there)
+    assert {box.num_tokens for box in sample.boxes} == {2}
+
+
+def test_namespaces_that_were_not_looked_at_make_the_others_no_larger() -> None:
+    config = CacheConfig(page_size=1, pool=PoolConfig(num_slots=8_192, device="cpu"))
+    service = CacheService(config, "epoch")
+    for number in range(1_025):
+        send(service, [1] * 4, frame_namespace(f"{number}", None, None))
+
+    assert {part.num_tokens for part in service.report().tree} == {4}
+
+
 def test_a_chain_of_many_nodes_is_one_box() -> None:
     cache = RadixCache(1)
     for stop in range(1, 3_000):
         cache.insert(RadixKey(list(range(stop))))
 
-    (box,) = cache.sample(10_000)
+    (box,) = cache.sample(10_000).boxes
 
     assert (box.own_tokens, box.num_tokens, box.boxes) == (2_999, 2_999, [])
 
