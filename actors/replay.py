@@ -133,9 +133,11 @@ async def _running_cache(config: CacheConfig, on_ray: bool) -> AsyncIterator[Pre
         from raydix.actors.deploy import shutdown_cache, start_cache_async
 
         actor = await start_cache_async(config)
-        async with PrefixCacheClient(actor, owner="replay") as client:
-            yield client
-        await asyncio.to_thread(shutdown_cache, actor)
+        try:
+            async with PrefixCacheClient(actor, owner="replay") as client:
+                yield client
+        finally:
+            await asyncio.to_thread(shutdown_cache, actor)
         return
     from raydix.actors.local_cache import LocalPrefixCache
 

@@ -52,7 +52,7 @@ class GhostStats(Message):
     Of a cache that evicts whole pages, least recently used first, and fills its pool to the same marks.
     """
 
-    tokens_requested: int = Field(description="prompt tokens seen")
+    tokens_requested: int = Field(description="prompt tokens seen, of requests that found room")
     sample_rate: float = Field(description="share of the pages that was followed")
     num_slots: tuple[int, ...] = Field(description="sizes of the pool, rising; the present one is among them")
     hit_rates: tuple[float, ...] = Field(description="share of prompt tokens found, for each size")

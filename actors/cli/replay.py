@@ -178,7 +178,9 @@ def _what_if(replay: Replay) -> str:
     if ghost is None:
         return ""
     now, twice = (ghost.hit_rate_at(factor * capacity) for factor in (1, 2))
-    return f"{capacity:,} tokens: twice as many would give {100 * (twice - now):+.1f} points, {100 * twice:.1f} %"
+    gain = f"twice as many would give {100 * (twice - now):+.1f} points, {100 * twice:.1f} %"
+    left_out = f"; prompts too large for this one are left out: {replay.num_too_large:,}"
+    return f"{capacity:,} tokens: {gain}{left_out if replay.num_too_large else ''}"
 
 
 def _short(tokens: int) -> str:

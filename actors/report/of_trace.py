@@ -18,30 +18,34 @@ def report_of_trace(
 ) -> CacheReport:
     """Replay a trace on an index-only cache in this process, one prompt after the other; outputs are not cached.
 
-    Nothing is evicted before there is need, whatever the watermarks. Prompts larger than the cache are left out.
+    Nothing is evicted before there is need, whatever the watermarks. Prompts larger than the cache
+    count as `stats.exhausted` alone.
 
     Args:
         progress: told now and then how many requests are done.
     """
-    now_s = 0.0
+    now_s, num_too_large = 0.0, 0
     service = CacheService(config, epoch="trace", clock=lambda: now_s)
     for place, request in enumerate(trace):
         now_s = request.timestamp / 1000
         service.insight.history.note()
-        _send(service.core, str(place), request)
+        num_too_large += not _send(service.core, str(place), request)
         if place % _STEP == 0:
             progress(place)
     progress(len(trace))
-    return service.report()
+    told = service.report()
+    return told.model_copy(update={"stats": told.stats.model_copy(update={"exhausted": num_too_large})})
 
 
-def _send(core: LeasedCache, lease_id: str, request: TracedRequest) -> None:
+def _send(core: LeasedCache, lease_id: str, request: TracedRequest) -> bool:
+    """Whether the prompt found room."""
     packed = TokenIds.pack(request.tokens())
     key = RadixKey.from_packed(packed.data, packed.width)
     try:
         core.acquire(lease_id, "trace", key)
     except OutOfSlotsError as error:
         assert not error.can_ever_fit, "no lease is open, so all that is cached can be evicted"
-        return
+        return False
     core.insert(lease_id, "trace", len(key), key[:0])
     core.release(lease_id, "trace")
+    return True

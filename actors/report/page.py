@@ -50,9 +50,9 @@ def _figures(report: CacheReport) -> str:
         ("open leases", f"{stats.open_leases:,}"),
         ("waiting", f"{stats.waiters:,}"),
     )
-    return (
-        f'<dl class="figures">{"".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)}</dl>'
-    )
+    refused = f"<p class=faint>Rates leave out what was refused for want of room: {stats.exhausted:,}.</p>"
+    boxes = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
+    return f'<dl class="figures">{boxes}</dl>{refused if stats.exhausted else ""}'
 
 
 def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> str:

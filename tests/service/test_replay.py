@@ -9,9 +9,11 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+import ray
 from command_line import run, run_json
-from traces import EVICTED, PROMPT_TOKENS, REUSED, write_trace
+from traces import EVICTED, PROMPT_TOKENS, PROMPTS, REUSED, write_trace
 
+from raydix.actors.replay import index_config, replay
 from raydix.actors.trace import TracedRequest, TraceError, read_trace
 
 
@@ -40,6 +42,31 @@ def test_a_run_tells_what_twice_the_capacity_would_have_hit(tmp_path: Path) -> N
 
     assert (row["reused_tokens"], row["ghost"]["tokens_requested"]) == (0, 2048)
     assert "512 tokens: twice as many would give +50.0 points, 50.0 %" in " ".join(text.split())
+
+
+@pytest.mark.ray
+async def test_a_replay_that_is_broken_off_leaves_no_cache_behind(
+    trace: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr("raydix.actors.deploy.shutdown_cache", lambda cache: ended.append(cache) or ray.kill(cache))
+
+    def broken_off(done: int) -> None:
+        if done:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        await replay(read_trace(trace), index_config(2048), on_ray=True, progress=broken_off)
+
+    assert len(ended) == 1
+
+
+def test_what_twice_the_capacity_would_have_hit_is_told_with_the_prompts_that_it_leaves_out(trace: Path) -> None:
+    text = " ".join(run("replay", trace, "--capacity", 2048, "--ghost").stdout.split())
+
+    (row,) = run_json("replay", trace, "--capacity", 2048, "--ghost")
+    assert row["ghost"]["tokens_requested"] == PROMPT_TOKENS - PROMPTS[-1][0]
+    assert text.endswith("; prompts too large for this one are left out: 1")
 
 
 def test_every_combination_stands_in_the_table_side_by_side(tmp_path: Path) -> None:
