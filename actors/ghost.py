@@ -25,7 +25,8 @@ class Ghost:
         steps = range(-_SMALLEST * _STEPS, int(_STEPS * math.log2(ghost.max_factor)) + 1)
         sizes = {max(page, round(num_slots * 2 ** (step / _STEPS) / page) * page) for step in steps}
         self._sizes = tuple(sorted(sizes))
-        self.curve = GhostCurve(page, max(page, int(self._filled * self._sizes[-1])), ghost.max_pages)
+        max_size = max(page, int(self._filled * self._sizes[-1]))
+        self.curve = GhostCurve(page, max_size, ghost.max_pages, bigram=config.bigram)
 
     def stats(self) -> GhostStats:
         """The curve so far. Looks at what is queued: a few milliseconds at most."""

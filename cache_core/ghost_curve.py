@@ -52,10 +52,14 @@ class GhostCurve:
         max_size: tokens; the largest cache to tell of.
         max_pages: how many pages to follow; where `max_size` holds more, a sample of them.
         seed: of the sample.
+        bigram: the tree's keys are pairs of neighbouring tokens, and so are the pages.
     """
 
-    def __init__(self, page_size: int, max_size: int, max_pages: int = 16_384, seed: int = 0) -> None:
+    def __init__(
+        self, page_size: int, max_size: int, max_pages: int = 16_384, seed: int = 0, bigram: bool = False
+    ) -> None:
         self.page_size = page_size
+        self._bigram = bigram
         self.max_size = max_size
         self.sample_rate = min(1.0, max_pages * page_size / max_size)
         self.tokens_requested = 0
@@ -77,7 +81,7 @@ class GhostCurve:
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """The prompt of a lease is looked up."""
         key, page = lease.key, self.page_size
-        num_pages = len(key) // page
+        num_pages = max(0, len(key) - self._bigram) // page
         counted = num_pages if max_prefix_len is None else min(num_pages, max_prefix_len // page)
         self.tokens_requested += len(key)
         self._num_pages += counted
@@ -146,7 +150,8 @@ class GhostCurve:
         if not uses:
             return
         num_pages = [use.num_pages for use in uses]
-        hashes = self._hasher.hash_pages([use.key for use in uses], num_pages, [use.seed for use in uses])
+        keys = [use.key.bigrams() if self._bigram else use.key for use in uses]
+        hashes = self._hasher.hash_pages(keys, num_pages, [use.seed for use in uses])
         sampled = np.flatnonzero(hashes <= self._threshold)[::-1]
         ends = np.cumsum(num_pages)
         cuts = len(sampled) - np.searchsorted(sampled[::-1], ends)

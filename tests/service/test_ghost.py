@@ -41,6 +41,18 @@ async def test_two_prompts_that_take_turns_would_fit_a_pool_twice_as_large(
         await cache.close()
 
 
+async def test_a_cache_of_pairs_is_followed_by_pages_of_pairs() -> None:
+    config = config_of(64, ghost=GhostConfig()).model_copy(update={"bigram": True})
+    prompts = [[7] * 4 + [number] * 4 for number in range(4)]  # the last page lacks a pair
+
+    async with LocalPrefixCache(config) as cache:
+        stats = await send(cache, *prompts, *prompts, prompts[0] * 2)
+
+    assert stats.tokens_evicted == 0
+    assert stats.ghost is not None
+    assert stats.ghost.hit_rate_at(64) == stats.hit_rate > 0
+
+
 async def test_nobody_follows_requests_unless_asked_to() -> None:
     async with LocalPrefixCache(config_of(4)) as cache:
         stats = await send(cache, [1] * 4)
