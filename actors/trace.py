@@ -41,9 +41,11 @@ class TracedRequest(BaseModel):
 
     def tokens(self) -> NDArray[np.uint32]:
         """The prompt: each hash id, as the seed of a SplitMix64 generator, gives the 512 tokens of its block."""
-        seeds = np.array(self.hash_ids, np.uint64)[:, None] * np.uint64(BLOCK)
-        mixed: NDArray[Any] = (seeds + np.arange(BLOCK, dtype=np.uint64)).reshape(-1)[: self.input_length]
+        ids = np.array(self.hash_ids, np.uint64)[:, None]
+        mixed: NDArray[Any] = ids * np.uint64(BLOCK) + np.arange(BLOCK, dtype=np.uint64)
         mixed *= np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= ids >> np.uint64(64 - 9)  # the bits that the seeds have lost
+        mixed = mixed.reshape(-1)[: self.input_length]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return (mixed >> np.uint64(32)).astype(np.uint32)

@@ -69,6 +69,14 @@ def test_what_twice_the_capacity_would_have_hit_is_told_with_the_prompts_that_it
     assert text.endswith("; prompts too large for this one are left out: 1")
 
 
+def test_ids_of_64_bits_stand_for_tokens_of_their_own() -> None:
+    ids = [1, 1 + 2**55, 1 + 2**63, 2**64 - 1]
+
+    tokens = TracedRequest(timestamp=0, input_length=512 * 4, output_length=0, hash_ids=ids).tokens().reshape(4, 512)
+
+    assert len({row.tobytes() for row in tokens}) == 4
+
+
 def test_every_combination_stands_in_the_table_side_by_side(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, [(600, [1, 9]), (512, [2]), (512, [1]), (512, [3]), (600, [1, 9])])
     sweep = ("--capacity", 1024, "--capacity", 4096, "--policy", "lru", "--policy", "mru", "--page-size", 512)
