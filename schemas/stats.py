@@ -49,7 +49,8 @@ class TenantStats(Message):
 class GhostStats(Message):
     """The hit rates that other sizes of the pool would have had with the requests seen so far, by reuse distance.
 
-    Of a cache that evicts whole pages, least recently used first, and fills its pool to the same marks.
+    Of a cache that evicts whole pages, least recently used first, and fills its pool to the same marks; of full KV
+    alone, where windows or states have pools of their own.
     """
 
     tokens_requested: int = Field(description="prompt tokens seen, of requests that found room")

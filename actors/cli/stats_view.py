@@ -97,9 +97,10 @@ def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
     table.add_row("hit rate", f"{stats.hit_rate:.1%} of tokens{recent}, {stats.hits:,} of {stats.acquires:,} leases")
     table.add_row("tokens", f"{count('tokens_requested')} requested, {count('tokens_reused')} reused")
     table.add_row("", f"{count('tokens_inserted')} published, {count('tokens_duplicate')} computed twice")
-    if stats.ghost is not None:
+    if stats.ghost is not None and 2 * stats.num_slots <= stats.ghost.num_slots[-1]:
         gain = stats.ghost.hit_rate_at(2 * stats.num_slots) - stats.ghost.hit_rate_at(stats.num_slots)
-        table.add_row("ghost", f"twice the pool would give {100 * gain:+.1f} points")
+        alone = ", of full KV alone" if stats.swa is not None or stats.state is not None else ""
+        table.add_row("ghost", f"twice the pool would give {100 * gain:+.1f} points{alone}")
     table.add_row("evicted", f"{count('tokens_evicted')} tokens; {stats.exhausted:,} requests refused for want of room")
     table.add_row("requests", f"{count('requests')} in {count('batches')} batches, {count('probes')} probes")
 

@@ -49,12 +49,16 @@ def ghost_section(stats: CacheStats, config: CacheConfig) -> str:
     y_labels = [f"{100 * top * share:.0f} %" for share in (1, 0.5, 0)]
     ends = ghost.num_slots[0], 2 ** ((xs[0] + xs[-1]) / 2), ghost.num_slots[-1]
     figure = chart("hit rate against the size of the pool", shapes, y_labels, [f"{short_count(size)}" for size in ends])
-    return f"{head}<p>{_what_if(ghost, stats)}</p>{figure}{_sizes(ghost, stats.num_slots)}{_footnote(ghost, config)}"
+    return f"{head}{_what_if(ghost, stats)}{figure}{_sizes(ghost, stats.num_slots)}{_footnote(ghost, config)}"
 
 
 def _what_if(ghost: GhostStats, stats: CacheStats) -> str:
-    gain = ghost.hit_rate_at(2 * stats.num_slots) - ghost.hit_rate_at(stats.num_slots)
-    return f"Twice the pool would give {points(gain)} points: {percent(ghost.hit_rate_at(2 * stats.num_slots))} hits."
+    if 2 * stats.num_slots > ghost.num_slots[-1]:  # not followed that far
+        return ""
+    now, twice = (ghost.hit_rate_at(factor * stats.num_slots) for factor in (1, 2))
+    alone = " That is of full KV alone: where a window or a state is missing, hits are shorter."
+    more = alone if stats.swa is not None or stats.state is not None else ""
+    return f"<p>Twice the pool would give {points(twice - now)} points: {percent(twice)} hits.{more}</p>"
 
 
 def _sizes(ghost: GhostStats, num_slots: int) -> str:

@@ -101,6 +101,24 @@ def test_the_page_tells_what_the_cache_counted(service: CacheService, clock: Clo
     assert "Twice the pool would give +28.6 points: 42.9 % hits." in text
 
 
+def test_the_page_tells_of_no_size_that_was_not_followed() -> None:
+    config = CacheConfig(pool=PoolConfig(num_slots=16, device="cpu"), ghost=GhostConfig(max_factor=1.5))
+    service = CacheService(config, "epoch")
+    send(service, [1] * 8)
+
+    assert not any("Twice the pool" in text for text in page_of(service).text)
+
+
+def test_of_windows_and_states_the_page_says_that_larger_pools_are_told_of_full_kv_alone() -> None:
+    config = CacheConfig(
+        pool=PoolConfig(num_slots=16, device="cpu"), sliding_window_size=4, ghost=GhostConfig(max_factor=2)
+    )
+    service = CacheService(config, "epoch")
+    send(service, [1] * 8)
+
+    assert any("points: 0.0 % hits. That is of full KV alone" in text for text in page_of(service).text)
+
+
 def test_the_page_asks_nobody_for_anything(service: CacheService) -> None:
     send(service, [1] * 16)
     html = render(service.report(), service.config, "kv-0")

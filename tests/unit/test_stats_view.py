@@ -108,7 +108,13 @@ def test_tenants_other_pools_and_what_if_are_shown_where_there_are_any() -> None
     assert "window pool 75.0% of 200 in use, 100 evictable" in text
     assert "tenant quiet: 30 slots (floor 20, no cap)" in text
     assert "tenant others: 30 slots (floor 20, cap 900)" in text
-    assert "twice the pool would give +10.0 points" in text
+    assert "twice the pool would give +10.0 points, of full KV alone" in text
+
+
+def test_of_twice_the_pool_nothing_is_told_where_it_was_not_followed() -> None:
+    ghost = GhostStats(tokens_requested=10, sample_rate=1.0, num_slots=(500, 1000), hit_rates=(0.1, 0.25))
+
+    assert "twice the pool" not in text_of(snapshot(ghost=ghost))
 
 
 def test_a_task_that_fails_is_off_or_is_not_needed_yet_is_said_to() -> None:
