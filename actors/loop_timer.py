@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0  # after a failure
 
 
 class LoopTimer:
     """Calls `method` on the event loop, again after as many seconds as it returns; None ends it.
 
+    A method that raises is called again in a second: what fails once, as a look at the counts may, does not end it.
     It holds the method's object weakly: an object that is dropped without being closed takes its timer with it.
     """
 
@@ -36,6 +42,12 @@ class LoopTimer:
     def _run(self) -> None:
         self._handle = None
         method = self._method()
-        delay_s = method() if method is not None else None
+        if method is None:
+            return
+        try:
+            delay_s = method()
+        except Exception:  # the timer must outlive a failing call
+            logger.exception("%s failed", method.__qualname__)
+            delay_s = _RETRY_S
         if delay_s is not None:
             self.set(delay_s)
