@@ -11,7 +11,7 @@ Reason = Literal[
     "window",  # more full KV is there, but not the sliding-window KV that its end needs
     "no_state",  # more full KV is there, but no recurrent state at its end
     "evicted",  # what follows was there, and was evicted
-    "retired",  # what follows was there, until its namespace was retired
+    "retired",  # the namespace was retired, with whatever was there; what that was, is not remembered
     "other_namespace",  # what follows is there, but in other namespaces
     "never_stored",  # what follows was never there, or so long ago that it is forgotten
     "not_there",  # what follows is not there; the kind of cache keeps no record of what was

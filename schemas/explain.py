@@ -28,7 +28,7 @@ _SENTENCES: dict[str, str] = {
     "window": "more full KV is there, but not the sliding-window KV that its end needs",
     "no_state": "more full KV is there, but no recurrent state at its end",
     "evicted": "what follows was evicted",
-    "retired": "what was there was retired with its namespace",
+    "retired": "its namespace was retired, with whatever was there",
     "other_namespace": "what follows is there, but in another namespace",
     "never_stored": "what follows was never stored, or is forgotten by now",
     "not_there": "what follows is not there; this kind of cache remembers no more",
