@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from reference_tenants import Shares
@@ -48,13 +49,26 @@ def make_cache(page_size: int, policy: str, with_states: bool = False, window_pa
 class TenantTraffic:
     """A cache and those who use it.
 
+    Args:
+        namespaces: who uses it; one is taken for a verb, the more often the more often it is named.
+        retiring, beside: how often, of some 46 verbs, a namespace is retired, and windows or states alone are evicted.
+
     Attributes:
         done: how often each verb was called, how often it was refused, and how often evictions were compared.
     """
 
-    def __init__(self, cache: TenantKVCache, rng: random.Random) -> None:
+    def __init__(
+        self,
+        cache: TenantKVCache,
+        rng: random.Random,
+        namespaces: Sequence[str | None] = NAMESPACES,
+        retiring: float = 0.4,
+        beside: float = 0,
+    ) -> None:
         self.cache = cache
         self.rng = rng
+        self._namespaces = namespaces
+        self._weights = (13, 14, 2, 13, 1, 1, retiring, 0.3, 0.5, 0.4, 0.4, beside)
         self.done = Counter[str]()
         self.open: list[tuple[str, str]] = []  # lease id, session
         self.actor: Tenant | None = None  # for whom the verb at hand is
@@ -64,8 +78,8 @@ class TenantTraffic:
 
     def step(self) -> None:
         verbs = (self.acquire, self.insert, self.extend, self.release, self.lock, self.evict)
-        rare = (self.retire, self.reset, self.vanish, self.end_session, self.reclaim)
-        verb = self.rng.choices((*verbs, *rare), (13, 14, 2, 13, 1, 1, 0.4, 0.3, 0.5, 0.4, 0.4))[0]
+        rare = (self.retire, self.reset, self.vanish, self.end_session, self.reclaim, self.evict_beside)
+        verb = self.rng.choices((*verbs, *rare), self._weights)[0]
         self.done[verb.__name__] += 1
         before, self.actor = Shares(self.cache), None
         try:
@@ -73,7 +87,7 @@ class TenantTraffic:
         except OutOfSlotsError as error:
             self.done["refused by " + ("the pool" if error.tenant is None else "a cap")] += 1
         self.check()
-        if verb in (self.acquire, self.insert, self.extend, self.lock, self.evict):
+        if verb in (self.acquire, self.insert, self.extend, self.lock, self.evict, self.evict_beside):
             self._check_floors(before, Shares(self.cache))
 
     # ------------------------------------------------------------ verbs
@@ -121,8 +135,12 @@ class TenantTraffic:
         self.cache.evict(wanted)
         self._compare(expected)
 
+    def evict_beside(self) -> None:
+        """As a watermark of the window slots or of the states would: for nobody in particular."""
+        self.rng.choice((self.cache.evict_window, self.cache.evict_states))(self.rng.randrange(1, 9))
+
     def retire(self) -> None:
-        gone = self.rng.choice(NAMESPACES)
+        gone = self.rng.choice(self._namespaces)
         self.cache.retire(lambda extra_key: extra_key == gone)
 
     def reset(self) -> None:
@@ -201,7 +219,7 @@ class TenantTraffic:
 
     def _key(self) -> RadixKey:
         """Of somebody who acts now. In runs as long as a page, so that prefixes are shared at every depth."""
-        namespace = self.rng.choice(NAMESPACES)
+        namespace = self.rng.choice(self._namespaces)
         self.actor = self.cache.tenants.of(namespace)
         page, length = self.cache.page_size, self.rng.randint(1, 10 * self.cache.page_size)
         tokens: list[int] = []

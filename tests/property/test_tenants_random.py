@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from random_tenant_traffic import TenantTraffic, make_cache
 
+from raydix.cache_core import kv_cache
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.slot_room import SlotRoom
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenant_room import TenantRoom
 from raydix.cache_core.tenants import Tenant, TenantRetired, Tenants
 from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.tree_node import TreeNode
 
 Patch = pytest.MonkeyPatch
 
@@ -43,6 +45,18 @@ def test_floors_and_caps_hold_where_windows_and_states_run_short_as_well(short_o
     drive(traffic, 500)
 
     assert len(traffic.done) == 14, f"something never happened: {traffic.done}"
+
+
+@pytest.fixture
+def unhurried(monkeypatch: Patch) -> TenantTraffic:
+    """Traffic in which what was retired waits to be reclaimed, while windows run short beside it."""
+    monkeypatch.setattr(kv_cache, "_RECLAIMED_AT_ONCE", 0)
+    cache = make_cache(1, "lru", window_pages=15)
+    return TenantTraffic(cache, random.Random(0), ("quiet", "quiet", None), retiring=2, beside=10)
+
+
+def test_floors_hold_where_what_was_retired_waits_to_be_reclaimed(unhurried: TenantTraffic) -> None:
+    drive(unhurried, 1000)
 
 
 # ---------------------------------------------------------------- planted faults
@@ -203,3 +217,14 @@ def test_a_state_must_not_take_a_leaf_below_a_floor(monkeypatch: Patch) -> None:
 
     with pytest.raises(AssertionError, match="fell below its floor"):
         drive(traffic, 500)
+
+
+def test_what_was_retired_must_not_count_for_a_floor(unhurried: TenantTraffic, monkeypatch: Patch) -> None:
+    def may_take(component: TenantComponent, leaf: TreeNode) -> bool:
+        tenant = component._tenants.of_node(leaf)
+        return tenant is component._tenants.caller or not leaf.space.live or tenant.held - len(leaf) >= tenant.floor
+
+    monkeypatch.setattr(TenantComponent, "may_take", may_take)
+
+    with pytest.raises(AssertionError, match="fell below its floor"):
+        drive(unhurried, 1000)
