@@ -193,6 +193,9 @@ class Traffic:
             self.cache.insert(lease_id, lease.session, len(other), other)
         with pytest.raises(LeaseRangeError):
             self.cache.insert(lease_id, lease.session, lease.record.num_slots + 1, other)
+        if lease.record.num_slots < lease.told:
+            with pytest.raises(LeaseRangeError):
+                self.cache.insert(lease_id, lease.session, lease.told, other[:0])
         with pytest.raises(UnknownLeaseError):
             self.cache.insert(lease_id, "stranger", 1, other)
         with pytest.raises(UnknownLeaseError):

@@ -161,6 +161,17 @@ def test_an_insert_that_is_not_the_leases_is_refused_before_anything_changes(
     assert cache.tree.total_size() == 0
 
 
+def test_a_lock_publishes_no_more_than_it_covers_though_all_its_ids_are_known(cache: KVCache) -> None:
+    publish(cache, 1, 2)
+    lease = cache.lock("l", "s", key(1, 2, 3, 4))
+
+    with pytest.raises(LeaseRangeError, match="covers 2"):
+        cache.insert("l", "s", 4, NO_IDS)
+
+    assert shape(lease) == (2, [2], 1, 2)
+    assert count(cache) == (6, 0, 2)
+
+
 def test_a_lease_can_go_on_after_a_refused_insert(cache: KVCache) -> None:
     cache.acquire("l", "s", key(1, 2, 3), new_tokens=1)
     with pytest.raises(LeaseRangeError):
