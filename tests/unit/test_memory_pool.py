@@ -145,6 +145,17 @@ def test_all_layers_are_written_and_read_at_once(dtype: torch.dtype) -> None:
     assert pool.gather(1, slots)[0].view(torch.uint8).equal(k[1].view(torch.uint8))
 
 
+def test_layers_of_states_are_read_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = KVPool(replace(TINY, layer_kinds=("state", "full")))
+    slots = torch.tensor([4, 2])
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape, 7, **how))  # memory used before
+
+    k, v = pool.read_all(slots)
+
+    assert not k.any()
+    assert not v.any()
+
+
 def test_a_write_touches_its_rows_of_its_layer_only() -> None:
     pool = KVPool(TINY)
 

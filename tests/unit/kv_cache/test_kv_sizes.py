@@ -6,6 +6,7 @@ import pytest
 from small_kv_cache import NO_IDS, key, publish
 
 from raydix.cache_core import ChunkCache, KVCache, OutOfSlotsError, RadixCache, RadixKey, TokenToKVPoolAllocator
+from raydix.cache_core.lease_table import LeaseRecord
 
 # ---------------------------------------------------------------- pressure
 
@@ -48,14 +49,15 @@ def test_operations_that_take_no_slots_press_on_nobody(make: Callable[..., KVCac
 
 
 def test_a_release_tells_of_pressure_because_more_can_be_evicted_now(make: Callable[..., KVCache]) -> None:
-    told: list[None] = []
-    cache = make(pressure_floor=8, on_pressure=lambda: told.append(None))
+    told: list[int] = []
+    cache = make(pressure_floor=8, on_pressure=lambda: told.append(cache.evictable_size()))
     cache.acquire("l", "s", key(1, 2))
+    cache.insert("l", "s", 2, NO_IDS)
     told.clear()
 
     cache.release("l", "s")
 
-    assert len(told) == (cache.free_slots < 8)
+    assert told == [2]
 
 
 # ---------------------------------------------------------------- counters
@@ -81,6 +83,62 @@ def test_counters_do_not_count_what_was_retired(cache: KVCache) -> None:
     cache.insert("l", "s", 2, NO_IDS)
 
     assert cache.counters.tokens_inserted == 0
+
+
+# ---------------------------------------------------------------- who is told, and of what
+
+
+def test_what_went_is_remembered_with_its_cause(cache: KVCache) -> None:
+    publish(cache, 1, 2)
+    cache.evict(2)
+    publish(cache, 3, 4)
+    cache.evict(2, "watermark")
+    publish(cache, 5, 6)
+    cache.acquire("l", "s", RadixKey(range(8)))
+
+    assert [gone.cause for gone in cache.evictions()] == ["request", "watermark", "shortfall"]
+
+
+class Watch:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        self.told.append(f"{lease.lease_id} granted, {max_prefix_len} at most")
+
+    def published(self, lease: LeaseRecord) -> None:
+        self.told.append(f"{lease.lease_id} published, {lease.num_published_pages} in all")
+
+    def ended(self, lease: LeaseRecord) -> None:
+        self.told.append(f"{lease.lease_id} ended")
+
+    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
+        self.told.append(f"retired {[name for name in ('a', None) if is_meant(name)]}")
+
+
+def test_a_watch_is_told_of_grants_publications_ends_and_retirements(cache: KVCache) -> None:
+    cache.watches.append(watch := Watch())
+
+    cache.acquire("l", "s", key(1, 2), max_prefix_len=1)
+    cache.insert("l", "s", 2, NO_IDS)
+    cache.release("l", "s")
+    cache.acquire("m", "s", key(3))
+    cache.quarantine_session("s")
+    cache.retire(lambda extra_key: extra_key == "a")
+    cache.reset()
+
+    assert watch.told == [
+        "l granted, 1 at most",
+        "l published, 1 in all",
+        "l ended",
+        "m granted, None at most",
+        "m ended",
+        "retired ['a']",
+        "retired ['a', None]",
+    ]
+    cache.free_withheld("s")
 
 
 # ---------------------------------------------------------------- the checks themselves
