@@ -25,6 +25,8 @@ from raydix.cache_core import (
 )
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.cache_core.slot_room import SlotRoom
+from raydix.cache_core.swa_component import SwaComponent
+from raydix.cache_core.tree_node import TreeNode
 
 SESSIONS = ("s0", "s1")
 NUM_PAGES, NUM_STATES = 48, 12
@@ -52,11 +54,14 @@ def fingerprints(tokens: list[int]) -> list[int]:
 
 
 class Leases:
-    """A cache, its clients, and the memory they write."""
+    """A cache, its clients, and the memory they write.
 
-    def __init__(self, seed: int, page_size: int, window: int) -> None:
+    Where it is crowded, several clients often hold one text at a time, and windows are given up and evicted more.
+    """
+
+    def __init__(self, seed: int, page_size: int, window: int, crowded: bool = False) -> None:
         self.rng = random.Random(f"{seed}/{page_size}/{window}")
-        self.page_size, self.window = page_size, window
+        self.page_size, self.window, self.crowded = page_size, window, crowded
         num_swa_slots = NUM_PAGES * 3 // 4 * page_size
         self.allocator = SWATokenToKVPoolAllocator(NUM_PAGES * page_size, num_swa_slots, page_size)
         self.states = MambaPool(NUM_STATES, [[(1,)]], dtype=torch.int64)
@@ -72,7 +77,8 @@ class Leases:
 
     def step(self) -> None:
         verbs = (self.acquire, self.generate, self.publish, self.release_window, self.release, self.evict, self.reset)
-        verb = self.rng.choices(verbs, (10, 6, 12, 5, 9, 3, 0.2))[0]
+        weights = (10, 6, 12, 9, 7, 3, 0.2) if self.crowded else (10, 6, 12, 5, 9, 3, 0.2)
+        verb = self.rng.choices(verbs, weights)[0]
         verb()
         self.check()
 
@@ -164,6 +170,8 @@ class Leases:
             "evict_window": self.tree.swa_evictable_size(),
             "evict_states": self.tree.mamba_evictable_size(),
         }[verb.__name__]
+        if self.crowded and verb == self.cache.evict_window and self.rng.random() < 0.5:
+            num = evictable  # so that whatever is held comes up, and is laid aside
         assert verb(num) >= min(num, evictable)
 
     def reset(self) -> None:
@@ -233,6 +241,8 @@ class Leases:
     def text(self) -> list[int]:
         """As another text for a while, whole pages as often as not."""
         page = self.page_size
+        if self.crowded and self.open and self.rng.random() < 0.4:  # as one who is served now
+            return self.rng.choice(list(self.open.values())).tokens[: 8 * page]
         base = self.rng.choice(self.texts) if self.texts and self.rng.random() < 0.85 else []
         head = base[: self.rng.choice([len(base), self.rng.randint(0, len(base))])]
         size = min(8 * page, len(head) + self.rng.randint(1, 3 * page))
@@ -242,8 +252,8 @@ class Leases:
         return text
 
 
-def run(seed: int, page_size: int, window: int, num_steps: int) -> Counter[str]:
-    leases = Leases(seed, page_size, window)
+def run(seed: int, page_size: int, window: int, num_steps: int, crowded: bool = False) -> Counter[str]:
+    leases = Leases(seed, page_size, window, crowded)
     for _ in range(num_steps):
         leases.step()
     leases.drain()
@@ -258,10 +268,31 @@ def test_leases_read_their_own_kv_windows_and_states_and_lose_nothing(page_size:
     assert {verb for verb, count in done.items() if count > 10} == verbs, f"{done}"
 
 
+def test_tombstones_heal_under_windows_and_nodes_laid_aside_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, heal, on_split = Counter[str](), SwaComponent.heal, SwaComponent.on_split
+
+    def counted_heal(component: SwaComponent, node: TreeNode) -> None:
+        reached["healed under a window"] += node.swa_lock_ref > 0
+        heal(component, node)
+
+    def counted_split(component: SwaComponent, above: TreeNode, node: TreeNode) -> None:
+        reached["split while laid aside"] += node in component._waiting
+        on_split(component, above, node)
+
+    monkeypatch.setattr(SwaComponent, "heal", counted_heal)
+    monkeypatch.setattr(SwaComponent, "on_split", counted_split)
+
+    for page_size, window in ((1, 7), (4, 10)):
+        run(0, page_size, window, 3000, crowded=True)
+
+    assert min(reached["healed under a window"], reached["split while laid aside"]) > 2, f"{reached}"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("page_size", "window"), SIZES)
 def test_a_long_run_of_the_same_leases(page_size: int, window: int) -> None:
     run(1, page_size, window, 25_000)
+    run(1, page_size, window, 25_000, crowded=True)
 
 
 # ---------------------------------------------------------------- planted faults
