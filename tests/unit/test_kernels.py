@@ -196,6 +196,15 @@ def test_runs_of_pages_are_taken_back_as_by_the_plain_kernel(
 
 
 @pytest.mark.parametrize("take_back", [pytest.param(kernels.take_back, marks=compiled), plain_kernels.take_back])
+def test_a_run_that_ends_outside_marks_nothing_there(take_back: Any) -> None:
+    marks = np.zeros(300, np.int32)
+
+    assert take_back(np.arange(50, 200), marks[:100], np.zeros(500, np.int64), 20, 1) == "outside"
+
+    assert not marks.any()
+
+
+@pytest.mark.parametrize("take_back", [pytest.param(kernels.take_back, marks=compiled), plain_kernels.take_back])
 @pytest.mark.parametrize(
     ("pages", "fault"),
     [

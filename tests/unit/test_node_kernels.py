@@ -154,7 +154,10 @@ def test_a_row_that_does_not_say_the_slots_of_a_node_is_not_gathered(kernel: Any
 @given(MANY_RUNS, st.data())
 def test_slots_are_cut_as_by_the_plain_kernel(slots: list[int], data: st.DataObject) -> None:
     row = plain_kernels.compact(torch.tensor(slots), 1, 0, len(slots))
-    cuts = data.draw(st.lists(st.integers(1, len(slots) - 1), max_size=3, unique=True).map(sorted))
+    places = range(1, len(slots))
+    edges = [at for at in places if slots[at] != slots[at - 1] + 1]  # where a run begins
+    cut = st.sampled_from(places) | st.sampled_from(edges or places)
+    cuts = data.draw(st.lists(cut, max_size=3, unique=True).map(sorted))
     parts = []
     for kernel in (kernels, plain_kernels):
         space = SimpleNamespace(unit=1)
