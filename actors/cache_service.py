@@ -39,12 +39,14 @@ from raydix.schemas import (
     CloseSession,
     ConfigMismatch,
     EventSnapshotRequest,
+    InsertRequest,
     InvalidRequest,
     KVEventBatch,
     KVEventSnapshot,
     Message,
     NextEvents,
     OpenSession,
+    ReleaseWindowRequest,
     SessionRef,
     SessionResponse,
     StaleEpoch,
@@ -57,6 +59,7 @@ _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
 _SERVED_HERE = {StatsRequest, EventSnapshotRequest, AdoptRequest}  # the last if it was granted in another life
+_NOT_LATE = (AdoptRequest, InsertRequest, ReleaseWindowRequest)
 _NUM_OWNERS = 32  # told in statistics
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
@@ -233,16 +236,17 @@ class CacheService:
                 turn_of_next.set_result(None)
 
     def _execute_overtaken(self, batch: Batch) -> BatchResponse:
-        """Execute a batch that comes after a later one, but for its adoptions.
+        """Execute a batch that comes after a later one, but for what its client may have given up by now.
 
-        Its client may have given them up by now: nobody would know of leases that were its own from now on. What else
-        it may have given up says so by itself, as the lease that it was for has ended.
+        Nobody would know of leases that were its own from now on, nor that pages of one are not any more: it may have
+        been told of them by an answer since. What else it may have given up says so by itself, as the lease that it
+        was for has ended.
         """
-        kept = tuple([request for request in batch.requests if not isinstance(request, AdoptRequest)])
+        kept = tuple([request for request in batch.requests if not isinstance(request, _NOT_LATE)])
         done = self.execute(batch.session_id, batch.epoch, kept)
         responses = iter(done.responses)
-        refused = CacheUnavailable("the adoption came too late, after other requests of its client: adopt again")
-        answers = [refused if isinstance(each, AdoptRequest) else next(responses) for each in batch.requests]
+        refused = CacheUnavailable("the request came too late, after later ones of its client: ask again")
+        answers = [refused if isinstance(each, _NOT_LATE) else next(responses) for each in batch.requests]
         return assemble(BatchResponse, {"epoch": done.epoch, "responses": tuple(answers)})
 
     def execute(self, session_id: str, epoch: str, requests: Sequence[Message]) -> BatchResponse:

@@ -30,11 +30,13 @@ from raydix.schemas import (
     CacheUnavailable,
     EvictionConfig,
     GrantRequest,
+    InsertRequest,
     MatchRequest,
     MatchResponse,
     OpenSession,
     PoolConfig,
     PoolExhausted,
+    ReleaseWindowRequest,
     SessionResponse,
     StatsRequest,
     TokenIds,
@@ -425,6 +427,20 @@ async def test_an_adoption_that_comes_after_its_client_gave_it_up_has_no_effect_
     assert list(map(type, given_up.responses)) == [UnknownLease]
     assert list(map(type, late.responses)) == [MatchResponse, CacheUnavailable, CacheStats]
     assert list(map(type, anew.responses)) == [AdoptResponse]
+
+
+async def test_an_insert_that_comes_after_later_requests_takes_no_page_from_its_client(service: CacheService) -> None:
+    tokens = TokenIds.pack([1, 2])
+    service.execute("s", "e", (AcquireRequest(lease_id="l", tokens=tokens),))
+    insert = InsertRequest(lease_id="l", num_tokens=2, suffix=TokenIds.pack([]))
+    release_window = ReleaseWindowRequest(lease_id="l", up_to=2)
+
+    await service.execute_in_turn(batch(service, 2, 0, PROBE))
+    late = await service.execute_in_turn(batch(service, 1, 0, insert, LOOK, release_window))
+
+    assert list(map(type, late.responses)) == [CacheUnavailable, CacheStats, CacheUnavailable]
+    assert isinstance(late.responses[1], CacheStats)
+    assert late.responses[1].private_slots == 2
 
 
 async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(service: CacheService) -> None:
