@@ -69,6 +69,7 @@ class Lease:
         self._extending = False
         self._num_asked = 0
         self._unanswered = self._answered = 0  # the latest of its inserts: pages may have become the tree's
+        self._window_unanswered = 0  # the latest release of its window
         self.lease_id = response.lease_id
         self.epoch = transport.epoch
         self.prefix_len = response.prefix_len
@@ -93,11 +94,13 @@ class Lease:
 
         Raises:
             InvalidRequest: the cache has no sliding window.
-            CacheUnavailable: as for `slots`.
+            CacheUnavailable: as for `slots`, or the last `release_window` was not answered: release it again.
         """
         self._check_no_doubt()
         if not self._held.has_window:
             raise InvalidRequest("this cache has no sliding window")
+        if self._window_unanswered > self._held.window_told:
+            raise CacheUnavailable(f"a release_window of lease {self.lease_id!r} was not answered: release it again")
         return self._held.of_window()
 
     def __len__(self) -> int:
@@ -261,27 +264,28 @@ class Lease:
         self.published_len = max(self.published_len, outcome.published_len)
 
     def note_released_window(self, asked: Asked, outcome: Outcome) -> None:
-        """The window KV was released, if that is what came of it."""
+        """The window KV was released, if that is what came of it. Any later answer tells whether it was."""
         if isinstance(outcome, WindowResponse):
             self._held.note_window(asked[1], outcome.swa_page_starts)
-
-    @property
-    def _in_doubt(self) -> bool:
-        return self._unanswered > self._answered
+        elif isinstance(outcome, CacheError) and may_have_taken_effect(outcome):
+            self._window_unanswered = max(self._window_unanswered, asked[1])
 
     def _check_no_doubt(self) -> None:
-        if self._in_doubt:
+        if self._unanswered > self._answered:
             raise CacheUnavailable(f"an insert of lease {self.lease_id!r} was not answered: insert again, or abort it")
 
     @contextmanager
     def extending(self) -> Iterator[tuple[int, int, int]]:
-        """Guard one extend at a time; gives the tokens covered and the pages known before it, and its number."""
+        """Guard one extend at a time; gives the tokens covered and the pages known before it, and its number.
+
+        What is not published is not known: an insert before may be lost yet, and this answer is to tell of it.
+        """
         if self._extending:
             raise InvalidRequest(f"lease {self.lease_id!r} is being extended already: await one extend first")
         self._extending = True
         try:
-            known = self._held.runs_of(self.published_len) if self._in_doubt else len(self._held.starts)
-            yield self._held.num_slots, known, self.ask()[1]
+            published_len, number = self.ask()
+            yield self._held.num_slots, self._held.runs_of(published_len), number
         finally:
             self._extending = False
 

@@ -24,17 +24,22 @@ class LeaseSlots:
         window_starts: the same in the window pool, 0 where the lease does not hold its window KV; empty: no window.
         num_slots: tokens that the lease covers, in the last run perhaps fewer than it has slots.
         run_len: slots that each of the starts stands for.
+
+    Attributes:
+        num_slots: the same, as it grows.
+        window_told: the number of the last request whose answer told of the window.
     """
 
     __slots__ = (
         "_expanded",
         "_known",
         "_run_len",
+        "_settled",
         "_starts",
-        "_told",
         "_window",
         "_window_expanded",
         "num_slots",
+        "window_told",
     )
 
     def __init__(self, starts: bytes, window_starts: bytes, num_slots: int, run_len: int) -> None:
@@ -43,7 +48,8 @@ class LeaseSlots:
         self._known = starts  # as granted; once they are looked at or change, `_starts`
         self._starts: NDArray[np.int64] | None = None
         self._window = window_starts
-        self._told = 0  # the number of the last request whose answer told of the window
+        self._settled = 0  # runs that are as they will be: what was repointed is the tree's
+        self.window_told = 0
         self._expanded: torch.Tensor | None = None
         self._window_expanded: torch.Tensor | None = None
 
@@ -78,7 +84,10 @@ class LeaseSlots:
     def repoint(self, known_len: int, starts: bytes) -> None:
         """From a token on, the runs are these, as many as there are."""
         first, changed = self.runs_of(known_len), np.frombuffer(starts, _INT32)
-        self.starts[first : first + len(changed)] = changed
+        last = first + len(changed)
+        self.starts[first:last] = changed
+        if last > self._settled:
+            self._settled = last
         self._expanded = None
 
     def runs_of(self, num_tokens: int) -> int:
@@ -87,18 +96,22 @@ class LeaseSlots:
 
     def grow(self, asked: int, known_runs: int, starts: bytes, window_starts: bytes, num_slots: int) -> None:
         """The lease covers so many tokens now, and its runs beyond some are these. They may go further, after an extend
-        that was cancelled."""
-        self._starts = np.concatenate((self.starts[:known_runs], _unpacked(starts)))
-        known = self._window if self._told > asked else b""  # it may be newer: the answer has stood in line
+        that was cancelled.
+
+        The answer has stood in line, perhaps: what was told meanwhile is newer.
+        """
+        kept = max(known_runs, self._settled)
+        self._starts = np.concatenate((self.starts[:kept], _unpacked(starts)[kept - known_runs :]))
+        known = self._window if self.window_told > asked else b""
         self._window = known + window_starts[len(known) :]
-        self._told = max(self._told, asked)
+        self.window_told = max(self.window_told, asked)
         self.num_slots = num_slots
         self._expanded = self._window_expanded = None
 
     def note_window(self, asked: int, window_starts: bytes) -> None:
         """The window KV has changed, unless a later request was answered before; runs beyond are as they were."""
-        if window_starts and asked > self._told:
-            self._told = asked
+        if asked > self.window_told:
+            self.window_told = asked
             self._window = window_starts + self._window[len(window_starts) :]
             self._window_expanded = None
 

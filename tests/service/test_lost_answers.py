@@ -140,6 +140,42 @@ async def test_a_growth_tells_of_the_slots_of_an_insert_that_was_not_answered(
     check_known(cache, lease)
 
 
+async def test_a_growth_asked_for_before_an_insert_was_lost_tells_of_its_slots(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    handle.lost = {"execute"}
+    inserting = asyncio.create_task(lease.insert(PROMPT))
+    await asyncio.sleep(0)
+    client._transport._pump(asyncio.get_running_loop())  # the insert is on its way
+    handle.lost.clear()
+    growing = asyncio.create_task(lease.extend(2))
+    with pytest.raises(CacheUnavailable):
+        await inserting
+
+    await growing
+
+    check_slots(cache, lease)
+
+
+async def test_an_insert_answered_while_a_growth_stood_in_line_is_not_undone_by_it(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    late = handle.held_back["wait"] = asyncio.Event()
+    async with await cache.lock(PROMPT), await cache.acquire([7] * 22):
+        growing = asyncio.create_task(lease.extend(4))
+        while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend stands in line then
+            await asyncio.sleep(0)
+    await asyncio.sleep(0.01)  # it has been served, and its answer is on its way
+
+    await lease.insert(PROMPT)
+    late.set()
+    await growing
+
+    check_known(cache, lease)
+
+
 async def test_an_insert_that_was_refused_leaves_no_doubt(cache: LocalPrefixCache, client: PrefixCacheClient) -> None:
     lease = await client.acquire(PROMPT)
     await cache.reset()
@@ -179,6 +215,20 @@ async def test_a_window_given_up_while_the_lease_stood_in_line_stays_given_up(ca
     assert lease.swa_slots[:2].tolist() == [0, 0]
     check_known(cache, lease)
     await lease.release()
+
+
+async def test_a_window_whose_release_was_not_answered_is_not_given_until_another_answer_tells_of_it(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await client.acquire([*PROMPT, 5, 6])
+    for heal in (lambda: lease.release_window(5), lambda: lease.extend(1), lambda: lease.insert(PROMPT)):
+        await unanswered(handle, "execute", lease.release_window(5))
+
+        assert len(lease.slots) == len(lease)  # they are as they were
+        with pytest.raises(CacheUnavailable, match=r"release_window of lease .* was not answered"):
+            lease.swa_slots  # noqa: B018
+        await heal()
+        check_slots(cache, lease)
 
 
 # ---------------------------------------------------------------- sessions

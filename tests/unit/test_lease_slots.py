@@ -81,3 +81,9 @@ def test_growth_tells_anew_of_pages_that_are_in_doubt(slots: LeaseSlots) -> None
 
     assert slots.all().tolist() == [2, 3, 20, 21, 6, 7, 8, 9]
     assert slots.of_window().tolist() == [12, 13, 24, 25, 16, 17, 18, 19]
+
+
+def test_pages_repointed_while_the_lease_stood_in_line_stay_so(slots: LeaseSlots) -> None:
+    slots.repoint(0, packed(20, 22))
+    slots.grow(1, 1, packed(4, 6, 8), packed(12, 14, 16, 18), num_slots=8)
+    assert slots.all().tolist() == [20, 21, 22, 23, 6, 7, 8, 9]
