@@ -57,7 +57,7 @@ class Admission:
             shortage = error.with_traceback(None)
         if timeout_s is None:
             timeout_s = self._acquire_timeout_s
-        if timeout_s == 0 or not shortage.can_ever_fit:
+        if timeout_s == 0 or not shortage.can_ever_fit or not self._line.max_waiters:
             raise self._refusal(key, shortage)
         place = Place(self._core.tenant_of(key.extra_key), grows, partial(self._core.is_within_floor, key, num_tokens))
         ticket, position = self._line.join(

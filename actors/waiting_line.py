@@ -47,10 +47,13 @@ class WaitingLine:
     """Requests that found no room.
 
     Whoever frees slots calls `serve`. Outcomes are kept until they are collected or the session ends.
+
+    Attributes:
+        max_waiters: of each tenant; 0: nobody may stand in line.
     """
 
     def __init__(self, max_waiters: int) -> None:
-        self._max_waiters = max_waiters
+        self.max_waiters = max_waiters
         self._line: list[Waiter] = []
         self._waiting: Counter[str | None] = Counter()  # by tenant
         self._by_ticket: dict[int, Waiter] = {}  # those in line, and those whose outcome was not collected yet
@@ -94,7 +97,7 @@ class WaitingLine:
         for waiter in self._by_lease.get((session_id, lease_id), ()):
             if waiter.place.urgent == place.urgent and not waiter.outcome.done():
                 return waiter.ticket, self._line.index(waiter)  # it is a retry
-        if self._waiting[place.tenant] >= self._max_waiters:
+        if self._waiting[place.tenant] >= self.max_waiters:
             raise CacheBusy(f"{self._waiting[place.tenant]} requests wait for room already", _RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
         waiter = Waiter(next(self._next_ticket), session_id, lease_id, place, attempt, shortage)

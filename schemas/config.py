@@ -97,7 +97,9 @@ class LeaseConfig(_Config):
         default=65_536, ge=1, description="ended leases remembered, so that what comes late for them has no effect"
     )
     max_waiters: int = Field(
-        default=1024, ge=0, description="acquires that may wait at once, of each tenant; beyond it CacheBusy"
+        default=1024,
+        ge=0,
+        description="acquires that may wait at once, of each tenant; beyond it CacheBusy; 0: none waits",
     )
 
 

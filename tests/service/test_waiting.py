@@ -288,6 +288,15 @@ async def test_the_configuration_says_how_long_to_wait_by_default() -> None:
             await lease.extend(1)
 
 
+async def test_where_nobody_may_wait_it_is_refused_at_once_with_what_holds_the_pool() -> None:
+    config = small_config().model_copy(update={"leases": LeaseConfig(max_waiters=0)})
+    async with LocalPrefixCache(config) as cache, await cache.acquire([1] * 8):
+        for verb in (lambda: cache.acquire([2]), lambda: cache.acquire([3], timeout_s=9)):
+            with pytest.raises(PoolExhausted, match="by 1 leases: local 8 slots"):
+                await verb()
+        assert (await cache.stats()).exhausted == 2
+
+
 async def test_beyond_the_bound_of_the_line_the_cache_is_busy(cache1: CacheUnderTest) -> None:
     held, small = await fill(cache1, 7, 1)
     tasks = await cache1.in_line(*(cache1.client.acquire([number] * 2) for number in range(MAX_WAITERS)))
