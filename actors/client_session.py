@@ -17,6 +17,7 @@ from raydix.actors.error_map import has_failed, may_have_taken_effect
 from raydix.actors.late_writers import LateWriters
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.process_life import own_life_path
+from raydix.actors.typed_messages import build
 from raydix.schemas import (
     AbortRequest,
     CacheConfig,
@@ -54,7 +55,7 @@ class ClientSession:
     """
 
     def __init__(self, owner: str | None = None) -> None:
-        self._owner = owner or f"{socket.gethostname()}:{os.getpid()}"
+        self._owner = owner or f"{os.fsencode(socket.gethostname())[:64].decode(errors='replace')}:{os.getpid()}"
         self._session_id = uuid.uuid4().hex[:16]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -82,7 +83,8 @@ class ClientSession:
 
         Raises:
             CacheUnavailable: the cache cannot be reached.
-            InvalidRequest: the session belongs to another event loop, or was closed.
+            InvalidRequest: the session belongs to another event loop, or was closed, or its owner's name cannot be
+                shown or is too long.
         """
         loop = asyncio.get_running_loop()
         if self._closed:
@@ -101,7 +103,8 @@ class ClientSession:
         if lost is not None:
             self._session_id = uuid.uuid4().hex[:16]  # so that nothing that is late reaches the new session
         replaced = lost if lost is not None and not self._writers.any_of(lost) else None
-        request = OpenSession(
+        request = build(
+            OpenSession,
             session_id=self._session_id,
             owner=self._owner,
             replaces=replaced.session_id if replaced is not None else None,

@@ -25,6 +25,17 @@ MAX_LEASE_ID = 128  # characters
 LeaseId = Annotated[str, Field(min_length=1, max_length=MAX_LEASE_ID)]
 
 
+MAX_OWNER = 256  # characters
+
+
+def _encodable(name: str) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds what is no character, so that it cannot be shown") from None
+    return name
+
+
 def _framed(namespace: str) -> str:
     try:
         unframe_namespace(namespace)
@@ -45,7 +56,9 @@ class OpenSession(Message):
     """Begin a session: the owner of the leases that a client will take."""
 
     session_id: LeaseId
-    owner: str = Field(description="who it is, for people: shown in statistics and errors")
+    owner: Annotated[str, Field(max_length=MAX_OWNER), AfterValidator(_encodable)] = Field(
+        description="who it is, for people: shown in statistics and errors"
+    )
     config_digest: str | None = Field(default=None, description="refuse a cache with another configuration")
     replaces: LeaseId | None = Field(default=None, description="an earlier session of this client, which it gives up")
     life_path: str | None = Field(default=None, description="a file that the client's process locks while it lives")

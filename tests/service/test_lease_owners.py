@@ -8,7 +8,7 @@ import pytest
 from cache_under_test import CacheUnderTest, small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.schemas import PoolExhausted
+from raydix.schemas import InvalidRequest, PoolExhausted
 
 
 def named_client(cache: CacheUnderTest, owner: str) -> PrefixCacheClient:
@@ -101,3 +101,19 @@ async def test_the_age_is_that_of_the_oldest_lease() -> None:
         (owner,) = (await cache.stats()).owners
 
         assert 5000 <= owner.oldest_s < 5100
+
+
+@pytest.mark.parametrize("owner", ["job-\udc80", "x" * 257])
+async def test_a_name_that_cannot_be_shown_is_refused(owner: str) -> None:
+    async with LocalPrefixCache(small_config()) as cache:
+        with pytest.raises(InvalidRequest, match="owner"):
+            await PrefixCacheClient(cache, owner=owner).open()
+
+
+@pytest.mark.parametrize("name", ["host-\udc80", "x" * 255])
+async def test_the_name_by_default_can_be_shown_whatever_the_host_is_called(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    async with LocalPrefixCache(small_config()) as cache, PrefixCacheClient(cache) as client, await client.acquire([1]):
+        assert (await client.stats()).model_dump_json()
