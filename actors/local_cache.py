@@ -21,7 +21,7 @@ class LocalPrefixCache(CacheVerbs):
 
     Requests are validated, but not serialised; `attach_pool` gives the tensors themselves. It is its own client;
     further sessions come from `PrefixCacheClient(local_cache)`, all on one event loop: another is refused until that
-    one is closed.
+    one is closed. Like any client it stays on the loop that it was first used on: after that one's end, make others.
 
     Raises:
         CacheUnavailable: the pool does not fit in memory, or the device is not there.
@@ -32,6 +32,7 @@ class LocalPrefixCache(CacheVerbs):
         from raydix.actors.cache_host import CacheHost, local_device
 
         self._host = CacheHost(config, local_device(config), node_id="local", share=False)
+        self._ending: set[asyncio.Task[None]] = set()
         weakref.finalize(self, self._host.service.eviction_task.abandon).atexit = False
 
     def _make_transport(self) -> Transport:
@@ -63,12 +64,19 @@ class LocalPrefixCache(CacheVerbs):
         """Close the cache with all its sessions. Idempotent.
 
         As `shutdown_cache` does: nothing new is granted from now on, and open leases have `drain_s` seconds to end.
+        It goes on to its end even if the caller is cancelled; another call cuts the time short.
 
         Raises:
             InvalidRequest: it is used on another event loop.
         """
         if not self._closed:
             self._host.stay_on_loop()
+        ending = asyncio.get_running_loop().create_task(self._shut_down(drain_s))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        await asyncio.shield(ending)
+
+    async def _shut_down(self, drain_s: float) -> None:
         is_mine = self._loop in (None, asyncio.get_running_loop())  # else it refuses below
         if drain_s and is_mine and (cut_short := await self._host.service.drain(drain_s)):
             logger.warning("%d leases were cut short by the shutdown of the cache", cut_short)

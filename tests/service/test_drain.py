@@ -131,6 +131,36 @@ async def test_what_is_open_after_the_time_is_cut_short(drained: Drained, caplog
     await lease.release()
 
 
+@pytest.mark.parametrize("drain_s", [0, 0.1])
+async def test_a_local_cache_is_closed_even_if_the_caller_is_cancelled(drain_s: float) -> None:
+    cache = LocalPrefixCache(small_config())
+    client = PrefixCacheClient(cache)
+    await client.acquire([1])
+    await cache.match([1])
+    closing = asyncio.create_task(cache.close(drain_s=drain_s))
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait((closing,))
+
+    async with asyncio.timeout(20):
+        while cache._host.service.stats().open_leases:  # noqa: ASYNC110 -- nobody waits for it any more
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(CacheUnavailable, match="shut down"):
+        await client.acquire([2])
+
+
+async def test_a_second_close_cuts_the_drain_of_the_first_short() -> None:
+    cache = LocalPrefixCache(small_config())
+    await cache.acquire([1])
+    draining = asyncio.create_task(cache.close(drain_s=60))
+    await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(20):
+        await cache.close()
+        await draining
+
+
 async def test_a_drain_that_lets_a_lease_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Drained("local")
     lease = await cache.client.acquire([1] * 8)
