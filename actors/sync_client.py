@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from raydix.actors.lease import Lease
 from raydix.actors.loop_thread import LoopThread
 from raydix.actors.verbs import CacheVerbs
-from raydix.schemas import CacheConfig, KVEventBatch, LeaseGrant
+from raydix.schemas import CacheConfig, InvalidRequest, KVEventBatch, LeaseGrant
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def _plain(
     @wraps(verb)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
         now: Callable[P, Coroutine[Any, Any, R]] = getattr(self.client, name)  # tracing may have replaced it
-        return self.thread.run(now(*args, **kwargs))
+        return self.run(now(*args, **kwargs))
 
     return call
 
@@ -42,7 +42,7 @@ def _leasing(
     @wraps(verb)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> SyncLease:
         now: Callable[P, Coroutine[Any, Any, Lease]] = getattr(self.client, name)
-        return SyncLease(self, self.thread.run(now(*args, **kwargs), undo=Lease.abort))
+        return SyncLease(self, self.run(now(*args, **kwargs), undo=Lease.abort))
 
     return call
 
@@ -50,7 +50,16 @@ def _leasing(
 def _of_lease(verb: Callable[Concatenate[Lease, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[SyncLease, P], R]:
     @wraps(verb)
     def call(self: SyncLease, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.owner.thread.run(verb(self.lease, *args, **kwargs))
+        return self.owner.run(verb(self.lease, *args, **kwargs))
+
+    return call
+
+
+def _ending(verb: Callable[[Lease], Coroutine[Any, Any, None]]) -> Callable[[SyncLease], None]:
+    @wraps(verb)
+    def call(self: SyncLease, /) -> None:
+        if not self.owner.closed:  # else it has ended
+            self.owner.run(verb(self.lease))
 
     return call
 
@@ -68,11 +77,24 @@ class SyncClient:
 
     Attributes:
         client: the one behind it; its coroutines belong to the other thread's loop.
+        closed: whether it was, with all its leases.
     """
 
     def __init__(self, client: CacheVerbs) -> None:
         self.client = client
         self.thread = LoopThread("raydix-sync")
+        self.closed = False
+
+    def run(self, coroutine: Coroutine[Any, Any, R], undo: Callable[[R], Coroutine[Any, Any, Any]] | None = None) -> R:
+        """`LoopThread.run`, until this is closed.
+
+        Raises:
+            InvalidRequest: it is.
+        """
+        if self.closed:
+            coroutine.close()
+            raise InvalidRequest("this client was closed: make a new one")
+        return self.thread.run(coroutine, undo)
 
     match = _plain(CacheVerbs.match)
     acquire = _leasing(CacheVerbs.acquire)
@@ -89,7 +111,7 @@ class SyncClient:
 
     def attach_pool(self, mapped: bool | None = None) -> SyncPool:
         """`CacheVerbs.attach_pool`."""
-        return SyncPool(self, self.thread.run(self.client.attach_pool(mapped)))
+        return SyncPool(self, self.run(self.client.attach_pool(mapped)))
 
     def events(self, after_seq: int | None = None) -> Iterator[KVEventBatch]:
         """`CacheVerbs.events`, as an iterator that waits for each batch."""
@@ -98,7 +120,7 @@ class SyncClient:
         async def following() -> KVEventBatch | None:
             return await anext(batches, None)
 
-        while (batch := self.thread.run(following())) is not None:
+        while (batch := self.run(following())) is not None:
             yield batch
 
     @property
@@ -108,13 +130,16 @@ class SyncClient:
 
     def open(self) -> Self:
         """Open the session; the first verb does it, too."""
-        self.thread.run(self.client.open())
+        self.run(self.client.open())
         return self
 
     def close(self) -> None:
         """Close the session, which ends what it still holds, and the thread. Idempotent."""
+        if self.closed:
+            return
         try:
-            self.thread.run(self.client.close())
+            self.run(self.client.close())
+            self.closed = True
         finally:
             self.thread.stop()
 
@@ -142,12 +167,12 @@ class SyncLease:
     insert = _of_lease(Lease.insert)
     extend = _of_lease(Lease.extend)
     release_window = _of_lease(Lease.release_window)
-    release = _of_lease(Lease.release)
-    abort = _of_lease(Lease.abort)
+    release = _ending(Lease.release)
+    abort = _ending(Lease.abort)
 
     def grant(self) -> LeaseGrant:
         """`Lease.grant`."""
-        return self.owner.thread.run(self.lease.grant())
+        return self.owner.run(self.lease.grant())
 
     @property
     def slots(self) -> torch.Tensor:
@@ -224,8 +249,8 @@ class SyncPool:
 
     def write_kv(self, lease: SyncLease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """`AttachedPool.write_kv`."""
-        self._owner.thread.run(self.pool.write_kv(lease.lease, slots, k, v))
+        self._owner.run(self.pool.write_kv(lease.lease, slots, k, v))
 
     def read_kv(self, lease: SyncLease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`AttachedPool.read_kv`."""
-        return self._owner.thread.run(self.pool.read_kv(lease.lease, slots))
+        return self._owner.run(self.pool.read_kv(lease.lease, slots))

@@ -161,6 +161,20 @@ def test_closing_ends_what_is_held_and_the_thread() -> None:
     cache.sync.thread.stop()
 
 
+def test_a_closed_client_starts_no_thread_to_refuse_a_verb_or_to_end_a_lease_again() -> None:
+    cache = LocalPrefixCache(CONFIG).sync
+    lease = cache.acquire(PROMPT)
+    cache.close()
+
+    for verb in (lambda: cache.match(PROMPT), lambda: lease.insert(PROMPT), lambda: list(cache.events()), cache.open):
+        with pytest.raises(InvalidRequest, match="this client was closed: make a new one"):
+            verb()
+    lease.release()
+    cache.close()
+
+    assert not [each for each in threading.enumerate() if each.name == "raydix-sync"]
+
+
 async def test_a_client_that_coroutines_use_cannot_be_used_by_plain_calls_too() -> None:
     async with LocalPrefixCache(CONFIG) as cache:
         with pytest.raises(InvalidRequest, match="another event loop"):
