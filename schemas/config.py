@@ -34,7 +34,12 @@ class PoolConfig(_Config):
         le=MAX_SLOTS,
         description="window slots; None: num_slots. What of a request is not cached must fit in them at once",
     )
-    num_state_slots: int = Field(default=0, ge=0, le=MAX_SLOTS, description="recurrent states, leases' own included")
+    num_state_slots: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_SLOTS,
+        description="recurrent states, leases' own included: with one alone nothing is reused",
+    )
     state_shapes: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = Field(
         default=(), description="shapes of a state layer's tensors"
     )
@@ -180,8 +185,6 @@ with warnings.catch_warnings():
                 raise ValueError(f"num_swa_slots must be a multiple of page_size ({self.page_size})")
             if (self.kind == "mamba") != (self.pool.num_state_slots > 0):
                 raise ValueError("kind 'mamba' needs num_state_slots, and no other kind takes them")
-            if self.pool.num_state_slots == 1:
-                raise ValueError("kind 'mamba' needs num_state_slots of at least 2: a lease's own, and one to publish")
             return self
 
         @model_validator(mode="after")

@@ -72,11 +72,6 @@ def test_defaults_are_those_of_the_design() -> None:
         (CacheConfig, {"pool": POOL, "page_size": 5}, r"num_slots \(64\) must be a multiple of page_size \(5\)"),
         (CacheConfig, {"pool": POOL, "page_size": 128}, "multiple of page_size"),
         (CacheConfig, {"pool": POOL, "kind": "tree"}, "kind"),
-        (
-            CacheConfig,
-            {"pool": {"num_slots": 64, "num_state_slots": 1}, "kind": "mamba"},
-            "num_state_slots of at least 2",
-        ),
         (CacheConfig, {"pool": POOL, "kind": "slots"}, "max_seq_len"),
         (CacheConfig, {"pool": POOL, "max_seq_len": 8}, "no other kind takes it"),
         (CacheConfig, {"pool": POOL, "kind": "slots", "max_seq_len": 0}, "max_seq_len"),
