@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _BEATS_PER_TTL = 3
 _MAX_BEAT_S = 3.0  # a graceful exit of this process waits for calls on their way
 _RETRY_BEAT_S = 0.25  # while the cache does not answer
+_SILENT_S = 5.0  # at least, and a session's time to live: then nobody waits for it any more
 
 T = TypeVar("T")
 Undo = AbortRequest | WithdrawRequest | ReleaseRequest
@@ -66,6 +67,7 @@ class ClientSession:
         self._config: CacheConfig
         self._timer = LoopTimer(self._beat)
         self._beating: asyncio.Task[None] | None = None
+        self._answered_at = 0.0  # by the loop: the last beat, or the opening
         self._writers = LateWriters()
         self._compensations: set[asyncio.Future[Message]] = set()
         self._owed: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
@@ -119,6 +121,7 @@ class ClientSession:
             self._writers.forget(replaced)
         self._transport, self._config = transport, response.config
         self._ready, self._lost = True, None
+        self._answered_at = asyncio.get_running_loop().time()
         self._timer.set(0.0)
 
     async def close(self) -> None:
@@ -187,10 +190,12 @@ class ClientSession:
     def _note_beat(self, transport: Transport, next_at: float, error: BaseException | None) -> None:
         if transport is not self._transport or self._closed:
             return
+        now = asyncio.get_running_loop().time()
         if error is None:
+            self._answered_at = now
             self._pay_debts()
             self._writers.tell_returned()
-            self._timer.set(max(0.0, next_at - asyncio.get_running_loop().time()))
+            self._timer.set(max(0.0, next_at - now))
             return
         logger.debug("session %s: %s", transport.session_id, error)
         self._note_loss(transport)
@@ -198,6 +203,9 @@ class ClientSession:
             pool.drop_if_orphaned()
         if transport.lost is None:
             self._timer.set(min(_RETRY_BEAT_S, self._beat_s))
+            silent_s = now - self._answered_at
+            if isinstance(error, CacheUnavailable) and silent_s >= max(_SILENT_S, self._config.leases.session_ttl_s):
+                transport.give_up(f"the cache has not answered for {silent_s:.0f} s")
 
     def _note_loss(self, transport: Transport) -> None:
         """The session is over: the next verb opens another, and pools of another life of the cache are gone."""

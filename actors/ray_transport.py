@@ -59,6 +59,7 @@ MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384
 _ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, WithdrawRequest)  # what ends or gives up
 _ANSWER_S = 5.0  # a heartbeat is given up after so long
+_CLOSE_S = 30.0  # and so is the end of a session
 
 T = TypeVar("T")
 Entry = tuple[Message, "asyncio.Future[Message]", Note | None]
@@ -92,6 +93,7 @@ class RayTransport:
         self._last_seq = 0
         self._in_flight: dict[int, list[Entry]] = {}  # by seq
         self._landed = asyncio.Event()  # set whenever a batch has come back
+        self._silence: asyncio.Future[str] | None = None  # what those are told who wait for a call, once it is given up
         self._channel: Channel | None = None
 
     async def open(self, request: OpenSession) -> SessionResponse:
@@ -104,7 +106,7 @@ class RayTransport:
         request = SessionRef(session_id=self.session_id, epoch=self.epoch)
         try:
             async with asyncio.timeout(stay_s + _ANSWER_S):
-                await self._noting_loss(self._call(self._actor.heartbeat, request, stay_s))
+                await self._noting_loss(self._answer_to(self._actor.heartbeat, request, stay_s))
         except InvalidRequest as error:  # the cache has even forgotten that the session expired
             self.lost = LeaseExpired(str(error))
             raise
@@ -112,8 +114,31 @@ class RayTransport:
             raise CacheUnavailable(f"the cache has not answered a heartbeat for {_ANSWER_S:g} s") from None
 
     async def _call(self, method: Any, *arguments: Any) -> Any:
-        """The result of an actor call."""
+        """The result of an actor call, unless the cache is given up meanwhile."""
+        loop = asyncio.get_running_loop()
+        silence = self._silence = self._silence or loop.create_future()
+        answer = loop.create_task(self._answer_to(method, *arguments))
+        try:
+            await asyncio.wait((answer, silence), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise CacheUnavailable(silence.result())
+            return answer.result()
+        finally:
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # it is told, or came too late
+
+    async def _answer_to(self, method: Any, *arguments: Any) -> Any:
         return await call(method, *arguments, told_as=self._told_as)
+
+    def give_up(self, why: str) -> None:
+        given_up = [entry for entries in (*self._in_flight.values(), self._queue) for entry in entries]
+        self._in_flight = {seq: [] for seq in self._in_flight}  # they will land, or break
+        self._queue.clear()
+        silence, self._silence = self._silence, None
+        if silence is not None:
+            silence.set_result(why)
+        for _, future, note in given_up:
+            settle(future, note, CacheUnavailable(why))
 
     def _told_as(self, error: RayError | CacheError) -> CacheError:
         """What a call failed with, in the cache's terms. Who is dead to Ray is dead to the channel, too."""
@@ -189,7 +214,7 @@ class RayTransport:
         try:
             if isinstance(answer, BaseException):
                 raise answer
-            outcomes = _responses(wire.unpack(answer, torn=CacheError))
+            outcomes = _responses(wire.unpack(answer, torn=CacheError)) if entries else ()
             assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
         except (RayError, CacheError) as error:
             outcomes = [self._loss_noted(self._told_as(error))] * len(entries)
@@ -240,14 +265,24 @@ class RayTransport:
         await self._noting_loss(self._call(self._actor.write_kv, request))
 
     async def close(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._finish()
+                await self._call(self._actor.close_session, CloseSession(session_id=self.session_id))
+        except TimeoutError:
+            self.give_up(f"the cache has not answered for {_CLOSE_S:g} s")
+            raise CacheUnavailable(f"the cache has not answered for {_CLOSE_S:g} s") from None
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+
+    async def _finish(self) -> None:
+        """Wait until all that was submitted has been answered."""
         while self._queue or self._in_flight:
             await asyncio.sleep(0)  # what is queued is sent at the end of this tick
             if self._in_flight:
                 self._landed.clear()
                 await self._landed.wait()
-        if self._channel is not None:
-            self._channel.close()
-        await self._call(self._actor.close_session, CloseSession(session_id=self.session_id))
 
 
 def _responses(answer: object) -> Sequence[Any]:

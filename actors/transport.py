@@ -57,6 +57,9 @@ class Transport(Protocol):
         whatever becomes of the request, before the future is.
         """
 
+    def give_up(self, why: str) -> None:
+        """The cache is silent: `CacheUnavailable` for all who wait for it. What it may answer yet is dropped."""
+
     async def wait(self, ticket: int) -> Message:
         """The outcome of a request that stands in line."""
 
@@ -112,6 +115,9 @@ class LocalTransport:
             response = error
         settle(future, note, response)
         return future
+
+    def give_up(self, why: str) -> None:
+        """Nobody waits: a cache in this process answers at once, or ends what it has to put off."""
 
     async def wait(self, ticket: int) -> Message:
         request = WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket)

@@ -6,7 +6,7 @@
     ├── LeaseExpired       the lease's time ran out
     ├── UnknownLease       released, aborted, forged, or another session's
     ├── CacheBusy          a queue is full; try again later
-    ├── CacheUnavailable   the cache is dead, restarting, or does not answer
+    ├── CacheUnavailable   the cache is dead, restarting, or silent for too long
     ├── ConfigMismatch     a cache of that name runs with another configuration
     └── InvalidRequest     the request can never be served as it stands
 
@@ -121,7 +121,10 @@ class CacheBusy(CacheError):
 
 
 class CacheUnavailable(CacheError):
-    """The cache is dead, restarting, shut down, or does not answer."""
+    """The cache is dead, restarting, shut down, or has not answered for a session's time to live.
+
+    Whether it has done what it was asked is not known then; what it granted ends with the session, or sooner.
+    """
 
 
 class ConfigMismatch(CacheError):
