@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from benchmarks.bench_core import KINDS, rows_of
 from benchmarks.core_figures import GATES
-from benchmarks.core_runs import MATCH, PHASES, Rounds, measure_memory
+from benchmarks.core_runs import MATCH, PHASES, CoreRun, Rounds, measure_memory
 from benchmarks.core_workloads import WORKLOADS
 
 
@@ -18,6 +18,16 @@ def test_a_workload_is_measured_in_every_form(name: str) -> None:
     assert [(row.page_size, row.form) for row in rows] == list(KINDS)
     assert all(row.hit_tokens > 0 and row.total > 0 for row in rows)
     assert rows[0].hit_tokens == rows[1].hit_tokens, "what hits does not depend on the form"
+
+
+def test_windows_are_measured_with_less_room_than_they_want() -> None:
+    run = CoreRun(WORKLOADS["chat"](0.1), 16, "numpy", window=256, window_share=2)
+
+    run.run()
+
+    run.check()
+    assert run.cache.swa_evictable_size() < run.cache.evictable_size(), "none was evicted"
+    assert sum(run.hits) > 0
 
 
 @pytest.mark.parametrize(("page_size", "most"), [(1, 16), (16, 8)])
