@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +38,19 @@ async def hasty(running_cache: Callable[[CacheConfig], Any]) -> AsyncIterator[tu
 def standing_still(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
     try:
+        while not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
+            time.sleep(0.01)  # a signal is sent before it is obeyed: a thread that runs may still answer
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def _is_stopped(thread: Path) -> bool:
+    try:
+        status = (thread / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return True
+    return "\nState:\tT" in status
 
 
 async def process_of(cache: Any) -> int:
