@@ -123,7 +123,7 @@ class MambaRadixCache(WindowTreeCache):
                 done.mamba_exist = self._attach(done.last_node, mamba_value)
             return done
         finally:
-            if self._replaced:
+            if self._replaced is not None:
                 self._give_back_replaced()
 
     def _state_for(self, key: RadixKey, mamba_value: int) -> int:

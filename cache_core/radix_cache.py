@@ -86,7 +86,7 @@ class RadixCache(WindowTreeCache):
         try:
             return self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
         finally:
-            if self._replaced:
+            if self._replaced is not None:
                 self._give_back_replaced()
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:

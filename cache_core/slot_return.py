@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from raydix.cache_core.errors import SlotError
+from raydix.cache_core.kernels import Victims
+from raydix.cache_core.slot_rows import join_rows
 
 _MOST_NAMED = 8  # of what was refused, in the message
 
@@ -24,6 +27,20 @@ def hand_back(free: Callable[[Any], object], slots: Any, num_at_once: int, what:
         raise
     except Exception:
         hand_back_in_parts(free, num_at_once, what, slots)
+
+
+def hand_back_rows(
+    rows: Victims,
+    free: Callable[[torch.Tensor], object],
+    free_pages: Callable[[Any], object] | None,
+    page_size: int,
+    what: str = "slots",
+) -> None:
+    """`hand_back` of what nodes held: by the first slot of each page, if all rows say those and the pool takes them."""
+    if free_pages is not None and (starts := join_rows(rows.rows)).size * page_size == rows.num_tokens:
+        hand_back(free_pages, starts, 1, what)
+    else:
+        hand_back(free, rows.slots(page_size), page_size, what)
 
 
 def hand_back_in_parts(free: Callable[[Any], object], num_at_once: int, what: str, slots: Any) -> None:
@@ -52,17 +69,21 @@ def _named(slots: Sequence[int]) -> str:
 
 
 class KeptRefusal:
-    """What a pool refused while something else was done, which is not to fail for it: told by the next eviction."""
+    """What a pool refused while something else was done, which is not to fail for it: told by the next eviction.
+
+    A block under it ends at a refusal, which is kept.
+    """
 
     def __init__(self) -> None:
         self._error: SlotError | None = None  # the first since it was told
 
-    def hand_back(self, free: Callable[[Any], object], slots: Any, num_at_once: int) -> None:
-        """`hand_back`, and keep what is refused."""
-        try:
-            hand_back(free, slots, num_at_once)
-        except SlotError as error:
-            self._error = self._error or error
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if not isinstance(error, SlotError):
+            return False
+        self._error = self._error or error
+        return True
 
     def moved(self, transfer: Callable[[Any, Any], object], src: torch.Tensor, dst: torch.Tensor) -> bool:
         """Have a pool move window halves from slots to others, in the tree; whether it did. Keep what it refuses."""

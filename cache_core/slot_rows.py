@@ -36,6 +36,14 @@ def expand_row(row: Row, num_tokens: int) -> torch.Tensor:
     return expand_pages(starts := unpack(row), num_tokens // starts.size) if slots is None else slots
 
 
+def meet(row: Row, other: Row, num_tokens: int) -> bool:
+    """Whether two rows of as many tokens say the same slot at the same place."""
+    slots, others = unpack(row), unpack(other)
+    if slots.size != others.size:  # of one the first slots of pages, of the other each
+        slots, others = expand_row(row, num_tokens).numpy(), expand_row(other, num_tokens).numpy()
+    return bool((slots == others).any())
+
+
 def join_rows(rows: list[Row]) -> Slots:
     """What rows say, one after the other; always a copy."""
     return np.frombuffer(join(rows), np.int64)

@@ -27,10 +27,11 @@ from itertools import count
 import torch
 
 from raydix.cache_core.aux_component import AuxComponent
+from raydix.cache_core.base_prefix_cache import Starts
 from raydix.cache_core.eviction_queue import Rank, SideQueue
 from raydix.cache_core.explanation import Reason
-from raydix.cache_core.slot_return import KeptRefusal, hand_back
-from raydix.cache_core.slot_rows import expand_row
+from raydix.cache_core.kernels import Victims
+from raydix.cache_core.slot_return import KeptRefusal, hand_back_rows
 from raydix.cache_core.tree_node import TreeNode
 
 
@@ -57,17 +58,25 @@ class SwaComponent(AuxComponent):
 
     Args:
         free_swa: takes back the window halves of these slots, int64; None drops them.
+        free_swa_pages: `free_swa` of pages, by the first slot of each, if the pool has it.
     """
 
     reason: Reason = "window"
 
-    def __init__(self, window: int, page_size: int, free_swa: Callable[[torch.Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        window: int,
+        page_size: int,
+        free_swa: Callable[[torch.Tensor], None] | None = None,
+        free_swa_pages: Callable[[Starts], None] | None = None,
+    ) -> None:
         self.window = window  # tokens
         self.padded_window = -(-window // page_size) * page_size  # in whole pages
         self._page_size = page_size
         self._free_swa = free_swa
+        self._free_swa_pages = free_swa_pages
         self.refused = KeptRefusal()
-        self._dropped: list[torch.Tensor] = []  # slots whose window halves have not been handed back yet
+        self._dropped = Victims()  # of their window halves, which have not been handed back yet
         self._queue = SideQueue(_rank)
         self._waiting: set[TreeNode] = set()  # held ones that an eviction has laid aside
         self._next_boundary_id = count(1)
@@ -107,19 +116,21 @@ class SwaComponent(AuxComponent):
         """Make a tombstone of a live node that no window holds."""
         if node.swa_tombstone or node.swa_lock_ref:
             return
+        num_tokens = len(node)
         self._queue.discard(node)
         node.swa_tombstone = True
-        self.evictable -= len(node)
-        self.num_freed += len(node)
-        assert node.slots is not None
-        self._dropped.append(expand_row(node.slots, len(node)))
+        self.evictable -= num_tokens
+        self.num_freed += num_tokens
+        self._dropped.add(node, node.slots, num_tokens)
 
     def give_back(self) -> None:
         """Hand the window halves of new tombstones to the pool, in one call; what was refused before raises then."""
-        dropped, self._dropped = self._dropped, []
+        dropped = self._dropped
         try:
-            if dropped and self._free_swa is not None:
-                hand_back(self._free_swa, torch.cat(dropped), self._page_size, "window halves")
+            if dropped.num_tokens:
+                self._dropped = Victims()
+                if self._free_swa is not None:
+                    hand_back_rows(dropped, self._free_swa, self._free_swa_pages, self._page_size, "window halves")
         finally:
             self.refused.tell()
 

@@ -8,7 +8,6 @@ Rule, checked by `check_invariants` beside those of the tree and of each compone
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -20,8 +19,8 @@ from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
-from raydix.cache_core.slot_return import hand_back, hand_back_in_parts
-from raydix.cache_core.slot_rows import join_rows, unpack
+from raydix.cache_core.slot_return import hand_back_in_parts, hand_back_rows
+from raydix.cache_core.slot_rows import unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
 from raydix.cache_core.tree_format import facts_of, format_tree
@@ -117,32 +116,25 @@ class TreeCache(TreeLocks):
             self._give_back(victims)
         return victims
 
-    def _free_slots(self, slots: torch.Tensor) -> None:
-        assert self.pool is not None
-        hand_back(self.pool.free, slots, self.page_size)
-
     def _give_back(self, victims: Victims) -> None:
         """Hand to the pools what was evicted, in one call each, and tell of each node. The nodes have left the tree by
         now, so one pool's refusal keeps nothing from the others."""
-        if not self._aux:
+        try:
+            self._give_back_aux(len(self._aux))
+        finally:
             try:
-                self._free_victims(victims)
+                if victims.num_tokens and self.pool is not None:
+                    hand_back_rows(victims, self.pool.free, self._free_pages, self.page_size)
             finally:
                 self._tell_of(victims)
-            return
-        with ExitStack() as last_first:
-            last_first.callback(self._tell_of, victims)
-            last_first.callback(self._free_victims, victims)
-            for component in self._aux:
-                last_first.callback(component.give_back)
 
-    def _free_victims(self, victims: Victims) -> None:
-        if victims.num_tokens and self.pool is not None:
-            free_pages, page = self._free_pages, self.page_size
-            if free_pages is not None and (starts := join_rows(victims.rows)).size * page == victims.num_tokens:
-                hand_back(free_pages, starts, 1)
-            else:
-                self._free_slots(victims.slots(page))
+    def _give_back_aux(self, count: int) -> None:
+        """Have so many components hand back what they gave up, the last first."""
+        if count:
+            try:
+                self._aux[count - 1].give_back()
+            finally:
+                self._give_back_aux(count - 1)
 
     def _tell_of(self, victims: Victims) -> None:
         nodes = victims.nodes

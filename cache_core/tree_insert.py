@@ -10,7 +10,7 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInsert, Starts, insert_result
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
-from raydix.cache_core.kernels import compact, gather, is_row, leads_to, walk
+from raydix.cache_core.kernels import Victims, compact, gather, is_row, leads_to, walk
 from raydix.cache_core.kv_events import KVEventTeller
 from raydix.cache_core.radix_key import RadixKey, check_key
 from raydix.cache_core.slot_rows import Row, as_slots, join_rows
@@ -28,7 +28,7 @@ class TreeInsert(TreeMatch):
     """A radix tree with the full KV on its nodes, and what `aux` components add to them: the half that adds to it."""
 
     _events: KVEventTeller | None = None
-    _replaced: list[torch.Tensor]  # what tombstones had that an insert has healed, until it ends
+    _replaced: Victims | None = None  # what tombstones had that an insert has healed, until it ends
 
     def _insert_slots(
         self,
@@ -83,7 +83,7 @@ class TreeInsert(TreeMatch):
             check_node(from_node)
             raise
         finally:
-            if self._replaced:
+            if self._replaced is not None:
                 self._give_back_replaced()
 
     def _aligned(self, num_tokens: int) -> int:

@@ -127,7 +127,8 @@ class TriePrefixCache(BasePrefixCache):
         displaced, self._displaced = self._displaced, []
         freed = [block for block in displaced if block not in incoming]
         if freed and self.pool is not None:
-            self._refused.hand_back(self.pool.free_pages, np.array(freed, np.int64), 1)
+            with self._refused:
+                hand_back(self.pool.free_pages, np.array(freed, np.int64), 1)
         held = np.array(self._trie.peek_prefix(tokens, from_node.node)[:there], np.int64)
         return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
-import torch
-
 from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.errors import LockError
 from raydix.cache_core.eviction_policy import EvictionPolicy
-from raydix.cache_core.slot_rows import Row, expand_row
+from raydix.cache_core.kernels import Victims
+from raydix.cache_core.slot_return import hand_back_rows
+from raydix.cache_core.slot_rows import Row, expand_row, meet
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import SlotPool, TreeCache
 from raydix.cache_core.tree_insert import Take
@@ -44,11 +44,11 @@ class WindowTreeCache(TreeCache):
         self.sliding_window_size = sliding_window_size
         self._swa: SwaComponent | None = None
         if sliding_window_size is not None and page_size >= 1:
-            self._swa = SwaComponent(sliding_window_size, page_size, getattr(pool, "free_swa", None))
+            free_swa, free_swa_pages = getattr(pool, "free_swa", None), getattr(pool, "free_swa_pages", None)
+            self._swa = SwaComponent(sliding_window_size, page_size, free_swa, free_swa_pages)
         parts = aux if self._swa is None else [self._swa, *aux]
         super().__init__(page_size, pool, on_node_evict, parts, eviction_policy, node_type)
         self._transfer_swa = getattr(pool, "transfer_swa", None)
-        self._replaced = []
 
     @property
     def supports_swa(self) -> bool:
@@ -73,15 +73,18 @@ class WindowTreeCache(TreeCache):
     def _heal(self, node: TreeNode, fresh: Row) -> None:
         """Give a tombstone the window KV of incoming slots: with the slots, or alone where a lock keeps its own. If
         the pool refuses to move that, it stays a tombstone, and the next eviction tells."""
-        assert self._swa is not None and node.slots is not None
-        old, new = expand_row(node.slots, len(node)), expand_row(fresh, len(node))
-        if torch.isin(new, old).any():
+        num_tokens, held = len(node), node.slots
+        assert self._swa is not None and held is not None
+        if meet(fresh, held, num_tokens):
             return  # the tree's own slots bring nothing fresh
         if not node.lock_ref:
+            if self._replaced is None:
+                self._replaced = Victims()
+            self._replaced.add(node, held, num_tokens)
             node.slots = fresh
-            self._replaced.append(old)
         elif self._transfer_swa is not None:
-            if not self._swa.refused.moved(self._transfer_swa, new, old):
+            incoming, own = expand_row(fresh, num_tokens), expand_row(held, num_tokens)
+            if not self._swa.refused.moved(self._transfer_swa, incoming, own):
                 return
         elif self.pool is not None:
             return
@@ -90,10 +93,11 @@ class WindowTreeCache(TreeCache):
     def _give_back_replaced(self) -> None:
         """Hand what tombstones had to the pool, in one call. That somebody else has freed it is no reason for the
         insert to fail: its caller would free incoming slots that the tree has by then. The next eviction tells."""
-        assert self._swa is not None
-        replaced, self._replaced = self._replaced, []
+        replaced, self._replaced = self._replaced, None
+        assert self._swa is not None and replaced is not None
         if self.pool is not None:
-            self._swa.refused.hand_back(self.pool.free, torch.cat(replaced), self.page_size)
+            with self._swa.refused:
+                hand_back_rows(replaced, self.pool.free, self._free_pages, self.page_size)
 
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no

@@ -9,7 +9,7 @@ from judges import judged, window_judge
 from random_swa_traffic import run_random_swa_traffic
 from random_traffic import TrafficFailed
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, swa_component
+from raydix.cache_core import EvictResult, RadixCache, RadixKey, swa_component, window_tree_cache
 from raydix.cache_core.eviction_queue import SideQueue
 from raydix.cache_core.full_component import FullComponent
 from raydix.cache_core.kernels import Victims
@@ -376,8 +376,13 @@ def a_heal_frees_the_incoming_slots(patch: Patch) -> None:
 
 
 @fault
+def a_heal_takes_the_trees_own_slots(patch: Patch) -> None:
+    patch.setattr(window_tree_cache, "meet", lambda row, other, num_tokens: False)
+
+
+@fault
 def a_heal_frees_nothing(patch: Patch) -> None:
-    patch.setattr(RadixCache, "_give_back_replaced", lambda cache: cache._replaced.clear())
+    patch.setattr(RadixCache, "_give_back_replaced", lambda cache: setattr(cache, "_replaced", None))
 
 
 @fault
@@ -437,7 +442,7 @@ def held_windows_become_tombstones(patch: Patch) -> None:
         swa.evictable -= 0 if node.swa_tombstone or node.swa_lock_ref else len(node)
         swa.protected -= len(node) if node.swa_lock_ref and not node.swa_tombstone else 0
         swa.num_freed += len(node)
-        swa._dropped.append(node.value)
+        swa._dropped.add(node, node.slots, len(node))
         node.swa_tombstone = True
 
     around(patch, SwaComponent, "pop_victim", pop_victim)
@@ -473,7 +478,7 @@ def an_unlocked_leaf_stays_as_a_tombstone(patch: Patch) -> None:
 
 @fault
 def tombstones_keep_their_halves(patch: Patch) -> None:
-    patch.setattr(SwaComponent, "give_back", lambda swa: swa._dropped.clear())
+    patch.setattr(SwaComponent, "give_back", lambda swa: setattr(swa, "_dropped", Victims()))
 
 
 @fault
