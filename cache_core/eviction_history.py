@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 from raydix.cache_core.tree_node import TreeNode
@@ -43,12 +43,17 @@ class EvictionHistory:
         self._latest: deque[Departure] = deque(maxlen=max_entries)  # what went time and again is here each time
         self._retired: OrderedDict[str | None, Departure] = OrderedDict()
 
-    def note_evicted(self, node: TreeNode, page_bytes: int) -> None:
-        """A node left its tree."""
-        assert node.parent is not None
-        departure = self._departure(node)
-        self._latest.append(departure)
-        self._note(self._evicted, (place_of(node.parent), hash(node.data[:page_bytes])), departure)
+    def note_evicted(self, nodes: Iterable[TreeNode], page_size: int) -> None:
+        """Nodes have left their tree, of which those of retired namespaces went when these did."""
+        now, cause = self.clock(), self.cause
+        for node in nodes:
+            space, parent = node.space, node.parent
+            assert parent is not None
+            if space.live:
+                departure = Departure(now, cause, node.own_access_time, node.end - parent.end)
+                self._latest.append(departure)
+                page = node.data[: page_size * space.unit]
+                self._note(self._evicted, (place_of(parent), hash(page)), departure)
 
     def note_retired(self, extra_key: str | None) -> None:
         """A namespace was made unmatchable."""
@@ -65,9 +70,6 @@ class EvictionHistory:
     def evictions(self) -> list[Departure]:
         """The latest evictions, the last one last."""
         return list(self._latest)
-
-    def _departure(self, node: TreeNode) -> Departure:
-        return Departure(self.clock(), self.cause, node.own_access_time, len(node))
 
     def _note(self, departures: OrderedDict[Any, Departure], place: Hashable, departure: Departure) -> None:
         departures[place] = departure

@@ -141,9 +141,7 @@ class TreeCache(TreeLocks):
         if self._events is not None:
             self._events.removed(nodes)
         if self._history is not None:
-            for node in nodes:
-                if node.space.live:
-                    self._history.note_evicted(node, self.page_size * node.space.unit)
+            self._history.note_evicted(nodes, self.page_size)
         if self.on_node_evict is not None:
             for node in nodes:
                 self.on_node_evict(node.id)
