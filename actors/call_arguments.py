@@ -6,7 +6,14 @@ from contextlib import suppress
 from operator import index
 from typing import Any
 
-from raydix.schemas import InvalidRequest, TokenIds, frame_namespace
+from raydix.schemas import CacheConfig, InvalidRequest, TokenIds, frame_namespace
+
+
+def config_from(config: Any) -> CacheConfig:
+    """A configuration as it is; InvalidRequest if it is none."""
+    if not isinstance(config, CacheConfig):
+        raise InvalidRequest(f"a cache takes a CacheConfig, not {type(config).__name__}")
+    return config
 
 
 def tokens_from(tokens: Any) -> TokenIds:

@@ -44,7 +44,7 @@ class PrefixCacheClient(CacheVerbs):
     def _make_transport(self) -> Transport:
         if isinstance(self._cache, CacheVerbs):
             return self._cache._make_transport()
-        from raydix.actors.deploy import connect
+        from raydix.actors.deploy import check_handle, connect
         from raydix.actors.ray_transport import RayTransport
 
         if isinstance(self._cache, str):
@@ -53,4 +53,5 @@ class PrefixCacheClient(CacheVerbs):
             raise InvalidRequest(
                 f"a cache is an actor handle, a name or a LocalPrefixCache, not {type(self._cache).__name__}"
             )
+        check_handle(self._cache)
         return RayTransport(self._cache, self._named_owner or watched_self())

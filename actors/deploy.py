@@ -12,10 +12,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from raydix.actors.cache_actor import PrefixCacheActor
+from raydix.actors.call_arguments import config_from
 from raydix.actors.pool_export import may_lie_on_gpu
 from raydix.actors.ray_calls import from_ray
 from raydix.actors.typed_messages import seconds
-from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch
+from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, InvalidRequest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -73,7 +74,12 @@ def start_cache(
         ConfigMismatch: a cache of that name runs with another configuration.
         CacheUnavailable: it could not be started or did not become ready in time; the message says why, and what this
             call has started is ended.
+        InvalidRequest: `config` is none, `timeout_s` no finite number of seconds, or `name` no name.
     """
+    config_from(config)
+    seconds(timeout_s)
+    if name == "":
+        raise InvalidRequest("a cache's name has at least one character; None: it has none")
     if not ray.is_initialized():
         ray.init()
     if num_gpus is None:
@@ -119,10 +125,15 @@ def connect(
     Raises:
         CacheUnavailable: no cache of that name runs, or it is asked and shuts down or does not answer.
         ConfigMismatch: it runs with another configuration than `config`.
+        InvalidRequest: an argument is wrong; the message says which and why.
     """
+    if config is not None:
+        config_from(config)
+        seconds(timeout_s)
     actor = find(name, namespace)
     if actor is None:
         raise CacheUnavailable(f"no cache named {name!r} runs in namespace {namespace!r}: start_cache first")
+    check_handle(actor)
     if config is not None:
         try:
             _check_digest(_digest_of(actor, timeout_s), config, name)
@@ -143,8 +154,9 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     still open then are cut short, which the log tells.
 
     Raises:
-        InvalidRequest: `drain_s` is no finite number of seconds.
+        InvalidRequest: `drain_s` is no finite number of seconds, or `cache` no handle of a cache.
     """
+    check_handle(cache)
     limit_s = seconds(drain_s) + SHUTDOWN_S
     try:
         cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s), timeout=limit_s))
@@ -192,6 +204,8 @@ def _ready(
 
 def find(name: str, namespace: str) -> ActorHandle[Any] | None:
     """The handle of the cache of that name, ready or not; None if there is none."""
+    if not isinstance(name, str):
+        raise InvalidRequest(f"a cache's name is a string, not {type(name).__name__}")
     if not ray.is_initialized():
         ray.init()
     try:
@@ -199,6 +213,14 @@ def find(name: str, namespace: str) -> ActorHandle[Any] | None:
     except ValueError:
         return None
     return actor
+
+
+def check_handle(cache: Any) -> None:
+    """Raise InvalidRequest unless this is the handle of a cache actor."""
+    if not (hasattr(cache, "_actor_id") and hasattr(cache, "open_session")):
+        raise InvalidRequest(
+            f"the handle of a cache actor is needed, as `start_cache` and `connect` give it, not {cache!r:.80}"
+        )
 
 
 def _digest_of(actor: ActorHandle[Any], timeout_s: float) -> str:

@@ -10,8 +10,9 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raydix.actors.deploy import NAMESPACE, StartOptions, connect, find, start_cache
+from raydix.actors.deploy import NAMESPACE, StartOptions, check_handle, connect, find, start_cache
 from raydix.actors.ray_calls import from_ray
+from raydix.actors.typed_messages import seconds
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, PoolHandle
 
 if TYPE_CHECKING:
@@ -62,8 +63,11 @@ def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout
 
     Raises:
         CacheUnavailable: no cache of that name runs, it has ended, or does not answer within `timeout_s`.
+        InvalidRequest: `cache` is neither, or `timeout_s` no finite number of seconds.
     """
     actor = connect(cache, namespace=namespace) if isinstance(cache, str) else cache
+    check_handle(actor)
+    seconds(timeout_s)
     try:
         told: Any = ray.get([actor.placement.remote(), actor.pool_handle.remote()], timeout=timeout_s)
     except RayError as error:

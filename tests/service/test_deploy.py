@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec, module_from_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
 import pytest
@@ -27,7 +27,8 @@ from raydix.actors import (
     start_cache_async,
 )
 from raydix.actors.cache_actor import PrefixCacheActor
-from raydix.schemas import CacheUnavailable, ConfigMismatch, LeaseConfig, StaleEpoch
+from raydix.actors.placement import beside
+from raydix.schemas import CacheUnavailable, ConfigMismatch, InvalidRequest, LeaseConfig, StaleEpoch
 
 pytestmark = pytest.mark.ray
 
@@ -60,6 +61,59 @@ def started(ray_cluster: None) -> Iterator[Callable[..., Any]]:
     yield start
     for cache in caches:
         ray.kill(cache)
+
+
+# ---------------------------------------------------------------- wrong arguments
+
+
+@ray.remote
+class NoCache:
+    """Some actor."""
+
+    async def work(self) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def no_cache(ray_cluster: None) -> Iterator[Any]:
+    """An actor beside the caches."""
+    actor = cast(Any, NoCache).options(name="no-cache", namespace=deploy.NAMESPACE).remote()
+    yield actor
+    ray.kill(actor)
+
+
+WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "start for ever": (
+        lambda actor: start_cache(CONFIG, name="endless", lifetime="detached", timeout_s=float("inf")),
+        "finite number of seconds, not inf",
+    ),
+    "start soon": (lambda actor: start_cache(CONFIG, timeout_s="soon"), "finite number of seconds, not 'soon'"),  # type: ignore[arg-type]
+    "start a number": (lambda actor: start_cache(CONFIG, name=7), "name is a string, not int"),  # type: ignore[arg-type]
+    "start no name": (lambda actor: start_cache(CONFIG, name=""), "at least one character"),
+    "connect to a handle": (lambda actor: connect(actor), "name is a string, not ActorHandle"),
+    "connect with fields": (lambda actor: connect("some", config={}), "a cache takes a CacheConfig, not dict"),  # type: ignore[arg-type]
+    "connect to another actor": (lambda actor: connect("no-cache"), "the handle of a cache actor is needed"),
+    "shut down a name": (lambda actor: shutdown_cache("kv"), "the handle of a cache actor is needed, .*, not 'kv'"),  # type: ignore[arg-type]
+    "shut down another actor": (lambda actor: shutdown_cache(actor), r"not Actor\(NoCache"),
+    "beside nothing": (lambda actor: beside(None), "the handle of a cache actor is needed"),  # type: ignore[arg-type]
+    "a client of another actor": (
+        lambda actor: asyncio.run(PrefixCacheClient(actor).match([1])),
+        r"not Actor\(NoCache",
+    ),
+}
+
+
+@pytest.mark.parametrize(("use", "advice"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_an_argument_that_cannot_be_is_refused_and_starts_and_ends_nothing(
+    use: Callable[[Any], Any], advice: str, no_cache: Any
+) -> None:
+    before = ray.util.list_named_actors(all_namespaces=True)
+
+    with pytest.raises(InvalidRequest, match=advice):
+        use(no_cache)
+
+    ray.get(no_cache.work.remote())
+    assert ray.util.list_named_actors(all_namespaces=True) == before
 
 
 # ---------------------------------------------------------------- names
