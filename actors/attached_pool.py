@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raydix.actors.lease import not_mine
 from raydix.actors.pool_export import layout_of, open_cuda_pool, open_shared_pool
 from raydix.actors.process_life import ProcessLife
 from raydix.cache_core import KVPool
-from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, UnknownLease, WriteKV
+from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
 
 if TYPE_CHECKING:
     from raydix.actors.lease import Lease
@@ -122,6 +123,9 @@ class AttachedPool:
             pool.write(self._known(layer), slots, k, v)
         except (IndexError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
+        except (RuntimeError, TypeError):
+            _check_dense(slots, k, v)
+            raise
 
     def gather(
         self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -136,11 +140,16 @@ class AttachedPool:
         """
         pool, slots = self._mapped_pool(), _row_of(slots)
         if out is not None:
+            if not isinstance(out, (tuple, list)) or len(out) != 2:
+                raise InvalidRequest("out must be two tensors, of K and of V")
             _check_tensors(*out)
         try:
             return pool.gather(self._known(layer), slots, out)
         except (IndexError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
+        except (RuntimeError, TypeError):
+            _check_dense(slots)
+            raise
 
     async def write_kv(self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write KV of all layers, `[num_layers, n, num_kv_heads, dim]` each, into private slots of a lease.
@@ -152,6 +161,7 @@ class AttachedPool:
         """
         transport, slots = self._transport_of(lease), _row_of(slots)
         _check_tensors(k, v)
+        _check_dense(slots, k, v)
         layout = self.layout
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
         for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
@@ -180,6 +190,7 @@ class AttachedPool:
             StaleEpoch: the cache has restarted since the pool was attached.
         """
         transport, slots = self._transport_of(lease), _row_of(slots)
+        _check_dense(slots)
         layout = self.layout
         k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
         v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
@@ -203,8 +214,8 @@ class AttachedPool:
         """The session of a lease, which this pool serves as well."""
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)
-        if lease.client is not self._client:
-            raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+        if getattr(lease, "client", None) is not self._client:
+            raise not_mine(lease)
         lease.check_open()
         return lease.transport
 
@@ -285,6 +296,12 @@ def _check_tensors(*given: torch.Tensor) -> None:
     for each in given:
         if not isinstance(each, torch.Tensor):
             raise InvalidRequest(f"K and V must be tensors, not a {type(each).__name__}")
+
+
+def _check_dense(*given: torch.Tensor) -> None:
+    for each in given:
+        if each.layout is not torch.strided or each.is_nested or each.is_quantized or each.is_meta:
+            raise InvalidRequest("slots, K and V must be dense tensors that have values")
 
 
 def _raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

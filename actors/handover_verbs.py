@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 from raydix.actors.error_map import may_have_taken_effect
-from raydix.actors.lease import Lease
+from raydix.actors.lease import Lease, not_mine
 from raydix.actors.typed_messages import expect
 from raydix.actors.upkeep_verbs import UpkeepVerbs
 from raydix.schemas import (
@@ -18,7 +18,6 @@ from raydix.schemas import (
     InvalidRequest,
     LeaseGrant,
     LeaseResponse,
-    UnknownLease,
 )
 
 if TYPE_CHECKING:
@@ -70,8 +69,8 @@ class HandoverVerbs(UpkeepVerbs):
         return lease
 
     async def _check_mine(self, lease: Lease) -> None:
-        if lease.client is not self:
-            raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+        if getattr(lease, "client", None) is not self:
+            raise not_mine(lease)
         if self._closed or self._loop is not asyncio.get_running_loop():
             await self.open()
         lease.check_open()

@@ -39,6 +39,13 @@ _NONE = TokenIds(b"", 4)
 Asked = tuple[int, int]
 
 
+def not_mine(lease: Any) -> CacheError:
+    """What to say of a lease that is not this client's, or of what is none."""
+    if isinstance(lease, Lease):
+        return UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+    return InvalidRequest(f"a lease is what `await client.acquire(...)` gives, not {type(lease).__name__}")
+
+
 class Lease:
     """Slots for the tokens of one request: the cached prefix's, locked, then private ones to write.
 

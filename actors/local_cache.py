@@ -7,6 +7,8 @@ import logging
 import weakref
 from typing import TYPE_CHECKING
 
+from raydix.actors.call_arguments import config_from
+from raydix.actors.typed_messages import arrived
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import CacheConfig, CacheReport, RecordingStatus, StartRecording
 
@@ -24,11 +26,13 @@ class LocalPrefixCache(CacheVerbs):
     one is closed. Like any client it stays on the loop that it was first used on: after that one's end, make others.
 
     Raises:
+        InvalidRequest: `config` is none.
         CacheUnavailable: the pool does not fit in memory, or the device is not there.
     """
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(owner="local")
+        config_from(config)
         from raydix.actors.cache_host import CacheHost, local_device
 
         self._host = CacheHost(config, local_device(config), node_id="local", share=False)
@@ -50,7 +54,7 @@ class LocalPrefixCache(CacheVerbs):
         Raises:
             InvalidRequest: there is a recording already, or its file cannot be made.
         """
-        self._host.service.recordings.start(request)
+        self._host.service.recordings.start(arrived(StartRecording, request))
 
     async def stop_recording(self) -> RecordingStatus:
         """End the recording; its file is whole then.

@@ -223,6 +223,11 @@ class SyncLease:
         return f"Sync{self.lease!r}"
 
 
+def _lease_of(lease: Any) -> Any:
+    """The one behind it; what is none is left to be refused."""
+    return getattr(lease, "lease", lease)
+
+
 class SyncPool:
     """A pool whose copies wait.
 
@@ -249,8 +254,8 @@ class SyncPool:
 
     def write_kv(self, lease: SyncLease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """`AttachedPool.write_kv`."""
-        self._owner.run(self.pool.write_kv(lease.lease, slots, k, v))
+        self._owner.run(self.pool.write_kv(_lease_of(lease), slots, k, v))
 
     def read_kv(self, lease: SyncLease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`AttachedPool.read_kv`."""
-        return self._owner.run(self.pool.read_kv(lease.lease, slots))
+        return self._owner.run(self.pool.read_kv(_lease_of(lease), slots))

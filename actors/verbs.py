@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raydix.actors.call_arguments import namespace_from, positive, tokens_from
 from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.handover_verbs import HandoverVerbs
-from raydix.actors.lease import Lease
+from raydix.actors.lease import Lease, not_mine
 from raydix.actors.typed_messages import build, expect, made
 from raydix.schemas import (
     AbortRequest,
@@ -22,6 +22,7 @@ from raydix.schemas import (
     ExtendResponse,
     InsertRequest,
     InsertResponse,
+    InvalidRequest,
     LeaseExpired,
     LeaseResponse,
     LockRequest,
@@ -29,7 +30,6 @@ from raydix.schemas import (
     ReleaseRequest,
     ReleaseWindowRequest,
     StaleEpoch,
-    UnknownLease,
     WindowResponse,
     WithdrawRequest,
 )
@@ -165,7 +165,7 @@ class CacheVerbs(HandoverVerbs):
 
     async def release(self, lease: Lease) -> None:
         """`Lease.release`."""
-        await self._end(lease, ReleaseRequest(lease_id=lease.lease_id))
+        await self._end(lease, ReleaseRequest)
 
     async def unlock(self, lease: Lease) -> None:
         """`Lease.release`, for what `lock` gave."""
@@ -173,7 +173,7 @@ class CacheVerbs(HandoverVerbs):
 
     async def abort(self, lease: Lease) -> None:
         """`Lease.abort`."""
-        await self._end(lease, AbortRequest(lease_id=lease.lease_id))
+        await self._end(lease, AbortRequest)
 
     async def attach_pool(self, mapped: bool | None = None) -> AttachedPool:
         """The pool's tensors, for reading and writing the slots of leases.
@@ -190,6 +190,12 @@ class CacheVerbs(HandoverVerbs):
         pool, _ = await self._ask_anew(lambda transport: AttachedPool.attach(self, transport, mapped))
         self._writers.pools.add(pool)
         return pool
+
+    def __reduce__(self) -> Any:
+        raise InvalidRequest(
+            "a client belongs to its process: it cannot be pickled or sent elsewhere; send the cache's name or handle, "
+            "and make one there"
+        )
 
     # ---------------------------------------------------------------- parts
 
@@ -214,15 +220,16 @@ class CacheVerbs(HandoverVerbs):
             self._note_loss(transport)
             raise
 
-    async def _end(self, lease: Lease, request: ReleaseRequest | AbortRequest) -> None:
-        if lease.client is not self:
-            raise UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
+    async def _end(self, lease: Lease, how: type[ReleaseRequest | AbortRequest]) -> None:
+        if getattr(lease, "client", None) is not self:
+            raise not_mine(lease)
         if self._closed:
             lease.end()
         elif self._loop is not asyncio.get_running_loop():
             await self.open()
         if not lease.end() or self._closed:
             return
+        request = how(lease_id=lease.lease_id)
         try:
             await self._transport.submit(request, partial(self._note_ended, request))
         except CacheUnavailable as error:

@@ -211,12 +211,20 @@ async def test_of_two_inserts_at_once_with_different_generated_tokens_the_second
 
 Use = Callable[[CacheVerbs, Lease], Awaitable[Any]]
 
+
+async def read_kv(client: CacheVerbs, lease: Lease) -> Any:
+    return await (await client.attach_pool(mapped=False)).read_kv(lease, torch.tensor([1]))
+
+
 USES: dict[str, Use] = {
     "insert": lambda client, lease: client.insert(lease, [5, 6, 7]),
     "extend": lambda client, lease: client.extend(lease, 1),
     "release": lambda client, lease: client.release(lease),
     "unlock": lambda client, lease: client.unlock(lease),
     "abort": lambda client, lease: client.abort(lease),
+    "release_window": lambda client, lease: client.release_window(lease, 1),
+    "grant": lambda client, lease: client.grant(lease),
+    "read_kv": read_kv,
 }
 
 
@@ -227,6 +235,14 @@ async def test_another_clients_lease_is_refused(scene: Scene, use: Use) -> None:
 
     with pytest.raises(UnknownLease, match="belongs to another client"):
         await use(other, scene.lease)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+async def test_what_is_no_lease_is_refused(scene: Scene, use: Use) -> None:
+    wrong: Any
+    for wrong in (None, 7, scene.lease.lease_id, [5, 6, 7], scene.client, use):
+        with pytest.raises(InvalidRequest, match=f"`await client.acquire.* gives, not {type(wrong).__name__}"):
+            await use(scene.client, wrong)
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
@@ -258,6 +274,13 @@ async def test_an_ended_lease_can_neither_insert_nor_extend(cache1: CacheUnderTe
 async def test_a_lease_is_neither_pickled_nor_copied(scene: Scene, copied: Callable[[Lease], Any]) -> None:
     with pytest.raises(InvalidRequest, match="belongs to the client that took it"):
         copied(scene.lease)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
+async def test_a_client_is_neither_pickled_nor_copied(scene: Scene, copied: Callable[[Any], Any]) -> None:
+    for client in (scene.client, PrefixCacheClient("kv")):
+        with pytest.raises(InvalidRequest, match="send the cache's name or handle, and make one there"):
+            copied(client)
 
 
 # ---------------------------------------------------------------- more than there is
@@ -448,6 +471,13 @@ BAD_USES: dict[str, Callable[[AttachedPool, torch.Tensor], Any]] = {
     "gather no layer": lambda pool, slots: pool.gather(-1, slots),
     "gather into numpy": lambda pool, slots: pool.gather(0, slots, tuple(each.numpy() for each in one_layer(3))),  # type: ignore[arg-type]
     "gather into too little": lambda pool, slots: pool.gather(0, slots, one_layer(2)),
+    "gather into one tensor": lambda pool, slots: pool.gather(0, slots, one_layer(3)[0]),  # type: ignore[arg-type]
+    "gather into three": lambda pool, slots: pool.gather(0, slots, (*one_layer(3), slots)),  # type: ignore[arg-type]
+    "gather into nothing": lambda pool, slots: pool.gather(0, slots, 7),  # type: ignore[arg-type]
+    "gather sparse slots": lambda pool, slots: pool.gather(0, slots.to_sparse()),
+    "gather slots without values": lambda pool, slots: pool.gather(0, slots.to("meta")),
+    "write sparse": lambda pool, slots: pool.write(0, slots, *(each.to_sparse() for each in one_layer(3))),
+    "write what has no values": lambda pool, slots: pool.write(0, slots, *(each.to("meta") for each in one_layer(3))),
     "the state of no layer": lambda pool, slots: pool.state(9),
 }
 
@@ -486,6 +516,18 @@ async def test_what_is_copied_must_be_tensors(scene: Scene) -> None:
     for wrong in (v.numpy(), v.tolist(), None):
         with pytest.raises(InvalidRequest, match="K and V must be tensors"):
             await pool.write_kv(scene.lease, slots, k, wrong)
+
+
+async def test_what_is_copied_has_values_and_is_dense(scene: Scene) -> None:
+    pool = await scene.client.attach_pool(mapped=False)
+    slots, (k, v) = scene.lease.slots[2:], kv_of(1)
+
+    for spoilt in (lambda tensor: tensor.to_sparse(), lambda tensor: tensor.to("meta")):
+        for arguments in ((spoilt(slots), k, v), (slots, spoilt(k), v), (slots, k, spoilt(v))):
+            with pytest.raises(InvalidRequest, match="must be dense tensors that have values"):
+                await pool.write_kv(scene.lease, *arguments)
+        with pytest.raises(InvalidRequest, match="must be dense tensors that have values"):
+            await pool.read_kv(scene.lease, spoilt(slots))
 
 
 async def test_a_row_of_slots_is_one_dimensional(scene: Scene) -> None:
@@ -581,6 +623,13 @@ async def test_an_unmapped_pool_names_the_calls_that_work(scene: Scene) -> None:
 def test_a_configuration_that_cannot_be_is_refused(make: Callable[[], Any], advice: str) -> None:
     with pytest.raises(ValidationError, match=advice):
         make()
+
+
+@pytest.mark.parametrize("config", [None, {"pool": {"num_slots": 8}}, PoolConfig(num_slots=8)], ids=type)
+def test_what_is_no_configuration_makes_no_cache(config: Any) -> None:
+    for start in (LocalPrefixCache, start_cache):
+        with pytest.raises(InvalidRequest, match=f"a cache takes a CacheConfig, not {type(config).__name__}"):
+            start(config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
