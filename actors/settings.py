@@ -35,7 +35,7 @@ class Settings:
 
 
 def load_settings(
-    path: Path | None = None, *, environ: Mapping[str, str] | None = None, options: Iterable[str] = ()
+    path: Path | str | None = None, *, environ: Mapping[str, str] | None = None, options: Iterable[str] = ()
 ) -> Settings:
     """The settings that a file, the environment and options make together.
 
@@ -50,7 +50,7 @@ def load_settings(
     tree: dict[str, Any] = {}
     places: dict[Key, str] = {}
     layers = (
-        read_yaml(path, SECTIONS) if path is not None else (),
+        read_yaml(Path(path), SECTIONS) if path is not None else (),
         _from_environment(os.environ if environ is None else environ),
         _from_options(options),
     )
@@ -137,7 +137,7 @@ def _parsed(key: Key, text: str, place: str) -> Iterator[tuple[Key, Any, str]]:
         yield (*key, str(name)), below, place
 
 
-def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | None) -> SettingsError:
+def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | str | None) -> SettingsError:
     """The first of pydantic's complaints, with where its value stands and what to do."""
     errors = error.errors(include_url=False)
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])  # a key misspelt is missing

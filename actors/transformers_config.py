@@ -53,7 +53,7 @@ class PoolShape:
 
     def __str__(self) -> str:
         counts = [f"{self.kinds.count(kind)} {kind}" for kind in ("full", "swa", "state") if kind in self.kinds]
-        layers = f"{len(self.kinds)}" if set(self.kinds) == {"full"} else " + ".join(counts)
+        layers = f"{len(self.kinds)}" if set(self.kinds) <= {"full"} else " + ".join(counts)
         dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim} + {self.v_head_dim}"
         states = f", states of {list(self.state_shapes)}" if self.state_shapes else ""
         return f"{layers} layers of {self.num_kv_heads} KV heads of {dims} ({self.dtype}){states}"

@@ -37,6 +37,7 @@ def complaint(path: Path | None, environ: dict[str, str] | None = None, options:
 def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(file: Path) -> None:
     settings = load_settings(file, environ={})
 
+    assert settings == load_settings(str(file), environ={})
     assert settings.name == "chat"
     assert settings.config == CacheConfig.model_validate(
         {
