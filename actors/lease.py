@@ -134,7 +134,8 @@ class Lease:
     async def release_window(self, up_to: int) -> None:
         """Free the window KV before token `up_to`, as decoding has left it behind: `swa_slots` is 0 there.
 
-        A page more than asked is kept, so that what is inserted next can be matched. No effect without a window.
+        A page more than asked is kept, so that what is inserted next can be matched; and the last window of what is
+        published, unless all of it lies before that page. No effect without a window.
 
         Raises:
             InvalidRequest: `up_to` is negative, or beyond what the lease covers.

@@ -214,8 +214,8 @@ class KVCache(KVLedger):
     def release_window(self, lease_id: str, session_id: str, up_to: int) -> None:
         """Free the window KV of a lease before token `up_to`, as decoding has left it behind.
 
-        One page more than asked is kept, so that what is published next can be matched at a page boundary. No effect
-        without a sliding window.
+        One page more than asked is kept, so that what is published next can be matched at a page boundary; and the last
+        window of what is published, unless all of it lies before that page. No effect without a sliding window.
 
         Raises:
             LeaseRangeError: `up_to` is negative, or beyond what the lease covers.

@@ -45,7 +45,7 @@ class TokenToKVPoolAllocator:
 
     def can_alloc(self, num_tokens: int) -> bool:
         """Whether `alloc(num_tokens)` would succeed now."""
-        return -(-index(num_tokens) // self.page_size) <= self._num_free
+        return 0 <= index(num_tokens) <= self.available_size()
 
     def alloc(self, num_tokens: int) -> torch.Tensor:
         """Slots for `num_tokens` tokens, int64, the caller's until it frees them. The last page may be used in part.

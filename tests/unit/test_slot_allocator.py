@@ -99,6 +99,7 @@ def test_can_alloc_says_what_alloc_would_do(pool: TokenToKVPoolAllocator) -> Non
     assert pool.can_alloc(4)
     assert not pool.can_alloc(5)
     assert pool.can_alloc(0)
+    assert not pool.can_alloc(-1)
 
 
 def test_a_request_without_room_takes_nothing(pool: TokenToKVPoolAllocator) -> None:
