@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.lease import Lease, not_mine
-from raydix.actors.typed_messages import expect
+from raydix.actors.typed_messages import build, expect
 from raydix.actors.upkeep_verbs import UpkeepVerbs
 from raydix.schemas import (
     AbortRequest,
@@ -56,7 +56,7 @@ class HandoverVerbs(UpkeepVerbs):
         """
         if not isinstance(grant, LeaseGrant):
             raise InvalidRequest(f"a grant is what `await lease.grant()` gives, not {type(grant).__name__}")
-        request = AdoptRequest(lease_id=grant.lease_id, granter=grant.granter, granted_epoch=grant.epoch)
+        request = build(AdoptRequest, lease_id=grant.lease_id, granter=grant.granter, granted_epoch=grant.epoch)
         try:
             response, transport = await self._call_anew(request)
         except (asyncio.CancelledError, CacheError) as error:

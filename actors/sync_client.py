@@ -219,6 +219,9 @@ class SyncLease:
     ) -> None:
         (self.release if kind is None else self.abort)()
 
+    def __reduce__(self) -> Any:
+        return self.lease.__reduce__()  # which says what can be sent instead
+
     def __repr__(self) -> str:
         return f"Sync{self.lease!r}"
 

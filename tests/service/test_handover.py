@@ -114,6 +114,8 @@ async def test_what_is_no_grant_cannot_be_adopted(cache1: CacheUnderTest) -> Non
         await cache1.client.adopt(lease)  # type: ignore[arg-type]
     with pytest.raises(UnknownLease, match="not offered"):
         await cache1.another_client().adopt(forged)
+    with pytest.raises(InvalidRequest, match="lease_id: .* at most 128 characters"):
+        await cache1.another_client().adopt(forged.model_copy(update={"lease_id": "x" * 129}))
 
 
 async def test_a_lease_that_is_being_extended_is_not_granted(cache1: CacheUnderTest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import pickle
 import signal
 import threading
 import time
@@ -86,6 +87,8 @@ def test_a_lease_can_be_handed_over(cache: SyncClient) -> None:
     with cache.adopt(lease.grant()) as adopted:
         assert adopted.lease_id == lease.lease_id
         assert len(adopted) == 9
+        with pytest.raises(InvalidRequest, match=r"cannot be pickled .* `await lease.grant\(\)`"):
+            pickle.dumps(adopted)
 
 
 def test_the_pool_is_read_and_written(cache: SyncClient) -> None:
@@ -98,6 +101,8 @@ def test_the_pool_is_read_and_written(cache: SyncClient) -> None:
         read_k, read_v = pool.read_kv(lease, lease.slots[:4])
         assert torch.equal(read_k, k)
         assert torch.equal(read_v, v)
+        with pytest.raises(InvalidRequest, match="gives, not NoneType"):
+            pool.read_kv(None, lease.slots[:4])  # type: ignore[arg-type]
         if pool.mapped:
             assert torch.equal(pool.gather(1, lease.slots[:4])[0], k[1])
 
