@@ -114,7 +114,7 @@ async def test_what_is_no_grant_cannot_be_adopted(cache1: CacheUnderTest) -> Non
         await cache1.client.adopt(lease)  # type: ignore[arg-type]
     with pytest.raises(UnknownLease, match="not offered"):
         await cache1.another_client().adopt(forged)
-    with pytest.raises(InvalidRequest, match="lease_id: .* at most 128 characters"):
+    with pytest.raises(InvalidRequest, match=r"lease_id: .* at most 128 characters"):
         await cache1.another_client().adopt(forged.model_copy(update={"lease_id": "x" * 129}))
 
 
