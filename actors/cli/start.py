@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.text import Text
 
 from raydix.actors.cli.cluster import Address, Namespace, ask, cache_names, join
+from raydix.actors.cli.failures import CommandError
 from raydix.actors.cli.output import AsJson, show, table_of
 from raydix.actors.settings import load_settings
 
@@ -67,11 +68,15 @@ def _start_one(
 ) -> dict[str, Any]:
     from raydix.actors.deploy import start_cache
     from raydix.actors.placement import start_on_own_gpu
+    from raydix.schemas import CacheUnavailable
 
-    if on_gpu:
-        cache = start_on_own_gpu(config, name, namespace=namespace, worker_cpus=worker_cpus, timeout_s=timeout_s)
-    else:
-        cache = start_cache(config, name=name, namespace=namespace, lifetime="detached", timeout_s=timeout_s)
+    try:
+        if on_gpu:
+            cache = start_on_own_gpu(config, name, namespace=namespace, worker_cpus=worker_cpus, timeout_s=timeout_s)
+        else:
+            cache = start_cache(config, name=name, namespace=namespace, lifetime="detached", timeout_s=timeout_s)
+    except CacheUnavailable as error:  # for others the cache that they name is not there
+        raise CommandError(f"{name}: {error}") from error
     handle = ask(cache.pool_handle.remote())
     return {
         "name": name,

@@ -284,6 +284,18 @@ def test_wrong_settings_are_told_before_anything_is_asked_of_ray(tmp_path: Path)
     assert f"error: {file}, line 2: pol: no such key\n  try: pool?" in result.stderr
 
 
+def test_a_cache_that_cannot_be_started_is_a_failure_and_not_a_cache_that_is_not_there(namespace: str) -> None:
+    too_large = [f"pool.{field}={1_000_000}" for field in ("num_slots", "num_layers", "num_kv_heads", "head_dim")]
+
+    result = run(
+        "start", *(word for option in too_large for word in ("--set", option)), "--namespace", namespace, exit_code=1
+    )
+
+    assert "lower PoolConfig.num_slots" in result.stderr
+    assert "raydix list" not in result.stderr
+    assert run_json("list", "--namespace", namespace) == []
+
+
 def command(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own."""
     return subprocess.run(
