@@ -121,10 +121,8 @@ class AttachedPool:
         _check_tensors(k, v)
         try:
             pool.write(self._known(layer), slots, k, v)
-        except (IndexError, ValueError) as error:
-            raise InvalidRequest(str(error)) from error
-        except (RuntimeError, TypeError):
-            _check_dense(slots, k, v)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            _refuse(error, pool.k[layer], slots, k, v)
             raise
 
     def gather(
@@ -145,10 +143,8 @@ class AttachedPool:
             _check_tensors(*out)
         try:
             return pool.gather(self._known(layer), slots, out)
-        except (IndexError, ValueError) as error:
-            raise InvalidRequest(str(error)) from error
-        except (RuntimeError, TypeError):
-            _check_dense(slots)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            _refuse(error, pool.k[layer], slots)
             raise
 
     async def write_kv(self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -302,6 +298,16 @@ def _check_dense(*given: torch.Tensor) -> None:
     for each in given:
         if each.layout is not torch.strided or each.is_nested or each.is_quantized or each.is_meta:
             raise InvalidRequest("slots, K and V must be dense tensors that have values")
+
+
+def _refuse(error: Exception, rows: torch.Tensor, slots: torch.Tensor, *given: torch.Tensor) -> None:
+    """Raise InvalidRequest of what was wrong with a use of a mapped pool's layer, if it is its caller's fault."""
+    if isinstance(error, ValueError):
+        raise InvalidRequest(str(error)) from error
+    _check_dense(slots, *given)
+    if isinstance(error, IndexError):
+        found = f"{int(slots.min())} to {int(slots.max())}"
+        raise InvalidRequest(f"slots must be rows of the pool, 0 to {len(rows) - 1}, not {found}") from error
 
 
 def _raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -503,6 +503,19 @@ async def test_a_mapped_pool_says_what_is_wrong_with_a_use_of_it(
         assert pool.gather(0, lease.slots.int())[0].equal(one_layer(3)[0].to(pool.k[0].dtype))
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+async def test_slots_outside_the_pool_are_named_with_those_that_there_are(page_size: int) -> None:
+    async with LocalPrefixCache(small_config(page_size)) as cache:
+        pool = await cache.attach_pool()
+
+        for slots in (torch.arange(60, 60 + 4 * page_size), torch.tensor([60, 4, 63])):
+            found = rf"rows of the pool, 0 to {len(pool.k[0]) - 1}, not {slots.min()} to {slots.max()}$"
+            with pytest.raises(InvalidRequest, match=found):
+                pool.gather(0, slots)
+            with pytest.raises(InvalidRequest, match=found):
+                pool.write(0, slots, *one_layer(len(slots)))
+
+
 async def test_what_is_copied_must_be_tensors(scene: Scene) -> None:
     pool = await scene.client.attach_pool(mapped=False)
     slots, (k, v) = scene.lease.slots[2:], kv_of(1)
