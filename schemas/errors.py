@@ -7,7 +7,7 @@
     ├── UnknownLease       released, aborted, forged, or another session's
     ├── CacheBusy          a queue is full; try again later
     ├── CacheUnavailable   the cache is dead, restarting, or silent for too long
-    ├── ConfigMismatch     a cache of that name runs with another configuration
+    ├── ConfigMismatch     the cache runs with another configuration, or its pool does not fit a model
     └── InvalidRequest     the request can never be served as it stands
 
 Every constructor takes positional arguments only and keeps them in ``args``: an exception with required keyword
@@ -128,7 +128,7 @@ class CacheUnavailable(CacheError):
 
 
 class ConfigMismatch(CacheError):
-    """A cache of this name already runs with another configuration."""
+    """A cache runs with another configuration than is asked for, or its pool does not fit a model."""
 
 
 class InvalidRequest(CacheError):
