@@ -129,6 +129,7 @@ class CacheService:
         self.keeper.stop()
         self.lag.stop()
         self.insight.stop()
+        self.line.change_loop()
         self.recordings.change_loop()
         if self.feed is not None:
             self.feed.change_loop()

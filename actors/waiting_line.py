@@ -180,6 +180,13 @@ class WaitingLine:
         for waiter in list(self._line):
             self._settle(waiter, error)
 
+    def change_loop(self) -> None:
+        """The loop before was closed: nobody waits on it any more, and no deadline passes there."""
+        self._line.clear()
+        self._waiting.clear()
+        self._by_ticket.clear()
+        self._by_lease.clear()
+
     def _expire(self, waiter: Waiter, refusal: Callable[[OutOfSlotsError], Exception]) -> None:
         self._settle(waiter, refusal(waiter.shortage))
         self.serve()  # the next in line may need less

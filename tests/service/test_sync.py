@@ -19,7 +19,15 @@ from cache_under_test import small_config
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.sync_client import SyncClient
 from raydix.actors.verbs import CacheVerbs
-from raydix.schemas import EvictionConfig, InvalidRequest, LeaseConfig, OpenSession, PoolExhausted
+from raydix.schemas import (
+    AcquireRequest,
+    EvictionConfig,
+    InvalidRequest,
+    LeaseConfig,
+    OpenSession,
+    PoolExhausted,
+    TokenIds,
+)
 
 CONFIG = small_config(4)  # eight pages of four
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -223,6 +231,29 @@ def test_a_local_cache_whose_loop_has_ended_evicts_and_expires_on_the_next() -> 
 
     for expired in range(3):
         asyncio.run(on_a_loop(expired))
+
+
+def test_who_stood_in_line_on_a_loop_that_was_closed_is_in_nobodys_way() -> None:
+    cache = LocalPrefixCache(CONFIG.model_copy(update={"leases": LeaseConfig(session_ttl_s=0.3)}))
+    line, loop = cache._host.service.line, asyncio.new_event_loop()
+
+    async def fill() -> None:
+        client = PrefixCacheClient(cache)
+        await client.acquire([1] * 32)
+        await client._transport.submit(AcquireRequest(lease_id="2", tokens=TokenIds.pack([2])))
+        line._line[0].outcome.add_done_callback(lambda _: None)  # somebody waits for it
+
+    async def go_on() -> None:
+        async with PrefixCacheClient(cache) as client:
+            assert (await client.stats()).waiters == 0
+            async with asyncio.timeout(20):
+                while not (stats := await client.stats()).expired_sessions:  # noqa: ASYNC110 -- in time
+                    await asyncio.sleep(0.01)
+            assert (stats.open_leases, stats.quarantined_slots) == (0, 32)
+
+    loop.run_until_complete(fill())
+    loop.close()
+    asyncio.run(go_on())
 
 
 def test_every_verb_of_a_client_has_its_plain_twin_with_the_same_parameters() -> None:
