@@ -126,6 +126,8 @@ class RequestHandlers:
 
     def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
         key = _key(request.tokens, request.namespace)
+        if len(self.line):
+            self.line.serve()  # those in line come first, if what came before in the batch has made room
         return self._granted(self.core.lock(request.lease_id, session_id, key, request.priority))
 
     def _acquire(self, session_id: str, request: AcquireRequest) -> Message:

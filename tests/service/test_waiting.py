@@ -9,11 +9,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from cache_kinds import MAX_WAITERS, window
+from cache_kinds import MAX_WAITERS, TIGHT_STATES, KindUnderTest, slots, window
 from cache_under_test import CacheUnderTest, Pages, Reached, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.actors.cache_service import CacheService
 from raydix.schemas import (
+    Ack,
+    AcquireRequest,
     CacheBusy,
     CacheError,
     CacheStats,
@@ -21,8 +24,15 @@ from raydix.schemas import (
     CloseSession,
     InvalidRequest,
     LeaseConfig,
+    LeaseResponse,
+    LockRequest,
+    OpenSession,
     PoolExhausted,
+    ReleaseRequest,
+    TokenIds,
     UnknownLease,
+    WaitingResponse,
+    WaitRequest,
 )
 
 
@@ -78,6 +88,38 @@ async def test_nobody_overtakes_whom_there_is_room_for(cache1: CacheUnderTest) -
 
     await held.release()
     assert (len(await large), len(await small)) == (3, 1)
+
+
+@pytest.mark.parametrize("kind", [slots(1), TIGHT_STATES], ids=str)
+async def test_a_lock_behind_a_release_in_one_message_takes_no_room_from_those_in_line(kind: KindUnderTest) -> None:
+    service = CacheService(kind.cache_config(), epoch="e")
+    service.open_session(OpenSession(session_id="s", owner="test"))
+    acquires = [AcquireRequest(lease_id=str(number), tokens=TokenIds.pack([number])) for number in range(9)]
+    granted = service.execute("s", "e", tuple(acquires)).responses
+    first = next(each for each in granted if isinstance(each, WaitingResponse))
+
+    release, lock = ReleaseRequest(lease_id="0"), LockRequest(lease_id="lock", tokens=TokenIds.pack([20]))
+    done = service.execute("s", "e", (release, lock)).responses
+
+    assert list(map(type, done)) == [Ack, PoolExhausted]
+    waited = await service.wait(WaitRequest(session_id="s", epoch="e", ticket=first.ticket))
+    assert isinstance(waited, LeaseResponse)
+    service.keeper.close("s")
+
+
+async def test_who_will_not_wait_has_what_those_in_line_leave_of_a_release_in_its_message() -> None:
+    service = CacheService(small_config(), epoch="e")
+    service.open_session(OpenSession(session_id="s", owner="test"))
+    held, waiting, at_once = (
+        AcquireRequest(lease_id=str(size), tokens=TokenIds.pack([size] * size)) for size in (8, 6, 2)
+    )
+    service.execute("s", "e", (held, waiting))
+
+    at_once = at_once.model_copy(update={"timeout_s": 0})
+    _, lease = service.execute("s", "e", (ReleaseRequest(lease_id="8"), at_once)).responses
+
+    assert (lease.num_slots, service.stats().waiters, service.stats().private_slots) == (2, 0, 8)
+    service.keeper.close("s")
 
 
 async def test_what_one_release_frees_serves_as_many_as_it_can(cache1: CacheUnderTest) -> None:
