@@ -39,6 +39,7 @@ from raydix.schemas import (
     CloseSession,
     ConfigMismatch,
     EventSnapshotRequest,
+    ExtendRequest,
     InsertRequest,
     InvalidRequest,
     KVEventBatch,
@@ -59,7 +60,7 @@ _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
 _SERVED_HERE = {StatsRequest, EventSnapshotRequest, AdoptRequest}  # the last if it was granted in another life
-_NOT_LATE = (AdoptRequest, InsertRequest, ReleaseWindowRequest)
+_NOT_LATE = (AdoptRequest, ExtendRequest, InsertRequest, ReleaseWindowRequest)
 _NUM_OWNERS = 32  # told in statistics
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
@@ -240,8 +241,8 @@ class CacheService:
         """Execute a batch that comes after a later one, but for what its client may have given up by now.
 
         Nobody would know of leases that were its own from now on, nor that pages of one are not any more: it may have
-        been told of them by an answer since. What else it may have given up says so by itself, as the lease that it
-        was for has ended.
+        been told of them by an answer since; and a growth would take a newer one of its lease out of line. What else it
+        may have given up says so by itself, as the lease that it was for has ended.
         """
         kept = tuple([request for request in batch.requests if not isinstance(request, _NOT_LATE)])
         done = self.execute(batch.session_id, batch.epoch, kept)

@@ -29,6 +29,7 @@ from raydix.schemas import (
     CacheStats,
     CacheUnavailable,
     EvictionConfig,
+    ExtendRequest,
     GrantRequest,
     InsertRequest,
     MatchRequest,
@@ -36,11 +37,14 @@ from raydix.schemas import (
     OpenSession,
     PoolConfig,
     PoolExhausted,
+    ReleaseRequest,
     ReleaseWindowRequest,
     SessionResponse,
     StatsRequest,
     TokenIds,
     UnknownLease,
+    WaitRequest,
+    WithdrawRequest,
 )
 
 NUM_OPERATIONS = 2000
@@ -449,6 +453,22 @@ async def test_an_insert_that_comes_after_later_requests_takes_no_page_from_its_
     assert list(map(type, late.responses)) == [CacheUnavailable, CacheStats, CacheUnavailable]
     assert isinstance(late.responses[1], CacheStats)
     assert late.responses[1].private_slots == 2
+
+
+async def test_a_growth_that_comes_after_a_newer_one_leaves_it_in_line(service: CacheService) -> None:
+    tokens = TokenIds.pack([1, 2, 3, 4])
+    service.execute("s", "e", tuple([AcquireRequest(lease_id=each, tokens=tokens) for each in "lm"]))
+
+    def growth(num_slots: int) -> ExtendRequest:
+        return ExtendRequest(lease_id="l", num_slots=num_slots, known_pages=0)
+
+    newer = await service.execute_in_turn(batch(service, 3, 0, WithdrawRequest(lease_id="l"), growth(6)))
+    late = await service.execute_in_turn(batch(service, 1, 0, growth(5)))
+    service.execute("s", "e", (ReleaseRequest(lease_id="m"),))
+
+    assert list(map(type, late.responses)) == [CacheUnavailable]
+    ticket = newer.responses[1].ticket
+    assert (await service.wait(WaitRequest(session_id="s", epoch="e", ticket=ticket))).num_slots == 6
 
 
 async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(service: CacheService) -> None:
