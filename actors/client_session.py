@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _BEATS_PER_TTL = 3
 _MAX_BEAT_S = 3.0  # a graceful exit of this process waits for calls on their way
 _RETRY_BEAT_S = 0.25  # while the cache does not answer
+_OPENING_S = 30.0  # a client that closes waits no longer for its opening
 _SILENT_S = 5.0  # at least, and a session's time to live: then nobody waits for it any more
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class ClientSession:
         self._closing: asyncio.Task[None] | None = None
         self._ready = self._closed = False
         self._transport: Transport
+        self._next: Transport | None = None  # of the session that is being opened
         self._lost: Transport | None = None  # of the session before, until another is open
         self._config: CacheConfig
         self._timer = LoopTimer(self._beat)
@@ -102,6 +104,7 @@ class ClientSession:
 
     async def _open(self) -> None:
         transport, lost = self._make_transport(), self._lost
+        self._next = transport
         if lost is not None:
             self._session_id = uuid.uuid4().hex[:16]  # so that nothing that is late reaches the new session
         replaced = lost if lost is not None and not self._writers.any_of(lost) else None
@@ -140,7 +143,10 @@ class ClientSession:
 
     async def _close(self) -> None:
         if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)  # to its end, if it is under way
+            await asyncio.wait((self._opening,), timeout=_OPENING_S)  # to its end, if it is under way
+            if self._next is not None and not self._opening.done():
+                self._next.give_up(f"the cache has not answered for {_OPENING_S:g} s")
+            await asyncio.gather(self._opening, return_exceptions=True)
         self._timer.stop()
         for each in [*self._writers.take_all(), *([self._transport] if self._ready else [])]:
             try:

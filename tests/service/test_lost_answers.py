@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cache_in_process import HandleInProcess
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, client_session
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, PoolConfig
 
@@ -246,6 +246,21 @@ async def test_a_client_whose_opening_was_not_answered_may_come_back_after_any_t
     assert (await client.match(PROMPT)).prefix_len == 0
 
     await client.close()
+
+
+async def test_a_client_whose_opening_is_not_answered_can_be_closed(
+    handle: Unsteady, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_session, "_OPENING_S", 0.05)
+    client = PrefixCacheClient(handle)
+    handle.held_back["open_session"] = asyncio.Event()
+    asked = asyncio.create_task(client.match(PROMPT))
+    await asyncio.sleep(0)
+
+    async with asyncio.timeout(20):
+        await client.close()
+        with pytest.raises(CacheUnavailable, match=r"has not answered for 0\.05 s"):
+            await asked
 
 
 async def test_what_an_opening_failed_with_is_not_told_to_whoever_comes_later(
