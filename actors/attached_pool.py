@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.lease import not_mine
 from raydix.actors.pool_export import layout_of, open_cuda_pool, open_shared_pool
 from raydix.actors.process_life import ProcessLife
 from raydix.cache_core import KVPool
@@ -155,7 +154,7 @@ class AttachedPool:
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
-        transport, slots = self._transport_of(lease), _row_of(slots)
+        transport, slots = await self._transport_of(lease), _row_of(slots)
         _check_tensors(k, v)
         _check_dense(slots, k, v)
         layout = self.layout
@@ -185,7 +184,7 @@ class AttachedPool:
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
-        transport, slots = self._transport_of(lease), _row_of(slots)
+        transport, slots = await self._transport_of(lease), _row_of(slots)
         _check_dense(slots)
         layout = self.layout
         k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
@@ -206,13 +205,11 @@ class AttachedPool:
         await _for_each(self._chunks(len(slots)), read)
         return k, v
 
-    def _transport_of(self, lease: Lease) -> Transport:
+    async def _transport_of(self, lease: Lease) -> Transport:
         """The session of a lease, which this pool serves as well."""
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)
-        if getattr(lease, "client", None) is not self._client:
-            raise not_mine(lease)
-        lease.check_open()
+        await self._client._check_mine(lease)
         return lease.transport
 
     def _mapped_pool(self) -> KVPool:

@@ -343,6 +343,18 @@ async def test_a_client_refuses_to_be_used_from_another_loop(scene: Scene, verb:
     await asyncio.to_thread(asyncio.run, elsewhere())
 
 
+async def test_a_pool_refuses_to_be_copied_to_and_from_on_another_loop(scene: Scene) -> None:
+    pool, slots = await scene.client.attach_pool(), scene.lease.slots[2:]
+    k, v = await pool.read_kv(scene.lease, slots)
+
+    async def elsewhere() -> None:
+        for copying in (pool.read_kv(scene.lease, slots), pool.write_kv(scene.lease, slots, k, v)):
+            with pytest.raises(InvalidRequest, match="belongs to another event loop: make one client per loop"):
+                await copying
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+
+
 @pytest.mark.parametrize("end", ["release", "abort"])
 async def test_a_lease_that_another_loop_tried_to_end_can_still_be_ended(cache1: CacheUnderTest, end: str) -> None:
     lease = await cache1.client.acquire([1])
