@@ -265,11 +265,13 @@ class RayTransport:
         await self._noting_loss(self._call(self._actor.write_kv, request))
 
     async def close(self) -> None:
+        request = CloseSession(session_id=self.session_id)
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self._finish()
-                await self._call(self._actor.close_session, CloseSession(session_id=self.session_id))
+                await self._call(self._actor.close_session, request)
         except TimeoutError:
+            self._actor.close_session.remote(request)  # it obeys, should it ever go on
             self.give_up(f"the cache has not answered for {_CLOSE_S:g} s")
             raise CacheUnavailable(f"the cache has not answered for {_CLOSE_S:g} s") from None
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cache_in_process import HandleInProcess
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, client_session
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, client_session, ray_transport
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, PoolConfig
 
@@ -261,6 +261,26 @@ async def test_a_client_whose_opening_is_not_answered_can_be_closed(
         await client.close()
         with pytest.raises(CacheUnavailable, match=r"has not answered for 0\.05 s"):
             await asked
+
+
+async def test_a_session_whose_last_requests_are_not_answered_is_closed_all_the_same(
+    cache: LocalPrefixCache, handle: Unsteady, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_transport, "_CLOSE_S", 0.02)
+    client = PrefixCacheClient(handle)
+    await client.acquire(PROMPT)
+    handle.held_back["execute"] = asyncio.Event()
+    asked = asyncio.create_task(client.match(PROMPT))
+    await asyncio.sleep(0)
+
+    await client.close()
+    with pytest.raises(CacheUnavailable, match=r"has not answered for 0\.02 s"):
+        await asked
+    async with asyncio.timeout(20):
+        while (stats := await cache.stats()).open_sessions > 1:  # noqa: ASYNC110 -- the call is on its way
+            await asyncio.sleep(0)
+
+    assert (stats.expired_sessions, stats.quarantined_slots, stats.free_slots) == (0, 0, 32)
 
 
 async def test_what_an_opening_failed_with_is_not_told_to_whoever_comes_later(
