@@ -167,6 +167,8 @@ class RequestHandlers:
         if known_len != before:  # an answer before was lost, or is on its way
             changed = lease.starts[known_len // self.core.page_size : after // self.core.page_size]
         if request.release:
+            if self.line.waiting:
+                self.line.withdraw(session_id, request.lease_id)  # it does not grow any more
             self.core.release(request.lease_id, session_id)
         repointed = _packed(changed) if len(changed) else b""
         return InsertResponse.of(

@@ -50,12 +50,13 @@ class WaitingLine:
 
     Attributes:
         max_waiters: of each tenant; 0: nobody may stand in line.
+        waiting: how many stand in line, by tenant.
     """
 
     def __init__(self, max_waiters: int) -> None:
         self.max_waiters = max_waiters
         self._line: list[Waiter] = []
-        self._waiting: Counter[str | None] = Counter()  # by tenant
+        self.waiting: Counter[str | None] = Counter()
         self._by_ticket: dict[int, Waiter] = {}  # those in line, and those whose outcome was not collected yet
         self._by_lease: dict[tuple[str, str], list[Waiter]] = {}  # the same
         self._next_ticket = count(1)
@@ -65,7 +66,7 @@ class WaitingLine:
 
     def is_waiting(self, tenant: str | None) -> bool:
         """Whether somebody of that tenant stands in line."""
-        return tenant in self._waiting
+        return tenant in self.waiting
 
     def wait_for_their_own(self) -> bool:
         """Whether everybody in line waits for a tenant's cap, or behind somebody of the same tenant who does."""
@@ -97,15 +98,15 @@ class WaitingLine:
         for waiter in self._by_lease.get((session_id, lease_id), ()):
             if waiter.place.urgent == place.urgent and not waiter.outcome.done():
                 return waiter.ticket, self._line.index(waiter)  # it is a retry
-        if self._waiting[place.tenant] >= self.max_waiters:
-            raise CacheBusy(f"{self._waiting[place.tenant]} requests wait for room already", _RETRY_AFTER_S)
+        if self.waiting[place.tenant] >= self.max_waiters:
+            raise CacheBusy(f"{self.waiting[place.tenant]} requests wait for room already", _RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
         waiter = Waiter(next(self._next_ticket), session_id, lease_id, place, attempt, shortage)
         waiter.outcome = loop.create_future()
         waiter.timer = loop.call_later(timeout_s, self._expire, waiter, refusal)
         position = sum(other.place.urgent for other in self._line) if place.urgent else len(self._line)
         self._line.insert(position, waiter)
-        self._waiting[place.tenant] += 1
+        self.waiting[place.tenant] += 1
         self._by_ticket[waiter.ticket] = waiter
         self._by_lease.setdefault((session_id, lease_id), []).append(waiter)
         return waiter.ticket, position
@@ -114,7 +115,7 @@ class WaitingLine:
         """Serve from the front as many as there is room for; nobody overtakes who waits for the same."""
         position, is_full = 0, False
         passed: set[str | None] = set()  # tenants of whom somebody was passed over
-        while position < len(self._line) and len(passed) < len(self._waiting):
+        while position < len(self._line) and len(passed) < len(self.waiting):
             waiter = self._line[position]
             if waiter.place.tenant not in passed:
                 if not is_full or waiter.place.is_within_floor():
@@ -183,7 +184,7 @@ class WaitingLine:
     def change_loop(self) -> None:
         """The loop before was closed: nobody waits on it any more, and no deadline passes there."""
         self._line.clear()
-        self._waiting.clear()
+        self.waiting.clear()
         self._by_ticket.clear()
         self._by_lease.clear()
 
@@ -194,9 +195,9 @@ class WaitingLine:
     def _settle(self, waiter: Waiter, outcome: Message | Exception) -> None:
         waiter.timer.cancel()
         self._line.remove(waiter)
-        self._waiting[waiter.place.tenant] -= 1
-        if not self._waiting[waiter.place.tenant]:
-            del self._waiting[waiter.place.tenant]
+        self.waiting[waiter.place.tenant] -= 1
+        if not self.waiting[waiter.place.tenant]:
+            del self.waiting[waiter.place.tenant]
         if isinstance(outcome, Exception):
             waiter.outcome.set_exception(outcome)
             waiter.outcome.exception()  # seen, even if nobody collects it

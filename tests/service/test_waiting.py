@@ -434,6 +434,18 @@ async def test_a_lease_that_ends_while_it_waits_to_grow_leaves_the_line(cache1: 
     assert await cache1.pages() == Pages(free=4, private=4, leases=1)
 
 
+async def test_a_lease_that_ends_with_an_insert_while_it_waits_to_grow_leaves_the_line(cache1: CacheUnderTest) -> None:
+    first, lease, _ = await fill(cache1, 2, 2, 4)
+    (before, growing) = await cache1.in_line(first.extend(5), lease.extend(1))
+
+    await lease.insert([101] * 2, release=True)
+
+    assert (await cache1.client.stats()).waiters == 1
+    with pytest.raises(UnknownLease, match="given up while it waited"):
+        await growing
+    before.cancel()
+
+
 async def test_closing_a_client_takes_its_requests_out_of_line(cache1: CacheUnderTest) -> None:
     await fill(cache1, 8)
     leaving = cache1.another_client()

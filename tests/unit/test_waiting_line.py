@@ -29,7 +29,7 @@ class Crowd:
         return Ack()
 
     def nothing_is_kept(self) -> bool:
-        return not (len(self.line) or self.line._by_ticket or self.line._by_lease or self.line._waiting)
+        return not (len(self.line) or self.line._by_ticket or self.line._by_lease or self.line.waiting)
 
 
 async def test_a_retry_keeps_its_place() -> None:
