@@ -6,6 +6,7 @@ import asyncio
 import logging
 from functools import partial
 from itertools import count
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raydix.actors.call_arguments import namespace_from, positive, tokens_from
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
+_MAKING_SYNC = Lock()
+
 
 class CacheVerbs(HandoverVerbs):
     """The verbs of one session."""
@@ -63,7 +66,8 @@ class CacheVerbs(HandoverVerbs):
         if self._sync is None:
             from raydix.actors.sync_client import SyncClient
 
-            self._sync = SyncClient(self)
+            with _MAKING_SYNC:  # threads may share it: it is one
+                self._sync = self._sync or SyncClient(self)
         return self._sync
 
     async def lock(

@@ -10,13 +10,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from cache_under_test import small_config
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors import LocalPrefixCache, PrefixCacheClient, sync_client
 from raydix.actors.sync_client import SyncClient
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import (
@@ -186,6 +187,21 @@ def test_a_closed_client_starts_no_thread_to_refuse_a_verb_or_to_end_a_lease_aga
     cache.close()
 
     assert not [each for each in threading.enumerate() if each.name == "raydix-sync"]
+
+
+def test_several_threads_that_ask_first_are_given_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(SyncClient):
+        def __init__(self, client: CacheVerbs) -> None:
+            time.sleep(0.05)
+            super().__init__(client)
+
+    monkeypatch.setattr(sync_client, "SyncClient", Slow)
+    cache = LocalPrefixCache(CONFIG)
+    with ThreadPoolExecutor(4) as threads:
+        clients = set(threads.map(lambda _: cache.sync, range(4)))
+
+    assert len(clients) == 1
+    cache.sync.close()
 
 
 async def test_a_client_that_coroutines_use_cannot_be_used_by_plain_calls_too() -> None:
