@@ -296,8 +296,12 @@ class ClientSession:
             self._owed[request.lease_id] = request
 
     def _pay_debts(self) -> None:
+        """Tell the cache what it could not be told. Of a lost adoption that was made anew since, nothing is undone."""
+        held = self._writers.held() if self._owed else set()
         while self._owed and self._ready and not self._closed:
-            self._compensate(self._owed.popitem()[1])
+            lease_id, request = self._owed.popitem()
+            if lease_id not in held:
+                self._compensate(request)
 
 
 def _note_beat(

@@ -37,6 +37,10 @@ class LateWriters:
         """A lease was granted."""
         self._leases.add(weakref.ref(lease, self._leases.discard))
 
+    def held(self) -> set[str]:
+        """The leases that somebody holds, as far as known."""
+        return {lease.lease_id for each in self._leases.copy() if (lease := each()) is not None and lease.may_write}
+
     def any_of(self, transport: Transport) -> bool:
         """Whether somebody may be writing mapped memory through a lease of that lost session, not knowing."""
         return any(pool.mapped for pool in self.pools) and any(

@@ -231,6 +231,25 @@ async def test_a_window_whose_release_was_not_answered_is_not_given_until_anothe
         check_slots(cache, lease)
 
 
+async def test_an_adoption_that_was_lost_with_its_undoing_does_not_end_one_made_anew(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    grant = await (await cache.acquire(PROMPT)).grant()
+    handle.loss = 1.0
+    with pytest.raises(CacheUnavailable):
+        await client.adopt(grant)
+    while client._compensations:  # noqa: ASYNC110 -- what was to undo it is lost, too
+        await asyncio.sleep(0)
+    handle.loss = 0.0
+
+    lease = await client.adopt(grant)
+    async with asyncio.timeout(20):
+        while client._owed or client._compensations:  # noqa: ASYNC110 -- until the next beat
+            await asyncio.sleep(0.01)
+
+    assert (await lease.insert(PROMPT)).num_inserted == 4
+
+
 # ---------------------------------------------------------------- sessions
 
 
