@@ -29,6 +29,19 @@ def hand_back(free: Callable[[Any], object], slots: Any, num_at_once: int, what:
         hand_back_in_parts(free, num_at_once, what, slots)
 
 
+def taking_pages(pool: Any, verb: str) -> Callable[[Any], Any] | None:
+    """How a pool takes by the first slots of pages what `verb` takes by slots. None if it does not, or if whoever gave
+    it a `verb` of its own, a class that inherits say, left that out: it is to come by what is handed back."""
+    in_pages = f"{verb}_pages"
+    for owner in (pool, *type(pool).__mro__):
+        names = getattr(owner, "__dict__", {})
+        if in_pages in names:
+            break
+        if verb in names:
+            return None
+    return getattr(pool, in_pages, None)
+
+
 def hand_back_rows(
     rows: Victims,
     free: Callable[[torch.Tensor], object],

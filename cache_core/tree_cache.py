@@ -19,7 +19,7 @@ from raydix.cache_core.eviction_policy import EvictionPolicy, make_policy
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.kv_events import KVEventSink, KVEventTeller, PageRun, page_run
 from raydix.cache_core.page_hashes import chain_hashes
-from raydix.cache_core.slot_return import hand_back_in_parts, hand_back_rows
+from raydix.cache_core.slot_return import hand_back_in_parts, hand_back_rows, taking_pages
 from raydix.cache_core.slot_rows import unpack
 from raydix.cache_core.tenant_component import TenantComponent
 from raydix.cache_core.tenants import Tenant, Tenants
@@ -54,7 +54,7 @@ class TreeCache(TreeLocks):
             raise ValueError(f"the pool's pages are of {pool_pages} slots, so the cache's cannot be of {page_size}")
         self.pool = pool
         self.on_node_evict = on_node_evict
-        self._free_pages = getattr(pool, "free_pages", None)
+        self._free_pages = taking_pages(pool, "free")
         # what frees the slots of leaves; None: the pool takes pages, or components or tenants are to know of each
         self._free = None if pool is None or self._free_pages is not None or aux else pool.free
         self._free_each = partial(hand_back_in_parts, cast(Any, self._free), page_size, "slots")  # if that refuses

@@ -14,7 +14,7 @@ from raydix.cache_core.aux_component import AuxComponent
 from raydix.cache_core.errors import LockError
 from raydix.cache_core.eviction_policy import EvictionPolicy
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.slot_return import hand_back_rows
+from raydix.cache_core.slot_return import hand_back_rows, taking_pages
 from raydix.cache_core.slot_rows import Row, expand_row, meet
 from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
 from raydix.cache_core.tree_cache import SlotPool, TreeCache
@@ -44,8 +44,8 @@ class WindowTreeCache(TreeCache):
         self.sliding_window_size = sliding_window_size
         self._swa: SwaComponent | None = None
         if sliding_window_size is not None and page_size >= 1:
-            free_swa, free_swa_pages = getattr(pool, "free_swa", None), getattr(pool, "free_swa_pages", None)
-            self._swa = SwaComponent(sliding_window_size, page_size, free_swa, free_swa_pages)
+            free_swa = getattr(pool, "free_swa", None)
+            self._swa = SwaComponent(sliding_window_size, page_size, free_swa, taking_pages(pool, "free_swa"))
         parts = aux if self._swa is None else [self._swa, *aux]
         super().__init__(page_size, pool, on_node_evict, parts, eviction_policy, node_type)
         self._transfer_swa = getattr(pool, "transfer_swa", None)

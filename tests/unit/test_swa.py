@@ -323,6 +323,28 @@ def test_a_pool_may_evict_and_insert_while_it_takes_back_what_a_tombstone_had(ki
     assert (pool.available_size(), pool.swa_available_size()) == (32, 32)
 
 
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_pool_whose_own_class_frees_by_slots_is_handed_slots(page: int) -> None:
+    class Watched(SWATokenToKVPoolAllocator):
+        def free(self, indices: torch.Tensor) -> None:
+            told.append(("slots", len(indices)))
+            super().free(indices)
+
+        def free_swa(self, indices: torch.Tensor) -> None:
+            told.append(("window halves", len(indices)))
+            super().free_swa(indices)
+
+    told: list[tuple[str, int]] = []
+    pool = Watched(8 * page, 8 * page, page)
+    cache = RadixCache(page, page, pool)
+    cache.insert(RadixKey(range(4 * page)), pool.alloc(4 * page))
+
+    cache.evict(0, page)
+    cache.evict(page)
+
+    assert told == [("window halves", 3 * page), ("slots", page)]
+
+
 def test_what_a_tombstone_had_is_freed_though_its_insert_is_cut_short(cache: RadixCache, pool: BothHalves) -> None:
     class Sink:
         def stored(self, run: Any) -> None:
