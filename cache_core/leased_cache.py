@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import index
 
@@ -130,20 +131,14 @@ class LeasedCache(CacheFacts):
 
     def end_session(self, session_id: str) -> int:
         """End every lease of a session; returns how many."""
-        leases = self.leases.of_session(session_id)
-        for lease in leases:
-            self._end(lease)
-        return len(leases)
+        return self._end_all(session_id)
 
     def quarantine_session(self, session_id: str) -> int:
         """End every lease of a session that has vanished; returns how many.
 
         Locks go at once. Private slots are withheld until `free_withheld`: whoever held them may still write them.
         """
-        leases = self.leases.of_session(session_id)
-        for lease in leases:
-            self._end(lease, vanished=True)
-        return len(leases)
+        return self._end_all(session_id, vanished=True)
 
     def free_withheld(self, session_id: str) -> int:
         """Free what is in quarantine of a session: nobody writes it any more. Returns how many slots."""
@@ -174,15 +169,25 @@ class LeasedCache(CacheFacts):
             self.leases.move(lease, session_id)
         return lease
 
+    def _end_all(self, session_id: str, vanished: bool = False) -> int:
+        """End every lease of a session, in order, though a pool may refuse what one of them gives back."""
+        leases = self.leases.of_session(session_id)
+        with ExitStack() as last_first:
+            for lease in reversed(leases):
+                last_first.callback(self._end, lease, vanished)
+        return len(leases)
+
     def _end(self, lease: LeaseRecord, vanished: bool = False) -> None:
         for watch in self.watches:
             watch.ended(lease)
         self.leases.remove(lease, expired=vanished)
-        self._give_up_shared(lease)
-        if vanished:
-            self.quarantine.add(lease)
-        else:
-            self._free_private(lease)
+        try:
+            self._give_up_shared(lease)
+        finally:  # a pool may refuse what was retired
+            if vanished:
+                self.quarantine.add(lease)
+            else:
+                self._free_private(lease)
         self._tell_pressure()  # what it held can be evicted now
 
     @abstractmethod

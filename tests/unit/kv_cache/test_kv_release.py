@@ -3,7 +3,7 @@
 import pytest
 from small_kv_cache import NO_IDS, count, found, key, publish, shape
 
-from raydix.cache_core import KVCache, UnknownLeaseError
+from raydix.cache_core import KVCache, SlotError, UnknownLeaseError
 from raydix.cache_core.kv_cache import Published
 
 # ---------------------------------------------------------------- release
@@ -180,3 +180,21 @@ def test_what_a_reset_left_in_the_tree_gives_way_before_all_else(cache: KVCache)
 
     assert found(cache, 5, 6) != []
     assert count(cache) == (0, 6, 2)
+
+
+@pytest.mark.parametrize("verb", ["end_session", "quarantine_session"])
+def test_each_lease_of_a_session_ends_though_the_pool_refuses_what_one_had_in_the_tree(
+    cache: KVCache, verb: str
+) -> None:
+    lease = cache.acquire("l", "s", key(1, 2), new_tokens=2)
+    cache.insert("l", "s", 2, NO_IDS)
+    cache.acquire("m", "s", key(9))
+    cache.reset()
+    cache.allocator.free_pages(lease.starts[:1])  # somebody's mistake
+
+    with pytest.raises(SlotError, match="free already"):
+        getattr(cache, verb)("s")
+
+    cache.free_withheld("s")
+    assert not list(cache.leases)
+    assert count(cache) == (cache.num_slots, 0, 0)
