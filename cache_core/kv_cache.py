@@ -182,7 +182,11 @@ class KVCache(KVLedger):
             lease.key = key
         if retired or new_pages < 0 or (new_pages == 0 and state_slot is None):
             return Published(published * self.page_size, 0, 0, retired, lease.starts[:0])
-        done = self._publish(lease, tree_key, published, published + new_pages)
+        try:
+            done = self._publish(lease, tree_key, published, published + new_pages)
+        except BaseException:  # a pool may refuse the lease's duplicates
+            self.room.free_private(lease.starts[:0], state_slot)
+            raise
         if state_slot is not None:
             self.room.store_state(lease.state_slot, state_slot, lease.node)
         return done

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from checked_makers import checked_after
-from small_kv_cache import key, publish
+from small_kv_cache import NO_IDS, key, publish
 
 from raydix.cache_core import (
     KVCache,
@@ -12,6 +12,7 @@ from raydix.cache_core import (
     MambaRadixCache,
     OutOfSlotsError,
     RadixCache,
+    SlotError,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
@@ -114,3 +115,19 @@ def test_pressure_is_told_of_when_free_states_fall_below_their_floor(with_states
     cache.lock("m", "s", key(2))  # takes a state, and no slots
 
     assert told == [1]
+
+
+def test_a_state_that_was_to_be_published_is_free_again_if_the_pool_refuses_the_duplicates(
+    with_states: Callable[..., KVCache],
+) -> None:
+    cache = with_states()
+    cache.acquire("l", "s", key(1, 2))
+    publish(cache, 1, 2)
+    lease = cache.leases.get("l", "s")
+    cache.allocator.free_pages(lease.private_starts)  # somebody's mistake
+
+    with pytest.raises(SlotError, match="free already"):
+        cache.insert("l", "s", 2, NO_IDS, publish_state=True)
+
+    cache.check_invariants()
+    assert cache.release("l", "s")
