@@ -38,10 +38,11 @@ def expand_row(row: Row, num_tokens: int) -> torch.Tensor:
 
 def meet(row: Row, other: Row, num_tokens: int) -> bool:
     """Whether two rows of as many tokens say the same slot at the same place."""
-    slots, others = unpack(row), unpack(other)
-    if slots.size != others.size:  # of one the first slots of pages, of the other each
-        slots, others = expand_row(row, num_tokens).numpy(), expand_row(other, num_tokens).numpy()
-    return bool((slots == others).any())
+    both = join_rows([row, other])
+    if num_tokens < both.size < 2 * num_tokens:  # of one the first slots of pages, of the other each
+        both = np.concatenate((expand_row(row, num_tokens), expand_row(other, num_tokens)))
+    half = both.size // 2
+    return b"\1" in (both[:half] == both[half:]).tobytes()
 
 
 def join_rows(rows: list[Row]) -> Slots:

@@ -43,7 +43,7 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         if needed > self.swa.available_size():
             raise OutOfSlotsError(needed, self.swa.available_size(), 0, self.num_swa_slots, "window slots")
         starts = super().alloc_pages(num_pages)
-        self._swa_start[starts // self.page_size] = self.swa.alloc_pages(num_pages)
+        self._swa_start[self._pages_at(starts)] = self.swa.alloc_pages(num_pages)
         return starts
 
     def free_pages(self, starts: Starts) -> None:
@@ -53,7 +53,7 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
             SlotError: a page is out of range, not handed out, or named twice; nothing changed.
         """
         super().free_pages(starts)
-        pages = starts // self.page_size
+        pages = self._pages_at(starts)
         halves = self._swa_start[pages]
         self._swa_start[pages] = 0
         self.swa.free_pages(halves[halves > 0])
@@ -69,11 +69,11 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
 
     def free_swa_pages(self, starts: Starts) -> None:
         """`free_swa` in pages."""
-        pages = starts // self.page_size
-        if len(pages) and (pages.min() < 1 or pages.max() >= len(self._swa_start)):
+        pages = self._pages_at(starts)
+        if len(pages) and (pages.item(pages.argmin()) < 1 or pages.item(pages.argmax()) > self._num_pages):
             raise SlotError(f"window halves outside [{self.page_size}, {self.num_slots + self.page_size}) were freed")
-        halves = self._swa_start[pages]
-        if (halves == 0).any():
+        halves = self._swa_start.take(pages)
+        if np.count_nonzero(halves) < len(halves):
             raise SlotError("window halves were freed that are free already")
         self.swa.free_pages(halves)
         self._swa_start[pages] = 0
