@@ -163,11 +163,13 @@ class SlotRoom:
 
     def free_private(self, starts: Starts, state_slot: int | None) -> None:
         """Take back what a lease holds by itself."""
-        if len(starts):
-            self._allocator.free_pages(starts)
-            self.private_pages -= len(starts)
-        if state_slot is not None:
-            self._free_state(state_slot)
+        self.private_pages -= len(starts)  # whatever the pool says of them
+        try:
+            if len(starts):
+                self._allocator.free_pages(starts)
+        finally:
+            if state_slot is not None:
+                self._free_state(state_slot)
 
     def free_window(self, starts: Starts) -> None:
         """Take back the window halves of private pages."""

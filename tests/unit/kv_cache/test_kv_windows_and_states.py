@@ -131,3 +131,16 @@ def test_a_state_that_was_to_be_published_is_free_again_if_the_pool_refuses_the_
 
     cache.check_invariants()
     assert cache.release("l", "s")
+
+
+def test_the_state_of_a_lease_is_free_again_though_the_pool_refuses_its_slots(
+    with_states: Callable[..., KVCache],
+) -> None:
+    cache = with_states()
+    lease = cache.acquire("l", "s", key(1, 2))
+    cache.allocator.free_pages(lease.private_starts)  # somebody's mistake
+
+    with pytest.raises(SlotError, match="free already"):
+        cache.release("l", "s")
+
+    cache.check_invariants()
