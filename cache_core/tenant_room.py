@@ -54,13 +54,13 @@ class TenantRoom(SlotRoom):
 
     def note_published(self, starts: Starts, duplicates: Starts) -> None:
         """As many private pages became the tree's, which are `starts` now; those it had already are freed."""
+        self._give_up(starts)  # before the pool may refuse some
         super().note_published(starts, duplicates)
-        self._give_up(starts)
 
     def free_private(self, starts: Starts, state_slot: int | None) -> None:
         """Take back what a lease holds by itself."""
-        super().free_private(starts, state_slot)
         self._give_up(starts)
+        super().free_private(starts, state_slot)
 
     def _give_up(self, starts: Starts) -> None:
         assert self.tenants.caller is not None

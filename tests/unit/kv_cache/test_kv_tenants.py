@@ -6,7 +6,14 @@ import pytest
 from checked_makers import checked_after
 from small_kv_cache import found, key, publish
 
-from raydix.cache_core import RadixCache, SWATokenToKVPoolAllocator, TokenToKVPoolAllocator, kv_cache
+from raydix.cache_core import (
+    RadixCache,
+    RadixKey,
+    SlotError,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+    kv_cache,
+)
 from raydix.cache_core.tenant_kv_cache import TenantKVCache
 from raydix.cache_core.tenants import Tenant, Tenants
 
@@ -93,3 +100,20 @@ def test_what_was_retired_does_not_count_as_evicted(shared: Callable[..., Tenant
     retire_quiet(cache)
 
     assert (quiet.held, quiet.evicted) == (0, 0)
+
+
+@pytest.mark.parametrize("verb", ["insert", "release"])
+def test_what_the_pool_refuses_of_a_lease_is_no_longer_its_tenants(
+    shared: Callable[..., TenantKVCache], verb: str
+) -> None:
+    quiet = Tenant("quiet", "quiet", cap=4)
+    cache = shared(quiet)
+    publish(cache, 1, 2, ns="quiet")
+    lease = cache.acquire("l", "s", key(1, 2, ns="quiet"), max_prefix_len=0)
+    cache.allocator.free_pages(lease.private_starts)  # somebody's mistake
+
+    with pytest.raises(SlotError, match="free already"):
+        cache.release("l", "s") if verb == "release" else cache.insert("l", "s", 2, RadixKey([], "quiet"))
+
+    assert quiet.private == 0
+    cache.check_invariants()
