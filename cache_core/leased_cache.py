@@ -144,8 +144,9 @@ class LeasedCache(CacheFacts):
         """Free what is in quarantine of a session: nobody writes it any more. Returns how many slots."""
         leases = self.quarantine.take(session_id)
         num_slots = sum(map(self._private_size, leases))
-        for lease in leases:
-            self._free_private(lease)
+        with ExitStack() as last_first:
+            for lease in reversed(leases):
+                last_first.callback(self._free_private, lease)
         return num_slots
 
     def offer(self, lease_id: str, session_id: str) -> LeaseRecord:

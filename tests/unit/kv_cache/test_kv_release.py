@@ -198,3 +198,15 @@ def test_each_lease_of_a_session_ends_though_the_pool_refuses_what_one_had_in_th
     cache.free_withheld("s")
     assert not list(cache.leases)
     assert count(cache) == (cache.num_slots, 0, 0)
+
+
+def test_what_is_withheld_comes_back_though_the_pool_refuses_what_one_lease_held(cache: KVCache) -> None:
+    lease = cache.acquire("l", "s", key(1, 2))
+    cache.acquire("m", "s", key(9))
+    cache.quarantine_session("s")
+    cache.allocator.free_pages(lease.starts)  # somebody's mistake
+
+    with pytest.raises(SlotError, match="free already"):
+        cache.free_withheld("s")
+
+    assert count(cache) == (cache.num_slots, 0, 0)
