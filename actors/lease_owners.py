@@ -7,10 +7,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from heapq import nlargest
 from math import inf
+from typing import NamedTuple
 
 from raydix.actors.session_table import SessionTable
 from raydix.cache_core import LeasedCache
 from raydix.schemas import LeaseOwner
+
+_FEW = 256  # leases that are counted anew after each change
+_LASTS = 50  # times as long as it took, a count of more is told: so counting takes a fiftieth of the time at most
 
 
 @dataclass(slots=True)
@@ -22,8 +26,18 @@ class _Held:
     since: float = inf  # of the oldest lease
 
 
+class _Count(NamedTuple):
+    """What was counted, and when."""
+
+    changes: int  # of the leases, until then
+    good_until: float  # whatever has changed, if there are many
+    held: dict[str, _Held]
+
+
 class LeaseOwners:
     """The owners of a cache's open leases. What was counted is known until a lease comes, goes, grows or moves.
+
+    Where there are many leases it is told for a while longer: who finds a full pool must not look at each of them.
 
     Args:
         core: whose leases they are.
@@ -33,10 +47,10 @@ class LeaseOwners:
     def __init__(self, core: LeasedCache, sessions: SessionTable) -> None:
         self._core = core
         self._sessions = sessions
-        self._known: dict[str | None, tuple[int, dict[str, _Held]]] = {}  # by tenant; None: of all leases
+        self._known: dict[str | None, _Count] = {}  # by tenant; None: of all leases
 
     def largest(self, limit: int, tenant: str | None = None) -> tuple[LeaseOwner, ...]:
-        """Those whose leases cover the most slots, of all or of a tenant's. O(owners), after changes O(leases)."""
+        """Those whose leases cover the most slots, of all or of a tenant's. O(owners), at times O(leases)."""
         now = time.monotonic()
         owners = nlargest(limit, self._by_owner(tenant).items(), key=lambda each: each[1].slots)
         return tuple(
@@ -46,15 +60,21 @@ class LeaseOwners:
 
     def num_leases(self, tenant: str | None = None) -> int:
         """How many leases are open, in all or of a tenant's."""
+        if tenant is None:
+            return len(self._core.leases)
         return sum(held.leases for held in self._by_owner(tenant).values())
 
     def _by_owner(self, tenant: str | None) -> dict[str, _Held]:
-        changes = self._core.leases.num_changes
-        counted_at, held = self._known.get(tenant, (-1, {}))
-        if counted_at != changes:
+        leases, known = self._core.leases, self._known.get(tenant)
+        if known is None or (known.changes != leases.num_changes and self._is_over(known)):
+            began_at = time.monotonic()
             held = self._count(tenant)
-            self._known[tenant] = changes, held
-        return held
+            ended_at = time.monotonic()
+            known = self._known[tenant] = _Count(leases.num_changes, ended_at + _LASTS * (ended_at - began_at), held)
+        return known.held
+
+    def _is_over(self, known: _Count) -> bool:
+        return len(self._core.leases) <= _FEW or time.monotonic() >= known.good_until
 
     def _count(self, tenant: str | None) -> dict[str, _Held]:
         core, by_owner = self._core, defaultdict[str, _Held](_Held)

@@ -24,7 +24,7 @@ class Refusals:
     def of(self, shortage: OutOfSlotsError, extra_key: str | None) -> PoolExhausted:
         """The refusal of a request of that namespace that found, or still finds, too little room.
 
-        O(owners), and O(leases) where one has come, gone or grown since the last refusal.
+        O(owners), and at times O(leases) where one has come, gone or grown since the last refusal.
         """
         core, tenant = self._core, shortage.tenant
         sizes = core.sizes_of(shortage.pool, extra_key) if tenant is None else core.share_of(tenant)

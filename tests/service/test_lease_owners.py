@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from cache_under_test import CacheUnderTest, small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.schemas import InvalidRequest, PoolExhausted
+from raydix.actors.lease_owners import LeaseOwners
+from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig, PoolExhausted
 
 
 def named_client(cache: CacheUnderTest, owner: str) -> PrefixCacheClient:
@@ -88,6 +90,27 @@ async def test_leases_are_their_owners_that_hold_them_now(cache1: CacheUnderTest
     await adopted.release()
 
     assert (await cache1.client.stats()).owners == ()
+
+
+async def test_refusals_while_many_leases_come_and_go_seldom_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = 0
+
+    def count(owners: LeaseOwners, tenant: str | None) -> Any:
+        nonlocal counts
+        counts += 1
+        return uncounted(owners, tenant)
+
+    uncounted = LeaseOwners._count
+    monkeypatch.setattr(LeaseOwners, "_count", count)
+    pool = PoolConfig(num_slots=2048, num_layers=0, num_kv_heads=1, head_dim=1)
+    async with LocalPrefixCache(CacheConfig(pool=pool)) as cache:
+        leases = [await cache.acquire([number]) for number in range(2048)]
+        for lease in leases[:20]:
+            await lease.release()
+            with pytest.raises(PoolExhausted, match=r"held by 20\d\d leases: local 20"):
+                await cache.acquire([1, 2] * 20, timeout_s=0)
+
+    assert counts <= 10
 
 
 async def test_the_age_is_that_of_the_oldest_lease() -> None:
