@@ -297,7 +297,11 @@ class Lease:
         finally:
             self._extending = False
 
-    def note_extended(self, response: ExtendResponse, known_pages: int, number: int, num_slots: int) -> None:
-        """The lease covers `num_slots` tokens now."""
+    def note_extended(
+        self, response: ExtendResponse, known_pages: int, number: int, num_slots: int, num_added: int
+    ) -> torch.Tensor:
+        """The lease covers `num_slots` tokens now; returns the slots of those that were added."""
         self._answered = max(self._answered, number)
         self._held.grow(number, known_pages, response.page_starts, response.swa_page_starts, num_slots)
+        self._check_no_doubt()
+        return self._held.last(num_added)

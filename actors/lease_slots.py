@@ -33,6 +33,7 @@ class LeaseSlots:
     __slots__ = (
         "_expanded",
         "_known",
+        "_room",
         "_run_len",
         "_settled",
         "_starts",
@@ -47,6 +48,7 @@ class LeaseSlots:
         self._run_len = run_len
         self._known = starts  # as granted; once they are looked at or change, `_starts`
         self._starts: NDArray[np.int64] | None = None
+        self._room: NDArray[np.int64] | None = None  # what `_starts` is the beginning of, once it has grown
         self._window = window_starts
         self._settled = 0  # runs that are as they will be: what was repointed is the tree's
         self.window_told = 0
@@ -68,8 +70,13 @@ class LeaseSlots:
     def all(self) -> torch.Tensor:
         """The slot of each token, int64 on the CPU."""
         if self._expanded is None:
-            self._expanded = self._expand(self.starts)
+            self._expanded = self._expand(self.starts, self.num_slots)
         return self._expanded
+
+    def last(self, num_tokens: int) -> torch.Tensor:
+        """The slots of the last tokens alone, in O(num_tokens)."""
+        run, offset = divmod(self.num_slots - num_tokens, self._run_len)
+        return self._expand(self.starts[run:], offset + num_tokens)[offset:]
 
     def of_window(self) -> torch.Tensor:
         """The window slot of each token, int64 on the CPU; 0: not held."""
@@ -78,7 +85,7 @@ class LeaseSlots:
 
             starts = _unpacked(self._window)
             held = np.repeat(starts > 0, self._run_len)[: self.num_slots]
-            self._window_expanded = self._expand(starts) * torch.from_numpy(held)
+            self._window_expanded = self._expand(starts, self.num_slots) * torch.from_numpy(held)
         return self._window_expanded
 
     def repoint(self, known_len: int, starts: bytes) -> None:
@@ -101,7 +108,7 @@ class LeaseSlots:
         The answer has stood in line, perhaps: what was told meanwhile is newer.
         """
         kept = max(known_runs, self._settled)
-        self._starts = np.concatenate((self.starts[:kept], _unpacked(starts)[kept - known_runs :]))
+        self._put(kept, _unpacked(starts)[kept - known_runs :])
         known = self._window if self.window_told > asked else b""
         self._window = known + window_starts[len(known) :]
         self.window_told = max(self.window_told, asked)
@@ -115,11 +122,21 @@ class LeaseSlots:
             self._window = window_starts + self._window[len(window_starts) :]
             self._window_expanded = None
 
-    def _expand(self, starts: NDArray[np.int64]) -> torch.Tensor:
+    def _put(self, first: int, starts: NDArray[np.int64]) -> None:
+        """From a run on, the runs are these alone. What grows bit by bit is copied now and then, not each time."""
+        stop, room = first + len(starts), self._room
+        if room is None or len(room) < stop:
+            room = np.empty(stop + stop // 4, np.int64)
+            room[:first] = self.starts[:first]
+            self._room = room
+        room[first:stop] = starts
+        self._starts = room[:stop]
+
+    def _expand(self, starts: NDArray[np.int64], num_tokens: int) -> torch.Tensor:
         import torch
 
         rows = starts[:, None] + np.arange(self._run_len)
-        return torch.from_numpy(rows.reshape(-1)[: self.num_slots])
+        return torch.from_numpy(rows.reshape(-1)[:num_tokens])
 
 
 def _unpacked(starts: bytes) -> NDArray[np.int64]:

@@ -158,8 +158,7 @@ class CacheVerbs(HandoverVerbs):
                 if may_have_taken_effect(error):
                     self._compensate(WithdrawRequest(lease_id=lease.lease_id))
                 raise
-            lease.note_extended(response, known_pages, number, request.num_slots)
-        return lease.slots[covered : covered + num_tokens]
+            return lease.note_extended(response, known_pages, number, request.num_slots, num_tokens)
 
     async def release_window(self, lease: Lease, up_to: int) -> None:
         """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease knows of it."""

@@ -150,7 +150,7 @@ class KVCache(KVLedger):
             self.room.check_window_capacity(int(held) + num_pages - len(lease.starts))
         added = self.room.take_pages(num_pages - len(lease.starts))
         if len(added):
-            lease.starts = np.concatenate((lease.starts, added))
+            lease.add_pages(added)
             self.leases.note_growth()
         lease.num_slots += num_tokens
         return added

@@ -34,6 +34,7 @@ class LeaseRecord:
         "priority",
         "receipt",
         "retired",
+        "room",
         "session_id",
         "since",
         "starts",
@@ -62,6 +63,7 @@ class LeaseRecord:
         self.receipt = receipt  # what unlocking it takes
         self.prefix_len = prefix_len  # tokens found at the start; never changes
         self.starts = starts  # first slots of the pages, in token order
+        self.room: Starts | None = None  # what `starts` is the beginning of, once it has grown
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
         self.priority = priority  # of what it uses and publishes; higher stays longer where the policy heeds it
@@ -74,6 +76,16 @@ class LeaseRecord:
     def private_starts(self) -> Starts:
         """The pages that no tree holds."""
         return self.starts[self.num_published_pages :]
+
+    def add_pages(self, starts: Starts) -> None:
+        """Behind those that there are. A lease that grows page by page is copied now and then, not each time."""
+        num_pages, room = len(self.starts), self.room
+        stop = num_pages + len(starts)
+        if room is None or len(room) < stop:
+            room = self.room = np.empty(stop + stop // 4, np.int64)
+            room[:num_pages] = self.starts
+        room[num_pages:stop] = starts
+        self.starts = room[:stop]
 
     def known_key(self, num_tokens: int, suffix: RadixKey) -> RadixKey:
         """The tokens of the lease, and those of `suffix`, which ends at `num_tokens`, behind them.

@@ -87,3 +87,18 @@ def test_pages_repointed_while_the_lease_stood_in_line_stay_so(slots: LeaseSlots
     slots.repoint(0, packed(20, 22))
     slots.grow(1, 1, packed(4, 6, 8), packed(12, 14, 16, 18), num_slots=8)
     assert slots.all().tolist() == [20, 21, 22, 23, 6, 7, 8, 9]
+
+
+def test_the_last_tokens_are_told_alone(slots: LeaseSlots) -> None:
+    assert [slots.last(number).tolist() for number in (1, 2, 3, 5)] == [[6], [5, 6], [4, 5, 6], [2, 3, 4, 5, 6]]
+
+
+def test_a_lease_that_grows_by_pages_is_not_copied_for_each(slots: LeaseSlots) -> None:
+    copies = 0
+    for page in range(3, 1000):
+        before = slots.starts
+        slots.grow(page, page, packed(2 + 2 * page), b"", num_slots=2 * page + 2)
+        copies += not np.shares_memory(before, slots.starts)
+
+    assert copies < 40
+    assert slots.all().tolist() == list(range(2, 2002))

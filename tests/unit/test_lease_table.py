@@ -30,6 +30,17 @@ def test_the_pages_after_the_published_ones_are_private() -> None:
     assert record.private_starts.tolist() == []
 
 
+def test_a_lease_that_grows_by_pages_is_not_copied_for_each() -> None:
+    record, copies = lease("l1", "a"), 0
+    for start in range(16, 2000, 2):
+        before = record.starts
+        record.add_pages(np.array([start]))
+        copies += not np.shares_memory(before, record.starts)
+
+    assert copies < 40
+    assert record.starts.tolist() == list(range(10, 2000, 2))
+
+
 def test_a_lease_keeps_the_prompt_it_was_granted_for() -> None:
     ids = np.array([1, 2, 3], np.int32)
     record = LeaseRecord("l1", "a", RadixKey(ids), None, None, 2, np.array([10, 12]), 1, 5)
