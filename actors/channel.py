@@ -21,6 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Self, cast
 
+import numpy as np
+
 from raydix.schemas import CacheUnavailable
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 * 2**20  # of a batch: larger ones go as Ray calls; answers may have any size
 SWITCH = "RAYDIX_CHANNEL"  # "0" in the environment of a client or a cache: Ray calls only
 _HEADER = struct.Struct("<QI")  # the number of a batch, and the bytes that follow
+_LONG_BYTES = 65_536  # of a payload: to copy it takes longer than to send its header apart
+_BUFFER_BYTES = 262_144
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
 
 Answer = bytes | memoryview | BaseException  # read it before returning: a memoryview is of a buffer that goes on
@@ -39,17 +43,27 @@ def channels_are_wanted() -> bool:
     return sys.platform == "linux" and os.environ.get(SWITCH, "1") != "0"
 
 
-class FramedProtocol(asyncio.Protocol, ABC):
+def new_buffer() -> memoryview:
+    """What the connections of one loop can share."""
+    return np.empty(_BUFFER_BYTES, np.uint8).data
+
+
+class FramedProtocol(asyncio.BufferedProtocol, ABC):
     """Numbered frames of bytes over one connection, between processes of one user.
 
+    What comes is read to where it is looked at: most of it to a buffer that connections of one loop may share, as
+    it is looked at before anything else is read; a frame that has begun, to one of its own size.
+
     Args:
+        shared: that buffer.
         max_frame_bytes: of what comes; None: whoever sends is trusted.
     """
 
-    def __init__(self, max_frame_bytes: int | None = None) -> None:
+    def __init__(self, shared: memoryview, max_frame_bytes: int | None = None) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._transport: asyncio.Transport
-        self._pending = bytearray()  # the beginning of a frame
+        self._shared = self._buffer = shared
+        self._filled = 0  # bytes of `_buffer`: the beginning of a frame
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse other users' processes."""
@@ -63,16 +77,23 @@ class FramedProtocol(asyncio.Protocol, ABC):
 
     def send_frame(self, number: int, payload: bytes) -> None:
         """Send, or have it sent as soon as the other end takes it."""
-        self._transport.write(_HEADER.pack(number, len(payload)) + payload)
+        header = _HEADER.pack(number, len(payload))
+        if len(payload) < _LONG_BYTES:
+            self._transport.write(header + payload)
+        else:  # of a view, what is not taken at once is copied once
+            self._transport.write(header)
+            self._transport.write(memoryview(payload))
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where to read to."""
+        return self._buffer[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Hand on every frame that is whole."""
         if self._transport.is_closing():
             return
-        if self._pending:
-            self._pending += data
-        received: bytes | bytearray = self._pending or data
-        view, at = memoryview(received), 0
+        self._filled += nbytes
+        view, at, needed = self._buffer[: self._filled], 0, _HEADER.size
         while len(view) - at >= _HEADER.size:
             number, size = _HEADER.unpack_from(view, at)
             if self._max_frame_bytes is not None and size > self._max_frame_bytes:
@@ -81,11 +102,20 @@ class FramedProtocol(asyncio.Protocol, ABC):
                 return
             stop = at + _HEADER.size + size
             if stop > len(view):
+                needed = stop - at
                 break
             self.frame_received(number, view[at + _HEADER.size : stop])
             at = stop
-        if at or received is data:
-            self._pending = bytearray(view[at:])  # a new one: parts of the old one may still be looked at
+        self._keep(view[at:], needed)
+
+    def _keep(self, begun: memoryview, num_bytes: int) -> None:
+        """Read the rest of a frame that has begun, of so many bytes as far as known."""
+        if begun and (self._buffer is self._shared or len(self._buffer) < num_bytes):
+            self._buffer = np.empty(num_bytes, np.uint8).data  # not touched before it is filled
+            self._buffer[: len(begun)] = begun
+        elif not begun:
+            self._buffer = self._shared
+        self._filled = len(begun)
 
     @abstractmethod
     def frame_received(self, number: int, payload: memoryview) -> None:
@@ -96,7 +126,7 @@ class Channel(FramedProtocol):
     """A client's end. Get one by `open`; it lives as long as whoever it was opened for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(new_buffer())
         self._told: dict[int, Tell] = {}  # by the number of the batch that they wait for
 
     @classmethod

@@ -7,7 +7,7 @@ import logging
 
 from raydix.actors import wire
 from raydix.actors.cache_service import CacheService
-from raydix.actors.channel import MAX_FRAME_BYTES, FramedProtocol, channels_are_wanted
+from raydix.actors.channel import MAX_FRAME_BYTES, FramedProtocol, channels_are_wanted, new_buffer
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.typed_messages import arrived
 from raydix.schemas import Batch, BatchResponse, CacheError
@@ -28,6 +28,7 @@ class ChannelServer:
         self._service = service
         self._listening: asyncio.Task[str | None] | None = None
         self._server: asyncio.AbstractServer | None = None
+        self._buffer = new_buffer()
 
     async def address(self) -> str | None:
         """Where it listens, from the first call on; None: it does not, and clients call through Ray."""
@@ -49,7 +50,7 @@ class ChannelServer:
         return address
 
     def _connection(self) -> asyncio.BaseProtocol:
-        return _Connection(self._service)
+        return _Connection(self._service, self._buffer)
 
     def close(self) -> None:
         """Take no further clients. Those that are there are answered that the cache has been shut down."""
@@ -60,8 +61,8 @@ class ChannelServer:
 class _Connection(FramedProtocol):
     """One client."""
 
-    def __init__(self, service: CacheService) -> None:
-        super().__init__(MAX_FRAME_BYTES)
+    def __init__(self, service: CacheService, shared: memoryview) -> None:
+        super().__init__(shared, MAX_FRAME_BYTES)
         self._service = service
         self._late: set[asyncio.Task[None]] = set()
 

@@ -46,6 +46,7 @@ from raydix.schemas import (
     SessionRef,
     SessionResponse,
     StaleEpoch,
+    TokenIds,
     WaitRequest,
     WithdrawRequest,
     WriteKV,
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2  # batches
 MAX_BATCH_REQUESTS = 512
+MAX_BATCH_BYTES = 2**20  # of token ids; with the request that exceeds it a batch is full: more only takes more memory
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384
 _ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, WithdrawRequest)  # what ends or gives up
@@ -233,11 +235,13 @@ class RayTransport:
     def _next_entries(self, limit: int) -> list[Entry]:
         """The next requests in order; those given up before they were sent are dropped."""
         entries: list[Entry] = []
-        while self._queue and len(entries) < limit:
+        num_bytes = 0
+        while self._queue and len(entries) < limit and num_bytes < MAX_BATCH_BYTES:
             entry = self._queue.popleft()
-            _, future, note = entry
+            request, future, note = entry
             if note is not None or not future.cancelled():
                 entries.append(entry)
+                num_bytes += _num_bytes(request)
         return entries
 
     async def wait(self, ticket: int) -> Message:
@@ -285,6 +289,13 @@ class RayTransport:
             if self._in_flight:
                 self._landed.clear()
                 await self._landed.wait()
+
+
+def _num_bytes(request: Message) -> int:
+    """Of the token ids that a request brings, which is what makes it long."""
+    fields = request.__dict__
+    tokens = fields.get("tokens", fields.get("suffix"))
+    return len(tokens.data) if type(tokens) is TokenIds else 0
 
 
 def _responses(answer: object) -> Sequence[Any]:

@@ -131,6 +131,16 @@ async def test_much_at_once_is_shared_between_two_batches(cache1: CacheUnderTest
     assert await num_batches(cache1) == before + 3
 
 
+async def test_long_prompts_asked_for_at_once_do_not_all_travel_together(cache1: CacheUnderTest) -> None:
+    prompt = list(range(100_000))  # 400 KB
+    before = await num_batches(cache1)
+
+    answers = await asyncio.gather(*(cache1.client.match(prompt) for _ in range(12)))
+
+    assert [answer.prefix_len for answer in answers] == [0] * 12
+    assert await num_batches(cache1) == before + 5  # of three prompts at most
+
+
 async def test_at_most_two_batches_are_on_their_way(cache1: CacheUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     await cache1.client.open()
     on_their_way: list[int] = []
