@@ -241,7 +241,10 @@ class RayTransport:
             request, future, note = entry
             if note is not None or not future.cancelled():
                 entries.append(entry)
-                num_bytes += _num_bytes(request)
+                fields = request.__dict__
+                tokens = fields.get("tokens", fields.get("suffix"))  # which are what makes a request long
+                if type(tokens) is TokenIds:
+                    num_bytes += len(tokens.data)
         return entries
 
     async def wait(self, ticket: int) -> Message:
@@ -289,13 +292,6 @@ class RayTransport:
             if self._in_flight:
                 self._landed.clear()
                 await self._landed.wait()
-
-
-def _num_bytes(request: Message) -> int:
-    """Of the token ids that a request brings, which is what makes it long."""
-    fields = request.__dict__
-    tokens = fields.get("tokens", fields.get("suffix"))
-    return len(tokens.data) if type(tokens) is TokenIds else 0
 
 
 def _responses(answer: object) -> Sequence[Any]:

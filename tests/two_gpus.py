@@ -90,7 +90,7 @@ def main() -> None:
     unplaced = Worker.options(num_gpus=0).remote()
     assert ray.get([beside_each[0].may_use_gpu.remote(), unplaced.may_use_gpu.remote()]) == [True, False]
 
-    refused = run_json("start", *TENSORS, "--count", 3, "--timeout", 2, exit_code=3)["error"]
+    refused = run_json("start", *TENSORS, "--count", 3, "--timeout", 2, exit_code=1)["error"]
     assert "'kv-2' found no node with a free GPU" in refused["message"], refused
     assert [row["name"] for row in run_json("list")] == ["kv-0", "kv-1"]
 

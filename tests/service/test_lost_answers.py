@@ -5,7 +5,7 @@ not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 from typing import Any
 
@@ -30,21 +30,25 @@ class Unsteady(HandleInProcess):
     def __getattr__(self, method: str) -> Any:
         answering = super().__getattr__(method)
         if method in self.lost or method in self.held_back:
-            return _Unsteady(answering, self.held_back.pop(method, None))
+            return _Unsteady(answering, lambda: self.held_back.pop(method, None))
         return answering
 
 
 class _Unsteady:
-    def __init__(self, method: Any, held_back: asyncio.Event | None) -> None:
+    def __init__(self, method: Any, take_held_back: Callable[[], asyncio.Event | None]) -> None:
         self._method = method
-        self._held_back = held_back
+        self._take_held_back = take_held_back
 
-    async def remote(self, *arguments: Any) -> Any:
+    def remote(self, *arguments: Any) -> Awaitable[Any]:
         """Call, and be answered late or not at all."""
-        answer = await self._method.remote(*arguments)
-        if self._held_back is None:
+        return self._answered(self._method.remote(*arguments), self._take_held_back())
+
+    @staticmethod
+    async def _answered(answering: Awaitable[Any], held_back: asyncio.Event | None) -> Any:
+        answer = await answering
+        if held_back is None:
             raise CacheUnavailable("the answer was lost")
-        await self._held_back.wait()
+        await held_back.wait()
         return answer
 
 
