@@ -33,13 +33,23 @@ def taking_pages(pool: Any, verb: str) -> Callable[[Any], Any] | None:
     """How a pool takes by the first slots of pages what `verb` takes by slots. None if it does not, or if whoever gave
     it a `verb` of its own, a class that inherits say, left that out: it is to come by what is handed back."""
     in_pages = f"{verb}_pages"
-    for owner in (pool, *type(pool).__mro__):
-        names = getattr(owner, "__dict__", {})
-        if in_pages in names:
+    found: Callable[[Any], Any] | None = getattr(pool, in_pages, None)
+    if found is None or _is_set_on(pool, in_pages):
+        return found
+    if _is_set_on(pool, verb):
+        return None
+    for owner in type(pool).__mro__:
+        if in_pages in owner.__dict__:
             break
-        if verb in names:
+        if verb in owner.__dict__:
             return None
-    return getattr(pool, in_pages, None)
+    return found
+
+
+def _is_set_on(instance: Any, name: str) -> bool:
+    """Whether it has a method that its class does not give it. Its `__dict__`, if asked for, would slow it down."""
+    method = getattr(instance, name, None)
+    return getattr(method, "__func__", None) is not getattr(type(instance), name, None)
 
 
 def hand_back_rows(
