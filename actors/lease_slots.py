@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from raydix.cache_core.growing_row import put_behind
+
 if TYPE_CHECKING:
     import torch
 
@@ -108,7 +110,8 @@ class LeaseSlots:
         The answer has stood in line, perhaps: what was told meanwhile is newer.
         """
         kept = max(known_runs, self._settled)
-        self._put(kept, _unpacked(starts)[kept - known_runs :])
+        more = _unpacked(starts)[kept - known_runs :]
+        self._starts, self._room = put_behind(self.starts, self._room, kept, more)
         known = self._window if self.window_told > asked else b""
         self._window = known + window_starts[len(known) :]
         self.window_told = max(self.window_told, asked)
@@ -121,16 +124,6 @@ class LeaseSlots:
             self.window_told = asked
             self._window = window_starts + self._window[len(window_starts) :]
             self._window_expanded = None
-
-    def _put(self, first: int, starts: NDArray[np.int64]) -> None:
-        """From a run on, the runs are these alone. What grows bit by bit is copied now and then, not each time."""
-        stop, room = first + len(starts), self._room
-        if room is None or len(room) < stop:
-            room = np.empty(stop + stop // 4, np.int64)
-            room[:first] = self.starts[:first]
-            self._room = room
-        room[first:stop] = starts
-        self._starts = room[:stop]
 
     def _expand(self, starts: NDArray[np.int64], num_tokens: int) -> torch.Tensor:
         import torch

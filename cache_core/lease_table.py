@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.ended_leases import EndedLeases
 from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, UnknownLeaseError
+from raydix.cache_core.growing_row import put_behind
 from raydix.cache_core.radix_key import RadixKey
 
 Starts = NDArray[np.int64]
@@ -78,14 +79,8 @@ class LeaseRecord:
         return self.starts[self.num_published_pages :]
 
     def add_pages(self, starts: Starts) -> None:
-        """Behind those that there are. A lease that grows page by page is copied now and then, not each time."""
-        num_pages, room = len(self.starts), self.room
-        stop = num_pages + len(starts)
-        if room is None or len(room) < stop:
-            room = self.room = np.empty(stop + stop // 4, np.int64)
-            room[:num_pages] = self.starts
-        room[num_pages:stop] = starts
-        self.starts = room[:stop]
+        """Behind those that there are."""
+        self.starts, self.room = put_behind(self.starts, self.room, len(self.starts), starts)
 
     def known_key(self, num_tokens: int, suffix: RadixKey) -> RadixKey:
         """The tokens of the lease, and those of `suffix`, which ends at `num_tokens`, behind them.
