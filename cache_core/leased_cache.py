@@ -7,9 +7,10 @@ Synchronous, so every operation is atomic for whoever calls it from one thread. 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 
 from raydix.cache_core.base_prefix_cache import RadixKey, Starts
@@ -144,9 +145,7 @@ class LeasedCache(CacheFacts):
         """Free what is in quarantine of a session: nobody writes it any more. Returns how many slots."""
         leases = self.quarantine.take(session_id)
         num_slots = sum(map(self._private_size, leases))
-        with ExitStack() as last_first:
-            for lease in reversed(leases):
-                last_first.callback(self._free_private, lease)
+        _for_each(leases, self._free_private)
         return num_slots
 
     def offer(self, lease_id: str, session_id: str) -> LeaseRecord:
@@ -171,11 +170,8 @@ class LeasedCache(CacheFacts):
         return lease
 
     def _end_all(self, session_id: str, vanished: bool = False) -> int:
-        """End every lease of a session, in order, though a pool may refuse what one of them gives back."""
         leases = self.leases.of_session(session_id)
-        with ExitStack() as last_first:
-            for lease in reversed(leases):
-                last_first.callback(self._end, lease, vanished)
+        _for_each(leases, partial(self._end, vanished=vanished))
         return len(leases)
 
     def _end(self, lease: LeaseRecord, vanished: bool = False) -> None:
@@ -257,3 +253,10 @@ class LeasedCache(CacheFacts):
         self.counters.tokens_reused += lease.prefix_len
         for watch in self.watches:
             watch.granted(lease, max_prefix_len)
+
+
+def _for_each(leases: Sequence[LeaseRecord], give_back: Callable[[LeaseRecord], None]) -> None:
+    """Have each give back something, in order, though a pool may refuse what one of them had."""
+    with ExitStack() as last_first:
+        for lease in reversed(leases):
+            last_first.callback(give_back, lease)
