@@ -110,19 +110,18 @@ class KeptRefusal:
 
     def moved(self, transfer: Callable[[Any, Any], object], src: torch.Tensor, dst: torch.Tensor) -> bool:
         """Have a pool move window halves from slots to others, in the tree; whether it did. Keep what it refuses."""
-        try:
-            transfer(src, dst)
-        except AssertionError:
-            raise
-        except Exception as error:
-            named = _named(dst.tolist())
-            refusal = SlotError(
-                f"the pool refused to move window halves to slots that are in the tree: {named}: {error}"
-            )
-            refusal.__cause__ = error
-            self._error = self._error or refusal
-            return False
-        return True
+        with self:
+            try:
+                transfer(src, dst)
+            except AssertionError:
+                raise
+            except Exception as error:
+                named = _named(dst.tolist())
+                raise SlotError(
+                    f"the pool refused to move window halves to slots that are in the tree: {named}: {error}"
+                ) from error
+            return True
+        return False
 
     def tell(self) -> None:
         """Raise what was refused, if anything was, and forget it."""
