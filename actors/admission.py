@@ -46,10 +46,10 @@ class Admission:
         New leases never overtake those in line who wait for the same. A lease that grows does: those in line wait for
         it to end. So does one that stays within its tenant's floor, which others must make room for.
         """
-        if timeout_s == 0 and not grows and len(self._line):
+        if timeout_s == 0 and not grows and self._line.waiting:
             self._line.serve()  # what came before in the batch may have made room for all of them
         try:
-            if grows or not len(self._line) or self._may_overtake(key, num_tokens):
+            if grows or not self._line.waiting or self._may_overtake(key, num_tokens):
                 return attempt()
             self._core.check_len(num_tokens, key)
             shortage = OutOfSlotsError(

@@ -257,7 +257,7 @@ class CacheService:
         self._batches += 1
         self._requests += len(requests)
         responses = tuple([self._respond(session_id, request) for request in requests])
-        if len(self.line):
+        if self.line.waiting:
             self.line.serve()
         if self.config.validate:
             self.core.check_invariants()

@@ -126,7 +126,7 @@ class RequestHandlers:
 
     def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
         key = _key(request.tokens, request.namespace)
-        if len(self.line):
+        if self.line.waiting:
             self.line.serve()  # those in line come first, if what came before in the batch has made room
         return self._granted(self.core.lock(request.lease_id, session_id, key, request.priority))
 
