@@ -279,8 +279,9 @@ class RayTransport:
                 await self._call(self._actor.close_session, request)
         except TimeoutError:
             self._actor.close_session.remote(request)  # it obeys, should it ever go on
-            self.give_up(f"the cache has not answered for {_CLOSE_S:g} s")
-            raise CacheUnavailable(f"the cache has not answered for {_CLOSE_S:g} s") from None
+            why = f"the cache has not answered for {_CLOSE_S:g} s"
+            self.give_up(why)
+            raise CacheUnavailable(why) from None
         finally:
             if self._channel is not None:
                 self._channel.close()

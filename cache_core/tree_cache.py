@@ -120,7 +120,8 @@ class TreeCache(TreeLocks):
         """Hand to the pools what was evicted, in one call each, and tell of each node. The nodes have left the tree by
         now, so one pool's refusal keeps nothing from the others."""
         try:
-            self._give_back_aux(len(self._aux))
+            if self._aux:
+                self._give_back_aux(len(self._aux))
         finally:
             try:
                 if victims.num_tokens and self.pool is not None:
