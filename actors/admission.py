@@ -60,7 +60,7 @@ class Admission:
         if timeout_s is None:
             timeout_s = self._acquire_timeout_s
         if timeout_s == 0 or not shortage.can_ever_fit or not self._line.max_waiters:
-            raise self._refusal(key, shortage)
+            raise self.refusal(key, shortage)
         place = Place(self._core.tenant_of(key.extra_key), grows, partial(self._core.is_within_floor, key, num_tokens))
         ticket, position = self._line.join(
             session_id,
@@ -68,7 +68,7 @@ class Admission:
             place,
             partial(self._attempt_late, key, attempt),
             timeout_s,
-            partial(self._refusal, key),
+            partial(self.refusal, key),
             shortage,
         )
         return WaitingResponse(ticket=ticket, position=position)
@@ -90,10 +90,11 @@ class Admission:
         except OutOfSlotsError as error:
             if error.can_ever_fit:
                 raise
-            raise self._refusal(key, error) from None
+            raise self.refusal(key, error) from None
         except CoreError as error:
             raise to_cache_error(error) from error
 
-    def _refusal(self, key: RadixKey, shortage: OutOfSlotsError) -> PoolExhausted:
+    def refusal(self, key: RadixKey, shortage: OutOfSlotsError, deadlocked: bool = False) -> PoolExhausted:
+        """Count and return the refusal of a request of that key's namespace."""
         self.num_exhausted += 1
-        return self._refusals.of(shortage, key.extra_key)
+        return self._refusals.of(shortage, key.extra_key, deadlocked)

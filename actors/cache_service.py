@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from raydix.actors import wire
 from raydix.actors.core_factory import build_core
 from raydix.actors.core_stats import core_stats
+from raydix.actors.deadlocks import Deadlocks
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.ghost import Ghost
+from raydix.actors.lease_offers import LeaseOffers
 from raydix.actors.lease_owners import LeaseOwners
 from raydix.actors.loop_lag import LoopLag
 from raydix.actors.refusals import Refusals
@@ -40,6 +42,7 @@ from raydix.schemas import (
     ConfigMismatch,
     EventSnapshotRequest,
     ExtendRequest,
+    GrantRequest,
     InsertRequest,
     InvalidRequest,
     KVEventBatch,
@@ -60,7 +63,7 @@ _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
 _SERVED_HERE = {StatsRequest, EventSnapshotRequest, AdoptRequest}  # the last if it was granted in another life
-_NOT_LATE = (AdoptRequest, ExtendRequest, InsertRequest, ReleaseWindowRequest)
+_NOT_LATE = (AdoptRequest, ExtendRequest, GrantRequest, InsertRequest, ReleaseWindowRequest)
 _NUM_OWNERS = 32  # told in statistics
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
@@ -92,11 +95,13 @@ class CacheService:
         self.core, gauges = build_core(config, pool, self._on_pressure)
         self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
         self.sessions = self.keeper.sessions
-        self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self.line.serve)
+        self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self._serve_line)
+        self.offers = LeaseOffers(self.core, config.leases.grant_timeout_s, self._serve_line, clock)
         self._owners = LeaseOwners(self.core, self.sessions)
         self.lag = LoopLag()
         refusals = Refusals(self.core, self._owners)
-        self._handlers = RequestHandlers(self.core, self.line, refusals, config.leases.acquire_timeout_s)
+        self._handlers = RequestHandlers(self.core, self.line, refusals, self.offers, config.leases.acquire_timeout_s)
+        self._deadlocks = Deadlocks(self.core, self.line, self._handlers.admission)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
             self.core.tell_events(self.feed)
@@ -123,11 +128,13 @@ class CacheService:
         self.eviction_task.start()
         self.lag.start()
         self.insight.start()
+        self.offers.start()
         return SessionResponse(epoch=self.epoch, config=self.config)
 
     def change_loop(self) -> None:
         """The loop before was closed: what ran on it by itself begins with the next session on another."""
         self.keeper.stop()
+        self.offers.stop()
         self.lag.stop()
         self.insight.stop()
         self.line.change_loop()
@@ -154,7 +161,12 @@ class CacheService:
         """A session has ended: its reader of events may be waiting, and others may find room."""
         if self.feed is not None:
             self.feed.wake()
+        self._serve_line()
+
+    def _serve_line(self) -> None:
+        """Slots may have become free, or no lease that holds some may be about to end."""
         self.line.serve()
+        self._deadlocks.resolve()
 
     def session(self, session_id: str, epoch: str) -> Session:
         """The open session that a message names.
@@ -200,6 +212,7 @@ class CacheService:
         self.keeper.close_all(CacheUnavailable(_SHUT_DOWN))
         if self.feed is not None:
             self.feed.close()
+        self.offers.stop()
         self.lag.stop()
         self.insight.stop()
         if self.recordings.status() is not None:
@@ -258,7 +271,7 @@ class CacheService:
         self._requests += len(requests)
         responses = tuple([self._respond(session_id, request) for request in requests])
         if self.line.waiting:
-            self.line.serve()
+            self._serve_line()
         if self.config.validate:
             self.core.check_invariants()
         return assemble(BatchResponse, {"epoch": self.epoch, "responses": responses})
@@ -310,6 +323,8 @@ class CacheService:
             expired_sessions=self.keeper.num_expired,
             dead_sessions=self.keeper.num_dead,
             exhausted=self._handlers.admission.num_exhausted,
+            deadlocks=self._deadlocks.num_broken,
+            grants_expired=self.offers.num_expired,
             batches=self._batches,
             requests=self._requests,
             loop_lag_ms=self.lag.longest_ms,

@@ -28,6 +28,7 @@ from raydix.schemas import (
     OpenSession,
     ReleaseRequest,
     StaleEpoch,
+    TakeBackRequest,
     WaitingResponse,
     WithdrawRequest,
 )
@@ -45,7 +46,7 @@ _OPENING_S = 30.0  # a client that closes waits no longer for its opening
 _SILENT_S = 5.0  # at least, and a session's time to live: then nobody waits for it any more
 
 T = TypeVar("T")
-Undo = AbortRequest | WithdrawRequest | ReleaseRequest
+Undo = AbortRequest | TakeBackRequest | WithdrawRequest | ReleaseRequest
 
 
 class ClientSession:
@@ -58,7 +59,7 @@ class ClientSession:
 
     def __init__(self, owner: str | None = None) -> None:
         self._owner = owner or f"{os.fsencode(socket.gethostname())[:64].decode(errors='replace')}:{os.getpid()}"
-        self._session_id = uuid.uuid4().hex[:16]
+        self._session_ids = [uuid.uuid4().hex[:16]]  # the present one last, those that were lost before it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -106,7 +107,7 @@ class ClientSession:
         transport, lost = self._make_transport(), self._lost
         self._next = transport
         if lost is not None:
-            self._session_id = uuid.uuid4().hex[:16]  # so that nothing that is late reaches the new session
+            self._session_ids.append(uuid.uuid4().hex[:16])  # so that nothing that is late reaches the new session
         replaced = lost if lost is not None and not self._writers.any_of(lost) else None
         request = build(
             OpenSession,
@@ -118,7 +119,7 @@ class ClientSession:
         try:
             response = await transport.open(request)
         except LeaseExpired:  # an opening before was not answered, and nobody went on with that session
-            self._session_id = uuid.uuid4().hex[:16]
+            self._session_ids.append(uuid.uuid4().hex[:16])
             response = await transport.open(request.model_copy(update={"session_id": self._session_id}))
         if replaced is not None:
             self._writers.forget(replaced)
@@ -168,6 +169,10 @@ class ClientSession:
         if not self._ready:
             raise InvalidRequest("the session is not open yet: await open() first")
         return self._config
+
+    @property
+    def _session_id(self) -> str:
+        return self._session_ids[-1]
 
     @property
     def _epoch(self) -> str:
@@ -288,10 +293,14 @@ class ClientSession:
     def _owe(self, request: Undo) -> None:
         """The cache may not have been told that a lease has ended: tell it when it answers again.
 
-        A withdrawal is not owed: it would come between the lease and its next growth.
+        A withdrawal is not owed: it would come between the lease and its next growth. An offer that may stand ends its
+        lease when it expires, so the client gives that lease up.
         """
         if isinstance(request, WithdrawRequest):
             return
+        if isinstance(request, TakeBackRequest):
+            self._writers.give_up(request.lease_id)
+            request = AbortRequest(lease_id=request.lease_id)
         if self._ready and not self._closed:
             self._owed[request.lease_id] = request
 

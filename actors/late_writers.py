@@ -41,6 +41,12 @@ class LateWriters:
         """The leases that somebody holds, as far as known."""
         return {lease.lease_id for each in self._leases.copy() if (lease := each()) is not None and lease.may_write}
 
+    def give_up(self, lease_id: str) -> None:
+        """End the handle of a lease: the cache may end the lease at any time."""
+        for each in self._leases.copy():
+            if (lease := each()) is not None and lease.lease_id == lease_id:
+                lease.end()
+
     def any_of(self, transport: Transport) -> bool:
         """Whether somebody may be writing mapped memory through a lease of that lost session, not knowing."""
         return any(pool.mapped for pool in self.pools) and any(

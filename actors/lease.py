@@ -85,17 +85,29 @@ class Lease:
 
     @property
     def slots(self) -> torch.Tensor:
-        """The slot of each token, int64 on the CPU: [0, published_len) the tree's, the rest private.
+        """The slot of each token, int64 on the CPU: [0, published_len) the tree's, the rest private. A copy.
 
         Raises:
             CacheUnavailable: the last insert was not answered, so that some may be others by now: insert again.
         """
         self._check_no_doubt()
-        return self._held.all()
+        return self._held.all().clone()
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """The page of each `page_size` tokens, for block tables: int64 on the CPU, the last one perhaps part-filled.
+
+        `slots[i] == pages[i // page_size] * page_size + i % page_size`, for every kind. A copy.
+
+        Raises:
+            CacheUnavailable: as for `slots`.
+        """
+        self._check_no_doubt()
+        return self._held.pages(self.client.config.page_size)
 
     @property
     def swa_slots(self) -> torch.Tensor:
-        """The window slot of each token, int64 on the CPU, 0 where the lease does not hold its window KV.
+        """The window slot of each token, int64 on the CPU, 0 where the lease does not hold its window KV. A copy.
 
         As long as `slots`; for the tensors of sliding-window layers.
 
@@ -108,7 +120,7 @@ class Lease:
             raise InvalidRequest("this cache has no sliding window")
         if self._window_unanswered > self._held.window_told:
             raise CacheUnavailable(f"a release_window of lease {self.lease_id!r} was not answered: release it again")
-        return self._held.of_window()
+        return self._held.of_window().clone()
 
     def __len__(self) -> int:
         """How many tokens the lease covers."""
@@ -152,15 +164,37 @@ class Lease:
         """
         return await self.client.extend(self, num_tokens, timeout_s=timeout_s)
 
-    async def grant(self) -> LeaseGrant:
-        """Hand the lease over: whoever adopts the grant owns it from then on, in whatever process. This object ends.
+    async def grant(self, *, timeout_s: float | None = None) -> LeaseGrant:
+        """Offer the lease to another client, which owns it once it has adopted the grant. This object ends.
 
-        A grant is good once. Until it is adopted the lease ends with this client's session.
+        A grant is good once. If it is not adopted in time, or `client.revoke(grant)` is called, the lease ends: its
+        private slots are freed, published pages stay. Until then it also ends with this client's session. If the caller
+        is cancelled, the lease is as before; if the cache does not answer, the lease is given up.
+
+        Args:
+            timeout_s: how long the grant is good, in seconds by the cache's clock; None:
+                `LeaseConfig.grant_timeout_s`.
 
         Raises:
             UnknownLease: the lease has ended.
+            InvalidRequest: `timeout_s` must be a positive, finite number.
         """
-        return await self.client.grant(self)
+        return await self.client.grant(self, timeout_s=timeout_s)
+
+    async def preempt(self, tokens: Any, *, publish_state: bool = False) -> None:
+        """Publish the whole pages of `tokens` and end the lease, so that other requests find room.
+
+        A later `acquire` of the same tokens takes up the pages that were not evicted in between.
+
+        Args:
+            tokens: all ids whose KV is computed, as for `insert`; none if no KV was computed yet.
+            publish_state: as for `insert`.
+
+        Raises:
+            InvalidRequest: as for `insert`; the lease is as before.
+            UnknownLease: the lease has ended.
+        """
+        await self.client.preempt(self, tokens, publish_state=publish_state)
 
     async def release(self) -> None:
         """End the lease: private slots are freed, what was inserted stays. No effect on one that has ended."""

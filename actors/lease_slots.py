@@ -70,10 +70,18 @@ class LeaseSlots:
         return bool(self._window) or not self.num_slots
 
     def all(self) -> torch.Tensor:
-        """The slot of each token, int64 on the CPU."""
+        """The slot of each token, int64 on the CPU. Kept: callers must not change it."""
         if self._expanded is None:
             self._expanded = self._expand(self.starts, self.num_slots)
         return self._expanded
+
+    def pages(self, page_size: int) -> torch.Tensor:
+        """The page of each `page_size` tokens, int64 on the CPU; runs are whole pages."""
+        import torch
+
+        num_pages = -(-self.num_slots // page_size)
+        firsts = self.starts[:, None] // page_size + np.arange(self._run_len // page_size)
+        return torch.from_numpy(firsts.reshape(-1)[:num_pages])
 
     def last(self, num_tokens: int) -> torch.Tensor:
         """The slots of the last tokens alone, in O(num_tokens)."""

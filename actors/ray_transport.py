@@ -46,6 +46,7 @@ from raydix.schemas import (
     SessionRef,
     SessionResponse,
     StaleEpoch,
+    TakeBackRequest,
     TokenIds,
     WaitRequest,
     WithdrawRequest,
@@ -59,7 +60,7 @@ MAX_BATCH_REQUESTS = 512
 MAX_BATCH_BYTES = 2**20  # of token ids; with the request that exceeds it a batch is full: more only takes more memory
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384
-_ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, WithdrawRequest)  # what ends or gives up
+_ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, TakeBackRequest, WithdrawRequest)  # what ends or gives up
 _ANSWER_S = 5.0  # a heartbeat is given up after so long
 _CLOSE_S = 30.0  # and so is the end of a session
 

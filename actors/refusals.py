@@ -21,7 +21,7 @@ class Refusals:
         self._core = core
         self._owners = owners
 
-    def of(self, shortage: OutOfSlotsError, extra_key: str | None) -> PoolExhausted:
+    def of(self, shortage: OutOfSlotsError, extra_key: str | None, deadlocked: bool = False) -> PoolExhausted:
         """The refusal of a request of that namespace that found, or still finds, too little room.
 
         O(owners), and at times O(leases) where one has come, gone or grown since the last refusal.
@@ -39,4 +39,5 @@ class Refusals:
             self._owners.largest(_NUM_OWNERS, tenant),
             tenant,
             sizes.kept,
+            deadlocked,
         )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.admission import Admission
 from raydix.actors.error_map import to_cache_error
+from raydix.actors.lease_offers import LeaseOffers
 from raydix.actors.refusals import Refusals
 from raydix.actors.tree_answer import tree_answer
 from raydix.actors.waiting_line import WaitingLine
@@ -46,6 +47,9 @@ from raydix.schemas import (
     ResetRequest,
     RetireRequest,
     RetireResponse,
+    RevokeRequest,
+    RevokeResponse,
+    TakeBackRequest,
     TokenIds,
     TreeRequest,
     TreeResponse,
@@ -72,15 +76,24 @@ class RequestHandlers:
         core: the cache.
         line: where those wait who find no room.
         refusals: what those are told who find none.
+        offers: leases that were granted and not adopted yet.
         acquire_timeout_s: how long they wait unless they say otherwise.
     """
 
-    def __init__(self, core: LeasedCache, line: WaitingLine, refusals: Refusals, acquire_timeout_s: float) -> None:
+    def __init__(
+        self,
+        core: LeasedCache,
+        line: WaitingLine,
+        refusals: Refusals,
+        offers: LeaseOffers,
+        acquire_timeout_s: float,
+    ) -> None:
         self.core = core
         self.line = line
         self.draining = False
         self.admission = Admission(core, line, refusals, acquire_timeout_s)
         self._refusals = refusals
+        self._offers = offers
         self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
             MatchRequest: self._match,
             LockRequest: self._lock,
@@ -93,6 +106,8 @@ class RequestHandlers:
             AbortRequest: self._release,
             GrantRequest: self._grant,
             AdoptRequest: self._adopt,
+            RevokeRequest: self._revoke,
+            TakeBackRequest: self._take_back,
             EvictRequest: self._evict,
             ResetRequest: self._reset,
             RetireRequest: self._retire,
@@ -199,10 +214,17 @@ class RequestHandlers:
         return Ack()
 
     def _grant(self, session_id: str, request: GrantRequest) -> LeaseResponse:
-        return self._granted(self.core.offer(request.lease_id, session_id))
+        return self._granted(self._offers.offer(request.lease_id, session_id, request.offer_id, request.timeout_s))
+
+    def _revoke(self, session_id: str, request: RevokeRequest) -> RevokeResponse:
+        return RevokeResponse(ended=self._offers.revoke(request.lease_id, session_id, request.offer_id))
+
+    def _take_back(self, session_id: str, request: TakeBackRequest) -> Ack:
+        self.core.take_back(request.lease_id, session_id, request.offer_id)
+        return Ack()
 
     def _adopt(self, session_id: str, request: AdoptRequest) -> AdoptResponse:
-        lease = self.core.adopt(request.lease_id, request.granter, session_id)
+        lease = self._offers.adopt(request.lease_id, request.granter, session_id, request.offer_id)
         return AdoptResponse(
             lease=self._granted(lease),
             tokens=TokenIds(lease.key.data, lease.key.width),

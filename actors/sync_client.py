@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from raydix.actors.lease import Lease
 from raydix.actors.loop_thread import LoopThread
+from raydix.actors.pending_lease import PendingLease
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import CacheConfig, InvalidRequest, KVEventBatch, LeaseGrant
 
@@ -35,13 +36,13 @@ def _plain(
 
 
 def _leasing(
-    verb: Callable[Concatenate[CacheVerbs, P], Coroutine[Any, Any, Lease]],
+    verb: Callable[Concatenate[Any, P], PendingLease],
 ) -> Callable[Concatenate[SyncClient, P], SyncLease]:
     name = verb.__name__
 
     @wraps(verb)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> SyncLease:
-        now: Callable[P, Coroutine[Any, Any, Lease]] = getattr(self.client, name)
+        now: Callable[P, PendingLease] = getattr(self.client, name)
         return SyncLease(self, self.run(now(*args, **kwargs), undo=Lease.abort))
 
     return call
@@ -100,6 +101,7 @@ class SyncClient:
     acquire = _leasing(CacheVerbs.acquire)
     lock = _leasing(CacheVerbs.lock)
     adopt = _leasing(CacheVerbs.adopt)
+    revoke = _plain(CacheVerbs.revoke)
     evict = _plain(CacheVerbs.evict)
     reset = _plain(CacheVerbs.reset)
     retire = _plain(CacheVerbs.retire)
@@ -166,18 +168,24 @@ class SyncLease:
 
     insert = _of_lease(Lease.insert)
     extend = _of_lease(Lease.extend)
+    preempt = _of_lease(Lease.preempt)
     release_window = _of_lease(Lease.release_window)
     release = _ending(Lease.release)
     abort = _ending(Lease.abort)
 
-    def grant(self) -> LeaseGrant:
-        """`Lease.grant`."""
-        return self.owner.run(self.lease.grant())
+    def grant(self, *, timeout_s: float | None = None) -> LeaseGrant:
+        """`Lease.grant`. If it is interrupted, the lease is as before, or has ended."""
+        return self.owner.run(self.lease.grant(timeout_s=timeout_s), undo=self.owner.client.revoke)
 
     @property
     def slots(self) -> torch.Tensor:
         """`Lease.slots`."""
         return self.lease.slots
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """`Lease.pages`."""
+        return self.lease.pages
 
     @property
     def swa_slots(self) -> torch.Tensor:

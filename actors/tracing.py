@@ -12,10 +12,12 @@ from importlib import import_module
 from typing import Any
 
 from raydix.actors.lease import Lease
+from raydix.actors.pending_lease import pending
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import InsertResponse, MatchResponse
 
 VERBS = ("match", "lock", "acquire", "insert", "extend", "release", "abort")
+_LEASING = ("lock", "acquire")  # their results can be entered, too
 
 Attributes = dict[str, str | int]
 Verb = Callable[..., Awaitable[Any]]
@@ -63,7 +65,7 @@ def _traced(name: str, verb: Verb, tracer: Any) -> Verb:
             span.set_attributes(_told_by(answer))
             return answer
 
-    return traced
+    return pending(traced) if name in _LEASING else traced
 
 
 def _told_by(what: Any) -> Attributes:

@@ -13,6 +13,7 @@ from raydix.actors.call_arguments import namespace_from, positive, tokens_from
 from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.handover_verbs import HandoverVerbs
 from raydix.actors.lease import Lease, not_mine
+from raydix.actors.pending_lease import pending
 from raydix.actors.typed_messages import build, expect, made
 from raydix.schemas import (
     AbortRequest,
@@ -70,6 +71,7 @@ class CacheVerbs(HandoverVerbs):
                 self._sync = self._sync or SyncClient(self)
         return self._sync
 
+    @pending
     async def lock(
         self,
         tokens: Any,
@@ -95,6 +97,7 @@ class CacheVerbs(HandoverVerbs):
         )
         return await self._lease(request)
 
+    @pending
     async def acquire(
         self,
         tokens: Any,
@@ -138,6 +141,14 @@ class CacheVerbs(HandoverVerbs):
         unseen, asked = lease.unseen(packed), lease.ask()
         request = made(InsertRequest.of, lease.lease_id, len(packed), unseen, release, publish_state, asked[0])
         return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, release, asked))
+
+    async def preempt(self, lease: Lease, tokens: Any, *, publish_state: bool = False) -> None:
+        """`Lease.preempt`."""
+        if hasattr(tokens, "__len__") and not len(tokens):
+            await self._check_mine(lease)
+            await self.release(lease)
+        else:
+            await self.insert(lease, tokens, release=True, publish_state=publish_state)
 
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """`Lease.extend`."""

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import NamedTuple
 
 from raydix.cache_core import OutOfSlotsError
@@ -77,6 +77,14 @@ class WaitingLine:
             elif waiter.place.tenant not in at_cap:
                 return False
         return True
+
+    def growing(self) -> list[Waiter]:
+        """Return the requests of running leases that grow, in order: they come before all others."""
+        return list(takewhile(lambda waiter: waiter.place.urgent, self._line))
+
+    def refuse(self, waiter: Waiter, error: CacheError) -> None:
+        """Take a request out of line; its outcome is `error`."""
+        self._settle(waiter, error)
 
     def join(
         self,

@@ -150,6 +150,15 @@ class CacheFacts(ABC):
         """Slots that a lease covers, with those it shares."""
         return len(lease.starts) * self.page_size
 
+    def holds(self, lease: LeaseRecord, pool: str) -> bool:
+        """Whether a lease holds anything of the pool that an `OutOfSlotsError` names, shared or by itself."""
+        match pool:
+            case "window slots":
+                return bool(self.swa_starts(lease).any())
+            case "states":
+                return lease.state_slot is not None
+        return len(lease.starts) > 0
+
     @abstractmethod
     def published_len(self, lease: LeaseRecord) -> int:
         """Leading tokens of a lease that others may read; whole pages."""

@@ -28,12 +28,15 @@ class EndedLeases:
         """Raise if that lease of that session is remembered as ended.
 
         Raises:
-            ExpiredLeaseError: its owner was silent for too long.
+            ExpiredLeaseError: its owner was silent for too long, or its grant was not adopted in time.
             UnknownLeaseError: it was released or aborted, or handed over.
         """
         expired = self._expired.get((session_id, lease_id))
         if expired:
-            raise ExpiredLeaseError(f"lease {lease_id!r} expired: its client was silent for too long, or died")
+            raise ExpiredLeaseError(
+                f"lease {lease_id!r} expired: its client was silent for too long or died, or its grant was "
+                "not adopted in time"
+            )
         if expired is not None:
             raise UnknownLeaseError(f"lease {lease_id!r} has ended")
 

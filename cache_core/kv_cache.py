@@ -86,7 +86,9 @@ class KVCache(KVLedger):
         """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        return self._grant(lease_id, session_id, key, None, None, 0, index(priority))
+        lease = self._grant(lease_id, session_id, key, None, None, 0, index(priority))
+        lease.only_locks = True
+        return lease
 
     def _grant(
         self,
@@ -143,6 +145,7 @@ class KVCache(KVLedger):
         lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
         if num_tokens < 0:
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
+        lease.only_locks = False
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
         self.room.check_capacity(num_pages)
         if self.swa_allocator is not None and self.room.exceeds_window(num_pages):

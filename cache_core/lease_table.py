@@ -30,7 +30,8 @@ class LeaseRecord:
         "node",
         "num_published_pages",
         "num_slots",
-        "offered",
+        "offer_id",
+        "only_locks",
         "prefix_len",
         "priority",
         "receipt",
@@ -71,7 +72,8 @@ class LeaseRecord:
         self.retired = False  # its namespace was retired since it was granted: it publishes no more
         self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
         self.state_slot: int | None = None  # its own recurrent state
-        self.offered = False  # its session has offered it to another
+        self.offer_id = ""  # of the offer by which another session may adopt it; "": there is none
+        self.only_locks = False  # it was made by `lock`, and no extend has been tried
 
     @property
     def private_starts(self) -> Starts:
@@ -111,6 +113,7 @@ class LeaseTable:
 
     def __init__(self, remembered: int = 0) -> None:
         self.ended = EndedLeases(remembered)
+        self.offers: dict[str, float] = {}  # by id of an offered lease, when the offer expires
         self.num_changes = 0  # of who has leases, and how many slots they cover
         self._leases: dict[str, LeaseRecord] = {}
         self._by_session: dict[str, dict[str, None]] = {}
@@ -164,6 +167,8 @@ class LeaseTable:
     def remove(self, lease: LeaseRecord, expired: bool = False) -> None:
         """Close a lease."""
         self.num_changes += 1
+        if lease.offer_id:
+            self.end_offer(lease)
         del self._leases[lease.lease_id]
         self._leave_session(lease)
         self.ended.add(lease.session_id, lease.lease_id, expired)
@@ -175,6 +180,30 @@ class LeaseTable:
         self.ended.add(lease.session_id, lease.lease_id)
         lease.session_id = session_id
         self._by_session.setdefault(session_id, {})[lease.lease_id] = None
+
+    def offer(self, lease: LeaseRecord, offer_id: str, expires_at: float) -> None:
+        """Let another session adopt a lease until a time. A later offer of the lease replaces an earlier one."""
+        lease.offer_id = offer_id
+        self.offers[lease.lease_id] = expires_at
+
+    def end_offer(self, lease: LeaseRecord) -> None:
+        """No session can adopt the lease any more; it stays its session's."""
+        lease.offer_id = ""
+        self.offers.pop(lease.lease_id, None)
+
+    def offered(self, lease_id: str, offer_id: str) -> LeaseRecord | None:
+        """Return the lease of an offer that still stands, or None."""
+        lease = self._leases.get(lease_id)
+        return lease if lease is not None and lease.offer_id == offer_id else None
+
+    def overdue_offers(self, now: float) -> list[LeaseRecord]:
+        """Return the leases whose offer has expired by `now`. O(offers)."""
+        return [self._leases[lease_id] for lease_id, expires_at in self.offers.items() if expires_at <= now]
+
+    def put_off_offers(self, seconds: float) -> None:
+        """Let every offer expire that much later."""
+        for lease_id in self.offers:
+            self.offers[lease_id] += seconds
 
     def note_growth(self) -> None:
         """A lease covers more slots from now on."""

@@ -148,36 +148,73 @@ class LeasedCache(CacheFacts):
         _for_each(leases, self._free_private)
         return num_slots
 
-    def offer(self, lease_id: str, session_id: str) -> LeaseRecord:
-        """Let another session adopt a lease, once."""
-        lease = self.leases.get(lease_id, session_id)
-        lease.offered = True
-        return lease
+    def offer(self, lease_id: str, session_id: str, offer_id: str, expires_at: float) -> LeaseRecord:
+        """Let another session adopt a lease, once, until `expires_at` by the clock of `expire_offers`.
 
-    def adopt(self, lease_id: str, from_session: str, session_id: str) -> LeaseRecord:
-        """Make an offered lease that of another session; what it holds stays as it is.
+        Args:
+            offer_id: unique, not empty; the adopter must name it. A later offer of the lease replaces this one.
 
         Raises:
-            ExpiredLeaseError: it expired with the session that offered it.
+            UnknownLeaseError: no such open lease.
+        """
+        assert offer_id, "an offer needs an id"
+        lease = self.leases.get(lease_id, session_id)
+        self.leases.offer(lease, offer_id, expires_at)
+        return lease
+
+    def adopt(self, lease_id: str, from_session: str, session_id: str, offer_id: str) -> LeaseRecord:
+        """Make an offered lease that of another session; its slots and locks stay as they are.
+
+        Raises:
+            ExpiredLeaseError: its offer expired, or it expired with the session that offered it.
             UnknownLeaseError: it has ended, was adopted already, or was not offered by that session.
         """
         lease = self.leases.get(lease_id, from_session)
-        if not lease.offered:
+        if not offer_id or lease.offer_id != offer_id:
             raise UnknownLeaseError(f"lease {lease_id!r} is not offered to anyone: a grant is good once")
-        lease.offered = False
+        self.leases.end_offer(lease)
         if session_id != from_session:
             self.leases.move(lease, session_id)
         return lease
+
+    def take_back(self, lease_id: str, session_id: str, offer_id: str) -> None:
+        """End an offer without ending its lease. No effect if the offer has ended or is another session's."""
+        lease = self.leases.offered(lease_id, offer_id)
+        if lease is not None and lease.session_id == session_id:
+            self.leases.end_offer(lease)
+
+    def revoke(self, lease_id: str, session_id: str, offer_id: str) -> bool:
+        """End an offered lease as `release` does; False if the offer has been adopted, or has ended.
+
+        Raises:
+            UnknownLeaseError: another session offers it.
+        """
+        lease = self.leases.offered(lease_id, offer_id) if offer_id else None
+        if lease is None:
+            return False
+        if lease.session_id != session_id:
+            raise UnknownLeaseError(f"lease {lease_id!r} belongs to another session")
+        self._end(lease)
+        return True
+
+    def expire_offers(self, now: float) -> int:
+        """End every lease whose offer was not adopted in time; returns how many. O(offers).
+
+        Its private slots are free: the granter gave up writing them, and no session has adopted them.
+        """
+        overdue = self.leases.overdue_offers(now)
+        _for_each(overdue, partial(self._end, expired=True))
+        return len(overdue)
 
     def _end_all(self, session_id: str, vanished: bool = False) -> int:
         leases = self.leases.of_session(session_id)
         _for_each(leases, partial(self._end, vanished=vanished))
         return len(leases)
 
-    def _end(self, lease: LeaseRecord, vanished: bool = False) -> None:
+    def _end(self, lease: LeaseRecord, vanished: bool = False, expired: bool = False) -> None:
         for watch in self.watches:
             watch.ended(lease)
-        self.leases.remove(lease, expired=vanished)
+        self.leases.remove(lease, expired=vanished or expired)
         try:
             self._give_up_shared(lease)
         finally:  # a pool may refuse what was retired

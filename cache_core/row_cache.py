@@ -155,7 +155,9 @@ class RowCache(LeasedCache):
         """
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        return self._grant(lease_id, session_id, key, None, None, index(priority))
+        lease = self._grant(lease_id, session_id, key, None, None, index(priority))
+        lease.only_locks = True
+        return lease
 
     def _grant(
         self,
@@ -193,6 +195,7 @@ class RowCache(LeasedCache):
         lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
         if num_tokens < 0:
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
+        lease.only_locks = False
         self._check_fits(lease.num_slots + num_tokens)
         lease.num_slots += num_tokens
         return NO_STARTS

@@ -89,6 +89,12 @@ class LeaseConfig(_Config):
     acquire_timeout_s: float = Field(
         default=30.0, ge=0, allow_inf_nan=False, description="how long an acquire waits for room by default"
     )
+    grant_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="a granted lease that is not adopted for so long ends, unless `grant` names another time",
+    )
     session_ttl_s: float = Field(
         default=30.0, gt=0, allow_inf_nan=False, description="a client silent for so long has vanished"
     )

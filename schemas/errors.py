@@ -38,6 +38,8 @@ class PoolExhausted(CacheError):
     first. `kept_slots` is what no lease holds, but other tenants' floors keep. Where `tenant` is named, its cap leaves
     no room: then all counts are of its share.
     `can_ever_fit=False` means that the request is larger than the whole pool, or its share: waiting cannot help.
+    `deadlocked=True` means that every lease which holds slots of the pool, or of the share, waits in `extend`, so that
+    none can come free. The cache raises it for the youngest of them: preempt its request, and the others go on.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class PoolExhausted(CacheError):
         owners: tuple[LeaseOwner, ...] = (),
         tenant: str | None = None,
         kept_slots: int = 0,
+        deadlocked: bool = False,
     ) -> None:
         super().__init__(
-            needed, free, evictable, held_slots, open_leases, can_ever_fit, pool, owners, tenant, kept_slots
+            needed, free, evictable, held_slots, open_leases, can_ever_fit, pool, owners, tenant, kept_slots, deadlocked
         )
         self.needed = needed
         self.free = free
@@ -66,14 +69,16 @@ class PoolExhausted(CacheError):
         self.owners = owners
         self.tenant = tenant
         self.kept_slots = kept_slots
+        self.deadlocked = deadlocked
 
     def __str__(self) -> str:
         size = _POOL_SIZES.get(self.pool, "the pool") if self.tenant is None else "its cap_slots"
-        advice = (
-            f"release leases, raise timeout_s, or enlarge {size}"
-            if self.can_ever_fit
-            else f"it can never fit: shorten the request or enlarge {size}"
-        )
+        if self.deadlocked:
+            advice = "every lease that holds some waits for more: preempt this request, or release others"
+        elif self.can_ever_fit:
+            advice = f"release leases, raise timeout_s, or enlarge {size}"
+        else:
+            advice = f"it can never fit: shorten the request or enlarge {size}"
         share = "" if self.tenant is None else f" of the share of tenant {self.tenant!r}"
         kept = f"; {self.kept_slots} kept for other tenants" if self.kept_slots else ""
         most = f": {', '.join(map(str, self.owners))}" if self.owners else ""

@@ -8,9 +8,10 @@ from raydix.schemas.message import Message
 
 
 class LeaseGrant(Message):
-    """What `lease.grant()` gives and `client.adopt(grant)` takes, in whatever process: good once.
+    """An offer of a lease: `lease.grant()` makes it, `client.adopt(grant)` takes it in any process, once.
 
-    Until it is adopted the lease is its granter's, and ends with the granter's session.
+    Until it is adopted the lease is its granter's: it ends with the granter's session, when the offer expires, and by
+    `client.revoke(grant)`.
     """
 
     lease_id: str
@@ -19,3 +20,4 @@ class LeaseGrant(Message):
     prefix_len: int = Field(description="leading tokens whose KV was there when it was acquired")
     published_len: int = Field(description="leading tokens in the tree")
     num_slots: int = Field(description="tokens that the lease covers")
+    offer_id: str = Field(description="names this offer of the lease")

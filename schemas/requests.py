@@ -23,6 +23,7 @@ def _not_empty(tokens: TokenIds) -> TokenIds:
 Tokens = Annotated[TokenIds, AfterValidator(_not_empty)]
 MAX_LEASE_ID = 128  # characters
 LeaseId = Annotated[str, Field(min_length=1, max_length=MAX_LEASE_ID)]
+OfferId = Annotated[LeaseId, Field(description="unique among the offers of all sessions")]
 
 
 MAX_OWNER = 256  # characters
@@ -232,9 +233,27 @@ class AbortRequest(Message):
 
 
 class GrantRequest(Message):
-    """Offer a lease to another session. It stays this session's until it is adopted."""
+    """Offer a lease to another session. It stays this session's until it is adopted, and ends if it is not in time."""
 
     lease_id: LeaseId
+    offer_id: OfferId
+    timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=None, description="how long the offer stands; None: as configured"
+    )
+
+
+class RevokeRequest(Message):
+    """End a lease that this session offers, unless it was adopted or has ended."""
+
+    lease_id: LeaseId
+    offer_id: OfferId
+
+
+class TakeBackRequest(Message):
+    """End an offer of this session, not its lease. No effect on an offer that has ended."""
+
+    lease_id: LeaseId
+    offer_id: OfferId
 
 
 class AdoptRequest(Message):
@@ -243,6 +262,7 @@ class AdoptRequest(Message):
     lease_id: LeaseId
     granter: LeaseId = Field(description="the session that offers it")
     granted_epoch: str = Field(description="the life of the cache in which it was offered")
+    offer_id: OfferId
 
 
 class EvictRequest(Message):

@@ -75,6 +75,12 @@ class AdoptResponse(Answer):
     published_len: int = Field(description="leading tokens that are in the tree")
 
 
+class RevokeResponse(Answer):
+    """Whether a lease that was offered has ended by this request."""
+
+    ended: bool = Field(description="False: it was adopted, revoked or expired before")
+
+
 class WaitingResponse(Answer):
     """There is no room now; the request stands in line. A `WaitRequest` with its ticket brings the outcome."""
 

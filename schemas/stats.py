@@ -88,6 +88,12 @@ class CacheStats(Message):
     tokens_duplicate: int = Field(description="tokens computed twice: their slots were freed on insert")
     tokens_evicted: int = Field(description="by the task, by callers in need and by evict()")
     exhausted: int = Field(description="acquires and extends refused for want of room")
+    deadlocks: int = Field(
+        default=0, description="extends refused because all leases of the pool, or of a share, wait in extend"
+    )
+    grants_expired: int = Field(
+        default=0, description="granted leases that ended because they were not adopted in time"
+    )
     probes: int
     batches: int
     requests: int = Field(description="requests carried by those batches")

@@ -44,7 +44,7 @@ LATE: dict[str, Callable[[str], Message]] = {  # messages that name a lease
     "insert": lambda lease_id: InsertRequest(lease_id=lease_id, num_tokens=3, suffix=TokenIds.pack([])),
     "extend": lambda lease_id: ExtendRequest(lease_id=lease_id, num_slots=4, known_pages=0),
     "window": lambda lease_id: ReleaseWindowRequest(lease_id=lease_id, up_to=1),
-    "grant": lambda lease_id: GrantRequest(lease_id=lease_id),
+    "grant": lambda lease_id: GrantRequest(lease_id=lease_id, offer_id="o"),
     "acquire": lambda lease_id: AcquireRequest(lease_id=lease_id, tokens=IDS),
     "lock": lambda lease_id: LockRequest(lease_id=lease_id, tokens=IDS),
     "release": lambda lease_id: ReleaseRequest(lease_id=lease_id),

@@ -35,7 +35,9 @@ from raydix.schemas import (
     ReleaseRequest,
     ReleaseWindowRequest,
     RetireRequest,
+    RevokeRequest,
     StaleEpoch,
+    TakeBackRequest,
     TokenIds,
     UnknownLease,
     WithdrawRequest,
@@ -66,8 +68,10 @@ WHOLE: dict[type[Message], dict[str, Any]] = {  # a right request of each verb; 
     WithdrawRequest: {"lease_id": "held"},
     ReleaseRequest: {"lease_id": "held"},
     AbortRequest: {"lease_id": "held"},
-    GrantRequest: {"lease_id": "held"},
-    AdoptRequest: {"lease_id": "held", "granter": "me", "granted_epoch": "now"},
+    GrantRequest: {"lease_id": "held", "offer_id": "o", "timeout_s": None},
+    RevokeRequest: {"lease_id": "held", "offer_id": "o"},
+    TakeBackRequest: {"lease_id": "held", "offer_id": "o"},
+    AdoptRequest: {"lease_id": "held", "granter": "me", "granted_epoch": "now", "offer_id": "o"},
     EvictRequest: {"num_tokens": 1},
     RetireRequest: {"extra_key": None, "lora_id": "x", "cache_salt": None},
 }
@@ -144,6 +148,11 @@ BAD_REQUESTS: list[Row] = [
     (AdoptRequest, {"granter": ""}, InvalidRequest, "granter: .*at least 1"),
     (AdoptRequest, {"granted_epoch": "before"}, StaleEpoch, "drop its leases"),
     (AdoptRequest, {"granted_epoch": None}, InvalidRequest, "granted_epoch: .*string"),
+    (AdoptRequest, {"offer_id": ""}, InvalidRequest, "offer_id: .*at least 1"),
+    (GrantRequest, {"offer_id": 7}, InvalidRequest, "offer_id: .*string"),
+    (GrantRequest, {"timeout_s": 0}, InvalidRequest, "timeout_s: .*greater than 0"),
+    (RevokeRequest, {"offer_id": None}, InvalidRequest, "offer_id: .*string"),
+    (TakeBackRequest, {"lease_id": ""}, InvalidRequest, "lease_id: .*at least 1"),
 ]
 
 
@@ -187,7 +196,7 @@ FORGED: dict[str, Callable[[str], Message]] = {
     "insert": lambda lease_id: InsertRequest(lease_id=lease_id, num_tokens=3, suffix=NO_IDS),
     "extend": lambda lease_id: ExtendRequest(lease_id=lease_id, num_slots=4, known_pages=3),
     "window": lambda lease_id: ReleaseWindowRequest(lease_id=lease_id, up_to=1),
-    "grant": lambda lease_id: GrantRequest(lease_id=lease_id),
+    "grant": lambda lease_id: GrantRequest(lease_id=lease_id, offer_id="o"),
     "release": lambda lease_id: ReleaseRequest(lease_id=lease_id),
     "abort": lambda lease_id: AbortRequest(lease_id=lease_id),
     "acquire": lambda lease_id: AcquireRequest(lease_id=lease_id, tokens=IDS),

@@ -439,8 +439,8 @@ async def test_an_adoption_that_comes_after_its_client_gave_it_up_has_no_effect_
 ) -> None:
     service.open_session(OpenSession(session_id="granter", owner="test"))
     lease = AcquireRequest(lease_id="l", tokens=TokenIds.pack([1, 2]))
-    service.execute("granter", "e", (lease, GrantRequest(lease_id="l")))
-    adoption = AdoptRequest(lease_id="l", granter="granter", granted_epoch="e")
+    service.execute("granter", "e", (lease, GrantRequest(lease_id="l", offer_id="o")))
+    adoption = AdoptRequest(lease_id="l", granter="granter", granted_epoch="e", offer_id="o")
 
     given_up = await service.execute_in_turn(batch(service, 2, 0, AbortRequest(lease_id="l")))
     late = await service.execute_in_turn(batch(service, 1, 0, PROBE, adoption, LOOK))

@@ -8,7 +8,7 @@ import pickle
 import pytest
 from cache_under_test import CacheUnderTest, Pages
 
-from raydix.schemas import InvalidRequest, LeaseGrant, UnknownLease
+from raydix.schemas import InvalidRequest, LeaseExpired, LeaseGrant, UnknownLease
 
 
 async def test_an_adopted_lease_goes_on_where_it_was(cache: CacheUnderTest) -> None:
@@ -108,6 +108,7 @@ async def test_what_is_no_grant_cannot_be_adopted(cache1: CacheUnderTest) -> Non
         prefix_len=0,
         published_len=0,
         num_slots=2,
+        offer_id="forged",
     )
 
     with pytest.raises(InvalidRequest, match="a grant is what"):
@@ -138,6 +139,145 @@ async def test_what_was_on_its_way_when_a_lease_was_granted_takes_effect(cache1:
 
     assert adopted.published_len == 2
     assert (await adopted.insert([1, 2, 3])).num_inserted == 1
+
+
+# ---------------------------------------------------------------- grants that are not adopted
+
+
+async def test_a_grant_that_is_not_adopted_in_time_ends_its_lease(cache: CacheUnderTest) -> None:
+    worker = cache.another_client()
+    before = (await cache.client.stats()).grants_expired
+    lease = await cache.client.acquire(cache.tokens(1, 2, 3))
+    await cache.insert(lease, 1)
+
+    grant = await lease.grant(timeout_s=0.05)
+    stats = await cache.until(lambda stats: stats.open_leases == 0)
+
+    assert stats.private_slots == 0
+    assert stats.grants_expired == before + 1
+    assert await cache.matched(1) == cache.reusable(1)
+    with pytest.raises(LeaseExpired, match="not adopted in time"):
+        await worker.adopt(grant)
+    assert not await cache.client.revoke(grant)
+
+
+async def test_an_adopted_lease_outlives_the_time_of_its_grant(cache1: CacheUnderTest) -> None:
+    adopted = await cache1.another_client().adopt(await (await cache1.client.acquire([1, 2])).grant(timeout_s=0.2))
+    expired = await (await cache1.client.acquire([3, 4])).grant(timeout_s=0.2)
+
+    await cache1.until(lambda stats: stats.open_leases == 1)
+
+    assert (await adopted.insert([1, 2])).num_inserted == 2
+    assert not await cache1.client.revoke(expired)
+
+
+async def test_those_in_line_are_served_when_a_grant_runs_out(cache1: CacheUnderTest) -> None:
+    await (await cache1.client.acquire([1] * 8)).grant(timeout_s=0.05)
+
+    lease = await cache1.client.acquire([2] * 8, timeout_s=60)
+
+    assert len(lease) == 8
+
+
+async def test_a_revoked_grant_ends_its_lease_at_once(cache: CacheUnderTest) -> None:
+    lease = await cache.client.acquire(cache.tokens(1, 2))
+    await cache.insert(lease, 1)
+    grant = await lease.grant()
+
+    assert await cache.client.revoke(grant)
+
+    pages = await cache.pages()
+    assert (pages.private, pages.leases) == (0, 0)
+    with pytest.raises(UnknownLease, match="has ended"):
+        await cache.another_client().adopt(grant)
+    assert not await cache.client.revoke(grant)
+
+
+async def test_an_adopted_grant_is_not_revoked(cache1: CacheUnderTest) -> None:
+    worker = cache1.another_client()
+    grant = await (await cache1.client.acquire([1, 2])).grant()
+    adopted = await worker.adopt(grant)
+
+    assert not await cache1.client.revoke(grant)
+    with pytest.raises(UnknownLease, match="granted by another client"):
+        await worker.revoke(grant)
+
+    assert (await adopted.insert([1, 2])).num_inserted == 2
+
+
+@pytest.mark.parametrize("first", ["revoke", "adopt"])
+async def test_of_a_revocation_and_an_adoption_at_once_one_takes_effect(cache1: CacheUnderTest, first: str) -> None:
+    worker = cache1.another_client()
+    await worker.open()
+    grant = await (await cache1.client.acquire([1, 2])).grant()
+
+    both = [cache1.client.revoke(grant), worker.adopt(grant)]
+    if first == "adopt":
+        both.reverse()
+    outcomes = await asyncio.gather(*both, return_exceptions=True)
+    revoked, adopted = outcomes if first == "revoke" else reversed(outcomes)
+
+    if revoked is True:
+        assert isinstance(adopted, UnknownLease)
+        assert await cache1.pages() == Pages(free=8)
+    else:
+        assert revoked is False
+        assert len(adopted) == 2  # type: ignore[arg-type]
+        assert await cache1.pages() == Pages(free=6, private=2, leases=1)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+async def test_a_grant_takes_a_positive_number_of_seconds(cache1: CacheUnderTest, timeout_s: object) -> None:
+    lease = await cache1.client.acquire([1, 2])
+
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        await lease.grant(timeout_s=timeout_s)  # type: ignore[arg-type]
+
+    assert (await lease.insert([1, 2])).num_inserted == 2
+
+
+async def test_only_a_grant_can_be_revoked(cache1: CacheUnderTest) -> None:
+    lease = await cache1.client.acquire([1, 2])
+
+    with pytest.raises(InvalidRequest, match="a grant is what"):
+        await cache1.client.revoke(lease)  # type: ignore[arg-type]
+
+
+async def test_a_cancelled_grant_takes_its_offer_back(cache1: CacheUnderTest) -> None:
+    for ticks in range(30):
+        lease = await cache1.client.acquire([1, 2])
+        task = asyncio.create_task(lease.grant(timeout_s=0.01))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+
+        if task.cancelled():
+            await asyncio.sleep(0.03)  # an offer that stood would end the lease
+            assert len(await lease.extend(1)) == 1, f"cancelled after {ticks} ticks"
+            await lease.release()
+        else:
+            await cache1.client.revoke(task.result())
+
+
+async def test_a_thousand_hand_overs_cancelled_before_their_adoption_leave_nothing(cache1: CacheUnderTest) -> None:
+    scheduler, worker = cache1.another_client(), cache1.another_client()
+
+    async def hand_over(number: int) -> None:
+        async with scheduler.acquire([number], timeout_s=60) as lease:
+            grant = await lease.grant(timeout_s=0.02)
+        await asyncio.Event().wait()  # most are cancelled here, the others before
+        await worker.adopt(grant)
+
+    for first in range(0, 1000, 100):
+        tasks = [asyncio.create_task(hand_over(number)) for number in range(first, first + 100)]
+        await asyncio.wait(tasks, timeout=0.05)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    stats = await cache1.until(lambda stats: stats.open_leases == 0)
+    assert (stats.private_slots, stats.waiters) == (0, 0)
 
 
 # ---------------------------------------------------------------- cancelled at every await

@@ -273,7 +273,7 @@ def test_who_stood_in_line_on_a_loop_that_was_closed_is_in_nobodys_way() -> None
 
 
 def test_every_verb_of_a_client_has_its_plain_twin_with_the_same_parameters() -> None:
-    of_leases = {"insert", "extend", "release", "release_window", "abort", "unlock", "grant", "note_granted"}
+    of_leases = {"insert", "extend", "release", "release_window", "abort", "unlock", "grant", "preempt", "note_granted"}
     verbs = {
         name: verb
         for name, verb in inspect.getmembers(CacheVerbs, inspect.isfunction)

@@ -223,6 +223,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "eviction": {"policy": "slru", "high_watermark": 0.95, "low_watermark": 0.7, "slice_ms": 2.0},
     "leases": {
         "acquire_timeout_s": 1.0,
+        "grant_timeout_s": 7.0,
         "max_waiters": 7,
         "session_ttl_s": 2.0,
         "quarantine_grace_s": 3.0,

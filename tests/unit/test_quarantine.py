@@ -197,9 +197,9 @@ def test_how_a_lease_ended_first_is_what_counts() -> None:
 def test_an_adopted_lease_is_its_adopters_with_all_it_holds(cache: KVCache) -> None:
     lease = cache.acquire("l", "s", key(1, 2, 3, 4))
     cache.insert("l", "s", 2, NO_IDS)
-    cache.offer("l", "s")
+    cache.offer("l", "s", "o", 9.0)
 
-    assert cache.adopt("l", "s", "t") is lease
+    assert cache.adopt("l", "s", "t", "o") is lease
 
     assert count(cache) == (4, 2, 2, 0)
     with pytest.raises(UnknownLeaseError):
@@ -214,25 +214,93 @@ def test_an_adopted_lease_is_its_adopters_with_all_it_holds(cache: KVCache) -> N
 def test_a_grant_is_good_once(cache: KVCache, adopter: str) -> None:
     cache.acquire("l", "s", key(1, 2))
     with pytest.raises(UnknownLeaseError, match="not offered"):
-        cache.adopt("l", "s", adopter)
-    cache.offer("l", "s")
-    cache.adopt("l", "s", adopter)
+        cache.adopt("l", "s", adopter, "o")
+    cache.offer("l", "s", "o", 9.0)
+    cache.adopt("l", "s", adopter, "o")
 
     with pytest.raises(UnknownLeaseError):
-        cache.adopt("l", "s", "u")
+        cache.adopt("l", "s", "u", "o")
     with pytest.raises(UnknownLeaseError):
-        cache.adopt("l", "s", adopter)
+        cache.adopt("l", "s", adopter, "o")
 
 
 def test_a_lease_nobody_adopted_ends_with_its_granters_session(cache: KVCache) -> None:
     cache.acquire("l", "s", key(1, 2))
-    cache.offer("l", "s")
+    cache.offer("l", "s", "o", 9.0)
 
     cache.quarantine_session("s")
 
     assert count(cache) == (6, 0, 0, 2)
     with pytest.raises(ExpiredLeaseError):
-        cache.adopt("l", "s", "t")
+        cache.adopt("l", "s", "t", "o")
+
+
+def test_an_offer_that_runs_out_ends_its_lease_and_frees_its_private_slots(cache: KVCache) -> None:
+    cache.acquire("l", "s", key(1, 2, 3, 4))
+    cache.insert("l", "s", 2, NO_IDS)
+    cache.acquire("m", "s", key(5, 6))
+    cache.offer("l", "s", "o", 9.0)
+
+    assert cache.expire_offers(8.9) == 0
+    assert count(cache) == (2, 4, 2, 0)
+    assert cache.expire_offers(9.0) == 1
+
+    assert count(cache) == (4, 2, 2, 0)
+    with pytest.raises(ExpiredLeaseError):
+        cache.adopt("l", "s", "t", "o")
+    assert cache.expire_offers(99.0) == 0
+    cache.extend("m", "s", 1)
+
+
+def test_an_offer_taken_back_is_not_adopted_and_does_not_run_out(cache: KVCache) -> None:
+    cache.acquire("l", "s", key(1, 2))
+    cache.offer("l", "s", "o", 9.0)
+    cache.take_back("l", "t", "o")  # another session's
+    cache.take_back("l", "s", "p")  # another offer
+
+    cache.take_back("l", "s", "o")
+
+    assert cache.expire_offers(99.0) == 0
+    with pytest.raises(UnknownLeaseError, match="not offered"):
+        cache.adopt("l", "s", "t", "o")
+    cache.extend("l", "s", 1)
+
+
+def test_a_later_offer_replaces_an_earlier_one(cache: KVCache) -> None:
+    cache.acquire("l", "s", key(1, 2))
+    cache.offer("l", "s", "o", 9.0)
+    cache.offer("l", "s", "p", 20.0)
+
+    assert cache.expire_offers(9.0) == 0
+    with pytest.raises(UnknownLeaseError, match="not offered"):
+        cache.adopt("l", "s", "t", "o")
+    assert not cache.revoke("l", "s", "o")
+    cache.adopt("l", "s", "t", "p")
+
+
+def test_only_its_granter_revokes_an_offer_and_only_while_it_stands(cache: KVCache) -> None:
+    cache.acquire("l", "s", key(1, 2))
+    cache.offer("l", "s", "o", 9.0)
+    with pytest.raises(UnknownLeaseError, match="another session"):
+        cache.revoke("l", "t", "o")
+
+    assert cache.revoke("l", "s", "o")
+
+    assert count(cache) == (8, 0, 0, 0)
+    assert not cache.revoke("l", "s", "o")
+    with pytest.raises(UnknownLeaseError, match="has ended"):
+        cache.adopt("l", "s", "t", "o")
+    assert not cache.revoke("never granted", "s", "o")
+
+
+def test_an_adopted_lease_is_neither_revoked_nor_ended_by_its_offer(cache: KVCache) -> None:
+    cache.acquire("l", "s", key(1, 2))
+    cache.offer("l", "s", "o", 9.0)
+    cache.adopt("l", "s", "t", "o")
+
+    assert not cache.revoke("l", "s", "o")
+    assert cache.expire_offers(99.0) == 0
+    cache.extend("l", "t", 1)
 
 
 # ---------------------------------------------------------------- rows
@@ -268,8 +336,8 @@ def test_the_row_of_a_vanished_session_is_withheld_though_what_it_published_can_
 
 def test_ended_leases_of_rows_are_remembered_and_offered_ones_adopted(rows: RowCache) -> None:
     lease = rows.acquire("l", "s", key(1, 2))
-    rows.offer("l", "s")
-    assert rows.adopt("l", "s", "t") is lease
+    rows.offer("l", "s", "o", 9.0)
+    assert rows.adopt("l", "s", "t", "o") is lease
     rows.insert("l", "t", 2, NO_IDS)
     assert rows.published_len(lease) == 2
     rows.release("l", "t")
