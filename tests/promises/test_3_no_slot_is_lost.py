@@ -28,7 +28,7 @@ from raydix.actors.verbs import CacheVerbs
 from raydix.cache_core import KVCache, LeasedCache
 from raydix.schemas import EvictionConfig, LeaseConfig
 
-LEASES = LeaseConfig(session_ttl_s=6, quarantine_grace_s=8, acquire_timeout_s=5, max_waiters=3)
+LEASES = LeaseConfig(session_ttl_s=6, quarantine_grace_s=8, acquire_timeout_s=5, grant_timeout_s=4, max_waiters=3)
 TIGHT_ROWS = replace(slots(4), pool={"num_slots": 3 * 32})  # fewer rows than leases
 KINDS = (radix(1), radix(4), TIGHT_STATES, hybrid(4, 6), TIGHT_ROWS)
 SEEDS = range(100)  # of each kind, each way: 1,000 schedules
