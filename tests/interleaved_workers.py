@@ -98,7 +98,7 @@ class Floor:
             assert window.tolist() == core.swa_starts(record)[: len(known)].tolist(), lease
 
     def check_open(self, lease: Lease) -> None:
-        """A lease that its holder may write, by a session that is open, is open: an offer taken back does not end it."""
+        """A lease that its holder may write is open while its session is: an offer taken back does not end it."""
         service = self.cache._host.service
         if self.door is self.cache and lease.may_write and lease.transport.session_id in service.sessions:
             assert service.core.leases.find(lease.lease_id, lease.transport.session_id) is not None, lease

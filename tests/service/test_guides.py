@@ -21,7 +21,15 @@ NOT_RUN = {  # first word of a command, and why no test runs it
     "ray": "the tests have a cluster of their own",
 }
 PRINTED = {  # what a guide's comments promise of its output
-    "worker.md": ["french: 0 of 40", "french: 32 of 40", "latin: 0 of 40", "\n64\n", "\n64\n"],
+    "worker.md": [
+        "french: 0 of 40",
+        "french: 32 of 40",
+        "latin: 0 of 40",
+        "\n64\n",
+        "8 requests finished, preemptions > 0 = True",
+        "\n64\n",
+        "the worker holds 3 slots\nTrue\nLeaseExpired\n64\n",
+    ],
     "size.md": ["2048 bytes a token, 128 MiB"],
     "deploy.md": ["True\n"],
     "README.md": ["0 of 100 tokens", "96 of 100 tokens", "what follows was never stored"],
