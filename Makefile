@@ -1,5 +1,4 @@
 # Everything runs in .venv, made once from pyproject.toml and constraints.txt.
-# Tests that replay a trace read RAYDIX_TRACE (a file in the Mooncake format) from the environment.
 # ARGS reaches the program that a target runs, as in `make test ARGS="-k evict -x"`.
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,7 +9,7 @@ STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-core test-long bench lint clean
+.PHONY: help venv demo test test-core test-long test-trace bench lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -40,6 +39,10 @@ test-core: $(STAMP)  ## tests that need neither Ray nor a GPU
 
 test-long: $(STAMP)  ## random operations against the reference model, 100,000 at each page size; 10,000 requests on Ray amid kills
 	$(BIN)/pytest -m long --timeout=0 $(ARGS)
+
+test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the file that the variable RAYDIX_TRACE names
+	@test -f "$(RAYDIX_TRACE)" || { echo "usage: make test-trace RAYDIX_TRACE=conversation_trace.jsonl"; exit 1; }
+	$(BIN)/pytest -m trace $(ARGS)
 
 bench: $(STAMP)  ## every measurement in one table, as `make bench ARGS="core scale --quick"`; fails where a gate is missed
 	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(BIN)/python -m benchmarks $(ARGS)

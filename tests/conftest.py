@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,12 +28,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is marked `gpu` where there is no CUDA device."""
+    """Skip a test that needs a GPU or a trace where there is none."""
     if item.get_closest_marker("gpu") is not None:
         import torch  # only here: most runs should not wait for it
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("trace") is not None and not os.environ.get("RAYDIX_TRACE"):
+        pytest.skip("RAYDIX_TRACE names no trace: make test-trace RAYDIX_TRACE=conversation_trace.jsonl")
 
 
 @pytest.fixture(scope="session")

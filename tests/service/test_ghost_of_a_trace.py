@@ -12,7 +12,6 @@ from raydix.actors.trace import read_trace
 from raydix.cache_core import RadixKey
 from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, PoolConfig
 
-TRACE = os.environ.get("RAYDIX_TRACE")
 NUM_SLOTS = 1_024_000
 FACTORS = (2, 4)
 
@@ -33,9 +32,9 @@ def hit_rate(num_slots: int, prompts: Sequence[RadixKey], ghost: Ghost | None = 
     return core.counters.tokens_reused / core.counters.tokens_requested
 
 
-@pytest.mark.skipif(TRACE is None, reason="RAYDIX_TRACE names no trace")
+@pytest.mark.trace
 def test_a_run_with_a_million_tokens_tells_the_hit_rates_with_two_and_four() -> None:
-    prompts = [RadixKey(each.tokens()) for each in read_trace(Path(str(TRACE)))]
+    prompts = [RadixKey(each.tokens()) for each in read_trace(Path(os.environ["RAYDIX_TRACE"]))]
     ghost = Ghost(config_of(NUM_SLOTS), GhostConfig())
 
     now = hit_rate(NUM_SLOTS, prompts, ghost)

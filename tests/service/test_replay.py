@@ -186,7 +186,7 @@ def test_equal_ids_are_equal_blocks_and_other_ids_other_blocks() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif("RAYDIX_TRACE" not in os.environ, reason="set RAYDIX_TRACE to Mooncake's conversation trace")
+@pytest.mark.trace
 def test_the_conversation_trace_gives_the_rates_of_a_whole_page_lru() -> None:
     """An independent simulation of whole pages of 512 and least-recently-used leaves gave these rates."""
     capacities = ("--capacity", 1_024_000, "--capacity", 4_096_000, "--capacity", 16_384_000)
