@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+# Two processes share the tests. Those of one Ray cluster stay together, as do those of a file (tests/conftest.py).
+SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -31,8 +33,9 @@ venv: $(STAMP)  ## make .venv with the package (editable) and all that tests and
 demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends with a table
 	$(BIN)/raydix demo $(ARGS)
 
-test: $(STAMP)  ## all tests but the long ones; those for a GPU skip where there is none
-	$(BIN)/python tests/side_by_side.py $(ARGS)
+test: $(STAMP)  ## all tests but the long ones; ends with what did not run here, and the command that runs it
+	$(if $(ARGS),,@echo "make test takes about 12 minutes on two cores")
+	$(BIN)/pytest -m "not long" $(SPREAD) $(ARGS)
 
 test-core: $(STAMP)  ## tests that need neither Ray nor a GPU
 	$(BIN)/pytest -m "not ray and not long and not gpu" $(ARGS)

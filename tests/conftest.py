@@ -1,6 +1,8 @@
 """What all tests share."""
 
 import os
+import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,23 +10,79 @@ import pytest
 
 WITH_CLUSTERS_OF_THEIR_OWN = ("chaos", "examples")
 FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
+LEFT_OUT = {"long": "make test-long"}  # marks that `make test` deselects, and the command that runs their tests
+NUM_LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+# Ray kills workers where the machine's memory is nearly full, also where other programs fill it.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 
-@pytest.hookimpl(tryfirst=True)  # before they are selected by their marks
+def pytest_configure(config: pytest.Config) -> None:
+    """Have Ctrl-C end the tests, which send it themselves, too: a job in the background starts with SIGINT ignored."""
+    config.stash[NUM_LEFT_OUT] = Counter()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def group_of(item: pytest.Item) -> str:
+    """The tests that pytest-xdist must run in one process: those of a cluster, or else those of a file."""
+    if not item.get_closest_marker("ray"):
+        return item.path.stem
+    fixtures = getattr(item, "fixturenames", ())
+    own = item.path.parent.name in WITH_CLUSTERS_OF_THEIR_OWN and "ray_cluster" not in fixtures
+    return "own-cluster" if own else "cluster"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist names the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs on the cluster below: `make test` has a process for it, and one for all else."""
+    """Group the tests. Those of the shared cluster take longest and come first, then those with clusters of their own.
+
+    So two clusters run at a time, at most.
+    """
+    groups = {item: group_of(item) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (groups[item] != "cluster", groups[item] != "own-cluster"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before it is printed
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a test's id without the group that pytest-xdist appends to it."""
+    if hasattr(report, "node"):  # it comes from a process of pytest-xdist
+        report.nodeid = report.nodeid.rpartition("@")[0]
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count the tests that are left out because of a mark."""
     for item in items:
-        if item.get_closest_marker("ray") and item.path.parent.name not in WITH_CLUSTERS_OF_THEIR_OWN:
-            item.add_marker(pytest.mark.shares_cluster)
+        item.config.stash[NUM_LEFT_OUT].update(mark for mark in LEFT_OUT if item.get_closest_marker(mark))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Show what tests counted and measured, though they passed, and in whichever process."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the count, if this is a process of pytest-xdist."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = dict(session.config.stash[NUM_LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the count of a process of pytest-xdist. Each of them has collected all tests."""
+    node.config.stash[NUM_LEFT_OUT] |= Counter(getattr(node, "workeroutput", {}).get("left out"))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Show what tests counted and measured, though they passed; then what did not run, and how to run it."""
     told = [each for each in terminalreporter.stats.get("passed", ()) if FIGURES & set(each.keywords)]
     for report in told:
         for title, text in report.sections:
             if title == "Captured stdout call":
                 terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {text.strip()}")
+    not_run = Counter({f"{mark}: {LEFT_OUT[mark]}": number for mark, number in config.stash[NUM_LEFT_OUT].items()})
+    not_run.update(each.longrepr[2].removeprefix("Skipped: ") for each in terminalreporter.stats.get("skipped", ()))
+    if not_run:
+        terminalreporter.section("not run, and how to run it")
+        for reason, number in not_run.items():
+            terminalreporter.write_line(f"{number:5}  {reason}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -33,7 +91,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch  # only here: most runs should not wait for it
 
         if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+            pytest.skip("needs a CUDA device: make test, on a machine with one")
     if item.get_closest_marker("trace") is not None and not os.environ.get("RAYDIX_TRACE"):
         pytest.skip("RAYDIX_TRACE names no trace: make test-trace RAYDIX_TRACE=conversation_trace.jsonl")
 

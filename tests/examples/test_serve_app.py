@@ -64,7 +64,11 @@ def run_program(text: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.ray
 def test_replicas_share_the_cache_of_their_node() -> None:
-    pytest.importorskip("ray.serve", reason="Ray Serve is not installed", exc_type=ImportError)
+    pytest.importorskip(
+        "ray.serve",
+        reason="needs Ray Serve: .venv/bin/pip install -c constraints.txt -e '.[serve]'",
+        exc_type=ImportError,
+    )
 
     done = run_program(PROGRAM)
 

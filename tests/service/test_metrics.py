@@ -67,7 +67,9 @@ def scraped(cache: str) -> dict[tuple[str, Labels], float]:
 @pytest.mark.ray
 async def test_what_is_scraped_is_what_stats_tell(ray_cluster: None) -> None:
     for module in ("opencensus", "opentelemetry.sdk", "prometheus_client"):
-        pytest.importorskip(module, reason="raydix[metrics] is not installed")
+        pytest.importorskip(
+            module, reason="needs Ray's metrics: .venv/bin/pip install -c constraints.txt -e '.[metrics]'"
+        )
     config = CacheConfig(
         page_size=8,
         pool=POOL,

@@ -71,12 +71,12 @@ def executable() -> str | None:
 
 @pytest.fixture(scope="module")
 async def browser() -> AsyncIterator[Any]:
-    api = pytest.importorskip("playwright.async_api", reason="Playwright is not installed")
+    api = pytest.importorskip("playwright.async_api", reason="needs Playwright: .venv/bin/pip install playwright")
     async with api.async_playwright() as playwright:
         try:
             browser = await playwright.chromium.launch(executable_path=executable(), args=["--no-sandbox"])
         except api.Error as error:
-            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
+            pytest.skip(f"needs a browser: .venv/bin/playwright install chromium ({str(error).splitlines()[0]})")
         yield browser
         await browser.close()
 

@@ -12,7 +12,10 @@ from raydix.actors.tracing import VERBS, stop_tracing, trace_verbs
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import PoolExhausted
 
-export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="no OpenTelemetry here")
+export = pytest.importorskip(
+    "opentelemetry.sdk.trace.export.in_memory_span_exporter",
+    reason="needs OpenTelemetry: .venv/bin/pip install opentelemetry-sdk",
+)
 
 
 @pytest.fixture
