@@ -29,9 +29,10 @@ async def cache(request: pytest.FixtureRequest) -> AsyncIterator[CacheUnderTest]
         yield cache
 
 
-@pytest.fixture(
-    params=["local", "client", pytest.param("ray", marks=pytest.mark.ray), pytest.param("calls", marks=pytest.mark.ray)]
-)
+ON_RAY = [pytest.param(access, marks=pytest.mark.ray) for access in ("ray", "calls")]
+
+
+@pytest.fixture(params=["local", "client", *ON_RAY])
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Access:
     """How the cache is reached; on Ray, by a channel and by calls."""
     return over_calls(monkeypatch) if request.param == "calls" else request.param

@@ -92,7 +92,7 @@ async def kill_while(cache: Any, process: Any, doing: Doing, watcher: PrefixCach
     return time.monotonic()
 
 
-async def until(client: PrefixCacheClient, reached: Any, timeout_s: float = 60) -> CacheStats:
+async def until(client: PrefixCacheClient, reached: Any, timeout_s: float = 300) -> CacheStats:
     """The first statistics of which something is true."""
     async with asyncio.timeout(timeout_s):
         while not reached(stats := await client.stats()):

@@ -101,6 +101,9 @@ def ray_cluster() -> Iterator[None]:
     """One small Ray cluster for all tests that need one. What a test starts on it, it ends."""
     import ray  # only here, as above
 
+    from raydix.actors import start_cache
+
+    start_cache.__kwdefaults__["timeout_s"] = 300  # other programs may use the machine
     ray.init(
         num_cpus=4,
         num_gpus=0,

@@ -12,5 +12,4 @@ def run_fresh(program: str, **environ: str) -> "subprocess.CompletedProcess[str]
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environ,
         capture_output=True,
         text=True,
-        timeout=120,
     )

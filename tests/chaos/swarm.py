@@ -226,7 +226,7 @@ class Swarm:
     async def _given_back(self, client: PrefixCacheClient, after: str, max_sessions: int) -> CacheStats:
         """The statistics once nobody holds anything. Who lost a session and asks for nothing has none."""
         ended = time.monotonic()
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(300):
             while not (nothing_is_held(stats := await client.stats()) and stats.open_sessions <= max_sessions):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         self.done[f"seconds from {after} to nothing held"] = round(time.monotonic() - ended, 2)

@@ -34,7 +34,7 @@ def figures() -> dict[str, Any]:
     options = [str(each) for option in SMALL.items() for each in option]
 
     command = [sys.executable, str(EXAMPLE), *options, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert done.returncode in (0, 1), done.stdout + done.stderr
     figures: dict[str, Any] = json.loads(done.stdout)

@@ -59,7 +59,7 @@ def run_program(text: str) -> subprocess.CompletedProcess[str]:
     app_dir, working_dir = (str(ROOT / given[name]) for name in ("--app-dir", "--working-dir"))
     found = f"import sys\nsys.path.insert(0, {app_dir!r})\nworking_dir = {working_dir!r}\n"
     command = [sys.executable, "-c", found + text]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.ray
@@ -87,4 +87,4 @@ def test_without_serve_the_example_says_what_to_install() -> None:
     done = run_program("sys.modules['ray.serve'] = None\nimport serve_app")
 
     assert done.returncode == 1
-    assert done.stderr.endswith("ImportError: Ray Serve needs the extra: pip install 'raydix[serve]'\n")
+    assert "ImportError: Ray Serve needs the extra: pip install 'raydix[serve]'" in done.stderr.splitlines()

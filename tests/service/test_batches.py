@@ -413,10 +413,13 @@ async def test_a_batch_that_arrives_early_waits_for_the_one_before_it(service: C
     assert (await later_still).responses[0].probes == 3
 
 
-async def test_a_batch_whose_predecessor_was_executed_does_not_wait(service: CacheService) -> None:
+async def test_a_batch_whose_predecessor_was_executed_does_not_wait(
+    service: CacheService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_service, "_TURN_TIMEOUT_S", 500)
     await service.execute_in_turn(batch(service, 1, 0, PROBE))
 
-    async with asyncio.timeout(4):  # less than a batch waits for its turn
+    async with asyncio.timeout(60):  # less than a batch waits for its turn
         answer = await service.execute_in_turn(batch(service, 2, 1, LOOK))
 
     assert answer.responses[0].probes == 1
@@ -481,7 +484,10 @@ async def test_a_growth_that_comes_after_a_newer_one_leaves_it_in_line(service: 
     assert (await service.wait(WaitRequest(session_id="s", epoch="e", ticket=ticket))).num_slots == 6
 
 
-async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(service: CacheService) -> None:
+async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(
+    service: CacheService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_service, "_TURN_TIMEOUT_S", 500)
     next_one = asyncio.create_task(service.execute_in_turn(batch(service, 2, 1, LOOK)))
     await asyncio.sleep(0)
     broken = Batch.model_construct(session_id="s", epoch=service.epoch, requests=None, seq=1, after=0)
@@ -489,7 +495,7 @@ async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(service: CacheS
     with pytest.raises(TypeError):
         await service.execute_in_turn(broken)
 
-    async with asyncio.timeout(4):  # less than a batch waits for its turn
+    async with asyncio.timeout(60):  # less than a batch waits for its turn
         await next_one
 
 

@@ -186,10 +186,12 @@ async def test_of_a_client_that_does_not_read_its_answers_no_more_is_taken_until
     )
     sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(peer, stream))
 
-    executed = -1
-    while executed != (executed := listening.service.stats().requests):  # noqa: ASYNC110 -- until it stays as it is
-        await asyncio.sleep(0.1)
-    assert 0 < executed < num_batches * 51 / 2
+    executed = turns = 0
+    while turns < 100:  # until it stays as it is, turn for turn of the loop
+        await asyncio.sleep(0.001)
+        before, executed = executed, listening.service.stats().requests
+        turns = turns + 1 if 0 < executed == before else 0
+    assert executed < num_batches * 51 / 2
 
     answers = [await asyncio.wait_for(next_frame(peer), 30) for _ in range(num_batches)]
     await sending
@@ -224,7 +226,7 @@ async def test_a_client_that_comes_when_too_many_connect_is_told_so_and_calls(
 
     assert await Channel.open(address, listening) is None
 
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("raydix")] == [
         "no channel to the cache, calls instead: too many clients connect to it at once"
     ]
     for peer in peers:
@@ -459,10 +461,10 @@ async def test_a_killed_cache_is_known_to_be_gone_at_once_and_leaves_no_socket(
     ray.kill(cache)
 
     with pytest.raises(CacheUnavailable):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while True:
                 await client.match([1])
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while num_sockets(address):  # noqa: ASYNC110 -- until its process has ended
             await asyncio.sleep(0.01)
     await client.close()

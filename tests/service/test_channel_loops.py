@@ -66,4 +66,4 @@ def test_a_batch_is_answered_on_every_loop(new_loop: Callable[[], asyncio.Abstra
 def test_client_and_cache_may_run_on_different_loops(actors_on_uvloop: str) -> None:
     done = run_fresh(CLIENT, RAY_USE_UVLOOP=actors_on_uvloop, PYTHONPATH=os.pathsep.join(sys.path))
 
-    assert done.stdout.splitlines()[-2:] == ["3 True", "3 True"], done.stdout + done.stderr
+    assert done.stdout.splitlines().count("3 True") == 2, done.stdout + done.stderr

@@ -101,7 +101,9 @@ async def test_window_kv_given_up_by_a_caller_who_was_cancelled_is_no_longer_the
 
 @pytest.fixture
 def ray_cache(running_cache: Callable[[CacheConfig], Any]) -> Any:
-    return running_cache(QUICK)
+    """A cache whose clients beat often, but may be late, as they share no process with it."""
+    leases = LeaseConfig(session_ttl_s=3, quarantine_grace_s=300)
+    return running_cache(small_config().model_copy(update={"leases": leases}))
 
 
 @pytest.mark.ray
@@ -171,7 +173,7 @@ async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the
         assert client._owed or lost == "the grant"
         execute._actor, handle.lossy = handle, False  # type: ignore[attr-defined]
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while (await witness.stats()).open_leases or client._owed:  # noqa: ASYNC110 -- with the next heartbeat
                 await asyncio.sleep(0.01)
         assert (await witness.stats()).free_slots == 8
@@ -205,14 +207,14 @@ async def test_a_local_cache_dropped_without_a_close_leaves_no_task(caplog: pyte
 
         del cache
         gc.collect()
-        await asyncio.wait(tasks, timeout=5)
+        await asyncio.wait(tasks, timeout=60)
         del tasks
         for _ in range(3):
             gc.collect()
             await asyncio.sleep(0)
 
     assert service() is None
-    assert [record.getMessage() for record in caplog.records] == []
+    assert [told for record in caplog.records if "raydix" in (told := record.getMessage())] == []
 
 
 async def test_a_client_dropped_without_a_close_expires() -> None:

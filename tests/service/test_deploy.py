@@ -82,6 +82,10 @@ def no_cache(ray_cluster: None) -> Iterator[Any]:
     ray.kill(actor)
 
 
+def named_actors() -> set[tuple[str, str]]:
+    return {(each["namespace"], each["name"]) for each in ray.util.list_named_actors(all_namespaces=True)}
+
+
 WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "start for ever": (
         lambda actor: start_cache(CONFIG, name="endless", lifetime="detached", timeout_s=float("inf")),
@@ -107,13 +111,13 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_an_argument_that_cannot_be_is_refused_and_starts_and_ends_nothing(
     use: Callable[[Any], Any], advice: str, no_cache: Any
 ) -> None:
-    before = ray.util.list_named_actors(all_namespaces=True)
+    before = named_actors()
 
     with pytest.raises(InvalidRequest, match=advice):
         use(no_cache)
 
     ray.get(no_cache.work.remote())
-    assert ray.util.list_named_actors(all_namespaces=True) == before
+    assert named_actors() <= before  # those of other tests may end meanwhile
 
 
 # ---------------------------------------------------------------- names
@@ -288,7 +292,7 @@ async def test_a_cache_whose_shutdown_nobody_waits_for_ends_and_does_not_come_ba
 
     cache.shutdown.remote(0.3)  # whoever asked is interrupted: it comes to no more
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         with pytest.raises(ray.exceptions.ActorDiedError):
             while True:
                 await cache.noop.remote()
@@ -303,8 +307,8 @@ async def test_starting_the_name_of_a_cache_that_drains_gives_a_new_one_once_tha
     old = start_cache(CONFIG, name=name, lifetime="detached")
     client = PrefixCacheClient(old)
     lease = await client.acquire([1])
-    old.shutdown.remote(1.0)
-    async with asyncio.timeout(30):
+    old.shutdown.remote(500.0)
+    async with asyncio.timeout(300):
         while await is_welcome(old):  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.01)
 
@@ -312,12 +316,13 @@ async def test_starting_the_name_of_a_cache_that_drains_gives_a_new_one_once_tha
         connect(name, config=CONFIG)
     with pytest.raises(CacheUnavailable, match="it shuts down"):
         await start_cache_async(CONFIG, name=name, timeout_s=0.2)
-    new = await start_cache_async(CONFIG, name=name)
+    starting = asyncio.create_task(start_cache_async(CONFIG, name=name))
+    await lease.release()
+    new = await starting
 
     assert new._actor_id != old._actor_id
     assert await epoch_of(name) != lease.epoch
     await asyncio.to_thread(shutdown_cache, new)
-    await lease.release()
     await client.close()
 
 
@@ -343,18 +348,16 @@ async def test_draining_refuses_new_sessions_and_lets_open_leases_end(started: C
     cache = started()
     async with PrefixCacheClient(cache) as client:
         lease = await client.acquire([1, 2])
-        shutdown = asyncio.create_task(asyncio.to_thread(shutdown_cache, cache, drain_s=60))
-        async with asyncio.timeout(45):
+        shutdown = asyncio.create_task(asyncio.to_thread(shutdown_cache, cache, drain_s=500))
+        async with asyncio.timeout(300):
             while await is_welcome(cache):  # noqa: ASYNC110 -- there is no event for it
                 await asyncio.sleep(0.01)
 
         assert (await lease.insert([1, 2])).num_inserted == 2  # business goes on for those who are in
         assert not shutdown.done()
-        ended = time.monotonic()
         await lease.release()
-        await shutdown
-
-        assert time.monotonic() - ended < 45  # as soon as the last lease has ended
+        async with asyncio.timeout(300):  # not the time that leases have
+            await shutdown
 
 
 async def is_welcome(cache: Any) -> bool:
@@ -378,7 +381,7 @@ async def test_leases_still_open_after_the_drain_are_cut_short_and_the_log_says_
     with caplog.at_level(logging.WARNING, "raydix.actors.deploy"):
         await asyncio.to_thread(shutdown_cache, cache, drain_s=0.1)
 
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "raydix.actors.deploy"] == [
         "2 leases were cut short by the shutdown of the cache"
     ]
     for lease in leases:
@@ -430,7 +433,7 @@ VERBS: dict[str, Callable[[Orphans], Awaitable[Any]]] = {
 
 async def test_of_a_killed_cache_every_verb_says_that_it_is_unavailable(ray_cluster: None) -> None:
     name = new_name()
-    async with killed(name) as (left, waiting), asyncio.timeout(60):
+    async with killed(name) as (left, waiting), asyncio.timeout(300):
         with pytest.raises(CacheUnavailable, match="dead, restarting, or cannot be reached"):
             await waiting
         for verb in VERBS.values():
@@ -493,7 +496,7 @@ async def test_while_there_is_no_cache_of_that_name_a_client_of_it_says_so(start
     name = new_name()
     started(name=name)
     async with in_use(name) as (client, lease, pool):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             with pytest.raises(StaleEpoch, match="the cache has ended since"):
                 while True:
                     with suppress(CacheUnavailable):  # its connection breaks before Ray knows

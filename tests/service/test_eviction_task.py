@@ -237,7 +237,8 @@ async def test_a_round_that_fails_is_logged_and_counted_and_the_next_one_works(
         stats = await settle(cache)
     assert (stats.eviction_task.failures, stats.eviction_task.rounds, stats.eviction_task.alive) == (1, 0, True)
     assert stats.eviction_task.last_error == "RuntimeError: no luck"
-    assert [record.message for record in caplog.records] == ["a round of background eviction failed"]
+    told = [record.message for record in caplog.records if record.name.startswith("raydix")]
+    assert told == ["a round of background eviction failed"]
 
     second = await cache.acquire([10])
     await until(cache, lambda stats: stats.eviction_task.rounds == 1)

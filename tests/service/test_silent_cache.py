@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_fixtures import ON_RAY
 from cache_under_test import CacheUnderTest, Pages, small_config
 from client_processes import all_free, until
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, client_session, ray_transport
+from raydix.actors import PrefixCacheClient, client_session, ray_transport
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig
 
 pytestmark = pytest.mark.ray
 
-HASTY = LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=0.2)
+HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=0.2)  # other processes may hold up a beat for a second
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ async def test_who_waits_for_a_cache_that_stands_still_is_told_so(
         patch.setattr(client_session, "_SILENT_S", 1.0)
         verbs = (client.match([1]), client.acquire([3]), held.insert([1] * 4), client.stats())
         asked = [in_line, *map(asyncio.ensure_future, verbs)]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             outcomes = await asyncio.gather(*asked, return_exceptions=True)
             with pytest.raises(CacheUnavailable):
                 await client.match([4])
@@ -93,7 +94,7 @@ async def test_a_client_of_a_cache_that_stands_still_can_be_closed(
     with standing_still(await process_of(cache)):
         asked = asyncio.create_task(client.match([1]))
         await asyncio.sleep(0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             await client.close()
             with pytest.raises(CacheUnavailable, match=r"has not answered for 0\.5 s"):
                 await asked
@@ -101,11 +102,10 @@ async def test_a_client_of_a_cache_that_stands_still_can_be_closed(
     await until(watching, lambda stats: not stats.open_leases)
 
 
+@pytest.mark.parametrize("access", ON_RAY, indirect=True)
 async def test_answers_that_come_after_all_are_dropped_and_what_they_granted_is_given_back(
     cache1: CacheUnderTest,
 ) -> None:
-    if isinstance(cache1.cache, LocalPrefixCache):
-        pytest.skip("a cache in this process answers at once")
     await cache1.publish(1, 2)
     client = cache1.client
     asked = [asyncio.create_task(client.acquire([1, number])) for number in range(3)]

@@ -309,9 +309,8 @@ async def test_a_lease_that_grew_in_vain_is_as_before(cache1: CacheUnderTest) ->
 
 async def test_when_the_first_gives_up_those_behind_are_served(cache1: CacheUnderTest) -> None:
     await fill(cache1, 6)
-    large, small = await cache1.in_line(
-        cache1.client.acquire([1] * 3, timeout_s=1.5), cache1.client.acquire([2] * 2, timeout_s=20)
-    )
+    asked = cache1.client.acquire([1] * 3, timeout_s=0.3), cache1.client.acquire([2] * 2, timeout_s=300)
+    large, small = map(asyncio.ensure_future, asked)  # they travel together
 
     with pytest.raises(PoolExhausted):
         await large

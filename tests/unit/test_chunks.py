@@ -103,7 +103,6 @@ async def test_none_begins_after_one_that_fails_without_waiting() -> None:
     assert begun == [0]
 
 
-@pytest.mark.timeout(20)
 async def test_who_is_cancelled_leaves_nothing_under_way() -> None:
     work = Work(turns_to_end=3)
     task = asyncio.create_task(_for_each(CHUNKS, work))

@@ -6,7 +6,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raydix.cache_core import InvalidKeyError, hash_bytes, hash_to_int64, hash_token_ids
@@ -120,7 +120,7 @@ def test_no_page_can_forge_the_seed_of_a_namespace(monkeypatch: pytest.MonkeyPat
     assert [len(each) % 2 for each in hashed] == [1] * 5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.text("\0\1a", max_size=4) | st.text(max_size=3), min_size=2, max_size=8, unique=True))
 def test_different_namespaces_have_different_seeds(names: list[str]) -> None:
     assert len(set(map(namespace_seed, names))) == len(names)

@@ -10,13 +10,13 @@ from fresh_process import run_fresh
 from raydix.cache_core import kernels, plain_kernels
 
 PROGRAM = """
-import gc, json, os
+import gc, json
 from pathlib import Path
 from random_traffic import run_random_traffic
 from raydix.cache_core import RadixCache, RadixKey, use_huge_pages
 
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+def resident():  # but for the pages of files, which the kernel takes back where memory is short
+    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
 
 def advised():
     mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -128,7 +129,11 @@ def alarm() -> Iterator[Callable[[BaseException], None]]:
 
 
 async def ring_alarm() -> None:
-    await asyncio.sleep(0.05)  # the caller waits: a TimeoutError that comes while it wakes the loop is lost in asyncio
+    """Wait until the caller waits: a TimeoutError that comes while it wakes the loop is lost in asyncio."""
+    caller = threading.main_thread().ident
+    assert caller is not None
+    while sys._current_frames()[caller].f_code.co_name != "wait":  # noqa: ASYNC110 -- another thread
+        await asyncio.sleep(0.001)
     os.kill(os.getpid(), signal.SIGALRM)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raydix.schemas import frame_namespace, namespaces_of
@@ -51,7 +51,7 @@ def test_triples_that_look_alike_differ(one: Triple, other: Triple) -> None:
     assert frame_namespace(*one) != frame_namespace(*other)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(wanted=triples, others=st.lists(triples, max_size=5), named=st.tuples(*[st.booleans()] * 3))
 def test_the_namespaces_of_parts_are_those_that_were_made_of_them(
     wanted: Triple, others: list[Triple], named: tuple[bool, ...]
@@ -65,13 +65,13 @@ def test_the_namespaces_of_parts_are_those_that_were_made_of_them(
         assert is_meant(frame_namespace(*other)) is fits
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(one=triples, other=triples)
 def test_two_triples_meet_only_if_they_are_equal(one: Triple, other: Triple) -> None:
     assert (frame_namespace(*one) == frame_namespace(*other)) is (one == other)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text("-01:ab", max_size=9), st.integers(0, 9), st.integers(0, 9))
 def test_one_text_cut_in_two_places_makes_two_namespaces(text: str, at: int, there: int) -> None:
     one, other = (text[:at], text[at:], None), (text[:there], text[there:], None)

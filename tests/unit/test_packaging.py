@@ -52,7 +52,6 @@ def build(folder: Path, **environ: str) -> Path:
         env=os.environ | environ,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
@@ -103,7 +102,6 @@ def test_the_wheel_works_beside_a_users_own_packages_of_the_same_names(wheel: Pa
         env={**os.environ, "PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
     assert done.returncode == 0, done.stderr
@@ -126,7 +124,6 @@ def test_without_a_compiler_the_wheel_has_the_plain_kernels_alone(tmp_path: Path
         env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
     assert done.stdout.split() == ["False"], done.stderr

@@ -385,6 +385,6 @@ def test_a_dictionary_without_model_type_is_refused() -> None:
 def test_without_transformers_the_error_names_the_extra() -> None:
     program = "import sys; sys.modules['transformers'] = None; import raydix.actors.transformers_worker"
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
     assert "ImportError: the transformers worker needs the extra: pip install raydix[transformers]" in done.stderr

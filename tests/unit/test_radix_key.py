@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from bad_tensors import TENSORS_WITHOUT_A_ROW
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raydix.cache_core import InvalidKeyError, RadixKey
@@ -284,7 +284,7 @@ def test_a_key_prints_its_first_ids_its_length_and_its_namespace() -> None:
     assert repr(RadixKey(range(10), "a")) == "RadixKey([0, 1, 2, 3, 4, 5, 6, 7, ...], len=10, extra_key='a')"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     ids=st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 9), max_size=12),
     start=st.integers(-14, 14),

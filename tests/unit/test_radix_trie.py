@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -594,22 +593,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(trie_queue, "_is_live", look)
     return seen
-
-
-@pytest.mark.long
-def test_an_eviction_from_a_million_nodes_costs_about_what_one_from_a_thousand_does() -> None:
-    def cost_s(num_leaves: int) -> float:
-        trie = RadixTrie()
-        for leaf in range(num_leaves):
-            trie.insert([leaf], [leaf])
-        best = 1.0
-        for _ in range(5):
-            start = perf_counter()
-            trie.evict_blocks(200)
-            best = min(best, perf_counter() - start)
-        return best
-
-    assert cost_s(1_000_000) < 3 * cost_s(1_000)
 
 
 # ---------------------------------------------------------------- for people

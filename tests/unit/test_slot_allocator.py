@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raydix.cache_core import OutOfSlotsError, SlotError, TokenToKVPoolAllocator
@@ -280,7 +280,7 @@ def test_a_slot_that_cannot_exist_is_told_from_one_that_is_free(pool: TokenToKVP
 
 
 @pytest.mark.parametrize("page_size", [1, 3])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(st.integers(-3, 7), max_size=30))
 def test_every_slot_has_one_holder_whatever_the_order(page_size: int, steps: list[int]) -> None:
     pool = TokenToKVPoolAllocator(12, page_size)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raydix.cache_core import RadixKey
@@ -165,7 +165,7 @@ def test_a_row_prints_its_head_and_its_length() -> None:
     assert repr(TokenIds.pack(range(9))) == "TokenIds([0, 1, 2, 3, 4, 5, ...], len=9)"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ids=st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1), max_size=12), at=st.integers(0, 12))
 def test_packing_loses_nothing(ids: list[int], at: int) -> None:
     packed = TokenIds.pack(ids)
@@ -178,7 +178,7 @@ def test_packing_loses_nothing(ids: list[int], at: int) -> None:
     assert packed.starts_with(packed.slice(0, at))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1), max_size=12))
 def test_packed_ids_are_those_of_the_cores_keys(ids: list[int]) -> None:
     packed, key = TokenIds.pack(ids), RadixKey(ids)
