@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.actors.call_arguments import config_from
 from raydix.actors.pool_export import may_lie_on_gpu
 from raydix.actors.ray_calls import from_ray
 from raydix.actors.typed_messages import seconds
-from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, InvalidRequest
+from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -28,9 +30,11 @@ _SHARED_GPU = 0.1  # of a card: the rest is the workers'
 _MAX_CONCURRENCY = 16_384  # open sessions and waiting requests each hold a place
 SHUTDOWN_S = 10.0  # beyond the drain
 _RETRY_S = 0.1  # while a cache of the same name ends
+_LOOK_S = 0.25  # between two looks whether the caller has given up
 _NAME_IS_TAKEN: type[Exception] = getattr(
     ray.exceptions, "ActorAlreadyExistsError", ValueError
 )  # older Ray: the latter
+_given_up: ContextVar[threading.Event] = ContextVar("given_up", default=threading.Event())  # noqa: B039 -- never set
 
 
 class StartOptions(TypedDict, total=False):
@@ -68,7 +72,7 @@ def start_cache(
         max_restarts: how often it may start anew after a crash, -1: always. It is empty then, and its clients, which
             are told `StaleEpoch` of what they held, go on with it. 0 for a detached cache in a placement group: Ray
             leaves such an actor restarting for ever when the group is removed.
-        timeout_s: how long starting may take.
+        timeout_s: how long starting may take, waiting for another cache of that name to end included.
 
     Raises:
         ConfigMismatch: a cache of that name runs with another configuration.
@@ -102,16 +106,33 @@ def start_cache(
         return cast("ActorHandle[Any]", cast(Any, ray.remote(PrefixCacheActor)).options(**options).remote(config))
 
     deadline = time.monotonic() + timeout_s
-    while (ready := _ready(name, namespace, make, deadline, timeout_s)) is None:
+    while (outcome := _ready(name, namespace, make, deadline, timeout_s)) is None:
         time.sleep(_RETRY_S)
-    actor, running = ready
+    if isinstance(outcome, CacheError):
+        try:
+            raise outcome
+        finally:
+            del outcome  # a cycle with this frame otherwise
+    actor, running = outcome
     _check_digest(running, config, name)
     return actor
 
 
 async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]) -> ActorHandle[Any]:
-    """`start_cache` for coroutines: the same arguments, result and errors, without holding the loop."""
-    return await asyncio.to_thread(start_cache, config, **options)
+    """`start_cache` for coroutines: the same arguments, result and errors, without holding the loop.
+
+    If it is cancelled, what it has started is ended, and its thread ends within about a second.
+    """
+    given_up = threading.Event()
+
+    def start() -> ActorHandle[Any]:
+        _given_up.set(given_up)  # in the thread's copy of this context
+        return start_cache(config, **options)
+
+    try:
+        return await asyncio.to_thread(start)
+    finally:
+        given_up.set()
 
 
 def connect(
@@ -175,31 +196,48 @@ def _cluster_has_gpus() -> bool:
 
 def _ready(
     name: str | None, namespace: str, make: Callable[[], ActorHandle[Any]], deadline: float, timeout_s: float
-) -> tuple[ActorHandle[Any], str] | None:
-    """The cache of that name, or else one just made, and its configuration; None: ask anew, that of the name ends."""
-    found = None if name is None else find(name, namespace)
+) -> tuple[ActorHandle[Any], str] | CacheError | None:
+    """Return the cache of that name, or else one just made, and its configuration; None: try again.
+
+    An error is returned, not raised: a traceback would hold the handle, and with it the name of a cache that has died.
+    """
+    if (found := None if name is None else find(name, namespace)) is not None:
+        check_handle(found)
     try:
         actor = make() if found is None else found
-    except _NAME_IS_TAKEN:
-        return None  # somebody else was faster
+    except _NAME_IS_TAKEN:  # another caller was faster, or what has the name cannot be found any more
+        return None if _may_wait(deadline) else _still_there(name, timeout_s)
     except RayError as error:
-        raise from_ray(error) from error
+        return from_ray(error)
     try:
         return actor, _digest_of(actor, max(0.0, deadline - time.monotonic()))
-    except GetTimeoutError as error:
+    except GetTimeoutError:
         if found is not None:
-            raise CacheUnavailable(
-                f"cache {name!r} was there already, but is not ready after {timeout_s} s: it shuts down or is stuck"
-            ) from error
-        ray.kill(actor)
-        raise CacheUnavailable(
+            return _still_there(name, timeout_s)
+        failed: CacheError = CacheUnavailable(
             f"the cache did not start in {timeout_s} s: does the cluster have room for it?"
-        ) from error
+        )
     except RayError as error:
-        told = from_ray(error)
-        if found is not None and isinstance(told, CacheUnavailable):
-            return None
-        raise told from error
+        failed = from_ray(error)
+        failed.__cause__ = error.with_traceback(None)
+        if found is not None and not isinstance(failed, CacheUnavailable):
+            return failed
+        if found is not None and not isinstance(error, ActorDiedError):  # it shuts down, or restarts
+            return None if _may_wait(deadline) else _still_there(name, timeout_s)
+    ray.kill(actor)  # one that has died keeps its name otherwise, as long as any process has a handle of it
+    if found is not None and _may_wait(deadline):
+        return None
+    return failed
+
+
+def _may_wait(deadline: float) -> bool:
+    return time.monotonic() < deadline and not _given_up.get().is_set()
+
+
+def _still_there(name: str | None, timeout_s: float) -> CacheUnavailable:
+    return CacheUnavailable(
+        f"cache {name!r} was there already, but is not ready after {timeout_s} s: it shuts down or is stuck"
+    )
 
 
 def find(name: str, namespace: str) -> ActorHandle[Any] | None:
@@ -224,7 +262,18 @@ def check_handle(cache: Any) -> None:
 
 
 def _digest_of(actor: ActorHandle[Any], timeout_s: float) -> str:
-    return cast(str, ray.get(actor.config_digest.remote(), timeout=timeout_s))
+    """Return which configuration a cache runs with, as soon as it is ready.
+
+    Raises:
+        GetTimeoutError: it has not answered in `timeout_s`, or the caller has given up.
+        RayError: it has died, restarts or shuts down.
+    """
+    deadline = time.monotonic() + timeout_s
+    asked: Any = actor.config_digest.remote()
+    while not ray.wait([asked], timeout=min(_LOOK_S, max(0.0, deadline - time.monotonic())))[0]:
+        if not _may_wait(deadline):
+            raise GetTimeoutError(f"the cache has not answered in {timeout_s} s")
+    return cast(str, ray.get(asked))
 
 
 def _check_digest(running: str, config: CacheConfig, name: str | None) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec, module_from_spec
@@ -28,7 +31,15 @@ from raydix.actors import (
 )
 from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.actors.placement import beside
-from raydix.schemas import CacheUnavailable, ConfigMismatch, InvalidRequest, LeaseConfig, StaleEpoch
+from raydix.schemas import (
+    CacheConfig,
+    CacheUnavailable,
+    ConfigMismatch,
+    InvalidRequest,
+    LeaseConfig,
+    PoolConfig,
+    StaleEpoch,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -94,6 +105,10 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "start soon": (lambda actor: start_cache(CONFIG, timeout_s="soon"), "finite number of seconds, not 'soon'"),  # type: ignore[arg-type]
     "start a number": (lambda actor: start_cache(CONFIG, name=7), "name is a string, not int"),  # type: ignore[arg-type]
     "start no name": (lambda actor: start_cache(CONFIG, name=""), "at least one character"),
+    "start the name of another actor": (
+        lambda actor: start_cache(CONFIG, name="no-cache", timeout_s=5),
+        "the handle of a cache actor is needed",
+    ),
     "connect to a handle": (lambda actor: connect(actor), "name is a string, not ActorHandle"),
     "connect with fields": (lambda actor: connect("some", config={}), "a cache takes a CacheConfig, not dict"),  # type: ignore[arg-type]
     "connect to another actor": (lambda actor: connect("no-cache"), "the handle of a cache actor is needed"),
@@ -209,8 +224,22 @@ def test_of_a_ray_that_has_no_error_for_a_taken_name_its_value_error_is_taken(mo
         attempts.append("made")
         raise ValueError("The name kv (namespace=raydix) is already taken.")
 
-    assert of_old_ray._ready("kv", "raydix", name_is_taken, time.monotonic(), 1) is None
+    assert of_old_ray._ready("kv", "raydix", name_is_taken, time.monotonic() + 60, 60) is None
     assert attempts == ["made"]
+
+
+def test_while_a_name_stays_taken_by_what_cannot_be_found_the_deadline_is_obeyed(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = new_name()
+    monkeypatch.setattr(deploy, "find", lambda name, namespace: None)
+    holder = cast(Any, NoCache).options(name=name, namespace=deploy.NAMESPACE).remote()
+
+    with pytest.raises(CacheUnavailable, match=r"was there already, but is not ready after 0\.3 s"):
+        start_cache(CONFIG, name=name, timeout_s=0.3)
+
+    ray.get(holder.work.remote())
+    ray.kill(holder)
 
 
 async def test_starting_does_not_hold_the_loop(ray_cluster: None) -> None:
@@ -263,6 +292,85 @@ def test_a_cache_that_does_not_answer_is_unavailable_after_the_timeout_and_is_le
         connect(name, config=CONFIG, timeout_s=0.2)
     with pytest.raises(CacheUnavailable, match=r"was there already, but is not ready after 0\.2 s"):
         start_cache(CONFIG, name=name, timeout_s=0.2)
+
+    assert connect(name)._actor_id == cache._actor_id
+
+
+# ---------------------------------------------------------------- the name of a cache that has died
+
+
+HUGE = CacheConfig(pool=PoolConfig(num_slots=2**30, num_layers=8, num_kv_heads=64, head_dim=1024, device="cpu"))
+
+
+async def test_while_the_error_of_a_cache_that_could_not_start_is_kept_its_name_is_free(ray_cluster: None) -> None:
+    """As a notebook or a logger keeps it."""
+    name = new_name()
+    with pytest.raises(CacheUnavailable, match="bytes") as caught:
+        start_cache(HUGE, name=name)
+
+    cache = start_cache(CONFIG, name=name)
+
+    assert await epoch_of(name) == await epoch_of(cache)
+    assert handles_held_by(caught.value) == []
+    await asyncio.to_thread(shutdown_cache, cache)
+
+
+def handles_held_by(error: BaseException | None) -> list[Any]:
+    """The handles of actors among the variables of all frames, but for tests', that an error and its causes keep."""
+    held: list[Any] = []
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename != __file__:
+                held += [each for each in frame.f_locals.values() if isinstance(each, ray.actor.ActorHandle)]
+        error = error.__cause__ or error.__context__
+    return held
+
+
+@pytest.mark.parametrize("how", ["killed by the kernel", "crashed at its start"])
+async def test_the_name_of_a_dead_cache_of_which_a_handle_is_kept_is_free(
+    started: Callable[..., Any], how: str
+) -> None:
+    name = new_name()
+    if how == "crashed at its start":
+        dead = ray.remote(PrefixCacheActor).options(name=name, namespace=deploy.NAMESPACE).remote(HUGE)
+    else:
+        dead = started(name=name, max_restarts=0)
+        handle = await dead.pool_handle.remote()
+        os.kill(int(handle.path.split("/")[2]), signal.SIGKILL)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        while True:
+            with suppress(ray.exceptions.ActorUnavailableError):
+                await dead.noop.remote()
+
+    cache = await start_cache_async(CONFIG, name=name)
+
+    assert cache._actor_id != dead._actor_id
+    assert await epoch_of(name) == await epoch_of(cache)
+    await asyncio.to_thread(shutdown_cache, cache)
+
+
+def test_a_start_that_is_given_up_leaves_no_thread_and_no_cache(ray_cluster: None) -> None:
+    name = new_name()
+
+    async def give_up() -> None:
+        starting = start_cache_async(CONFIG, name=name, lifetime="detached", num_gpus=64, timeout_s=3600)
+        await asyncio.wait_for(starting, 0.2)
+
+    with asyncio.Runner() as runner, pytest.raises(TimeoutError):
+        runner.run(give_up())  # its end waits for the threads of its loop
+
+    with pytest.raises(CacheUnavailable, match="no cache named"):
+        connect(name)
+
+
+def test_a_start_that_is_given_up_leaves_the_cache_of_others(never_placed: tuple[str, Any]) -> None:
+    name, cache = never_placed
+
+    async def give_up() -> None:
+        await asyncio.wait_for(start_cache_async(CONFIG, name=name, timeout_s=3600), 0.2)
+
+    with asyncio.Runner() as runner, pytest.raises(TimeoutError):
+        runner.run(give_up())
 
     assert connect(name)._actor_id == cache._actor_id
 
