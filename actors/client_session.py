@@ -70,7 +70,9 @@ class ClientSession:
         self._config: CacheConfig
         self._timer = LoopTimer(self._beat)
         self._beating: asyncio.Task[None] | None = None
-        self._answered_at = 0.0  # by the loop: the last beat, or the opening
+        self._answered_at = 0.0  # by the loop: the last beat, or the opening; later by what the loop has stood still
+        self._clock = LoopTimer(self._look_at_clock)
+        self._look_due = 0.0  # by the loop
         self._writers = LateWriters()
         self._compensations: set[asyncio.Future[Message]] = set()
         self._owed: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
@@ -125,7 +127,9 @@ class ClientSession:
             self._writers.forget(replaced)
         self._transport, self._config = transport, response.config
         self._ready, self._lost = True, None
-        self._answered_at = asyncio.get_running_loop().time()
+        self._answered_at = now = asyncio.get_running_loop().time()
+        self._look_due = now + self._beat_s
+        self._clock.set(self._beat_s)
         self._timer.set(0.0)
 
     async def close(self) -> None:
@@ -149,6 +153,7 @@ class ClientSession:
                 self._next.give_up(f"the cache has not answered for {_OPENING_S:g} s")
             await asyncio.gather(self._opening, return_exceptions=True)
         self._timer.stop()
+        self._clock.stop()
         for each in [*self._writers.take_all(), *([self._transport] if self._ready else [])]:
             try:
                 await each.close()
@@ -197,6 +202,18 @@ class ClientSession:
         next_at = loop.time() + self._beat_s
         self._beating = loop.create_task(self._transport.beat(self._beat_s))  # it does not keep this object alive
         self._beating.add_done_callback(partial(_note_beat, weakref.ref(self), self._transport, next_at))
+
+    def _look_at_clock(self) -> float | None:
+        """Do not count the time in which this loop stood still as silence of the cache. Return the seconds to wait.
+
+        A beat that was on its way meanwhile runs out of time in the same tick in which its answer is read.
+        """
+        if not self._ready:
+            return None
+        now = asyncio.get_running_loop().time()
+        self._answered_at = min(now, self._answered_at + max(0.0, now - self._look_due))
+        self._look_due = now + self._beat_s
+        return self._beat_s
 
     def _note_beat(self, transport: Transport, next_at: float, error: BaseException | None) -> None:
         if transport is not self._transport or self._closed:

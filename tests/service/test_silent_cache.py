@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_fixtures import ON_RAY
+from cache_fixtures import ON_RAY, over_calls
 from cache_under_test import CacheUnderTest, Pages, small_config
 from client_processes import all_free, until
 
-from raydix.actors import PrefixCacheClient, client_session, ray_transport
-from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig
+from raydix.actors import LocalPrefixCache, PrefixCacheClient, client_session, ray_transport
+from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, LeaseExpired
 
 pytestmark = pytest.mark.ray
 
@@ -81,6 +81,40 @@ async def test_who_waits_for_a_cache_that_stands_still_is_told_so(
         assert "the cache has not answered for" in str(outcome)
     await held.release()
     await until(client, all_free)  # whatever the cache still did of what it was asked
+
+
+@pytest.mark.parametrize("way", ["channel", "calls"])
+def test_a_client_whose_own_loop_stood_still_does_not_blame_the_cache(
+    running_cache: Callable[[CacheConfig], Any], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while a model loads: its session expires meanwhile, and its first verb opens another."""
+    if way == "calls":
+        over_calls(monkeypatch)
+    cache = running_cache(small_config().model_copy(update={"leases": HASTY}))
+
+    async def load_a_model() -> None:
+        async with PrefixCacheClient(cache) as client:
+            lease = await client.acquire([1, 2])
+            await asyncio.sleep(0.05)  # a beat is on its way
+            stand_still()
+            asked = [client.match([1]), client.acquire([3]), client.stats()]
+            async with asyncio.timeout(60):
+                found, other, stats = await asyncio.gather(*asked)
+                await other.release()
+
+            assert (found.prefix_len, stats.epoch) == (0, lease.epoch)
+            with pytest.raises(LeaseExpired):
+                await lease.insert([1])
+            await lease.release()
+            await until(client, all_free)
+
+    def stand_still() -> None:
+        time.sleep(3 * HASTY.session_ttl_s)
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda: time.monotonic() + 60)  # and for a minute more, by its own clock
+
+    with asyncio.Runner() as runner:
+        runner.run(load_a_model())
 
 
 async def test_a_client_of_a_cache_that_stands_still_can_be_closed(
