@@ -2,7 +2,8 @@
 
 Each process locks a memfd, which others open through `/proc`, as they do a pool's: it has no name in any folder, so
 nothing is left behind however the process ends. Where it cannot be opened (another node, another container), nothing
-is known of its process.
+is known of its process. A path carries the name of its memfd: the same process and file number can be the lock of
+another process there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Self
 if sys.platform == "linux":
     import fcntl
 
-_PATH = re.compile(r"/proc/\d+/fd/\d+")
+_PATH = re.compile(r"(/proc/\d+/fd/\d+):([0-9a-f]{32})")  # where a memfd is open, and the id in its name
 _NAME = "raydix-life-"
 
 _own: tuple[int, str] | None = None  # the process that locked it, and its path
@@ -29,9 +30,10 @@ def own_life_path() -> str | None:
     if sys.platform != "linux":
         return None
     if _own is None or _own[0] != os.getpid():  # a forked child has a life of its own
-        fd = os.memfd_create(f"{_NAME}{uuid.uuid4().hex}", os.MFD_CLOEXEC)
+        life_id = uuid.uuid4().hex
+        fd = os.memfd_create(f"{_NAME}{life_id}", os.MFD_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_EX)  # and never unlocked
-        _own = os.getpid(), f"/proc/{os.getpid()}/fd/{fd}"
+        _own = os.getpid(), f"/proc/{os.getpid()}/fd/{fd}:{life_id}"
     return _own[1]
 
 
@@ -44,15 +46,19 @@ class ProcessLife:
 
     @classmethod
     def find(cls, path: str) -> Self | None:
-        """What holds the lock at the path of `own_life_path`; None if that is no lock, or nobody's, seen from here."""
-        if sys.platform != "linux" or not _PATH.fullmatch(path):
+        """Return what holds the lock at the path of `own_life_path`.
+
+        None if that is no lock, another process's lock, or a lock that no process holds, as seen from here.
+        """
+        if sys.platform != "linux" or (match := _PATH.fullmatch(path)) is None:
             return None
+        where, life_id = match.groups()
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
         life = cls(fd)
-        is_lock = _NAME in os.readlink(f"/proc/self/fd/{fd}")
+        is_lock = os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:{_NAME}{life_id} (deleted)"
         return life if is_lock and not life.has_ended() else None
 
     def has_ended(self) -> bool:

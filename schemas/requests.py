@@ -62,7 +62,7 @@ class OpenSession(Message):
     )
     config_digest: str | None = Field(default=None, description="refuse a cache with another configuration")
     replaces: LeaseId | None = Field(default=None, description="an earlier session of this client, which it gives up")
-    life_path: str | None = Field(default=None, description="a file that the client's process locks while it lives")
+    life_path: str | None = Field(default=None, description="a file that the client's process locks, and its id")
 
 
 class CloseSession(Message):

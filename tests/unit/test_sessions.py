@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from uuid import uuid4
 
 import pytest
 from clocked_sessions import GRACE_S, TTL_S, Life, Scene
@@ -272,4 +273,20 @@ def test_a_lock_that_the_kernel_let_go_of_tells_that_its_process_has_ended() -> 
     "path", ["/etc/passwd", "/proc/1/../../etc/passwd", "/proc/0/fd/0", "/proc/OWN/fd/0", "relative"]
 )
 def test_what_is_no_such_lock_tells_nothing(path: str) -> None:
-    assert ProcessLife.find(path.replace("OWN", str(os.getpid()))) is None
+    path = path.replace("OWN", str(os.getpid()))
+
+    assert ProcessLife.find(path) is None
+    assert ProcessLife.find(f"{path}:{'0' * 32}") is None
+
+
+def test_the_lock_of_another_process_at_the_same_place_tells_nothing() -> None:
+    """In another PID namespace, or on another node, the same numbers are those of another process."""
+    path = own_life_path()
+    assert path is not None
+    where, _, life_id = path.partition(":")
+    elsewhere = f"{where}:{uuid4().hex}"
+
+    assert ProcessLife.find(path) is not None
+    assert ProcessLife.find(elsewhere) is None
+    assert ProcessLife.find(where) is None
+    assert ProcessLife.find(f"{where}:{life_id[:31]}") is None
