@@ -105,6 +105,7 @@ def ray_cluster() -> Iterator[None]:
 
     start_cache.__kwdefaults__["timeout_s"] = 300  # other programs may use the machine
     ray.init(
+        "local",  # never a cluster of the machine's other users
         num_cpus=4,
         num_gpus=0,
         include_dashboard=False,

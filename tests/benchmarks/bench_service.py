@@ -109,7 +109,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     arguments = parser.parse_args()
-    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+    ray.init(
+        "local", num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False
+    )
     measured = figures(QUICK if arguments.quick else Scale())
     ray.shutdown()
     print("\n".join(lines(measured)))

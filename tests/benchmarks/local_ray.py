@@ -15,6 +15,7 @@ def ray_started() -> Iterator[None]:
     mine = not ray.is_initialized()
     if mine:
         ray.init(
+            "local",
             num_cpus=4,
             num_gpus=0,
             include_dashboard=False,
