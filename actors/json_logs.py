@@ -26,7 +26,7 @@ class JsonFormatter(logging.Formatter):
         self._always = always
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line, with what a terminal would obey escaped as JSON does."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -37,7 +37,13 @@ class JsonFormatter(logging.Formatter):
         line |= {field: getattr(record, field) for field in FIELDS if hasattr(record, field)}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        text = json.dumps(line, ensure_ascii=False, default=str)
+        return "".join([each if each.isprintable() else _escaped(each) for each in text])
+
+
+def _escaped(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join([f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)])
 
 
 def log_as_json(stream: IO[str] | None = None, level: int = logging.INFO, **always: str) -> logging.Handler:

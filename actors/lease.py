@@ -23,6 +23,7 @@ from raydix.schemas import (
     UnknownLease,
     WindowResponse,
 )
+from raydix.schemas.shown import shown
 from raydix.schemas.tokens import AS_THEY_ARE
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Lease:
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else f"prefix_len={self.prefix_len}, published_len={self.published_len}"
-        return f"Lease({self.lease_id}, {state}, num_slots={len(self)})"
+        return f"Lease({shown(self.lease_id)}, {state}, num_slots={len(self)})"
 
     # ---------------------------------------------------------------- for the client alone
 

@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError,
 
 from raydix.actors.channel import Answer, Tell
 from raydix.schemas import CacheBusy, CacheError, CacheUnavailable
+from raydix.schemas.shown import shown
 
 RETRY_AFTER_S = 0.05  # what a client is told that has asked for too much at once
 _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
@@ -72,8 +73,8 @@ def from_ray(error: BaseException) -> CacheError:
         return error
     if isinstance(error, RayTaskError) and (isinstance(cause, RaySystemError) or not isinstance(cause, RayError)):
         said = str(cause).strip() or type(cause).__name__
-        return CacheError(f"the cache could not read the call, or failed at it: {said.splitlines()[-1]}")
+        return CacheError(f"the cache could not read the call, or failed at it: {shown(said.splitlines()[-1])}")
     text = str(error).strip() or type(error).__name__
     if (reason := _OWN_REASON.search(text)) is not None:  # it died of an error of its own
-        return CacheUnavailable(reason.group(1))
-    return CacheUnavailable(f"the cache is dead, restarting, or cannot be reached: {text.splitlines()[0]}")
+        return CacheUnavailable(shown(reason.group(1)))
+    return CacheUnavailable(f"the cache is dead, restarting, or cannot be reached: {shown(text.splitlines()[0])}")

@@ -12,6 +12,7 @@ from raydix.actors.session_table import Session, SessionTable
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import LeasedCache
 from raydix.schemas import CacheError, LeaseConfig, LeaseExpired, OpenSession
+from raydix.schemas.shown import shown
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class SessionKeeper:
 
     def _vanish(self, session: Session, error: LeaseExpired) -> None:
         about = {"session": session.session_id, "owner": session.owner}
-        logger.warning("%s (%s): its leases have ended", error, session.owner, extra=about)
+        logger.warning("%s (%s): its leases have ended", error, shown(session.owner), extra=about)
         self.sessions.vanish(session)
         self._line.withdraw(session.session_id, error=error)
         self._core.quarantine_session(session.session_id)

@@ -32,7 +32,7 @@ class Recordings:
             InvalidRequest: there is a recording already that is not over, or its file cannot be made.
         """
         if self._recorder is not None and not self._recorder.is_over:
-            raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path}: stop it first")
+            raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path!r}: stop it first")
         self._recorder = recorder = TrafficRecorder(request, self._clock)
         self._watches.append(recorder)
         with suppress(RuntimeError):  # no loop: somebody will stop it

@@ -248,10 +248,10 @@ class CacheVerbs(HandoverVerbs):
             await self._transport.submit(request, partial(self._note_ended, request))
         except CacheUnavailable as error:
             about = {"lease": lease.lease_id, "epoch": lease.epoch}
-            logger.info("lease %s ended with its cache, or will soon: %s", lease.lease_id, error, extra=about)
+            logger.info("lease %r ended with its cache, or will soon: %s", lease.lease_id, error, extra=about)
         except (StaleEpoch, LeaseExpired) as error:
             about = {"lease": lease.lease_id, "epoch": lease.epoch}
-            logger.info("lease %s ended with its session: %s", lease.lease_id, error, extra=about)
+            logger.info("lease %r ended with its session: %s", lease.lease_id, error, extra=about)
             self._note_loss(self._transport)
 
     def _note_ended(self, request: ReleaseRequest | AbortRequest, outcome: Outcome) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from raydix.schemas.message import Message
+from raydix.schemas.shown import shown
 
 
 class LeaseOwner(Message):
@@ -16,4 +17,4 @@ class LeaseOwner(Message):
     oldest_s: float = Field(description="seconds since the oldest of them was granted")
 
     def __str__(self) -> str:
-        return f"{self.owner} {self.slots} slots by {self.leases}, up to {self.oldest_s:.0f} s old"
+        return f"{shown(self.owner)} {self.slots} slots by {self.leases}, up to {self.oldest_s:.0f} s old"

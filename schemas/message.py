@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from raydix.schemas.shown import shown
+
 M = TypeVar("M", bound="Message")
 
 
@@ -44,8 +46,8 @@ class Malformed(Message):
 def first_fault(error: ValidationError) -> str:
     """What is wrong first, and where."""
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    fault = first["msg"].removeprefix("Value error, ")
+    where = ".".join([shown(str(each)) for each in first["loc"]])
+    fault = shown(first["msg"].removeprefix("Value error, "))
     return f"{where}: {fault}" if where else fault
 
 
@@ -125,7 +127,7 @@ def _names(model: type[Message]) -> tuple[str, ...]:
 
 def refused(model: type[Message], error: Exception) -> Malformed:
     """What stands for a message that could not be made of what arrived."""
-    fault = first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+    fault = first_fault(error) if isinstance(error, ValidationError) else shown(f"{type(error).__name__}: {error}")
     return Malformed(model=model.__name__, fault=fault)
 
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from raydix.schemas.shown import shown
+
 NARROW_LIMIT = 2**32
 WIDE_LIMIT = 2**64
 _INT32, _UINT32 = AS_THEY_ARE = np.dtype("<i4"), np.dtype("<u4")  # of such arrays the bytes are what is packed
@@ -140,7 +142,7 @@ def _as_array(ids: Any) -> NDArray[Any]:
         try:
             return np.asarray(ids)
         except TypeError as error:  # of arrays that lie on a GPU
-            raise ValueError(f"token ids cannot be read from {type(ids).__name__}: {error}") from None
+            raise ValueError(f"token ids cannot be read from {type(ids).__name__}: {shown(str(error))}") from None
     raise ValueError(f"token ids must be a list, array or tensor of integers, not {type(ids).__name__}")
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, join
 from raydix.actors.cli.output import AsJson, show, table_of
+from raydix.schemas.shown import shown
 
 _ANSWER_S = 5.0
 
@@ -64,10 +65,10 @@ def _table(rows: list[dict[str, Any]], namespace: str) -> Table | str:
     table = table_of("cache", "kind", ">page", ">slots", ">in use", ">leases", ">hit rate", "device", "node")
     for row in rows:
         if row["state"] != "ready":
-            table.add_row(row["name"], "silent")
+            table.add_row(shown(row["name"]), "silent")
             continue
         table.add_row(
-            row["name"],
+            shown(row["name"]),
             row["kind"],
             f"{row['page_size']}",
             f"{row['num_slots']:,}",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from raydix.actors.cli.failures import UNREACHABLE, USAGE, CommandError
+from raydix.schemas.shown import shown
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -80,8 +81,10 @@ def cache_handle(name: str, namespace: str) -> ActorHandle[Any]:
     caches = _caches(namespace)
     if name in caches:
         return caches[name]
-    there = ", ".join(sorted(caches)) or "none"
-    elsewhere = [f"{each['name']} in {each['namespace']}" for each in _named_actors() if each["name"] == name]
+    there = ", ".join(map(shown, sorted(caches))) or "none"
+    elsewhere = [
+        f"{shown(each['name'])} in {shown(each['namespace'])}" for each in _named_actors() if each["name"] == name
+    ]
     raise CommandError(
         f"no cache named {name!r} runs in namespace {namespace!r}; there: {there}",
         f"--namespace, as there is {', '.join(elsewhere)}" if elsewhere else "raydix list, or raydix start",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from raydix.actors.cli.failures import Failure
+from raydix.schemas.shown import shown_text
 
 _META = "raydix.json"
 _PIPE_WIDTH = 160  # columns
@@ -34,7 +37,7 @@ def show(value: Any, as_json: bool, render: Callable[[], RenderableType]) -> Non
     if as_json:
         print_json(value)
     elif isinstance(text := render(), str):
-        typer.echo(text)
+        typer.echo(shown_text(text))
     else:
         console().print(text, soft_wrap=True)  # what is to be copied stays on its line
 
@@ -54,10 +57,23 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 def console(stderr: bool = False) -> Console:
     """Where people read. Made anew, as stdout may be another one by now; in a pipe nothing is cut to 80 columns."""
-    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)  # names may hold brackets
+    made = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)  # names may hold brackets
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _PIPE_WIDTH
     return made
+
+
+class _Console(Console):
+    """A console on which a name that a cache's client has chosen is text alone."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Return a text to be laid out, with what a terminal would obey escaped."""
+        return super().render_str(shown_text(text), **how)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield what is printed, the console's own control codes as they are."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=shown_text(segment.text))
 
 
 def report_failure(ctx: typer.Context, failure: Failure) -> None:
@@ -65,9 +81,9 @@ def report_failure(ctx: typer.Context, failure: Failure) -> None:
     if ctx.meta.get(_META):
         error = {"type": failure.kind, "message": failure.message, "advice": failure.advice}
         print_json({"error": error})
-    typer.echo(f"error: {failure.message}", err=True)
+    typer.echo(shown_text(f"error: {failure.message}"), err=True)
     if failure.advice:
-        typer.echo(f"  try: {failure.advice}", err=True)
+        typer.echo(shown_text(f"  try: {failure.advice}"), err=True)
 
 
 def _as_json(value: Any) -> Any:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydix.schemas import CacheConfig, CacheStats, PoolStats
+from raydix.schemas.shown import shown
 
 _BAR = 40  # characters
 _MOST_OWNERS = 8
@@ -40,7 +41,7 @@ class Snapshot:
 def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     """The table of a snapshot; with the one before it, a rate beside each count that has risen."""
     stats = now.stats
-    head = f"{now.name}  {now.config.kind}, pages of {now.config.page_size}, epoch {stats.epoch[:8]}"
+    head = f"{shown(now.name)}  {now.config.kind}, pages of {now.config.page_size}, epoch {stats.epoch[:8]}"
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -119,13 +120,13 @@ def _add_holders(table: Table, stats: CacheStats) -> None:
     table.add_row("leases", f"{stats.open_leases:,} open{age}; {stats.waiters:,} wait for room")
     for owner in stats.owners[:_MOST_OWNERS]:
         table.add_row(
-            "", f"{owner.owner}: {owner.leases:,} leases, {owner.slots:,} slots, up to {owner.oldest_s:,.0f} s"
+            "", f"{shown(owner.owner)}: {owner.leases:,} leases, {owner.slots:,} slots, up to {owner.oldest_s:,.0f} s"
         )
     if len(stats.owners) > _MOST_OWNERS:
         table.add_row("", f"{len(stats.owners) - _MOST_OWNERS:,} more owners")
     for tenant in stats.tenants:
         cap = "no cap" if tenant.cap_slots is None else f"cap {tenant.cap_slots:,}"
-        name = tenant.name or "others"
+        name = shown(tenant.name or "others")
         table.add_row("tenant", f"{name}: {tenant.held_slots:,} slots (floor {tenant.floor_slots:,}, {cap})")
 
 
@@ -139,7 +140,7 @@ def _add_health(table: Table, now: Snapshot) -> None:
         state = "starts with the first session"
     else:
         state = "alive" if task.alive else "not running"
-    failures = f", {task.failures:,} failures, the last: {task.last_error}" if task.failures else ""
+    failures = f", {task.failures:,} failures, the last: {shown(task.last_error or '')}" if task.failures else ""
     table.add_row(
         "eviction", f"task {state}, {task.rounds:,} rounds, longest slice {task.longest_slice_ms:.1f} ms{failures}"
     )

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+from raydix.schemas.shown import shown
+
 _WIDTH, _HEIGHT = 1000.0, 300.0  # of the drawing; the page stretches it
 
 
@@ -94,4 +96,5 @@ def _line(style: str, points: Sequence[tuple[float, float]]) -> str:
 
 def shortened(label: str, most: int = 40) -> str:
     """A label as HTML, its middle left out if it is long."""
+    label = shown(label)
     return escape(label if len(label) <= most else f"{label[: most // 2]}…{label[-most // 2 :]}")

@@ -12,6 +12,7 @@ from raydix.actors.report.curves import ghost_section, pool_section
 from raydix.actors.report.tree_view import tree_section
 from raydix.actors.report.units import percent, short_count, short_time
 from raydix.schemas import CacheConfig, CacheReport, NamespaceStats
+from raydix.schemas.shown import shown
 
 
 def render(report: CacheReport, config: CacheConfig, title: str, made_at: datetime | None = None) -> str:
@@ -25,7 +26,9 @@ def render(report: CacheReport, config: CacheConfig, title: str, made_at: dateti
         _eviction_ages(report),
     )
     return Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(title), subtitle=escape(_subtitle(config, made_at or datetime.now(UTC))), body="\n".join(sections)
+        title=escape(shown(title)),
+        subtitle=escape(_subtitle(config, made_at or datetime.now(UTC))),
+        body="\n".join(sections),
     )
 
 

@@ -79,6 +79,18 @@ def test_every_count_that_matters_is_there() -> None:
         assert part in text
 
 
+def test_names_that_clients_choose_stay_on_their_line_and_do_nothing() -> None:
+    owner = LeaseOwner(owner="a\n\x1b[31mb", leases=1, slots=10, oldest_s=1)
+    tenant = TenantStats(
+        name="t\n\u202e", held_slots=30, evictable_slots=0, floor_slots=20, cap_slots=None, tokens_evicted=0
+    )
+
+    text = text_of(snapshot(owners=(owner,), tenants=(tenant,)))
+
+    assert r"a\n\x1b[31mb: 1 leases" in text
+    assert r"tenant t\n\u202e: 30 slots" in text
+
+
 def test_rates_are_those_between_two_looks_and_not_across_a_restart() -> None:
     before = snapshot(at_s=8.0, tokens_requested=8_000, tokens_reused=1_000, tokens_evicted=5_000)
 
