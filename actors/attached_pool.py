@@ -17,6 +17,7 @@ from raydix.actors.pool_export import layout_of, open_cuda_pool, open_shared_poo
 from raydix.actors.process_life import ProcessLife
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
+from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from raydix.actors.lease import Lease
@@ -225,7 +226,7 @@ class AttachedPool:
                 return layer
         except TypeError:  # no integer
             pass
-        raise InvalidRequest(f"layer must be one of the pool's {self.layout.num_layers}, not {layer!r}")
+        raise InvalidRequest(f"layer must be one of the pool's {self.layout.num_layers}, not {brief(layer)}")
 
     def _chunks(self, num_slots: int) -> list[Chunk]:
         layout = self.layout

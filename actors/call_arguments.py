@@ -7,6 +7,8 @@ from operator import index
 from typing import Any
 
 from raydix.schemas import CacheConfig, InvalidRequest, TokenIds, frame_namespace
+from raydix.schemas.cache_name import check_cache_name
+from raydix.schemas.shown import brief
 
 
 def config_from(config: Any) -> CacheConfig:
@@ -14,6 +16,14 @@ def config_from(config: Any) -> CacheConfig:
     if not isinstance(config, CacheConfig):
         raise InvalidRequest(f"a cache takes a CacheConfig, not {type(config).__name__}")
     return config
+
+
+def name_from(name: Any) -> str:
+    """Return a cache's name as it is; InvalidRequest if a cache cannot be called so."""
+    try:
+        return check_cache_name(name)
+    except ValueError as error:
+        raise InvalidRequest(f"a cache's name {error}") from None
 
 
 def tokens_from(tokens: Any) -> TokenIds:
@@ -32,7 +42,7 @@ def positive(num_tokens: Any, name: str = "num_tokens") -> int:
     with suppress(TypeError):
         if not isinstance(num_tokens, bool) and index(num_tokens) > 0:
             return index(num_tokens)
-    raise InvalidRequest(f"{name} must be a positive integer, not {num_tokens!r}")
+    raise InvalidRequest(f"{name} must be a positive integer, not {brief(num_tokens)}")
 
 
 def namespace_from(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:

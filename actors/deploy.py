@@ -14,11 +14,12 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from raydix.actors.cache_actor import PrefixCacheActor
-from raydix.actors.call_arguments import config_from
+from raydix.actors.call_arguments import config_from, name_from
 from raydix.actors.pool_export import may_lie_on_gpu
 from raydix.actors.ray_calls import from_ray
 from raydix.actors.typed_messages import seconds
 from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest
+from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -65,8 +66,8 @@ def start_cache(
     Keep the handle: the cache ends with the last one, unless its `lifetime` is "detached".
 
     Args:
-        name: others find it by `connect(name)`; a cache of that name that runs already is used if its configuration
-            is the same. One that is shutting down is waited for.
+        name: others find it by `connect(name)`; 1 to 128 printable characters other than "/". A cache of that name that
+            runs already is used if its configuration is the same. One that is shutting down is waited for.
         num_gpus: share of a GPU to reserve. None: 0.1 where the cluster has GPUs and the pool has tensors that may lie
             on one, else 0.
         max_restarts: how often it may start anew after a crash, -1: always. It is empty then, and its clients, which
@@ -82,8 +83,8 @@ def start_cache(
     """
     config_from(config)
     seconds(timeout_s)
-    if name == "":
-        raise InvalidRequest("a cache's name has at least one character; None: it has none")
+    if name is not None:
+        name_from(name)
     if not ray.is_initialized():
         ray.init()
     if num_gpus is None:
@@ -242,8 +243,7 @@ def _still_there(name: str | None, timeout_s: float) -> CacheUnavailable:
 
 def find(name: str, namespace: str) -> ActorHandle[Any] | None:
     """The handle of the cache of that name, ready or not; None if there is none."""
-    if not isinstance(name, str):
-        raise InvalidRequest(f"a cache's name is a string, not {type(name).__name__}")
+    name_from(name)
     if not ray.is_initialized():
         ray.init()
     try:
@@ -257,7 +257,7 @@ def check_handle(cache: Any) -> None:
     """Raise InvalidRequest unless this is the handle of a cache actor."""
     if not (hasattr(cache, "_actor_id") and hasattr(cache, "open_session")):
         raise InvalidRequest(
-            f"the handle of a cache actor is needed, as `start_cache` and `connect` give it, not {cache!r:.80}"
+            f"the handle of a cache actor is needed, as `start_cache` and `connect` give it, not {brief(cache)}"
         )
 
 

@@ -14,6 +14,7 @@ from raydix.schemas import (
     LeaseExpired,
     StaleEpoch,
 )
+from raydix.schemas.shown import brief
 
 _TIMEOUT_S = 10.0  # a reader asks anew after it, so that nobody waits at a cache for ever
 
@@ -56,7 +57,7 @@ class EventVerbs(ClientSession):
         """
         seq = 0 if after_seq is None else after_seq
         if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
-            raise InvalidRequest(f"after_seq must be the number of an event, not {after_seq!r}")
+            raise InvalidRequest(f"after_seq must be the number of an event, not {brief(after_seq)}")
         await self.open()
         epoch = self._transport.epoch
         while not self._closed:

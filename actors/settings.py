@@ -20,6 +20,8 @@ from pydantic import BaseModel, ValidationError
 
 from raydix.actors.settings_file import Key, SettingsError, read_value, read_yaml
 from raydix.schemas import CacheConfig
+from raydix.schemas.cache_name import check_cache_name
+from raydix.schemas.shown import cut
 
 DEFAULT_NAME = "kv"
 _PREFIX = "RAYDIX_"
@@ -35,7 +37,11 @@ class Settings:
 
 
 def load_settings(
-    path: Path | str | None = None, *, environ: Mapping[str, str] | None = None, options: Iterable[str] = ()
+    path: Path | str | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    options: Iterable[str] = (),
+    name: str | None = None,
 ) -> Settings:
     """The settings that a file, the environment and options make together.
 
@@ -43,6 +49,7 @@ def load_settings(
         path: a YAML file; None: there is none.
         environ: where variables `RAYDIX_*` are looked up; None: those of this process.
         options: "key=value", with dots in the key; the value is YAML.
+        name: of the caches, before all of these; None: theirs.
 
     Raises:
         SettingsError: the file cannot be read, or a key or value is wrong; the message says where it stands.
@@ -53,14 +60,16 @@ def load_settings(
         read_yaml(Path(path), SECTIONS) if path is not None else (),
         _from_environment(os.environ if environ is None else environ),
         _from_options(options),
+        [] if name is None else [(("name",), name, "--name")],
     )
     for layer in layers:
         for key, value, place in layer:
             _merge(tree, key, value)
             places[key] = place
-    name = tree.pop("name", DEFAULT_NAME)
-    if not isinstance(name, str) or not name:
-        raise SettingsError(f"{places['name',]}: name: must be a text, not {name!r}")
+    try:
+        name = check_cache_name(tree.pop("name", DEFAULT_NAME))
+    except ValueError as error:
+        raise SettingsError(f"{places['name',]}: name: {error}", "kv, for caches called kv-0, kv-1 and so on") from None
     try:
         return Settings(name, CacheConfig.model_validate(tree))
     except ValidationError as error:
@@ -107,15 +116,15 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Key, Any, st
         if (key := _VARIABLES.get(variable)) is not None:
             yield from _parsed(key, text, place)
         elif near := get_close_matches(variable, _LEAVES, 1, _UNLIKE):
-            raise SettingsError(f"{place} is not known", f"unset it, or set {near[0]}")
+            raise SettingsError(f"{cut(place)} is not known", f"unset it, or set {near[0]}")
 
 
 def _from_options(options: Iterable[str]) -> Iterator[tuple[Key, Any, str]]:
     for option in options:
         text_of_key, equals, text = option.partition("=")
-        place = f"--set {option}"
+        place = cut(f"--set {option}")
         if not equals:
-            raise SettingsError(f"{place}: no value", f"--set {option}=VALUE")
+            raise SettingsError(f"{place}: no value", f"{place}=VALUE")
         key = tuple(text_of_key.strip().split("."))
         if key not in _KINDS:
             raise SettingsError(f"{place}: no such key", _suggestion(key))
@@ -151,7 +160,7 @@ def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | s
         what, advice = "is needed", f"set {text} in a file given with -c, {variable}, or --set {text}=VALUE"
         if key in SECTIONS:
             advice = f"give at least {text}.num_slots: --set {text}.num_slots=65536"
-    return SettingsError(f"{place}: {'.'.join(key) + ': ' if key else ''}{what}", advice)
+    return SettingsError(f"{place}: {cut('.'.join(key)) + ': ' if key else ''}{what}", advice)
 
 
 def _suggestion(key: Key) -> str:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from yaml.composer import ComposerError
+
+from raydix.schemas.shown import brief, cut
 
 Key = tuple[str, ...]
+
+
+_MOST_BYTES = 2**20  # of a file
+_MOST_DIGITS = 64  # of a number, its sign and the like
 
 
 class SettingsError(ValueError):
@@ -26,11 +33,15 @@ def read_yaml(path: Path, sections: Collection[Key]) -> Iterator[tuple[Key, Any,
     """Every key of a file with its value and place; those below `sections` one by one.
 
     Raises:
-        SettingsError: the file is not there, is no YAML, holds a value that is none, or names a key twice.
+        SettingsError: the file is not there, is larger than 1 MiB, is no YAML, holds a value that is none, or names a
+            key twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        loader = yaml.SafeLoader(text)
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise SettingsError(f"{path}: longer than {_MOST_BYTES:,} bytes", "give the path of a YAML file")
+        loader = _Loader(data.decode("utf-8"))
         root = loader.get_single_node()
         if root is None:
             return
@@ -46,7 +57,8 @@ def read_yaml(path: Path, sections: Collection[Key]) -> Iterator[tuple[Key, Any,
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        raise SettingsError(f"{path}{where}: {getattr(error, 'problem', None) or error}") from None
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SettingsError(f"{path}{where}: {cut(problem)}") from None
 
 
 def read_value(text: str, place: str) -> Any:
@@ -56,13 +68,36 @@ def read_value(text: str, place: str) -> Any:
         SettingsError: it is no YAML, or names a key twice; the message begins with `place`.
     """
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else _value_of(loader, node, place, "", f"{place}: line ")
     except RecursionError:
         raise _too_deep(place) from None
     except yaml.YAMLError:
-        raise SettingsError(f"{place}: {text!r} is no YAML value", "quote it") from None
+        raise SettingsError(f"{place}: {brief(text)} is no YAML value", "quote it") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, but for what costs far more than it takes to write: aliases, and numbers in base 60."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Make the node of what follows, unless it is an alias."""
+        if self.check_event(yaml.AliasEvent):
+            mark = cast(Any, self).peek_event().start_mark
+            raise ComposerError(None, None, "an alias: write the value again", mark)
+        return super().compose_node(parent, index)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Make an int or a float of a number's text."""
+        text = self.construct_scalar(node)
+        if ":" in text or len(text) > _MOST_DIGITS:
+            raise ValueError(f"a number has at most {_MOST_DIGITS} characters and no ':', unlike {brief(text)}")
+        construct = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
+        return construct(node)
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)
 
 
 def _items(
@@ -84,12 +119,9 @@ def _items(
 
 def _value_of(loader: yaml.SafeLoader, node: yaml.Node, place: str, name: str, line: str) -> Any:
     """What a node stands for; `line` begins the place of a line within it."""
-    below, seen = [node], set[int]()
+    below = [node]
     while below:
         each = below.pop()
-        if id(each) in seen:  # an alias
-            continue
-        seen.add(id(each))
         if isinstance(each, yaml.MappingNode):
             _check_keys(each, name, line)
             below += [value for _, value in each.value]
@@ -97,17 +129,20 @@ def _value_of(loader: yaml.SafeLoader, node: yaml.Node, place: str, name: str, l
             below += each.value
     try:
         return loader.construct_object(node, deep=True)
-    except (ValueError, LookupError, AttributeError) as error:  # what yaml's constructors make of a bad date or number
-        raise SettingsError(f"{place}: no YAML value: {error}", "quote it, if it is a text") from None
+    except (ValueError, LookupError, AttributeError, OverflowError) as error:  # yaml's, of a bad date or number
+        raise SettingsError(f"{place}: no YAML value: {cut(str(error))}", "quote it, if it is a text") from None
 
 
 def _check_keys(mapping: yaml.MappingNode, name: str, line: str) -> None:
     """Raise SettingsError if a key stands twice in a mapping; `line` begins the place of a line."""
     lines: dict[str, int] = {}
     for key_node, _ in mapping.value:
-        key, number = str(key_node.value), key_node.start_mark.line + 1
+        number = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise SettingsError(f"{line}{number}: a key must be a text", "write `key: value`")
+        key = str(key_node.value)
         if key in lines:
-            full = f"{name}.{key}" if name else key
+            full = cut(f"{name}.{key}" if name else key)
             raise SettingsError(f"{line}{number}: {full} stands on line {lines[key]} already", "keep one of them")
         lines[key] = number
 

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from raydix.actors.call_arguments import positive
 from raydix.schemas import InvalidRequest, Message, TokenIds
+from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from raydix.actors.transformers_model import Step
@@ -133,7 +134,7 @@ def _end_tokens(given: Any) -> frozenset[int]:
     with suppress(TypeError):
         if not isinstance(given, (bool, str, bytes)):
             return frozenset(_ids_in(given))
-    raise InvalidRequest(f"eos_token_id must be a token id or a collection of some, not {given!r}")
+    raise InvalidRequest(f"eos_token_id must be a token id or a collection of some, not {brief(given)}")
 
 
 def _ids_in(given: Any) -> list[int]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from raydix.schemas import CacheError, InvalidRequest, Message
 from raydix.schemas.message import Malformed, first_fault, validated
+from raydix.schemas.shown import brief
 
 M = TypeVar("M", bound=Message)
 
@@ -48,7 +49,7 @@ def seconds(given: object) -> float:
     """
     if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < float("inf"):
         return given
-    raise InvalidRequest(f"this call takes a finite number of seconds, not {given!r}")
+    raise InvalidRequest(f"this call takes a finite number of seconds, not {brief(given)}")
 
 
 def expect(model: type[M], response: object) -> M:

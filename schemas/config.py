@@ -14,7 +14,7 @@ MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
 
 
 class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class PoolConfig(_Config):
@@ -170,7 +170,9 @@ with warnings.catch_warnings():
             default=False,
             description="for debugging, slow: check every invariant after every batch, and what a CPU pool holds",
         )
-        fingerprint: str = Field(default="", description="identifies the model, so that two are never mixed")
+        fingerprint: str = Field(
+            default="", max_length=4096, description="identifies the model, so that two are never mixed"
+        )
 
         @model_validator(mode="after")
         def _pool_is_whole_pages(self) -> Self:

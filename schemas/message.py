@@ -20,7 +20,7 @@ class Message(BaseModel):
     Pickling keeps the field values alone, in order. What breaks its model's rules is unpickled as `Malformed`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return receive, (type(self), *self.__dict__.values())

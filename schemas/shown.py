@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from reprlib import Repr
 
+_MOST = 160  # characters of a value in an error
+
 
 def shown(name: str) -> str:
     """Return a name with its control, format and other unprintable characters escaped, as `repr` escapes them.
@@ -16,6 +18,11 @@ def shown(name: str) -> str:
 def shown_text(text: str) -> str:
     """Return `shown` of each line of a text; its line ends and tabs stay."""
     return "".join([each if each in "\n\t" else shown(each) for each in text])
+
+
+def cut(text: str) -> str:
+    """Return `shown` of a text's first characters, for an error that names what a caller wrote."""
+    return shown(text if len(text) <= _MOST else f"{text[: _MOST - 3]}...")
 
 
 class _Brief(Repr):
@@ -32,7 +39,6 @@ class _Brief(Repr):
 
 
 _brief = _Brief()
-_MOST = 160  # characters
 
 
 def brief(value: object) -> str:
@@ -40,5 +46,4 @@ def brief(value: object) -> str:
 
     Of lists and dicts the first few members are shown. A value that has no `repr` is shown by its type.
     """
-    text = _brief.repr(value)
-    return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
+    return cut(_brief.repr(value))

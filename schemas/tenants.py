@@ -9,6 +9,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from raydix.schemas.namespace import frame_namespace
+from raydix.schemas.shown import brief
 
 
 class TenantConfig(BaseModel):
@@ -18,7 +19,7 @@ class TenantConfig(BaseModel):
     slots count, neither window slots nor states.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     name: str = Field(min_length=1, max_length=256, description="for people: shown in statistics and errors")
     extra_key: str | None = Field(default=None, description="its namespace, as in requests")
@@ -49,7 +50,7 @@ def check_tenants(tenants: Sequence[TenantConfig], num_slots: int, page_size: in
     for what in ("name", "namespace"):
         for value, count in Counter(getattr(tenant, what) for tenant in tenants).items():
             if count > 1:
-                raise ValueError(f"{count} tenants have the same {what}: {value!r}")
+                raise ValueError(f"{count} tenants have the same {what}: {brief(value)}")
     for tenant in tenants:
         if tenant.floor_slots % page_size or (tenant.cap_slots or 0) % page_size:
             raise ValueError(f"floor and cap of tenant {tenant.name!r} must be multiples of page_size ({page_size})")

@@ -48,7 +48,7 @@ def start(
     A setting is taken from `--set`, else from the environment (`RAYDIX_POOL_NUM_SLOTS`), else from the file, else it
     has its default. A cache that runs with the same settings already is left as it is.
     """
-    settings = load_settings(file, options=[*(options or ()), *([f"name={name}"] if name else ())])
+    settings = load_settings(file, options=options or (), name=name)
     join(address, namespace)
     from raydix.actors.placement import num_gpus
     from raydix.actors.pool_export import may_lie_on_gpu

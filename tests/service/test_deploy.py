@@ -103,13 +103,25 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "finite number of seconds, not inf",
     ),
     "start soon": (lambda actor: start_cache(CONFIG, timeout_s="soon"), "finite number of seconds, not 'soon'"),  # type: ignore[arg-type]
-    "start a number": (lambda actor: start_cache(CONFIG, name=7), "name is a string, not int"),  # type: ignore[arg-type]
-    "start no name": (lambda actor: start_cache(CONFIG, name=""), "at least one character"),
+    "start a number": (lambda actor: start_cache(CONFIG, name=7), "a cache's name must be a text, not 7"),  # type: ignore[arg-type]
+    "start no name": (
+        lambda actor: start_cache(CONFIG, name=""),
+        "a cache's name must have 1 to 128 characters, not 0",
+    ),
+    "start a path": (
+        lambda actor: start_cache(CONFIG, name="../../x"),
+        "a cache's name must be of printable characters",
+    ),
+    "start an escape": (lambda actor: start_cache(CONFIG, name="\x1b[31m"), r"it is '\\x1b\[31m'"),
+    "start half a character": (lambda actor: start_cache(CONFIG, name="\ud800"), r"it is '\\ud800'"),
     "start the name of another actor": (
         lambda actor: start_cache(CONFIG, name="no-cache", timeout_s=5),
         "the handle of a cache actor is needed",
     ),
-    "connect to a handle": (lambda actor: connect(actor), "name is a string, not ActorHandle"),
+    "connect to no name": (lambda actor: connect(""), "must have 1 to 128 characters"),
+    "connect to a path": (lambda actor: connect(".."), "must be of printable characters"),
+    "a client of no name": (lambda actor: asyncio.run(PrefixCacheClient("").match([1])), "must have 1 to 128"),
+    "connect to a handle": (lambda actor: connect(actor), r"name must be a text, not Actor\("),
     "connect with fields": (lambda actor: connect("some", config={}), "a cache takes a CacheConfig, not dict"),  # type: ignore[arg-type]
     "connect to another actor": (lambda actor: connect("no-cache"), "the handle of a cache actor is needed"),
     "shut down a name": (lambda actor: shutdown_cache("kv"), "the handle of a cache actor is needed, .*, not 'kv'"),  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Settings from a file, the environment and options: the later wins, and what is wrong is told with its place."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,11 @@ import pytest
 from raydix.actors.settings import load_settings
 from raydix.actors.settings_file import SettingsError
 from raydix.schemas import CacheConfig, GhostConfig, PoolConfig, TenantConfig
+from raydix.schemas.shown import cut, shown
+
+LAUGHS = ", ".join(
+    f"&a{number} [{', '.join([f'*a{number - 1}'] * 9 if number else ['laugh'] * 9)}]" for number in range(40)
+)  # 9**40 of them
 
 FILE = """\
 name: chat
@@ -101,9 +107,26 @@ def test_variables_of_other_programs_are_left_alone() -> None:
             "FILE, line 2: no YAML value: month must be in 1..12 / quote",
         ),
         ("page_size: 0x_\n", "FILE, line 1: no YAML value: invalid literal for int()"),
-        ("page_size: " + "9" * 5000, "FILE, line 1: no YAML value: Exceeds the limit"),
+        ("page_size: " + "9" * 5000, "FILE, line 1: no YAML value: a number has at most 64 characters"),
         ("page_size: !!timestamp x\n", "FILE, line 1: no YAML value: "),
         ("a: " + "[" * 3000 + "]" * 3000, "FILE: nested too deeply"),
+        (
+            "page_size: 1:2:3\n",
+            "FILE, line 1: no YAML value: a number has at most 64 characters and no ':', unlike '1:2:3' / quote",
+        ),
+        ("page_size: !!float '1:" + "59:" * 99 + "9.5'", "FILE, line 1: no YAML value: a number has at most 64 char"),
+        ("page_size: 0x" + "f" * 100, "FILE, line 1: no YAML value: a number has at most 64 characters"),
+        ("page_size: !!bool " + "x" * 500, "FILE, line 1: no YAML value: 'xxx"),
+        ("page_size: &a 1\nmax_seq_len: *a\n", "FILE, line 2, column 14: an alias: write the value again"),
+        ("name: [" + LAUGHS + "]", "FILE, line 1, column "),
+        ("pool:\n  state_shapes: [" + LAUGHS + "]", "FILE, line 2, column "),
+        ("pool: {<<: {a: 1}}\n", "FILE, line 1: pool.<<: no such key"),
+        ("? [a, b]\n: 1\n", "FILE, line 1: a key must be a text"),
+        ("x" * 500 + ": 1\n", "FILE, line 1: xxx"),
+        (
+            'fingerprint: "\\uD800"\npool: {num_slots: 64}\n',
+            "FILE, line 1: fingerprint: Input should be a valid string",
+        ),
         (
             "tenants:\n  - name: a\n    cap_slots: 4\n    cap_slots: 8\n",
             "FILE, line 4: tenants.cap_slots stands on line 3 already / keep one of them",
@@ -124,6 +147,60 @@ def test_what_is_wrong_in_a_file_is_told_with_its_line_and_what_to_do(tmp_path: 
     assert complaint(path).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("", "must have 1 to 128 characters, not 0"),
+        ("x" * 129, "must have 1 to 128 characters, not 129"),
+        ("../../x", "must be of printable characters"),
+        ("a/b", "must be of printable characters"),
+        ("..", "must be of printable characters"),
+        (" kv", "must be of printable characters"),
+        ("kv\x1b[31m", "must be of printable characters"),
+        ("kv\u202e", "must be of printable characters"),
+        ("\ud800", "must be of printable characters"),
+    ],
+)
+def test_what_no_cache_can_be_called_is_refused_in_every_layer(file: Path, name: str, expected: str) -> None:
+    file.write_text(f"name: {json.dumps(name)}\npool: {{num_slots: 64}}\n")
+
+    assert complaint(file).startswith(f"FILE, line 1: name: {expected}")
+    layers: list[tuple[tuple[str, ...], dict[str, str], str]] = [
+        ((f"name={name}",), {}, f"--set name={shown(name)}"),
+        ((), {"RAYDIX_NAME": name}, "environment variable RAYDIX_NAME"),
+    ]
+    for options, environ, place in layers:
+        assert complaint(None, environ, (*options, "pool.num_slots=64")).startswith(f"{place}: name: {expected}")
+    with pytest.raises(SettingsError, match=f"--name: name: {expected}"):
+        load_settings(environ={}, options=["pool.num_slots=64"], name=name)
+
+
+def test_a_file_is_read_up_to_a_mebibyte(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text("pool: {num_slots: 64}\n# " + "x" * 2**20)
+
+    assert complaint(path).startswith("FILE: longer than 1,048,576 bytes")
+
+
+def test_a_name_beside_the_options_wins_over_all(file: Path) -> None:
+    assert load_settings(file, environ={"RAYDIX_NAME": "b"}, options=["name=c"], name="Köln 1").name == "Köln 1"
+
+
+def test_what_is_wrong_is_told_in_bounded_length(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    texts = (
+        "name: [" + "x, " * 9_999 + "]",
+        "x" * 99_999 + ": 1",
+        f"pool: !<{'x' * 9999}> 1",
+        "a: !!bool " + "x" * 999,
+    )
+    for text in texts:
+        path.write_text(text)
+        assert len(complaint(path)) < 600
+    for option in ("x" * 99_999, "x" * 99_999 + "=1", "page_size=" + "x" * 99_999, "page_size={" + "x" * 99_999):
+        assert len(complaint(None, options=(option,))) < 900
+
+
 def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> None:
     assert complaint(file, {"RAYDIX_PAGE_SIZES": "1"}) == (
         "environment variable RAYDIX_PAGE_SIZES is not known / unset it, or set RAYDIX_PAGE_SIZE"
@@ -139,7 +216,8 @@ def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> Non
         "environment variable RAYDIX_PAGE_SIZE: no YAML value: month must be in 1..12 / quote it"
     )
     for text, expected in (("0x_", "no YAML value: invalid literal"), ("[" * 3000, "nested too deeply")):
-        assert complaint(file, options=(f"page_size={text}",)).startswith(f"--set page_size={text}: {expected}")
+        place = cut(f"--set page_size={text}")
+        assert complaint(file, options=(f"page_size={text}",)).startswith(f"{place}: {expected}")
     assert "cap_slots stands on line 1 already" in complaint(
         file, options=("tenants=[{name: a, cap_slots: 4, cap_slots: 8}]",)
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bad_tensors import TENSORS_WITHOUT_A_ROW
 from command_line import run
+from pydantic import BaseModel, ValidationError
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -28,6 +29,8 @@ from raydix.schemas import (
     MatchRequest,
     PoolConfig,
     PoolExhausted,
+    StartRecording,
+    TenantConfig,
 )
 from raydix.schemas.message import receive
 from raydix.schemas.shown import brief, shown, shown_text
@@ -83,6 +86,16 @@ def test_a_value_that_has_no_repr_is_shown_by_its_type() -> None:
     assert (brief(7), brief(2.5), brief(None), brief("\x1b")) == ("7", "2.5", "None", r"'\x1b'")
 
 
+@pytest.mark.parametrize(
+    "make", [CacheConfig, PoolConfig, TenantConfig, StartRecording], ids=lambda kind: kind.__name__
+)
+def test_a_model_that_refuses_a_value_does_not_show_it(make: type[BaseModel]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        make(**dict.fromkeys(make.model_fields, "a secret salt"), another=9)
+
+    assert "secret" not in str(caught.value)
+
+
 # ---------------------------------------------------------------- where names are shown
 
 
@@ -123,6 +136,14 @@ def test_a_failed_command_escapes_what_it_names() -> None:
     text = run("start", "-c", "/\x1b[31m\u202e.yaml", exit_code=2).stderr
 
     assert r"/\x1b[31m\u202e.yaml: No such file" in text
+    assert is_harmless(text)
+
+
+@pytest.mark.parametrize("name", ["", "../../x", "\x1b[31m", "x" * 129], ids=shown)
+def test_caches_are_started_by_names_alone(name: str) -> None:
+    text = run("start", "--name", name, "--set", "pool.num_slots=64", exit_code=2).stderr
+
+    assert text.startswith("error: --name: name: must ")
     assert is_harmless(text)
 
 
