@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
     from raydix.actors.verbs import CacheVerbs
 
 logger = logging.getLogger(__name__)
+
+_INTEGERS = frozenset(
+    (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
+)
+_NUMBERS = _INTEGERS | {
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+}
 
 Chunk = tuple[int, int]  # the first of its slots, and the one after its last
 
@@ -50,6 +66,8 @@ class AttachedPool:
     @classmethod
     async def attach(cls, client: CacheVerbs, transport: Transport, mapped: bool | None) -> AttachedPool:
         """Attach to the pool at the other end of a client's transport; see `CacheVerbs.attach_pool`."""
+        if not (mapped is None or isinstance(mapped, bool)):
+            raise InvalidRequest(f"mapped must be True, False or None, not {brief(mapped)}")
         handle = await transport.pool_handle()
         pool: KVPool | None = None
         if mapped is not False:
@@ -118,7 +136,7 @@ class AttachedPool:
             InvalidRequest: there is no such layer or slot, a shape does not fit, or the pool is not mapped.
         """
         pool, slots = self._mapped_pool(), _row_of(slots)
-        _check_tensors(k, v)
+        k, v = _values_of(k), _values_of(v)
         try:
             pool.write(self._known(layer), slots, k, v)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -140,7 +158,8 @@ class AttachedPool:
         if out is not None:
             if not isinstance(out, (tuple, list)) or len(out) != 2:
                 raise InvalidRequest("out must be two tensors, of K and of V")
-            _check_tensors(*out)
+            for each in out:
+                _check_values(each)
         try:
             return pool.gather(self._known(layer), slots, out)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -156,8 +175,8 @@ class AttachedPool:
             StaleEpoch: the cache has restarted since the pool was attached.
         """
         transport, slots = await self._transport_of(lease), _row_of(slots)
-        _check_tensors(k, v)
-        _check_dense(slots, k, v)
+        _check_dense(slots)
+        k, v = _values_of(k), _values_of(v)
         layout = self.layout
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
         for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
@@ -221,11 +240,9 @@ class AttachedPool:
         return self._pool
 
     def _known(self, layer: int) -> int:
-        try:
+        with suppress(Exception):  # whatever a value raises that is asked to be a number
             if 0 <= index(layer) < self.layout.num_layers:
-                return layer
-        except TypeError:  # no integer
-            pass
+                return index(layer)
         raise InvalidRequest(f"layer must be one of the pool's {self.layout.num_layers}, not {brief(layer)}")
 
     def _chunks(self, num_slots: int) -> list[Chunk]:
@@ -279,17 +296,27 @@ def _row_of(slots: torch.Tensor) -> torch.Tensor:
     """Slots as int64; InvalidRequest unless they are a 1-D tensor of integers."""
     if not isinstance(slots, torch.Tensor):
         raise InvalidRequest(f"slots must be a tensor, a 1-D row of integers, not a {type(slots).__name__}")
-    if slots.ndim == 1 and slots.dtype is torch.int64:
+    if slots.ndim == 1 and slots.dtype is torch.int64 and not slots.is_neg():
         return slots
-    if slots.ndim != 1 or slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:
+    _check_dense(slots)
+    if slots.ndim != 1 or slots.dtype not in _INTEGERS:
         raise InvalidRequest(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {tuple(slots.shape)}")
-    return slots.to(torch.int64)
+    return slots.resolve_neg().to(torch.int64)
 
 
-def _check_tensors(*given: torch.Tensor) -> None:
-    for each in given:
-        if not isinstance(each, torch.Tensor):
-            raise InvalidRequest(f"K and V must be tensors, not a {type(each).__name__}")
+def _values_of(given: torch.Tensor) -> torch.Tensor:
+    """Return K or V as values alone: a gradient or a pending negation would go into the pool's own tensors."""
+    _check_values(given)
+    return given.detach().resolve_neg() if given.requires_grad or given.is_neg() else given
+
+
+def _check_values(given: torch.Tensor) -> None:
+    """Raise InvalidRequest unless this is a dense tensor of real numbers."""
+    if not isinstance(given, torch.Tensor):
+        raise InvalidRequest(f"K and V must be tensors, not a {type(given).__name__}")
+    _check_dense(given)
+    if given.dtype not in _NUMBERS:
+        raise InvalidRequest(f"K and V must be tensors of real numbers, not of {given.dtype}")
 
 
 def _check_dense(*given: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ def tokens_from(tokens: Any) -> TokenIds:
 
 def positive(num_tokens: Any, name: str = "num_tokens") -> int:
     """A number of tokens as a plain int; InvalidRequest if it is none, or less than 1."""
-    with suppress(TypeError):
+    with suppress(Exception):  # whatever a value raises that is asked to be a number
         if not isinstance(num_tokens, bool) and index(num_tokens) > 0:
             return index(num_tokens)
     raise InvalidRequest(f"{name} must be a positive integer, not {brief(num_tokens)}")

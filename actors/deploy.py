@@ -19,7 +19,7 @@ from raydix.actors.pool_export import may_lie_on_gpu
 from raydix.actors.ray_calls import from_ray
 from raydix.actors.typed_messages import seconds
 from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest
-from raydix.schemas.shown import brief
+from raydix.schemas.shown import brief, cut
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -79,7 +79,8 @@ def start_cache(
         ConfigMismatch: a cache of that name runs with another configuration.
         CacheUnavailable: it could not be started or did not become ready in time; the message says why, and what this
             call has started is ended.
-        InvalidRequest: `config` is none, `timeout_s` no finite number of seconds, or `name` no name.
+        InvalidRequest: `config` is none, `timeout_s` no finite number of seconds, `name` no name, or Ray refuses one of
+            the other arguments.
     """
     config_from(config)
     seconds(timeout_s)
@@ -104,7 +105,12 @@ def start_cache(
         options["scheduling_strategy"] = scheduling_strategy
 
     def make() -> ActorHandle[Any]:
-        return cast("ActorHandle[Any]", cast(Any, ray.remote(PrefixCacheActor)).options(**options).remote(config))
+        try:
+            return cast("ActorHandle[Any]", cast(Any, ray.remote(PrefixCacheActor)).options(**options).remote(config))
+        except (TypeError, ValueError, ArithmeticError) as error:
+            if isinstance(error, _NAME_IS_TAKEN):
+                raise
+            raise InvalidRequest(f"Ray refuses an option of the cache's actor: {cut(str(error))}") from error
 
     deadline = time.monotonic() + timeout_s
     while (outcome := _ready(name, namespace, make, deadline, timeout_s)) is None:
@@ -244,6 +250,8 @@ def _still_there(name: str | None, timeout_s: float) -> CacheUnavailable:
 def find(name: str, namespace: str) -> ActorHandle[Any] | None:
     """The handle of the cache of that name, ready or not; None if there is none."""
     name_from(name)
+    if not isinstance(namespace, str) or not namespace:
+        raise InvalidRequest(f"a Ray namespace must be a text of at least one character, not {brief(namespace)}")
     if not ray.is_initialized():
         ray.init()
     try:

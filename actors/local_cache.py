@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from raydix.actors.call_arguments import config_from
-from raydix.actors.typed_messages import arrived
+from raydix.actors.typed_messages import arrived, seconds
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import CacheConfig, CacheReport, RecordingStatus, StartRecording
 
@@ -71,8 +71,9 @@ class LocalPrefixCache(CacheVerbs):
         It goes on to its end even if the caller is cancelled; another call cuts the time short.
 
         Raises:
-            InvalidRequest: it is used on another event loop.
+            InvalidRequest: it is used on another event loop, or `drain_s` is no finite number of seconds.
         """
+        seconds(drain_s)
         if not self._closed:
             self._host.stay_on_loop()
         ending = asyncio.get_running_loop().create_task(self._shut_down(drain_s))

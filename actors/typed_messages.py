@@ -14,6 +14,8 @@ from raydix.schemas.shown import brief
 
 M = TypeVar("M", bound=Message)
 
+_MOST_SECONDS = 10**9  # thirty years: Ray and the kernel count in 64 bits of smaller units
+
 
 def build(model: type[M], **fields: Any) -> M:
     """A request, validated."""
@@ -47,9 +49,9 @@ def seconds(given: object) -> float:
     Raises:
         InvalidRequest: it is not.
     """
-    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < float("inf"):
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= _MOST_SECONDS:
         return given
-    raise InvalidRequest(f"this call takes a finite number of seconds, not {brief(given)}")
+    raise InvalidRequest(f"this call takes a finite number of seconds, not {brief(given)}; at most {_MOST_SECONDS:,}")
 
 
 def expect(model: type[M], response: object) -> M:

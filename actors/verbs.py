@@ -140,7 +140,7 @@ class CacheVerbs(HandoverVerbs):
         packed = lease.packed(tokens) or tokens_from(tokens)
         unseen, asked = lease.unseen(packed), lease.ask()
         request = made(InsertRequest.of, lease.lease_id, len(packed), unseen, release, publish_state, asked[0])
-        return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, release, asked))
+        return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, request.release, asked))
 
     async def preempt(self, lease: Lease, tokens: Any, *, publish_state: bool = False) -> None:
         """`Lease.preempt`."""

@@ -173,8 +173,9 @@ class KVPool:
         place = self.storage.device
         slots = slots.to(place)
         check_shapes(slots, (k, self.k[layer]), (v, self.v[layer]))
-        put_rows(self.k[layer], slots, k.to(place, self.layout.dtype), self._page_size)
-        put_rows(self.v[layer], slots, v.to(place, self.layout.dtype), self._page_size)
+        k, v = k.to(place, self.layout.dtype), v.to(place, self.layout.dtype)
+        put_rows(self.k[layer], slots, k, self._page_size)
+        put_rows(self.v[layer], slots, v, self._page_size)
 
     def gather(
         self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None

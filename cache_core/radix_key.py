@@ -165,9 +165,10 @@ def _pack(token_ids: Any) -> tuple[bytes, int, int]:
 
 def _array_of(ids: torch.Tensor) -> NDArray[Any]:
     try:
-        return ids.detach().cpu().numpy()
-    except (TypeError, RuntimeError):
-        if ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta):
+        return ids.detach().resolve_neg().cpu().numpy()
+    except (TypeError, RuntimeError) as error:
+        is_dense = ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta)
+        if is_dense and isinstance(error, RuntimeError):  # of a GPU
             raise
         raise InvalidKeyError("token ids must be a dense tensor of integers that has values") from None
 

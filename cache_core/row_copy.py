@@ -26,6 +26,8 @@ def check_out(out: torch.Tensor, rows: torch.Tensor) -> None:
         raise ValueError(f"out must be on {rows.device}, where the pool is")
     if out.dtype is not rows.dtype or not out.is_contiguous():
         raise ValueError(f"out must be contiguous and of {rows.dtype}, the pool's dtype, not {out.dtype}")
+    if out.requires_grad or out.is_neg() or (out.is_inference() and not torch.is_inference_mode_enabled()):
+        raise ValueError("out must be a tensor that can be overwritten, without a gradient")
 
 
 def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, page_size: int) -> None:

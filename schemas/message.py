@@ -71,7 +71,7 @@ def _ints_meant(error: ValidationError) -> dict[str, int]:
     ints: dict[str, int] = {}
     for fault in error.errors(include_url=False):
         if fault["type"] == "int_type" and not isinstance(fault["input"], bool):
-            with suppress(TypeError):
+            with suppress(Exception):  # whatever a value raises that is asked to be a number
                 ints[str(fault["loc"][0])] = index(fault["input"])
     return ints
 

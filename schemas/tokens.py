@@ -133,15 +133,16 @@ def _as_array(ids: Any) -> NDArray[Any]:
         if ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"token ids must be integers, not {ids.dtype}: cast them first")
         try:
-            return np.asarray(ids.detach().cpu())
-        except (TypeError, RuntimeError):
-            if ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta):
+            return np.asarray(ids.detach().resolve_neg().cpu())
+        except (TypeError, RuntimeError) as error:
+            is_dense = ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta)
+            if is_dense and isinstance(error, RuntimeError):  # of a GPU
                 raise
             raise ValueError("token ids must be a dense tensor of integers that has values") from None
     if isinstance(ids, array) or hasattr(ids, "__array__"):
         try:
             return np.asarray(ids)
-        except TypeError as error:  # of arrays that lie on a GPU
+        except Exception as error:  # the array's own: it lies on a GPU, say
             raise ValueError(f"token ids cannot be read from {type(ids).__name__}: {shown(str(error))}") from None
     raise ValueError(f"token ids must be a list, array or tensor of integers, not {type(ids).__name__}")
 
