@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from raydix.actors import wire
 from raydix.actors.cache_service import CacheService
@@ -59,15 +60,49 @@ class ChannelServer:
 
 
 class _Connection(FramedProtocol):
-    """One client."""
+    """One client. In each turn of the loop one of its frames is executed, so that others are served between."""
 
     def __init__(self, service: CacheService, shared: memoryview) -> None:
         super().__init__(shared, MAX_FRAME_BYTES)
         self._service = service
         self._late: set[asyncio.Task[None]] = set()
+        self._waiting: deque[tuple[int, bytes]] = deque()  # frames that came with others in one read
+        self._had_turn = False
+        self._next_turn: asyncio.Handle | None = None
+        self._is_heard = True  # the client reads its answers
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Execute the first frame that is whole now, and each other one in a later turn."""
+        self._had_turn = bool(self._waiting)
+        super().buffer_updated(nbytes)
+        if self._waiting and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._go_on()
 
     def frame_received(self, number: int, payload: memoryview) -> None:
         """Execute a batch, once those before it have been, and answer."""
+        if self._had_turn:
+            self._waiting.append((number, bytes(payload)))
+        else:
+            self._had_turn = True
+            self._execute(number, payload)
+
+    def _go_on(self) -> None:
+        """Execute the next frame that waits in the next turn; read on once there is none."""
+        if not self._is_heard:
+            return
+        if self._waiting and self._next_turn is None:
+            self._next_turn = asyncio.get_running_loop().call_soon(self._execute_next)
+        elif not self._waiting and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _execute_next(self) -> None:
+        self._next_turn = None
+        if self._is_heard:
+            self._execute(*self._waiting.popleft())
+            self._go_on()
+
+    def _execute(self, number: int, payload: bytes | memoryview) -> None:
         try:
             batch = arrived(Batch, wire.unpack(payload))
             response = self._service.execute_if_due(batch)
@@ -94,9 +129,10 @@ class _Connection(FramedProtocol):
 
     def pause_writing(self) -> None:
         """The client does not read its answers: take no more of its batches until it does."""
+        self._is_heard = False
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """It does."""
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._is_heard = True
+        self._go_on()

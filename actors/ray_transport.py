@@ -56,7 +56,7 @@ from raydix.schemas import (
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2  # batches
-MAX_BATCH_REQUESTS = 512
+MAX_BATCH_REQUESTS = 512  # half of what a cache takes, so that others are served between
 MAX_BATCH_BYTES = 2**20  # of token ids; with the request that exceeds it a batch is full: more only takes more memory
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384

@@ -1,7 +1,7 @@
 """Batches as bytes: Ray carries those as they are, where it would take a message apart object by object.
 
-Pickle calls a function for each object that is not its own, so of most messages it gets a row of plain values:
-(kind, field, field...). The others it gets as they are. Both are validated where they arrive, if they are requests.
+Pickle calls a function for each object that is not its own, so of messages it gets rows of plain values:
+(kind, field, field...). Requests are validated where they arrive, once their number is known to be within the bound.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from raydix.schemas import (
     Message,
     TokenIds,
 )
-from raydix.schemas.message import assemble, refused
+from raydix.schemas.message import Malformed, assemble, receive, refused
+from raydix.schemas.requests import MAX_REQUESTS
 
 MAX_PART_BYTES = 90_000  # Ray carries up to 100 KB of one argument within the call, more through the object store
 _PROTOCOL = 5
@@ -72,6 +73,8 @@ def _unpacked(kind: Any, *fields: Any) -> Message:
     if kind != _BATCH:
         raise ValueError(f"no message is of kind {kind!r}")
     session_id, epoch, rows, *place = fields
+    if len(rows) > MAX_REQUESTS:
+        return Malformed(model=Batch.__name__, fault=f"at most {MAX_REQUESTS} requests travel in one, not {len(rows)}")
     try:
         return Batch.of(session_id, epoch, tuple([_request(row) for row in rows]), *place)
     except ValidationError as error:
@@ -87,7 +90,7 @@ def _row_of_request(request: Any) -> Any:
     if kind is InsertRequest and type(request.suffix) is TokenIds:
         lease_id, num_tokens, suffix, release, publish_state, known_len = request.__dict__.values()
         return _INSERT, lease_id, num_tokens, suffix.data, suffix.width, release, publish_state, known_len
-    return request
+    return (kind, *request.__dict__.values()) if Message in kind.__mro__ else request
 
 
 def _request(row: Any) -> Any:
@@ -101,6 +104,8 @@ def _request(row: Any) -> Any:
             return AcquireRequest.of(lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s)
         except ValidationError as error:
             return refused(AcquireRequest, error)
+    if type(row[0]) is type(Message) and Message in row[0].__mro__:
+        return receive(*row)
     kind, lease_id, num_tokens, data, width, release, publish_state, known_len = row
     if kind != _INSERT:
         raise ValueError(f"no request is of kind {kind!r}")

@@ -27,6 +27,7 @@ OfferId = Annotated[LeaseId, Field(description="unique among the offers of all s
 
 
 MAX_OWNER = 256  # characters
+MAX_REQUESTS = 1024  # of a batch: the cache's loop serves no other client meanwhile
 
 
 def _encodable(name: str) -> str:
@@ -294,12 +295,13 @@ class CheckInvariantsRequest(Message):
 class Batch(Message):
     """Requests of one session, executed in order; one that fails does not hinder the others.
 
-    Batches of a session are executed in the order of `seq`, in whatever order they arrive.
+    Batches of a session are executed in the order of `seq`, in whatever order they arrive. One with more than
+    `MAX_REQUESTS` requests is refused as a whole.
     """
 
     session_id: LeaseId
     epoch: str
-    requests: tuple[Message, ...]
+    requests: tuple[Message, ...] = Field(max_length=MAX_REQUESTS)
     seq: int = Field(default=0, ge=0, strict=True, description="place among the session's batches; 0: in no order")
     after: int = Field(default=0, ge=0, strict=True, description="the last batch that must be executed before; 0: none")
 
@@ -314,6 +316,7 @@ class Batch(Message):
             and type(seq) is type(after) is int
             and 0 <= after < seq
             and type(requests) is tuple
+            and len(requests) <= MAX_REQUESTS
             and all([Message in type(each).__mro__ for each in requests])  # noqa: C419 -- isinstance would call pydantic
         ):
             return assemble(Batch, fields)

@@ -46,6 +46,7 @@ from raydix.schemas import (
     WaitRequest,
     WithdrawRequest,
 )
+from raydix.schemas.requests import MAX_REQUESTS
 
 NUM_OPERATIONS = 2000
 
@@ -129,6 +130,17 @@ async def test_much_at_once_is_shared_between_two_batches(cache1: CacheUnderTest
     await asyncio.gather(*(cache1.client.match([1]) for _ in range(200)))
 
     assert await num_batches(cache1) == before + 3
+
+
+async def test_what_is_asked_at_once_travels_in_batches_that_a_cache_takes_and_in_order(cache1: CacheUnderTest) -> None:
+    before = await num_batches(cache1)
+
+    probes = [cache1.client.match([1]) for _ in range(2 * MAX_REQUESTS)]
+    *_, stats = await asyncio.gather(*probes, cache1.client.stats())
+
+    assert ray_transport.MAX_BATCH_REQUESTS <= MAX_REQUESTS
+    assert stats.probes >= 2 * MAX_REQUESTS  # it was asked last
+    assert await num_batches(cache1) == before + 2 * MAX_REQUESTS // ray_transport.MAX_BATCH_REQUESTS + 2
 
 
 async def test_long_prompts_asked_for_at_once_do_not_all_travel_together(cache1: CacheUnderTest) -> None:

@@ -17,6 +17,7 @@ import ray
 from cache_fixtures import over_calls
 from cache_in_process import HandleInProcess
 from cache_under_test import small_config
+from pydantic import ValidationError
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, wire
 from raydix.actors.channel import Channel
@@ -36,6 +37,8 @@ from raydix.schemas import (
     StatsRequest,
     TokenIds,
 )
+from raydix.schemas.message import receive
+from raydix.schemas.requests import MAX_REQUESTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
 
@@ -163,6 +166,61 @@ async def test_a_frame_larger_than_any_batch_ends_its_connection_and_no_other(
     assert isinstance((await asyncio.wait_for(next_frame(small), 30))[1], BatchResponse)
     large.close()
     small.close()
+
+
+async def test_a_batch_of_too_many_requests_is_refused_before_any_of_them_is_looked_at(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = 0
+
+    def counted(*row: Any) -> Message:
+        nonlocal looked_at
+        looked_at += 1
+        return receive(*row)
+
+    monkeypatch.setattr(wire, "receive", counted)
+    fields = {"session_id": "s", "epoch": listening.service.epoch, "seq": 1, "after": 0}
+    too_many = Batch.model_construct(requests=(PROBE,) * (MAX_REQUESTS + 1), **fields)
+    most = Batch(requests=(PROBE,) * (MAX_REQUESTS - 1) + (LOOK,), **fields)  # type: ignore[arg-type]
+    peer = await listening.connected()
+
+    await asyncio.get_running_loop().sock_sendall(peer, framed(1, wire.pack(too_many)))
+    _, refused = await asyncio.wait_for(next_frame(peer), 30)
+    assert looked_at == 0
+    await asyncio.get_running_loop().sock_sendall(peer, framed(2, wire.pack(most)))
+    _, answer = await asyncio.wait_for(next_frame(peer), 30)
+
+    assert isinstance(refused, InvalidRequest)
+    assert str(refused) == "malformed Batch: at most 1024 requests travel in one, not 1025"
+    assert answer.responses[-1].probes == MAX_REQUESTS - 1
+    assert answer.responses[-1].requests == MAX_REQUESTS
+    peer.close()
+
+
+@pytest.mark.parametrize("seq", [1, 0])
+def test_no_batch_of_too_many_requests_can_be_made(seq: int) -> None:
+    with pytest.raises(ValidationError, match="at most 1024 items"):
+        Batch.of("s", "e", (PROBE,) * (MAX_REQUESTS + 1), seq, 0)
+
+
+async def test_between_the_batches_of_one_client_others_are_served(listening: Listening) -> None:
+    greedy, other = await listening.connected(), await listening.connected()
+    for peer in (greedy, other):  # so that both are known
+        await asyncio.get_running_loop().sock_sendall(peer, framed(0, wire.pack(LOOK)))
+        await asyncio.wait_for(next_frame(peer), 30)
+    batches = [wire.pack(listening.batch(seq, seq - 1, *[PROBE] * 20, LOOK)) for seq in range(1, 31)]
+    stream = b"".join(framed(seq, packed) for seq, packed in enumerate(batches, 1))
+
+    assert greedy.send(stream) == len(stream)  # both can be read in the next turn
+    other.send(framed(1, wire.pack(Batch(session_id="s", epoch=listening.service.epoch, requests=(LOOK,)))))
+    _, answer = await asyncio.wait_for(next_frame(other), 30)
+
+    assert answer.responses[0].probes <= 2 * 20  # of 30 * 20
+    for seq in range(1, 31):
+        number, answer = await asyncio.wait_for(next_frame(greedy), 30)
+        assert (number, answer.responses[-1].probes) == (seq, seq * 20)
+    greedy.close()
+    other.close()
 
 
 async def test_a_batch_that_overtakes_one_that_came_as_a_call_waits_for_it(listening: Listening) -> None:
