@@ -245,7 +245,7 @@ class LeasedCache(CacheFacts):
 
     def reset(self) -> None:
         """Make everything unmatchable at once; leases keep their slots, but publish no more."""
-        for lease in self.leases:
+        for lease in (*self.leases, *self.quarantine):
             lease.retired = True
         for watch in self.watches:
             watch.retired(lambda _: True)
@@ -256,7 +256,7 @@ class LeasedCache(CacheFacts):
 
         O(namespaces and leases). What nobody holds is freed here and now as far as that is quick, then by `reclaim`.
         """
-        for lease in self.leases:
+        for lease in (*self.leases, *self.quarantine):
             lease.retired = lease.retired or is_meant(lease.key.extra_key)
         for watch in self.watches:
             watch.retired(is_meant)

@@ -107,6 +107,15 @@ class PairedRowCache:
         assert self.cache.end_session(session) == len(mine)
         self.check()
 
+    def quarantine(self, session: str) -> None:
+        """Its process vanished: what it held is withheld, as it may still write."""
+        assert self.cache.quarantine_session(session) == self.model.quarantine(session)
+        self.check()
+
+    def free_withheld(self, session: str) -> None:
+        assert self.cache.free_withheld(session) == self.model.free_withheld(session)
+        self.check()
+
     def match(self, namespace: str | None, tokens: Tokens) -> None:
         found = self.cache.match(RadixKey(tokens, namespace))
         assert found.prefix_len == found.full_prefix_len == self.model.prefix_len(namespace, tokens)
@@ -120,6 +129,10 @@ class PairedRowCache:
     def reset(self) -> None:
         self.cache.reset()
         self.model.reset()
+        self.check()
+
+    def retire(self, namespaces: tuple[str | None, ...]) -> None:
+        assert self.cache.retire(lambda namespace: namespace in namespaces) == self.model.retire(namespaces)
         self.check()
 
     def repeat(self, lease_id: str) -> None:
@@ -198,7 +211,8 @@ class PairedRowCache:
     def check(self) -> None:
         cache, model = self.cache, self.model
         cache.check_invariants()
-        assert (cache.free_slots, cache.private_slots, cache.total_size()) == model.sizes()
+        counts = cache.free_slots, cache.private_slots, cache.total_size(), cache.quarantined_slots
+        assert counts == model.sizes()
         assert cache.held_slots() == cache.private_slots
         assert sum(model.sizes()) == cache.num_slots
         assert {lease.lease_id for lease in cache.leases} == set(model.leases)

@@ -45,6 +45,7 @@ class ReferenceRowCache:
     page_size: int
     rows: list[ModelRow] = field(init=False)
     leases: dict[str, ModelLease] = field(default_factory=dict)
+    withheld: dict[str, ModelLease] = field(default_factory=dict)  # of vanished sessions, whose rows stay leased
     clock: int = 0
 
     def __post_init__(self) -> None:
@@ -108,6 +109,18 @@ class ReferenceRowCache:
     def release(self, lease_id: str) -> None:
         self.rows[self.leases.pop(lease_id).row].lease_id = None
 
+    def quarantine(self, session: str) -> int:
+        mine = {lease_id: lease for lease_id, lease in self.leases.items() if lease.session == session}
+        self.leases = {lease_id: lease for lease_id, lease in self.leases.items() if lease_id not in mine}
+        self.withheld |= mine
+        return len(mine)
+
+    def free_withheld(self, session: str) -> int:
+        mine = [lease_id for lease_id, lease in self.withheld.items() if lease.session == session]
+        for lease_id in mine:
+            self.rows[self.withheld.pop(lease_id).row].lease_id = None
+        return len(mine) * self.row_len
+
     def evict(self, num_slots: int) -> int:
         evicted = 0
         while evicted < num_slots and (cached := self.cached()):
@@ -124,10 +137,20 @@ class ReferenceRowCache:
         for lease in self.leases.values():
             lease.retired = True
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Free, private and cached slots."""
-        private, cached = len(self.leases), len(self.cached())
-        return tuple(rows * self.row_len for rows in (self.num_rows - private - cached, private, cached))  # type: ignore[return-value]
+    def retire(self, namespaces: tuple[str | None, ...]) -> int:
+        meant = [row for row in self.rows if row.record[1] and row.record[0] in namespaces]
+        num_namespaces = len({row.record[0] for row in meant})
+        for row in meant:
+            row.record = (None, ())
+        for lease in self.leases.values():
+            lease.retired |= lease.namespace in namespaces
+        return num_namespaces
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Free, private, cached and quarantined slots."""
+        private, cached, withheld = len(self.leases), len(self.cached()), len(self.withheld)
+        free = self.num_rows - private - cached - withheld
+        return tuple(rows * self.row_len for rows in (free, private, cached, withheld))  # type: ignore[return-value]
 
     def tick(self) -> int:
         self.clock += 1

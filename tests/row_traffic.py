@@ -20,7 +20,10 @@ OPERATIONS = {
     "lock": 2,
     "evict": 1.5,
     "reset": 0.4,
+    "retire": 0.6,
     "end_session": 0.7,
+    "quarantine": 0.7,
+    "free_withheld": 3,
     "misuse": 1,
     "repeat": 1,
 }
@@ -94,6 +97,15 @@ class RowTraffic:
 
     def end_session(self) -> None:
         self.pair.end_session(self.rng.choice(SESSIONS))
+
+    def retire(self) -> None:
+        self.pair.retire(self.rng.choice([(None,), ("a",), (None, "a")]))
+
+    def quarantine(self) -> None:
+        self.pair.quarantine(self.rng.choice(SESSIONS))
+
+    def free_withheld(self) -> None:
+        self.pair.free_withheld(self.rng.choice(SESSIONS))
 
     def misuse(self) -> None:
         if (lease_id := self.some_lease()) is not None:

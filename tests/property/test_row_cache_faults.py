@@ -11,6 +11,7 @@ from row_traffic import RowTrafficFailed, run_row_traffic
 from raydix.cache_core import OutOfSlotsError, PrefixCacheManager, RadixKey, RowCache, SlotAllocator
 from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.leased_cache import LeasedCache
+from raydix.cache_core.quarantine import Quarantine
 from raydix.cache_core.row_room import RowRoom
 
 RUNS = [(0, 2), (1, 1), (2, 4)]  # seed, page size
@@ -384,9 +385,22 @@ def a_reset_leaves_cached_rows_counted(patch: Patch) -> None:
 def leases_from_before_a_reset_publish(patch: Patch) -> None:
     def reset(original: Any, cache: RowCache) -> None:
         original(cache)
-        cache._generation -= 1
+        for lease in cache.leases:
+            lease.retired = False
 
     around(patch, RowCache, "reset", reset)
+
+
+@fault
+def what_is_in_quarantine_is_not_retired(patch: Patch) -> None:
+    def unlike_leases(original: Any, cache: RowCache, *arguments: Any) -> Any:
+        withheld, cache.quarantine = cache.quarantine, Quarantine()
+        done = original(cache, *arguments)
+        cache.quarantine = withheld
+        return done
+
+    around(patch, RowCache, "reset", unlike_leases)
+    around(patch, RowCache, "retire", unlike_leases)
 
 
 @fault

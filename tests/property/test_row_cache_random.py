@@ -91,6 +91,18 @@ class RowCacheMachine(RuleBasedStateMachine):
     def end_session(self, session: str) -> None:
         self.pair.end_session(session)
 
+    @rule(session=sessions)
+    def quarantine(self, session: str) -> None:
+        self.pair.quarantine(session)
+
+    @rule(session=sessions)
+    def free_withheld(self, session: str) -> None:
+        self.pair.free_withheld(session)
+
+    @rule(namespace=namespaces)
+    def retire(self, namespace: str | None) -> None:
+        self.pair.retire((namespace,))
+
     @rule(namespace=namespaces, tokens=prompts)
     def match(self, namespace: str | None, tokens: tuple[int, ...]) -> None:
         self.pair.match(namespace, tokens)

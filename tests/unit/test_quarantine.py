@@ -334,6 +334,31 @@ def test_the_row_of_a_vanished_session_is_withheld_though_what_it_published_can_
     assert row_count(rows) == (0, 4, 4, 0)
 
 
+@pytest.mark.parametrize("how", ["reset", "retire"])
+def test_a_row_in_quarantine_holds_nothing_that_was_retired(rows: RowCache, how: str) -> None:
+    rows.acquire("l", "s", key(1, 2, 3))
+    rows.insert("l", "s", 2, NO_IDS)
+    rows.quarantine_session("s")
+
+    rows.reset() if how == "reset" else rows.retire(lambda namespace: namespace is None)
+
+    assert row_count(rows) == (4, 0, 0, 4)  # and every rule holds
+    assert rows.match(key(1, 2)).prefix_len == 0
+    assert rows.free_withheld("s") == 4
+    assert row_count(rows) == (8, 0, 0, 0)
+
+
+def test_a_row_in_quarantine_of_another_namespace_is_kept(rows: RowCache) -> None:
+    rows.acquire("l", "s", key(1, 2, 3))
+    rows.insert("l", "s", 2, NO_IDS)
+    rows.quarantine_session("s")
+
+    assert rows.retire(lambda namespace: namespace == "a") == 0
+
+    assert row_count(rows) == (4, 0, 0, 4)
+    assert rows.match(key(1, 2)).prefix_len == 2
+
+
 def test_ended_leases_of_rows_are_remembered_and_offered_ones_adopted(rows: RowCache) -> None:
     lease = rows.acquire("l", "s", key(1, 2))
     rows.offer("l", "s", "o", 9.0)
