@@ -14,6 +14,7 @@ from raydix.actors import wire
 from raydix.actors.core_factory import build_core
 from raydix.actors.core_stats import core_stats
 from raydix.actors.deadlocks import Deadlocks
+from raydix.actors.error_map import to_cache_error
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
 from raydix.actors.ghost import Ghost
@@ -265,7 +266,11 @@ class CacheService:
         return assemble(BatchResponse, {"epoch": done.epoch, "responses": tuple(answers)})
 
     def execute(self, session_id: str, epoch: str, requests: Sequence[Message]) -> BatchResponse:
-        """Execute requests in order; one that fails leaves its error in its place."""
+        """Execute requests in order; one that fails leaves its error in its place.
+
+        Raises:
+            CacheError: the session is over; or with `CacheConfig.validate` a rule of the cache is broken afterwards.
+        """
         session_id = self.session(session_id, epoch).session_id
         self._batches += 1
         self._requests += len(requests)
@@ -273,7 +278,10 @@ class CacheService:
         if self.line.waiting:
             self._serve_line()
         if self.config.validate:
-            self.core.check_invariants()
+            try:
+                self.core.check_invariants()
+            except AssertionError as error:
+                raise to_cache_error(error) from error
         return assemble(BatchResponse, {"epoch": self.epoch, "responses": responses})
 
     def _respond(self, session_id: str, request: Message) -> Message | CacheError:

@@ -32,6 +32,9 @@ def to_cache_error(error: Exception) -> CacheError:
             return InvalidRequest(str(error))
         case CoreError():
             return CacheError(f"{type(error).__name__}: {error}")
+        case AssertionError():
+            logger.error("a rule of the cache is broken", exc_info=error)
+            return CacheError(f"a rule of the cache is broken: {error}")
     logger.error("an operation of the cache failed unexpectedly", exc_info=error)
     return CacheError(f"internal error of the cache: {type(error).__name__}: {error}")
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -249,6 +250,24 @@ def test_tree_draws_what_is_cached(busy: list[str]) -> None:
 def test_check_verifies_a_live_cache(busy: list[str]) -> None:
     assert run_json("check", *busy)["ok"] is True
     assert run("check", *busy).stdout.startswith("kv-0: every rule holds, verified in ")
+
+
+def test_check_tells_of_a_broken_rule(busy: list[str]) -> None:
+    name, _, namespace = busy
+    cache = connect(name, namespace=namespace)
+
+    def change_held(num_pages: int) -> None:
+        def change(actor: Any) -> None:
+            actor._host.service.core.room.private_pages += num_pages
+
+        ray.get(cache.__ray_call__.remote(change))
+
+    change_held(1)
+    result = run("check", *busy, exit_code=1)
+    change_held(-1)
+
+    assert result.stderr.startswith("error: a rule of the cache is broken: rule ")
+    assert run_json("check", *busy)["ok"] is True
 
 
 # ---------------------------------------------------------------- errors

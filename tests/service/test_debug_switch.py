@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import torch
 from cache_kinds import KINDS, KindUnderTest, has_states, has_window, only, radix, shares, shares_slots, slots
-from cache_under_test import CacheUnderTest
+from cache_under_test import CacheUnderTest, Pages
 from stamped_kv import compute
 
-from raydix.actors import AttachedPool
+from raydix.actors import AttachedPool, LocalPrefixCache
+from raydix.cache_core import RadixKey
 from raydix.cache_core.content_check import ContentCheck
 from raydix.schemas import CacheConfig, CacheError
 
@@ -255,5 +258,43 @@ async def test_a_check_that_does_nothing_is_noticed(
 ) -> None:
     monkeypatch.setattr(ContentCheck, method, lambda check, starts: None)
     cache = CacheUnderTest.reached("local", kind.cache_config(), None, kind)
-    with pytest.raises((AssertionError, pytest.fail.Exception), match=how):
+    with pytest.raises((AssertionError, CacheError, pytest.fail.Exception), match=how):
         await claim(cache)
+
+
+# ---------------------------------------------------------------- a rule that is broken
+
+
+async def in_the_cache(cache: CacheUnderTest, work: Callable[[Any], None]) -> None:
+    """Do something to the core of a cache, wherever it lives."""
+    if isinstance(cache.cache, LocalPrefixCache):
+        work(cache.cache._host.service.core)
+    else:
+        await cache.cache.__ray_call__.remote(lambda actor: work(actor._host.service.core))
+
+
+async def test_while_a_rule_is_broken_every_caller_gets_a_typed_error_and_afterwards_all_goes_on(
+    cache1: CacheUnderTest,
+) -> None:
+    client, lease = cache1.client, await cache1.client.acquire([1, 2])
+    key = RadixKey([1])
+    await lease.insert([1])
+
+    def lock(core: Any) -> None:
+        core.tree.inc_lock_ref(core.tree.match_prefix(key).last_node)
+
+    def unlock(core: Any) -> None:
+        core.tree.dec_lock_ref(core.tree.match_prefix(key).last_node)
+
+    await in_the_cache(cache1, lock)
+    asked = (client.match([1]), client.acquire([3]), lease.insert([1, 2]), client.stats(), client.check_invariants())
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    await in_the_cache(cache1, unlock)
+
+    for outcome in outcomes:
+        assert type(outcome) is CacheError
+        assert str(outcome).startswith("a rule of the cache is broken: rule 3")
+    await client.check_invariants()
+    assert (await client.match([1, 2])).prefix_len == 2  # what was asked for was done
+    await lease.release()
+    assert await cache1.pages() == Pages(free=6, evictable=2)  # what nobody got was given back
