@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.refusals import Refusals
 from raydix.actors.waiting_line import Attempt, Place, WaitingLine
 from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
-from raydix.schemas import Message, PoolExhausted, WaitingResponse
+from raydix.schemas import (
+    CacheBusy,
+    CacheError,
+    CacheUnavailable,
+    InvalidRequest,
+    LeaseExpired,
+    Message,
+    PoolExhausted,
+    UnknownLease,
+    WaitingResponse,
+)
+
+EXHAUSTED = ("deadlocked", "never_fits", "tenant_cap", "no_wait", "waited_too_long")  # the causes of a PoolExhausted
+_CAUSES: dict[type[CacheError], str] = {
+    CacheBusy: "queue_full",
+    CacheUnavailable: "draining",
+    InvalidRequest: "invalid_request",
+    LeaseExpired: "lease_expired",
+    UnknownLease: "unknown_lease",
+}
 
 
 class Admission:
     """Room for leases that begin or grow.
 
     Attributes:
-        num_exhausted: requests refused for want of room.
+        refusals: refused requests, by cause; see `CacheStats.refusals`.
 
     Args:
         core: the cache.
@@ -25,7 +45,7 @@ class Admission:
     """
 
     def __init__(self, core: LeasedCache, line: WaitingLine, refusals: Refusals, acquire_timeout_s: float) -> None:
-        self.num_exhausted = 0
+        self.refusals: Counter[str] = Counter()
         self._core = core
         self._line = line
         self._refusals = refusals
@@ -68,7 +88,7 @@ class Admission:
             place,
             partial(self._attempt_late, key, attempt),
             timeout_s,
-            partial(self.refusal, key),
+            partial(self.refusal, key, waited=True),
             shortage,
         )
         return WaitingResponse(ticket=ticket, position=position)
@@ -92,9 +112,30 @@ class Admission:
                 raise
             raise self.refusal(key, error) from None
         except CoreError as error:
-            raise to_cache_error(error) from error
+            raise self.counted(to_cache_error(error)) from error
 
-    def refusal(self, key: RadixKey, shortage: OutOfSlotsError, deadlocked: bool = False) -> PoolExhausted:
-        """Count and return the refusal of a request of that key's namespace."""
-        self.num_exhausted += 1
-        return self._refusals.of(shortage, key.extra_key, deadlocked)
+    @property
+    def num_exhausted(self) -> int:
+        """Requests refused for want of room."""
+        return sum(self.refusals[cause] for cause in EXHAUSTED)
+
+    def refusal(
+        self, key: RadixKey | None, shortage: OutOfSlotsError, *, waited: bool = False, deadlocked: bool = False
+    ) -> PoolExhausted:
+        """Count and return the refusal of a request of that key's namespace that found, or still finds, no room."""
+        if deadlocked:
+            cause = "deadlocked"
+        elif not shortage.can_ever_fit:
+            cause = "never_fits"
+        elif shortage.tenant is not None:
+            cause = "tenant_cap"
+        else:
+            cause = "waited_too_long" if waited else "no_wait"
+        self.refusals[cause] += 1
+        return self._refusals.of(shortage, None if key is None else key.extra_key, deadlocked)
+
+    def counted(self, error: CacheError) -> CacheError:
+        """Count a request that failed, unless `refusal` has counted it, and return its error."""
+        if not isinstance(error, PoolExhausted):
+            self.refusals[_CAUSES.get(type(error), "internal_error")] += 1
+        return error

@@ -333,6 +333,7 @@ class CacheService:
             exhausted=self._handlers.admission.num_exhausted,
             deadlocks=self._deadlocks.num_broken,
             grants_expired=self.offers.num_expired,
+            refusals=dict(self._handlers.admission.refusals),
             batches=self._batches,
             requests=self._requests,
             loop_lag_ms=self.lag.longest_ms,

@@ -92,7 +92,6 @@ class RequestHandlers:
         self.line = line
         self.draining = False
         self.admission = Admission(core, line, refusals, acquire_timeout_s)
-        self._refusals = refusals
         self._offers = offers
         self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
             MatchRequest: self._match,
@@ -121,15 +120,16 @@ class RequestHandlers:
         verb = self._verbs.get(type(request))
         if verb is None:
             is_torn = isinstance(request, Malformed)
-            return InvalidRequest(str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache")
+            text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
+            return self.admission.counted(InvalidRequest(text))
         if self.draining and isinstance(request, _TAKING):
-            return CacheUnavailable(DRAINING)
+            return self.admission.counted(CacheUnavailable(DRAINING))
         try:
             return verb(session_id, request)
         except OutOfSlotsError as error:
-            return self._refusals.of(error, None)
+            return self.admission.refusal(None, error)
         except Exception as error:  # every failure becomes its caller's typed error
-            return to_cache_error(error)
+            return self.admission.counted(to_cache_error(error))
 
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
         match = self.core.match(_key(request.tokens, request.namespace))

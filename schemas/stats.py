@@ -87,7 +87,14 @@ class CacheStats(Message):
     tokens_inserted: int
     tokens_duplicate: int = Field(description="tokens computed twice: their slots were freed on insert")
     tokens_evicted: int = Field(description="by the task, by callers in need and by evict()")
-    exhausted: int = Field(description="acquires and extends refused for want of room")
+    exhausted: int = Field(description="acquires, locks and extends refused for want of room")
+    refusals: dict[str, int] = Field(
+        default_factory=dict,
+        description="refused requests by cause, those causes that have occurred. For want of room: never_fits, "
+        "tenant_cap, no_wait (timeout_s=0, or a cache in which none waits), waited_too_long, deadlocked. Others: "
+        "queue_full, draining, invalid_request, unknown_lease, lease_expired, internal_error. A request that its "
+        "client refuses to send is not counted",
+    )
     deadlocks: int = Field(
         default=0, description="extends refused because all leases of the pool, or of a share, wait in extend"
     )

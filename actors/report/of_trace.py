@@ -19,7 +19,7 @@ def report_of_trace(
     """Replay a trace on an index-only cache in this process, one prompt after the other; outputs are not cached.
 
     Nothing is evicted before there is need, whatever the watermarks. Prompts larger than the cache
-    count as `stats.exhausted` alone.
+    count as `stats.exhausted` and in `stats.refusals` alone.
 
     Args:
         progress: told now and then how many requests are done.
@@ -34,7 +34,8 @@ def report_of_trace(
             progress(place)
     progress(len(trace))
     told = service.report()
-    return told.model_copy(update={"stats": told.stats.model_copy(update={"exhausted": num_too_large})})
+    refused = {"exhausted": num_too_large, "refusals": {"never_fits": num_too_large} if num_too_large else {}}
+    return told.model_copy(update={"stats": told.stats.model_copy(update=refused)})
 
 
 def _send(core: LeasedCache, lease_id: str, request: TracedRequest) -> bool:

@@ -53,7 +53,7 @@ def test_the_page_of_a_trace(tmp_path: Path) -> None:
     assert [point["at_s"] for point in told["history"]] == [*range(len(PROMPTS)), len(PROMPTS) - 1]
     ages = {age["below_s"]: age["num_tokens"] for age in told["eviction_ages"] if age["num_tokens"]}
     assert ages == {3: 512, 10: 1024}  # page 3 after 1 s; pages 1 and 9 after 4 and 3 s
-    assert told["stats"]["exhausted"] == 1
+    assert (told["stats"]["exhausted"], told["stats"]["refusals"]) == (1, {"never_fits": 1})
     assert "Rates leave out what was refused for want of room: 1." in out.read_text(encoding="utf-8")
     assert "7 requests" not in out.read_text(encoding="utf-8")
     assert "<h1>trace.jsonl</h1>" in out.read_text(encoding="utf-8")

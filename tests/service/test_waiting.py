@@ -18,6 +18,7 @@ from raydix.schemas import (
     Ack,
     AcquireRequest,
     CacheBusy,
+    CacheConfig,
     CacheError,
     CacheStats,
     CacheUnavailable,
@@ -27,8 +28,10 @@ from raydix.schemas import (
     LeaseResponse,
     LockRequest,
     OpenSession,
+    PoolConfig,
     PoolExhausted,
     ReleaseRequest,
+    TenantConfig,
     TokenIds,
     UnknownLease,
     WaitingResponse,
@@ -336,6 +339,75 @@ async def test_where_nobody_may_wait_it_is_refused_at_once_with_what_holds_the_p
             with pytest.raises(PoolExhausted, match="by 1 leases: local 8 slots"):
                 await verb()
         assert (await cache.stats()).exhausted == 2
+
+
+async def test_refused_requests_are_counted_by_cause() -> None:
+    config = small_config().model_copy(
+        update={
+            "leases": LeaseConfig(max_waiters=1),
+            "tenants": (TenantConfig(name="capped", lora_id="capped", cap_slots=4),),
+        }
+    )
+    async with LocalPrefixCache(config) as cache:
+        lease = await cache.acquire([1] * 7)
+        for tokens, lora_id in (([2] * 9, None), ([2] * 5, "capped"), ([2] * 2, None)):
+            with pytest.raises(PoolExhausted):
+                await cache.acquire(tokens, lora_id=lora_id, timeout_s=0)
+        with pytest.raises(PoolExhausted):
+            await cache.acquire([2] * 2, timeout_s=0.01)
+        waiting = asyncio.create_task(cache.acquire([2] * 2))
+        while not (await cache.stats()).waiters:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        with pytest.raises(CacheBusy):
+            await cache.acquire([3] * 2)
+        with pytest.raises(InvalidRequest):
+            await cache.retire()
+        await lease.release()
+        other = await waiting
+        await cache._call(ReleaseRequest(lease_id=other.lease_id))
+        with pytest.raises(UnknownLease):
+            await other.insert([2] * 2)
+
+        stats = await cache.stats()
+
+        assert stats.refusals == {
+            "never_fits": 2, "no_wait": 1, "waited_too_long": 1, "queue_full": 1,
+            "invalid_request": 1, "unknown_lease": 1,
+        }  # fmt: skip
+        assert stats.exhausted == 4
+        assert cache.report().stats.refusals == stats.refusals
+
+
+async def test_a_request_of_a_tenant_at_its_cap_is_counted_as_such() -> None:
+    capped = TenantConfig(name="capped", lora_id="capped", cap_slots=4)
+    async with (
+        LocalPrefixCache(small_config().model_copy(update={"tenants": (capped,)})) as cache,
+        await cache.acquire([1] * 3, lora_id="capped"),
+    ):
+        with pytest.raises(PoolExhausted):
+            await cache.acquire([2] * 2, lora_id="capped", timeout_s=0)
+        assert (await cache.stats()).refusals == {"tenant_cap": 1}
+
+
+async def test_an_extend_that_breaks_a_deadlock_is_counted_as_such() -> None:
+    async with LocalPrefixCache(small_config()) as cache, cache.acquire([1] * 4) as older:
+        younger = await cache.acquire([2] * 4)
+        waiting = asyncio.create_task(older.extend(1))
+        with pytest.raises(PoolExhausted):
+            await younger.extend(1)
+        await younger.release()
+        await waiting
+
+        assert ((stats := await cache.stats()).refusals, stats.exhausted) == ({"deadlocked": 1}, 1)
+
+
+async def test_a_lock_that_finds_no_row_is_counted() -> None:
+    config = CacheConfig(kind="slots", max_seq_len=4, pool=PoolConfig(num_slots=4, device="cpu"))
+    async with LocalPrefixCache(config) as cache, await cache.acquire([1]):
+        with pytest.raises(PoolExhausted):
+            await cache.lock([2])
+
+        assert ((stats := await cache.stats()).refusals, stats.exhausted) == ({"no_wait": 1}, 1)
 
 
 async def test_beyond_the_bound_of_the_line_the_cache_is_busy(cache1: CacheUnderTest) -> None:

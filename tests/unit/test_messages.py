@@ -60,6 +60,7 @@ BY_NAME: dict[str, Any] = {
     "owners": (LeaseOwner(owner="a", leases=2, slots=32, oldest_s=1.5),),
     "tenants": (TenantStats(name="a", held_slots=3, evictable_slots=2, floor_slots=1, cap_slots=5, tokens_evicted=7),),
     "block_hashes": [2**63 - 1, -(2**63)],
+    "refusals": {"no_wait": 1},
 }
 BY_TYPE: dict[Any, Any] = {
     str: "text",
