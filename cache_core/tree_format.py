@@ -25,12 +25,18 @@ def format_tree(tops: Iterable[TreeNode], now: int) -> Iterator[str]:
             stack.extend((child, depth + 1) for child in reversed(node.children.values()))
 
 
-def facts_of(node: TreeNode) -> NodeFacts:
-    """What a node tells of itself in an outline. Of tuples, their first ids."""
+def first_ids(node: TreeNode) -> list[int]:
+    """The first few token ids of a node's run; of tuples, their first ids."""
+    if not node.data:
+        return []
     space = node.space
     first = RadixKey.from_packed(node.data[: SHOWN * space.unit], space.width, space.extra_key, space.arity)
-    ids = [each[0] if isinstance(each, tuple) else each for each in first.token_ids] if node.data else []
-    return NodeFacts(ids, len(node), node.lock_ref, node.own_hits, node.own_access_time)
+    return [each[0] if isinstance(each, tuple) else each for each in first.token_ids]
+
+
+def facts_of(node: TreeNode) -> NodeFacts:
+    """What a node tells of itself in an outline."""
+    return NodeFacts(first_ids(node), len(node), node.lock_ref, node.own_hits, node.own_access_time)
 
 
 def _line(node: TreeNode, use: Use, now: int) -> str:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from raydix.cache_core.tree_format import first_ids
 from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.tree_outline import SHOWN
 
 _KEPT = 24  # boxes of one; the others are its `num_tokens` alone
 
@@ -16,13 +18,29 @@ _KEPT = 24  # boxes of one; the others are its `num_tokens` alone
 class TreeBox:
     """A part of a tree: a run of tokens, and what hangs below it."""
 
-    extra_key: str | None
+    first: TreeNode  # of the run, the first node that holds tokens
     own_tokens: int  # of the run that all below share
     num_tokens: float  # with all below; an estimate if not every node was looked at
     num_nodes: float
     used_at: int  # ticks; the latest use seen in it
     num_locks: int
+    num_hits: float  # matches that ended in it, or below
+    is_whole: bool = True  # every node was looked at
     boxes: list[TreeBox] = field(default_factory=list)  # the largest of those below, largest first
+
+    @property
+    def extra_key(self) -> str | None:
+        """The namespace."""
+        return self.first.space.extra_key
+
+    @property
+    def tokens(self) -> list[int]:
+        """The first few token ids of the run; none if all below it share nothing."""
+        ids, node = first_ids(self.first), self.first
+        while self.own_tokens > len(ids) < SHOWN:
+            (node,) = node.children.values()
+            ids += first_ids(node)
+        return ids[:SHOWN]
 
 
 class TreeSample(NamedTuple):
@@ -46,12 +64,14 @@ def sample_tree(tops: Collection[TreeNode], max_nodes: int) -> TreeSample:
 
 def _sample(node: TreeNode, max_nodes: int) -> TreeBox:
     """Depth of recursion: each branching at least halves `max_nodes`; chains are followed in the loop."""
-    box = TreeBox(node.space.extra_key, len(node), len(node), 1, node.own_access_time, node.lock_ref)
+    box = TreeBox(node, len(node), len(node), 1, node.own_access_time, node.lock_ref, node.own_hits)
     while len(node.children) == 1 and max_nodes > 1:
         (node,) = node.children.values()
         max_nodes -= 1
+        box.first = box.first if box.own_tokens else node
         box.own_tokens += len(node)
         box.num_nodes += 1
+        box.num_hits += node.own_hits
         box.used_at = max(box.used_at, node.own_access_time)
     box.num_tokens = box.own_tokens
     num_looked_at = min(len(node.children), max(1, max_nodes // 2))
@@ -59,14 +79,18 @@ def _sample(node: TreeNode, max_nodes: int) -> TreeBox:
         share = max_nodes // num_looked_at
         boxes = [_sample(child, share) for child in node.children.first(num_looked_at)]
         _add(box, boxes, len(node.children) / num_looked_at)
+    else:
+        box.is_whole = not node.children
     return box
 
 
 def _add(box: TreeBox, boxes: list[TreeBox], scale: float) -> None:
     """Put boxes into one; each of them stands for `scale` like it."""
     boxes.sort(key=_size, reverse=True)
+    box.is_whole = scale == 1 and all(each.is_whole for each in boxes)
     box.num_tokens += scale * sum(map(_size, boxes))
     box.num_nodes += scale * sum(each.num_nodes for each in boxes)
+    box.num_hits += scale * sum(each.num_hits for each in boxes)
     box.used_at = max(box.used_at, *(each.used_at for each in boxes))
     box.boxes = boxes[:_KEPT]
 

@@ -30,7 +30,7 @@ from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, namespaces_of, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle
 from raydix.schemas.recording import RecordingStatus, StartRecording
-from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, TreePart
+from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, PrefixUse, TreePart
 from raydix.schemas.requests import (
     AbortRequest,
     AcquireRequest,
@@ -138,6 +138,7 @@ __all__ = [
     "PoolExhausted",
     "PoolHandle",
     "PoolStats",
+    "PrefixUse",
     "ReadKV",
     "RecordingStatus",
     "ReleaseRequest",

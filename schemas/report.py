@@ -34,12 +34,28 @@ class TreePart(Message):
     """A run of cached tokens that all below it share, and what hangs below it; estimates, in a large tree."""
 
     namespace: str
+    tokens: tuple[int, ...] = Field(default=(), description="the first few ids of the run")
     num_tokens: int = Field(description="with all below")
     own_tokens: int = Field(description="of the run itself")
     num_nodes: int
     unused_s: float = Field(description="since the latest use seen in it")
     num_locks: int = Field(description="leases that hold some of it")
     parts: tuple[TreePart, ...] = Field(description="the largest of those below, largest first")
+
+
+class PrefixUse(Message):
+    """A cached prefix that many prompts begin with, or that much continues; it ends where its continuations differ."""
+
+    namespace: str = Field(description="the fields that make it, for people")
+    tokens: tuple[int, ...] = Field(description="its first few ids")
+    run_tokens: tuple[int, ...] = Field(
+        description="the first few ids after the longest shorter prefix that others share; the same as `tokens` if none"
+    )
+    num_tokens: int = Field(description="its length")
+    num_hits: int = Field(description="matches that ended in its last run or beyond")
+    num_slots: int = Field(description="that its tokens and all its cached continuations take")
+    num_leases: int = Field(description="that hold some of its last run or of what continues it")
+    is_whole: bool = Field(description="all continuations were looked at; else hits and slots are estimates")
 
 
 class AgeCount(Message):
@@ -55,6 +71,9 @@ class CacheReport(Message):
     stats: CacheStats
     history: tuple[HistoryPoint, ...] = Field(description="512 points at most, the last one for now")
     namespaces: tuple[NamespaceStats, ...] = Field(description="those with the most tokens, then all others together")
+    prefixes: tuple[PrefixUse, ...] = Field(
+        default=(), description="those through which the most tokens were reused, then the largest; 12 at most"
+    )
     tree: tuple[TreePart, ...] = Field(
         description="the largest namespaces; of more than 1,024, every second, third and so on is looked at"
     )

@@ -1,17 +1,64 @@
-"""The sections of a report that are curves: the pool over time, and the hit rate of other sizes."""
+"""The sections of a report that are curves: hit rate and pool over time, and the hit rate of other sizes."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
 
-from raydix.actors.report.charts import Series, chart, legend, lines, stacked_areas, table
+from raydix.actors.report.charts import Chart, Legend, Section, Series, Table, Text, level, lines, stacked_areas, steps
 from raydix.actors.report.units import percent, points, short_count, short_time
-from raydix.schemas import CacheConfig, CacheReport, CacheStats, GhostStats
+from raydix.schemas import CacheConfig, CacheReport, CacheStats, GhostStats, HistoryPoint
 
 _FACTORS = (0.25, 0.5, 1, 2, 4, 8)
+_WINDOWS = 64  # at most, of the hit rate over time
 
 
-def pool_section(report: CacheReport, config: CacheConfig) -> str:
+def hit_rate_section(report: CacheReport) -> Section:
+    """The hit rate of the requests of each of some equal times."""
+    title = "Hit rate over time"
+    edges, known = _windows(report.history)
+    rates = [_rate_between(*pair) for pair in pairwise(known)]
+    highest = max((rate for rate in rates if rate is not None), default=None)
+    if highest is None:
+        return Section(title, (Text("No requests yet."),))
+    top = max(0.1, math.ceil(10 * highest) / 10)
+    shapes = [*steps(edges, rates, top, "curve"), level(report.stats.hit_rate, top)]
+    figure = Chart("hit rate over time", shapes, _percents(top), _times_before_now(edges[-1] - edges[0]))
+    text = (
+        f"Of the prompt tokens of each {short_time((edges[-1] - edges[0]) / len(rates))}; a gap is a time without "
+        f"requests. Dashed: since the start, {percent(report.stats.hit_rate)}."
+    )
+    return Section(title, (figure, Text(text, True)))
+
+
+def _windows(history: Sequence[HistoryPoint]) -> tuple[list[float], list[HistoryPoint]]:
+    """The edges of equal times that the history covers, and the first point at or after each edge."""
+    times = [each.at_s for each in history]
+    num, span = min(_WINDOWS, len(history) - 1), times[-1] - times[0]
+    edges = [times[0] + place * span / num for place in range(num)] + [times[-1]]
+    slack = 1e-9 * span  # of rounding
+    return edges, [*(history[bisect_left(times, edge - slack)] for edge in edges[:-1]), history[-1]]
+
+
+def _rate_between(first: HistoryPoint, last: HistoryPoint) -> float | None:
+    """The share of prompt tokens that was found; None if there were none."""
+    requested = last.tokens_requested - first.tokens_requested
+    return (last.tokens_reused - first.tokens_reused) / requested if requested > 0 else None
+
+
+def _percents(top: float) -> list[str]:
+    """Labels of a share, from `top` down to 0."""
+    return [f"{100 * top * share:.0f} %" for share in (1, 0.5, 0)]
+
+
+def _times_before_now(span_s: float) -> list[str]:
+    """Labels of a time that ends now."""
+    return [f"{short_time(span_s)} ago", f"{short_time(span_s / 2)} ago", "now"] if span_s >= 1 else ["now"]
+
+
+def pool_section(report: CacheReport, config: CacheConfig) -> Section:
     """What the slots of the pool were used for, over time."""
     history, num_slots = report.history, report.stats.num_slots
     last = history[-1]
@@ -26,42 +73,42 @@ def pool_section(report: CacheReport, config: CacheConfig) -> str:
     shapes = stacked_areas(
         [each.at_s for each in history], [Series(style, values) for style, _, values in kinds], num_slots, dashed
     )
-    span = last.at_s - history[0].at_s
-    x_labels = [f"{short_time(span)} ago", f"{short_time(span / 2)} ago", "now"] if span >= 1 else ["now"]
-    y_labels = [short_count(num_slots * share) for share in (1, 0.75, 0.5, 0.25, 0)]
+    x_labels = _times_before_now(last.at_s - history[0].at_s)
+    y_labels = [f"{short_count(num_slots * share)} slots" for share in (1, 0.75, 0.5, 0.25, 0)]
     entries = [(style, f"{text}: {values[-1]:,}") for style, text, values in kinds]
     free = num_slots - sum(values[-1] for _, _, values in kinds)
-    text = f"<p class=faint>Free: {free:,} of {num_slots:,} slots. {'Dashed: the watermarks.' if dashed else ''}</p>"
-    figure = chart("slots in use over time", shapes, y_labels, x_labels)
-    return f"<h2>The pool over time</h2>{figure}{legend(entries)}{text}"
+    text = f"Free: {free:,} of {num_slots:,} slots.{' Dashed: the watermarks.' if dashed else ''}"
+    figure = Chart("slots in use over time", shapes, y_labels, x_labels)
+    return Section("The pool over time", (figure, Legend(entries), Text(text, True)))
 
 
-def ghost_section(stats: CacheStats, config: CacheConfig) -> str:
+def ghost_section(stats: CacheStats, config: CacheConfig) -> Section:
     """What the hit rate would be if the pool were larger or smaller."""
-    head, ghost = "<h2>What if the pool were larger?</h2>", stats.ghost
+    title, ghost = "What if the pool were larger?", stats.ghost
     if ghost is None:
-        return f"{head}<p>Not followed: start the cache with <code>CacheConfig(ghost=GhostConfig())</code>.</p>"
+        return Section(title, (Text("Not followed: start the cache with CacheConfig(ghost=GhostConfig())."),))
     if not ghost.tokens_requested:
-        return f"{head}<p>No requests yet.</p>"
+        return Section(title, (Text("No requests yet."),))
     top = max(0.1, math.ceil(10 * max(ghost.hit_rates)) / 10)
     xs = [math.log2(size) for size in ghost.num_slots]
     shapes = lines(xs, [Series("curve", ghost.hit_rates)], top, math.log2(stats.num_slots))
-    y_labels = [f"{100 * top * share:.0f} %" for share in (1, 0.5, 0)]
     ends = ghost.num_slots[0], 2 ** ((xs[0] + xs[-1]) / 2), ghost.num_slots[-1]
-    figure = chart("hit rate against the size of the pool", shapes, y_labels, [f"{short_count(size)}" for size in ends])
-    return f"{head}{_what_if(ghost, stats)}{figure}{_sizes(ghost, stats.num_slots)}{_footnote(ghost, config)}"
+    x_labels = [f"{short_count(size)} slots" for size in ends]
+    figure = Chart("hit rate against the size of the pool", shapes, _percents(top), x_labels)
+    footnote = Text(_footnote(ghost, config), True)
+    return Section(title, (*_what_if(ghost, stats), figure, _sizes(ghost, stats.num_slots), footnote))
 
 
-def _what_if(ghost: GhostStats, stats: CacheStats) -> str:
+def _what_if(ghost: GhostStats, stats: CacheStats) -> tuple[Text, ...]:
     if 2 * stats.num_slots > ghost.num_slots[-1]:  # not followed that far
-        return ""
+        return ()
     now, twice = (ghost.hit_rate_at(factor * stats.num_slots) for factor in (1, 2))
     alone = " That is of full KV alone: where a window or a state is missing, hits are shorter."
     more = alone if stats.swa is not None or stats.state is not None else ""
-    return f"<p>Twice the pool would give {points(twice - now)} points: {percent(twice)} hits.{more}</p>"
+    return (Text(f"Twice the pool would give {points(twice - now)} points: {percent(twice)} hits.{more}"),)
 
 
-def _sizes(ghost: GhostStats, num_slots: int) -> str:
+def _sizes(ghost: GhostStats, num_slots: int) -> Table:
     now = ghost.hit_rate_at(num_slots)
     rows = []
     for factor in _FACTORS:
@@ -69,7 +116,7 @@ def _sizes(ghost: GhostStats, num_slots: int) -> str:
         if ghost.num_slots[0] <= size <= ghost.num_slots[-1]:
             rate = ghost.hit_rate_at(size)
             rows.append((f"{factor:g}x", f"{size:,.0f}", percent(rate), points(rate - now) if factor != 1 else ""))
-    return table(("pool", "slots", "hit rate", "points"), rows)
+    return Table(("pool", "slots", "hit rate", "points"), rows)
 
 
 def _footnote(ghost: GhostStats, config: CacheConfig) -> str:
@@ -78,4 +125,4 @@ def _footnote(ghost: GhostStats, config: CacheConfig) -> str:
     )
     sample = f"From {percent(ghost.sample_rate)} of the pages" if ghost.sample_rate < 1 else "From every page"
     tokens = f"{sample} of {short_count(ghost.tokens_requested)} prompt tokens"
-    return f"<p class=faint>{tokens}. Dashed: the pool as it is.{lru}</p>"
+    return f"{tokens}. Dashed: the pool as it is.{lru}"

@@ -10,6 +10,7 @@ import numpy as np
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.report.history import History
 from raydix.actors.report.namespace_use import NamespaceUse, namespace_label
+from raydix.actors.report.top_prefixes import top_prefixes
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.tree_sample import TreeBox
 from raydix.schemas import AgeCount, CacheReport, CacheStats, TreePart
@@ -18,6 +19,7 @@ _TICK_S = 1.0
 _SAMPLED_NODES = 2048  # of the tree, for a report: a few ms
 _NAMESPACES = 16
 _PARTS = (16, 8)  # of a namespace, and of each of these
+_PREFIXES = 12
 _AGES_S = (1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10_800, 36_000)
 
 
@@ -51,25 +53,24 @@ class Insight:
 
     def report(self, stats: CacheStats) -> CacheReport:
         """Everything there is to tell, beside these counts. O(1): of a large tree, a sample of nodes."""
+        boxes, num_namespaces = self._core.sample_tree(_SAMPLED_NODES)
+        seen = sum(box.num_tokens for box in boxes)
+        scale = stats.tree_slots / seen if seen and len(boxes) == num_namespaces else 1.0
         return CacheReport(
             stats=stats,
             history=(*self.history.points, self.history.point()),
             namespaces=self.namespaces.stats(_NAMESPACES),
-            tree=self._tree(stats.tree_slots),
+            prefixes=top_prefixes(boxes, _PREFIXES, scale),
+            tree=tuple(self._part(box, scale, _PARTS) for box in boxes[:_NAMESPACES]),
             eviction_ages=self._eviction_ages(),
         )
-
-    def _tree(self, num_tokens: int) -> tuple[TreePart, ...]:
-        boxes, num_namespaces = self._core.sample_tree(_SAMPLED_NODES)
-        told = sum(box.num_tokens for box in boxes)
-        scale = num_tokens / told if told and len(boxes) == num_namespaces else 1.0
-        return tuple(self._part(box, scale, _PARTS) for box in boxes[:_NAMESPACES])
 
     def _part(self, box: TreeBox, scale: float, kept: tuple[int, ...]) -> TreePart:
         """A box, with so many of those in it, at each level."""
         below = box.boxes[: kept[0]] if kept else ()
         return TreePart(
             namespace=namespace_label(box.extra_key),
+            tokens=tuple(box.tokens),
             num_tokens=round(scale * box.num_tokens),
             own_tokens=round(scale * box.own_tokens),
             num_nodes=max(1, round(box.num_nodes)),

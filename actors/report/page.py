@@ -3,33 +3,59 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from html import escape
+from functools import cache
 from importlib.resources import files
-from string import Template
 
-from raydix.actors.report.charts import bar, shortened, table
-from raydix.actors.report.curves import ghost_section, pool_section
-from raydix.actors.report.tree_view import tree_section
-from raydix.actors.report.units import percent, short_count, short_time
-from raydix.schemas import CacheConfig, CacheReport, NamespaceStats
+from jinja2 import Environment, StrictUndefined, Template
+
+from raydix.actors.report.charts import Bar, Figure, Figures, Section, Table, Text, shortened
+from raydix.actors.report.curves import ghost_section, hit_rate_section, pool_section
+from raydix.actors.report.tree_view import LABEL_WIDTHS, prefix_section, tree_section
+from raydix.actors.report.units import NONE, percent, rate, short_count, short_time
+from raydix.schemas import CacheConfig, CacheReport, CacheStats, NamespaceStats
 from raydix.schemas.shown import shown
+
+_CAUSES = {  # of `CacheStats.refusals`
+    "never_fits": "larger than the pool, or than the tenant's share: can never fit",
+    "tenant_cap": "the tenant is at its cap",
+    "no_wait": "no room, and the request did not wait (timeout_s=0)",
+    "waited_too_long": "no room came free before the timeout",
+    "deadlocked": "no room can come free: every holder waits",
+    "queue_full": "the line of waiting requests was full",
+    "draining": "the cache was shutting down",
+    "invalid_request": "the request was invalid",
+    "unknown_lease": "the lease had ended, or was another client's",
+    "lease_expired": "the lease's client had been silent for too long",
+    "internal_error": "a fault of the cache: see its log",
+}
 
 
 def render(report: CacheReport, config: CacheConfig, title: str, made_at: datetime | None = None) -> str:
-    """The page: self-contained, readable on a phone and in the dark. Its size is bounded, whatever the cache holds."""
+    """Return the page: self-contained, readable on a phone and in the dark, of bounded size for any cache."""
     sections = (
         _figures(report),
+        hit_rate_section(report),
         pool_section(report, config),
         _namespaces(report.namespaces),
+        *([_tenants(report.stats)] if report.stats.tenants else []),
+        _refusals(report.stats),
         ghost_section(report.stats, config),
+        prefix_section(report),
         tree_section(report),
         _eviction_ages(report),
     )
-    return Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(shown(title)),
-        subtitle=escape(_subtitle(config, made_at or datetime.now(UTC))),
-        body="\n".join(sections),
+    return _template().render(
+        title=shown(title),
+        subtitle=_subtitle(config, made_at or datetime.now(UTC)),
+        sections=sections,
+        label_widths=LABEL_WIDTHS,
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 
 def _subtitle(config: CacheConfig, made_at: datetime) -> str:
@@ -41,46 +67,73 @@ def _subtitle(config: CacheConfig, made_at: datetime) -> str:
     )
 
 
-def _figures(report: CacheReport) -> str:
+def _figures(report: CacheReport) -> Section:
     stats = report.stats
+    used = stats.num_slots - stats.free_slots
     figures = (
-        ("pool in use", percent(1 - stats.free_slots / stats.num_slots)),
-        ("hit rate", percent(stats.hit_rate)),
-        ("tokens reused", short_count(stats.tokens_reused)),
-        ("tokens computed", short_count(stats.tokens_requested - stats.tokens_reused)),
-        ("tokens evicted", short_count(stats.tokens_evicted)),
-        ("requests", f"{stats.acquires:,}"),
-        ("open leases", f"{stats.open_leases:,}"),
-        ("waiting", f"{stats.waiters:,}"),
+        Figure("pool in use", rate(used, stats.num_slots) if used else NONE, f"{used:,} of {stats.num_slots:,} slots"),
+        Figure("hit rate", rate(stats.tokens_reused, stats.tokens_requested), "of prompt tokens"),
+        Figure("tokens reused", short_count(stats.tokens_reused), "of prompts"),
+        Figure("tokens computed", short_count(stats.tokens_requested - stats.tokens_reused), "of prompts"),
+        Figure("tokens evicted", short_count(stats.tokens_evicted)),
+        Figure("requests", f"{stats.acquires:,}", "leases granted"),
+        Figure("open leases", f"{stats.open_leases:,}", f"of {stats.open_sessions:,} clients"),
+        Figure("waiting", f"{stats.waiters:,}", "requests in line"),
     )
-    refused = f"<p class=faint>Rates leave out what was refused for want of room: {stats.exhausted:,}.</p>"
-    boxes = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
-    return f'<dl class="figures">{boxes}</dl>{refused if stats.exhausted else ""}'
+    refused = f"Rates leave out what was refused for want of room: {stats.exhausted:,}."
+    return Section("", (Figures(figures), *([Text(refused, True)] if stats.exhausted else [])))
 
 
-def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> str:
-    head = "<h2>Hit rate by namespace</h2>"
+def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> Section:
+    title = "Hit rate by namespace"
     if not namespaces:
-        return f"{head}<p>No requests yet.</p>"
-    rows = []
-    for each in namespaces:
-        rate = each.tokens_reused / each.tokens_requested if each.tokens_requested else 0.0
-        cells = (
+        return Section(title, (Text("No requests yet."),))
+    rows = [
+        (
             shortened(each.label),
-            bar(rate),
-            percent(rate),
+            Bar(each.tokens_reused / (each.tokens_requested or 1)),
+            rate(each.tokens_reused, each.tokens_requested),
             f"{each.requests:,}",
             short_count(each.tokens_requested),
         )
-        rows.append(cells)
-    return head + table(("namespace", "", "hit rate", "requests", "tokens"), rows, numbers_from=2)
+        for each in namespaces
+    ]
+    return Section(title, (Table(("namespace", "", "hit rate", "requests", "tokens"), rows, numbers_from=2),))
 
 
-def _eviction_ages(report: CacheReport) -> str:
-    head = "<h2>How long evicted tokens had not been used</h2>"
+def _tenants(stats: CacheStats) -> Section:
+    """What each tenant holds, of its cap or else of the pool."""
+    rows = [
+        (
+            "all others" if each.name is None else shortened(each.name),
+            Bar(each.held_slots / ((each.cap_slots or stats.num_slots) or 1)),
+            short_count(each.held_slots),
+            f"{short_count(each.floor_slots)} / {NONE if each.cap_slots is None else short_count(each.cap_slots)}",
+            short_count(each.tokens_evicted),
+        )
+        for each in stats.tenants
+    ]
+    head = ("tenant", "", "held", "floor / cap", "evicted")
+    text = "In slots; evicted in tokens. The bar is what the tenant holds of its cap, or of the pool if it has none."
+    return Section("Tenants", (Table(head, rows, numbers_from=2), Text(text, True)))
+
+
+def _refusals(stats: CacheStats) -> Section:
+    """How many requests were refused, the most frequent cause first."""
+    title, total = "Refused requests", sum(stats.refusals.values())
+    if not total:
+        return Section(title, (Text("None was refused."),))
+    ranked = sorted(stats.refusals.items(), key=lambda item: item[1], reverse=True)
+    rows = [(_CAUSES.get(cause, cause), Bar(num / total), rate(num, total), f"{num:,}") for cause, num in ranked if num]
+    text = "Requests for leases and on leases, as the cache saw them: what a client refuses to send is not counted."
+    return Section(title, (Table(("cause", "", "share", "requests"), rows, numbers_from=2), Text(text, True)))
+
+
+def _eviction_ages(report: CacheReport) -> Section:
+    title = "How long evicted tokens had not been used"
     total = sum(each.num_tokens for each in report.eviction_ages)
     if not total:
-        return f"{head}<p>Nothing was evicted yet.</p>"
+        return Section(title, (Text("Nothing was evicted yet."),))
     found = [place for place, each in enumerate(report.eviction_ages) if each.num_tokens]
     rows, since = [], report.eviction_ages[found[0] - 1].below_s if found[0] else None
     for each in report.eviction_ages[found[0] : found[-1] + 1]:
@@ -88,7 +141,7 @@ def _eviction_ages(report: CacheReport) -> str:
             f"under {short_time(each.below_s)}" if each.below_s is not None else f"{short_time(since or 0)} and more"
         )
         share = each.num_tokens / total
-        rows.append((label, bar(share), percent(share), short_count(each.num_tokens)))
+        rows.append((label, Bar(share), percent(share), short_count(each.num_tokens)))
         since = each.below_s or since
-    text = "<p class=faint>Of the latest evictions. Short ages mean that the pool is too small for what comes back.</p>"
-    return head + table(("unused for", "", "share", "tokens"), rows, numbers_from=2) + text
+    text = "Of the latest evictions. Short ages mean that the pool is too small for what comes back."
+    return Section(title, (Table(("unused for", "", "share", "tokens"), rows, numbers_from=2), Text(text, True)))

@@ -1,45 +1,113 @@
-"""The section of a report that shows what is cached: a tree map, and its namespaces as a table."""
+"""The sections of a report that show what is cached: the top prefixes, a tree map, and its namespaces as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Iterator, Sequence
+from math import ceil
 
-from raydix.actors.report.charts import legend, shortened, table
+from raydix.actors.report.charts import Box, Label, Legend, Section, Table, Text, TreeMap, shortened
 from raydix.actors.report.treemap import Rect, squarify
 from raydix.actors.report.units import percent, short_count, short_time
-from raydix.schemas import CacheReport, TreePart
+from raydix.schemas import CacheReport, PrefixUse, TreePart
+from raydix.schemas.shown import shown
 
+LABEL_WIDTHS = range(2, 37)  # rem; the page shows a label where its box is so wide
+_REM_PER_CHAR = 0.47  # a little more than most characters take
 _AGES_S = (10, 60, 600, 3600)  # of the shades, the younger the stronger
 _SMALLEST = 0.4  # percent of the map's side; what is smaller is not drawn
-_LABELLED = Rect(0, 0, 9, 9)  # percent; smaller boxes have no room for their number
+_STRIP = 3.6  # percent of the map's height: a line of text
+_IDS = (3, 1)  # of a label
 _WHOLE = Rect(0, 0, 100, 100)
 
 
-def tree_section(report: CacheReport) -> str:
+def prefix_section(report: CacheReport) -> Section:
+    """The cached prefixes through which most was reused."""
+    title = "Top prefixes"
+    if not report.prefixes:
+        return Section(title, (_nothing(report),))
+    rows = [
+        (
+            f"{_ids_of_prefix(each)} ({shortened(each.namespace)})",
+            f"{each.num_tokens:,}",
+            f"{_about(each)}{each.num_hits:,}",
+            f"{_about(each)}{each.num_slots:,}",
+            f"{each.num_leases:,}",
+        )
+        for each in report.prefixes
+    ]
+    head = ("first token ids", "tokens", "hits", "slots", "leases")
+    text = (
+        "A prefix ends where its continuations differ; slots count these, too, and leases are those that hold some of "
+        "it. First the prefixes through whose end the most tokens were reused. ~ marks estimates: of a large tree not "
+        "every node is looked at."
+    )
+    return Section(title, (Table(head, rows), Text(text, True)))
+
+
+def _nothing(report: CacheReport) -> Text:
+    """Why nothing is shown."""
+    other_kind = "Not shown for caches of this kind: raydix tree shows the largest branches."
+    return Text(other_kind if report.stats.tree_slots else "Nothing is cached yet.")
+
+
+def _about(prefix: PrefixUse) -> str:
+    return "" if prefix.is_whole else "~"
+
+
+def _ids_of_prefix(prefix: PrefixUse) -> str:
+    """The first ids, and those after the place where another prefix branches off."""
+    first = _ids(prefix.tokens, 6, prefix.num_tokens)
+    return first if prefix.run_tokens == prefix.tokens else f"{first} {_ids(prefix.run_tokens, 3, prefix.num_tokens)}"
+
+
+def _ids(tokens: Sequence[int], most: int, num_tokens: int) -> str:
+    shown = " ".join(map(str, tokens[:most]))
+    return f"{shown} …" if num_tokens > most else shown
+
+
+def tree_section(report: CacheReport) -> Section:
     """What hangs where in the tree."""
-    head = "<h2>What is cached</h2>"
+    title = "What is cached"
     if not report.tree:
-        return f"{head}<p>Nothing is cached yet.</p>"
-    boxes = "".join(_draw(report))
+        return Section(title, (_nothing(report),))
     ages = [f"a{place}" for place in range(len(_AGES_S) + 1)]
     texts = (*(f"used in the last {short_time(age)}" for age in _AGES_S), "longer ago")
-    return (
-        f'{head}<div class="map" role="img" aria-label="tree map of the cached tokens">{boxes}</div>'
-        f"{legend(list(zip(ages, texts, strict=True)))}{_namespaces(report)}"
-        "<p class=faint>Areas are tokens. Boxes in a box are what continues it; of a large tree they are estimates, "
-        "and of more than 1,024 namespaces every second, third and so on is looked at.</p>"
+    text = (
+        "Areas are tokens, but for the strips that names stand in. Boxes in a box are what continues it, named by "
+        "their first token ids; point at one for more. Of a large tree they are estimates, and of more than 1,024 "
+        "namespaces every second, third and so on is looked at."
     )
+    blocks = (
+        TreeMap("tree map of the cached tokens", list(_draw(report))),
+        Legend(list(zip(ages, texts, strict=True))),
+        _namespaces(report),
+        Text(text, True),
+    )
+    return Section(title, blocks)
 
 
-def _draw(report: CacheReport) -> Iterator[str]:
+def _draw(report: CacheReport) -> Iterator[Box]:
     rects = squarify([part.num_tokens for part in report.tree], _WHOLE)
     for number, (part, rect) in enumerate(zip(report.tree, rects, strict=False), start=1):
-        yield _box(part, rect, "space", str(number))
-        yield from _inside(part, rect)
+        name = shortened(part.namespace)
+        yield from _boxes(part, rect, "space", (f"{name}: {_size(part)} tokens", name, f"#{number}"))
 
 
-def _inside(part: TreePart, rect: Rect) -> Iterator[str]:
+def _size(part: TreePart) -> str:
+    return short_count(part.num_tokens)
+
+
+def _boxes(part: TreePart, rect: Rect, style: str, labels: Sequence[str]) -> Iterator[Box]:
+    """The box of a part, and those of what hangs below it, under a strip with its name if there is room for one."""
+    has_strip = rect.height >= 3 * _STRIP
+    inner = Rect(rect.x, rect.y + _STRIP, rect.width, rect.height - _STRIP) if has_strip else rect
+    below = list(_inside(part, inner))
+    has_room = rect.height >= _STRIP and (has_strip or not below)
+    yield _box(part, rect, style, labels if has_room else ())
+    yield from below
+
+
+def _inside(part: TreePart, rect: Rect) -> Iterator[Box]:
     """What hangs below a part, in its place; its own run and what is too small to show keep theirs."""
     sizes = [each.num_tokens for each in part.parts]
     rest = max(0, part.num_tokens - sum(sizes))
@@ -47,36 +115,37 @@ def _inside(part: TreePart, rect: Rect) -> Iterator[str]:
     rects = squarify([(*sizes, rest)[place] for place in order], rect)
     for place, each in zip(order, rects, strict=False):
         if place < len(sizes) and min(each.width, each.height) >= _SMALLEST:
-            yield _box(part.parts[place], each, "part", "")
-            yield from _inside(part.parts[place], each)
+            child = part.parts[place]
+            size = f"{_size(child)} tokens"
+            ids = [_ids(child.tokens, most, child.own_tokens) for most in _IDS]
+            yield from _boxes(child, each, "part", (*(f"{each}: {size}" for each in ids), size, _size(child)))
 
 
-def _box(part: TreePart, rect: Rect, style: str, number: str) -> str:
+def _box(part: TreePart, rect: Rect, style: str, labels: Sequence[str]) -> Box:
     age = sum(part.unused_s >= limit for limit in _AGES_S)
-    has_room = rect.width >= _LABELLED.width and rect.height >= _LABELLED.height
-    label = f"<span>{number}</span>" if number and has_room else ""
     place = f"left:{rect.x:.2f}%;top:{rect.y:.2f}%;width:{rect.width:.2f}%;height:{rect.height:.2f}%"
-    return f'<div class="{style} a{age}" style="{place}" title="{escape(_told(part), quote=True)}">{label}</div>'
+    fitting = [Label(each, min(ceil(_REM_PER_CHAR * len(each) + 0.6), LABEL_WIDTHS[-1])) for each in labels]
+    return Box(f"{style} a{age}", place, _tooltip(part), fitting)
 
 
-def _told(part: TreePart) -> str:
+def _tooltip(part: TreePart) -> str:
     held = f", held by {part.num_locks} leases" if part.num_locks else ""
+    run = f"; begins with {_ids(part.tokens, 8, part.own_tokens)}" if part.tokens else ""
     return (
-        f"{short_count(part.num_tokens)} tokens in {short_count(part.num_nodes)} runs, "
-        f"{short_count(part.own_tokens)} shared by all of it; used {short_time(part.unused_s)} ago{held}"
+        f"{shown(part.namespace)}: {short_count(part.num_tokens)} tokens in {short_count(part.num_nodes)} runs, "
+        f"{short_count(part.own_tokens)} shared by all of it{run}; used {short_time(part.unused_s)} ago{held}"
     )
 
 
-def _namespaces(report: CacheReport) -> str:
+def _namespaces(report: CacheReport) -> Table:
     total = report.stats.tree_slots or 1
     rows = [
         (
-            f"{number}",
-            shortened(part.namespace),
+            f"#{number} {shortened(part.namespace)}",
             short_count(part.num_tokens),
             percent(min(1.0, part.num_tokens / total)),
             short_time(part.unused_s),
         )
         for number, part in enumerate(report.tree, start=1)
     ]
-    return table(("#", "namespace", "tokens", "share", "unused"), rows, numbers_from=2)
+    return Table(("namespace", "tokens", "share", "unused for"), rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+NONE = "-"  # a rate of nothing
+
 _TIMES = ((1, "s"), (60, "min"), (3600, "h"), (86_400, "d"))
 _SIZES = ((1, ""), (1_000, "k"), (1_000_000, "M"), (1_000_000_000, "G"))
 
@@ -19,6 +21,11 @@ def short_time(seconds: float) -> str:
 def percent(share: float) -> str:
     """A share of one, in percent."""
     return f"{100 * share:.1f} %"
+
+
+def rate(part: float, whole: float) -> str:
+    """A part of a whole, in percent; "-" of nothing."""
+    return percent(part / whole) if whole else NONE
 
 
 def points(difference: float) -> str:

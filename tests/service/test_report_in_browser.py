@@ -11,9 +11,14 @@ import pytest
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.report.page import render
-from raydix.schemas import CacheConfig, GhostConfig, PoolConfig
+from raydix.schemas import CacheConfig, GhostConfig, PoolConfig, PoolExhausted, TenantConfig
 
-CONFIG = CacheConfig(page_size=4, pool=PoolConfig(num_slots=4_096, device="cpu"), ghost=GhostConfig())
+CONFIG = CacheConfig(
+    page_size=4,
+    pool=PoolConfig(num_slots=4_096, device="cpu"),
+    ghost=GhostConfig(),
+    tenants=(TenantConfig(name="a tenant", extra_key="a", floor_slots=1_024, cap_slots=2_048),),
+)
 LONG_NAME = "a-namespace-of-a-name-without-a-place-to-break-" * 4
 # Text that sticks out of what it stands in or of the page, or that lies under a box that cuts it.
 CUT_TEXTS = """() => {
@@ -24,6 +29,7 @@ CUT_TEXTS = """() => {
     if (!text) continue;
     const range = document.createRange();
     range.selectNodeContents(walker.currentNode);
+    if (!range.getClientRects().length) continue;  // not shown at this width
     const box = range.getBoundingClientRect();
     if (box.left < -0.5 || box.right > document.documentElement.clientWidth + 0.5) cut.push(text);
     for (let at = walker.currentNode.parentElement; at; at = at.parentElement) {
@@ -38,7 +44,7 @@ CUT_TEXTS = """() => {
 }"""
 # Texts whose boxes overlap: one of them cannot be read.
 OVERLAPS = """() => {
-  const boxes = [...document.querySelectorAll('td, th, dt, dd, h1, h2, p, .x span, .y span, li')]
+  const boxes = [...document.querySelectorAll('td, th, dt, dd, h1, h2, p, .x span, .y span, .map span, li')]
     .filter(each => each.textContent.trim() && each.offsetParent)
     .map(each => [each.textContent.trim(), each.getBoundingClientRect()]);
   const pairs = [];
@@ -49,6 +55,9 @@ OVERLAPS = """() => {
   }));
   return pairs;
 }"""
+LABELS = (
+    "() => [...document.querySelectorAll('.map span')].filter(each => each.offsetParent).map(each => each.innerText)"
+)
 CONTRAST = """() => {
   const light = color => {
     const [r, g, b] = color.match(/[0-9.]+/g).slice(0, 3)
@@ -95,6 +104,8 @@ async def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             leases.append(lease)
             if len(leases) > 5:
                 await leases.pop(0).release()
+        with pytest.raises(PoolExhausted):
+            await cache.acquire([1] * 5_000)
         (folder / "busy.html").write_text(render(cache.report(), CONFIG, LONG_NAME), encoding="utf-8")
         for lease in leases:
             await lease.release()
@@ -121,6 +132,21 @@ async def test_everything_can_be_read(
     assert await page.evaluate(CONTRAST) >= 4.5
     assert await page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (scheme == "dark")
     await context.close()
+
+
+@pytest.mark.parametrize("width", [320, 1280])
+async def test_boxes_of_the_tree_map_have_the_longest_label_that_fits(
+    browser: Any, pages: dict[str, Path], width: int
+) -> None:
+    page = await browser.new_page(viewport={"width": width, "height": 800})
+    await page.goto(pages["busy"].as_uri())
+
+    labels = await page.evaluate(LABELS)
+
+    namespace = f"extra_key={LONG_NAME[:10]}…{LONG_NAME[-20:]}: 1.4k tokens"
+    assert (namespace in labels, "#1" in labels) == ((True, False) if width > 320 else (False, True))
+    assert ("2 2 2 …: 192 tokens" in labels, "192" in labels) == ((True, False) if width > 320 else (False, True))
+    await page.close()
 
 
 async def test_a_text_that_is_cut_would_be_found(browser: Any, pages: dict[str, Path]) -> None:

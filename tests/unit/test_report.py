@@ -1,6 +1,7 @@
 """A report: what is gathered for it is exact and bounded, and the page needs nothing else and escapes what it shows."""
 
 import random
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -14,7 +15,16 @@ from raydix.actors.report.treemap import Rect, squarify
 from raydix.actors.report.units import short_count, short_time
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.tree_sample import TreeBox
-from raydix.schemas import CacheConfig, CacheReport, EvictionConfig, GhostConfig, PoolConfig, frame_namespace
+from raydix.schemas import (
+    CacheConfig,
+    CacheReport,
+    EvictionConfig,
+    GhostConfig,
+    PoolConfig,
+    PrefixUse,
+    TenantConfig,
+    frame_namespace,
+)
 
 VOID = {"meta"}  # elements without an end
 
@@ -83,6 +93,9 @@ def test_an_empty_cache_has_a_page_that_says_so(service: CacheService) -> None:
     text = page_of(service).text
 
     assert "kv-0" in text
+    assert (text[text.index("hit rate") + 1], text[text.index("pool in use") + 1]) == ("-", "-")
+    assert not any("%" in each and "evicts from" not in each for each in text)
+    assert "None was refused." in text
     for sentence in ("No requests yet.", "Nothing is cached yet.", "Nothing was evicted yet."):
         assert sentence in text
 
@@ -99,6 +112,155 @@ def test_the_page_tells_what_the_cache_counted(service: CacheService, clock: Clo
     assert text[text.index("tokens evicted") + 1] == "32"
     assert "cached, evictable: 16" in text
     assert "Twice the pool would give +28.6 points: 42.9 % hits." in text
+
+
+def lines_of(html: str, title: str) -> list[list[tuple[float, float]]]:
+    """The points of the solid lines of the chart with that title: 1,000 wide, 300 high, y from the top down."""
+    drawing = html.split(f'aria-label="{title}">')[1].split("</svg>")[0]
+    rows = re.findall(r'class="curve" points="([^"]*)"', drawing)
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in row.split())] for row in rows]
+
+
+def test_the_hit_rate_is_drawn_over_time_with_gaps_where_nothing_was_asked(service: CacheService, clock: Clock) -> None:
+    for second in range(5):
+        clock.now = second
+        service.insight.history.note()
+        if second != 2:
+            send(service, [1] * (8 if second < 2 else 16))  # 0 of 8 hit, 8 of 8; none; 8 of 16, 16 of 16
+    clock.now = 5
+
+    html = render(service.report(), service.config, "kv-0")
+
+    assert lines_of(html, "hit rate over time") == [
+        [(0, 300), (200, 300), (200, 0), (400, 0)],
+        [(600, 150), (800, 150), (800, 0), (1000, 0)],
+    ]
+
+
+def test_windows_of_the_hit_rate_are_equal_though_the_history_is_not(service: CacheService, clock: Clock) -> None:
+    for clock.now in (0, 1, 2, 8):  # as those of a trace, whose time stands still between requests
+        send(service, [1] * 8)
+
+    lines = lines_of(render(service.report(), service.config, "kv-0"), "hit rate over time")
+
+    # Four times of 2 s: 8 of 16 hit, 8 of 8, none came, 8 of 8.
+    assert lines == [[(0, 150), (250, 150), (250, 0), (500, 0)], [(750, 0), (1000, 0)]]
+
+
+def test_a_long_history_is_drawn_in_a_bounded_number_of_steps(service: CacheService, clock: Clock) -> None:
+    for second in range(300):
+        clock.now = second
+        send(service, [1] * 16)
+
+    (line,) = lines_of(render(service.report(), service.config, "kv-0"), "hit rate over time")
+
+    assert len(line) <= 2 * 65
+    assert (line[0][0], line[-1][0]) == (0, 1000)
+
+
+def rows_of(page: Page, *cells: str) -> bool:
+    """Whether these cells stand one after the other."""
+    return any(tuple(page.text[at : at + len(cells)]) == cells for at in range(len(page.text)))
+
+
+def test_the_page_shows_the_tenants() -> None:
+    config = CacheConfig(
+        page_size=4,
+        pool=PoolConfig(num_slots=16, device="cpu"),
+        eviction=EvictionConfig(high_watermark=1.0),
+        tenants=(TenantConfig(name="<search>", extra_key="s", floor_slots=4, cap_slots=12),),
+    )
+    service = CacheService(config, "epoch")
+    send(service, [1] * 8, frame_namespace("s", None, None))
+    send(service, [1] * 4)
+
+    page = page_of(service)
+
+    assert rows_of(page, "<search>", "8", "4 / 12", "0")
+    assert rows_of(page, "all others", "4", "0 / -", "0")
+
+
+def test_the_page_shows_why_requests_were_refused(service: CacheService) -> None:
+    report = service.report()
+    stats = report.stats.model_copy(update={"refusals": {"no_wait": 1, "never_fits": 3, "of_tomorrow": 0}})
+
+    page = Page(render(report.model_copy(update={"stats": stats}), service.config, "kv-0"))
+
+    assert rows_of(page, "larger than the pool, or than the tenant's share: can never fit", "75.0 %", "3")
+    assert rows_of(page, "no room, and the request did not wait (timeout_s=0)", "25.0 %", "1")
+    assert "of_tomorrow" not in page.text
+
+
+def test_top_prefixes_are_those_that_were_reused_most_and_end_where_others_branch_off() -> None:
+    config = CacheConfig(page_size=4, pool=PoolConfig(num_slots=256, device="cpu"))
+    service = CacheService(config, "epoch")
+    system, name = list(range(1, 13)), frame_namespace(None, "a", None)
+    for last in (50, 51, 52, 50):
+        send(service, system + [last] * 4, name)
+    send(service, [7] * 32)
+
+    first, second, *others = service.report().prefixes
+
+    assert first == PrefixUse(
+        namespace="lora_id=a",
+        tokens=tuple(system[:8]),
+        run_tokens=tuple(system[:8]),
+        num_tokens=12,
+        num_hits=3,
+        num_slots=24,
+        num_leases=0,
+        is_whole=True,
+    )
+    assert (second.tokens, second.run_tokens, second.num_tokens, second.num_hits) == (
+        tuple(system[:8]), (50,) * 4, 16, 1,
+    )  # fmt: skip
+    assert [(each.num_tokens, each.num_hits, each.num_slots) for each in others] == [(32, 0, 32), *[(16, 0, 16)] * 2]
+    page = page_of(service)
+    assert rows_of(page, "1 2 3 4 5 6 … (lora_id=a)", "12", "3", "24", "0")
+    assert rows_of(page, "1 2 3 4 5 6 … 50 50 50 … (lora_id=a)", "16", "1", "16", "0")
+
+
+def test_a_prefix_that_grew_piece_by_piece_is_one() -> None:
+    service = CacheService(CacheConfig(pool=PoolConfig(num_slots=64, device="cpu")), "epoch")
+    for length in (2, 5, 9, 9):
+        send(service, list(range(length)))
+
+    (prefix,) = service.report().prefixes
+
+    assert (prefix.tokens, prefix.run_tokens) == (tuple(range(8)),) * 2
+    assert (prefix.num_tokens, prefix.num_hits, prefix.num_slots) == (9, 3, 9)
+
+
+def test_of_a_large_tree_the_page_marks_estimates() -> None:
+    service = CacheService(CacheConfig(pool=PoolConfig(num_slots=16_384, device="cpu")), "epoch")
+    for number in range(4_000):
+        send(service, [1] * 4 + [number])
+
+    first = service.report().prefixes[0]
+
+    assert (first.num_tokens, first.is_whole) == (4, False)
+    assert (first.num_hits, first.num_slots) == pytest.approx((3_999, 4_004), rel=0.01)
+    assert rows_of(page_of(service), "1 1 1 1 (no namespace)", "4", f"~{first.num_hits:,}", f"~{first.num_slots:,}")
+
+
+def test_where_a_kind_has_no_tree_to_show_the_page_says_so() -> None:
+    config = CacheConfig(kind="trie", page_size=4, pool=PoolConfig(num_slots=16, device="cpu"))
+    service = CacheService(config, "epoch")
+    send(service, [1] * 8)
+
+    text = page_of(service).text
+
+    assert text.count("Not shown for caches of this kind: raydix tree shows the largest branches.") == 2
+    assert "Nothing is cached yet." not in text
+
+
+def test_boxes_of_the_tree_map_are_named_by_their_first_tokens(service: CacheService) -> None:
+    send(service, [1, 2, 3, 4] * 4)
+
+    (part,) = service.report().tree
+
+    assert part.tokens == (1, 2, 3, 4, 1, 2, 3, 4)
+    assert "no namespace: 16 tokens" in page_of(service).text
 
 
 def test_the_page_tells_of_no_size_that_was_not_followed() -> None:
@@ -139,6 +301,16 @@ def test_names_are_shown_as_they_are_and_do_nothing(service: CacheService) -> No
     assert "script" not in page.tags
     assert name in page.text
     assert f"extra_key={name[:20]}" in page.text
+
+
+def test_control_and_format_characters_of_names_are_shown_as_escapes(service: CacheService) -> None:
+    name = "a\x1b]0;b\u202e\u2028"
+    send(service, [1] * 16, frame_namespace(name, None, None))
+
+    html = render(service.report(), service.config, title=name)
+
+    assert not any(char in html for char in "\x1b\u202e\u2028")
+    assert html.count(r"a\x1b]0;b\u202e\u2028") >= 5  # title, heading, namespace, box, tooltip
 
 
 def test_evicted_tokens_are_as_old_as_their_last_use(service: CacheService, clock: Clock) -> None:
