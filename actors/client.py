@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raydix.actors.verbs import CacheVerbs
-from raydix.actors.watched_actor import check_watchable, watched_self
+from raydix.actors.watched_actor import check_watchable, warn_if_unwatched, watched_self
 from raydix.schemas import InvalidRequest
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class PrefixCacheClient(CacheVerbs):
         owner: who this is, for people: shown in logs. None: host and process. Or the handle of an actor with the mixin
             `WatchedActor`: when it dies, what this client holds is freed at once. Inside such an actor that is the
             actor itself, unless another is named. The cache keeps a named one's handle until this client closes.
+            Inside another actor, opening a client logs once how long its slots stay held if the actor is killed.
 
     Raises:
         InvalidRequest: the owner is an actor that cannot be watched.
@@ -40,6 +41,11 @@ class PrefixCacheClient(CacheVerbs):
 
     def _own_life_path(self) -> str | None:
         return super()._own_life_path() if self._named_owner is None else None  # another's death is what counts
+
+    async def _open(self) -> None:
+        await super()._open()
+        if self._named_owner is None and not isinstance(self._cache, CacheVerbs):
+            warn_if_unwatched(self._config.leases)
 
     def _make_transport(self) -> Transport:
         if isinstance(self._cache, CacheVerbs):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import weakref
 from typing import Any, Self
 
-from raydix.schemas import InvalidRequest
+from raydix.schemas import InvalidRequest, LeaseConfig
+
+logger = logging.getLogger(__name__)
 
 _PARK_S = 3.0  # a graceful exit of the actor waits for a parked call to end
 
 _instance: weakref.ref[WatchedActor] | None = None  # this process's, if it is such an actor's
+_is_warned = False  # this process has logged that it is another actor's
 
 
 class WatchedActor:
@@ -46,6 +50,24 @@ def watched_self() -> Any:
     context = ray.get_runtime_context()
     handle = context.current_actor if context.get_actor_id() is not None else None
     return handle if hasattr(handle, "raydix_park") else None  # this process may be the actor of another class
+
+
+def warn_if_unwatched(config: LeaseConfig) -> None:
+    """Log, once in a process, how long slots stay held if this process is an actor that is killed unwatched."""
+    global _is_warned
+    if _is_warned or watched_self() is not None:
+        return
+    import ray
+
+    if ray.get_runtime_context().get_actor_id() is not None:
+        _is_warned = True
+        logger.warning(
+            "this actor does not derive from raydix.actors.WatchedActor: if it is killed, what its clients hold stays "
+            "held for session_ttl_s (%g s), and private slots for up to quarantine_grace_s (%g s) more unless the "
+            "actor runs on the cache's node; derive it from WatchedActor, or name one as the client's owner",
+            config.session_ttl_s,
+            config.quarantine_grace_s,
+        )
 
 
 def check_watchable(handle: Any) -> None:

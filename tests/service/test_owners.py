@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -108,6 +109,32 @@ async def test_the_death_of_one_actor_leaves_others_alone(patient: tuple[Any, Pr
     assert (stats.private_slots, stats.open_leases, stats.dead_sessions > 0) == (2, 1, True)
     assert await lives.insert.remote([2]) == "1"
     await lives.close.remote()
+
+
+@pytest.mark.parametrize(("watched", "named"), [(False, False), (True, False), (False, True)])
+async def test_a_client_in_an_actor_that_is_not_watched_logs_how_long_its_slots_stay_held(
+    patient: tuple[Any, PrefixCacheClient], watched: bool, named: bool
+) -> None:
+    class Logging:
+        async def open_two(self, cache: Any, owner: Any) -> list[str]:
+            lines: list[str] = []
+            handler = logging.Handler()
+            handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+            logging.getLogger("raydix.actors.watched_actor").addHandler(handler)
+            for _ in range(2):
+                async with PrefixCacheClient(cache, owner=owner):
+                    pass
+            return lines
+
+    made: Any = type("WatchedLogging", (Logging, WatchedActor), {}) if watched else Logging
+    process = ray.remote(made).options(num_cpus=0).remote()
+    owner = start_client(watched=True) if named else None
+
+    lines = await process.open_two.remote(patient[0], owner)
+
+    assert len(lines) == (0 if watched or named else 1)
+    for line in lines:
+        assert "session_ttl_s (300 s)" in line and "quarantine_grace_s (300 s)" in line and "WatchedActor" in line
 
 
 async def test_only_actors_made_for_it_can_be_owners(patient: tuple[Any, PrefixCacheClient]) -> None:
