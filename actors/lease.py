@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -53,6 +54,9 @@ class Lease:
     Made by `acquire` and `lock`, belongs to the client that made it. As a context manager it is released at the end,
     or aborted if the block raises. Only private slots may be written, and only until they are published.
 
+    A lease that is garbage-collected while it is open goes on holding its slots until its client closes, as it cannot
+    be ended any more: a `ResourceWarning` names it.
+
     Attributes:
         client: whose it is.
         lease_id: the id under which the cache knows it.
@@ -62,6 +66,8 @@ class Lease:
         state_slot: the lease's own row of the state tensors, which holds a copy of the state after the prefix (zeros
             where there is none); None for kinds without states.
     """
+
+    _ended = True  # until it is whole
 
     def __init__(
         self, client: CacheVerbs, response: LeaseResponse, tokens: TokenIds, transport: Transport, run_len: int
@@ -212,6 +218,11 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await (self.release() if kind is None else self.abort())
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
+        if not self._ended and not self.client._closed and self.transport.lost is None:
+            advice = "end each lease with `async with`, release() or abort()"
+            warn(f"{self!r} was never ended: its slots stay held; {advice}", ResourceWarning, source=self)
 
     def __reduce__(self) -> Any:
         raise InvalidRequest(
