@@ -13,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from raydix.schemas.shown import cut
+
 BLOCK = 512  # tokens a hash id stands for
+MAX_NUMBER = 2**53  # of milliseconds, and of tokens: what is larger is no whole number as a float
 
 
 class TraceError(ValueError):
@@ -23,9 +26,11 @@ class TraceError(ValueError):
 class TracedRequest(BaseModel):
     """One line of a trace."""
 
-    timestamp: float = Field(ge=0, description="ms since the trace began")
+    timestamp: float = Field(
+        ge=0, le=MAX_NUMBER, allow_inf_nan=False, strict=True, description="ms since the trace began"
+    )
     input_length: int = Field(gt=0, description="prompt tokens")
-    output_length: int = Field(ge=0)
+    output_length: int = Field(ge=0, le=MAX_NUMBER)
     hash_ids: list[int] = Field(description="one for each block of the prompt; equal ones stand for equal blocks")
 
     @model_validator(mode="after")
@@ -80,4 +85,4 @@ def _parse(line: str, where: str) -> TracedRequest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise TraceError(f"{where}: {field + ': ' if field else ''}{first['msg']}") from None
+        raise TraceError(f"{where}: {field + ': ' if field else ''}{cut(first['msg'])}") from None

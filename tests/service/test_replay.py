@@ -166,6 +166,20 @@ def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, line: str,
     assert re.search(complaint, run("replay", path, exit_code=2).stderr)
 
 
+@pytest.mark.parametrize(
+    "time", ["1e400", "Infinity", "-Infinity", "NaN", "-1", "1e300", "9" * 400, '"5"', "true", "null"]
+)
+def test_what_is_no_time_is_refused_with_its_line(tmp_path: Path, time: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        f'{{"timestamp": {each}, "input_length": 5, "output_length": 1, "hash_ids": [4]}}\n' for each in ("0", time)
+    ]
+    path.write_text("".join(rows))
+
+    for command in ("replay", "report"):
+        assert f"error: {path}, line 2: timestamp: Input should be " in run(command, path, exit_code=2).stderr
+
+
 @pytest.mark.parametrize(("name", "complaint"), [("none", "No such file"), ("empty", "no requests in it")])
 def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, name: str, complaint: str) -> None:
     (tmp_path / "empty").touch()
