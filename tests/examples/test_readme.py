@@ -1,5 +1,6 @@
 """What the README shows runs as it stands there, and prints what it promises."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from command_line import run
+from ray.scripts.scripts import cli as ray_commands
 
 from raydix.actors.cli.app import COMMANDS
 
@@ -23,7 +26,8 @@ def test_the_first_program_runs_and_hits_what_it_published(tmp_path: Path) -> No
     program = tmp_path / "first.py"
     program.write_text(python_blocks()[0])
 
-    done = subprocess.run([sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True)
+    environ = os.environ | {"RAY_ADDRESS": "local"}  # whatever cluster the user may have
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, env=environ, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
     assert "0 of 1000 tokens are there" in done.stdout
@@ -55,6 +59,35 @@ def test_the_commands_run_as_they_stand_there(
     assert "1,000 requested" in printed[0].stdout
     assert "992 tokens, 0 hits" in printed[1].stdout
     assert printed[2].stderr in section
+
+
+def test_the_walk_begins_with_a_clone_and_ends_the_cluster_that_it_starts() -> None:
+    """What it does in between is run by tests/service/test_guides.py."""
+    section = README.read_text().partition("\n## From nothing to a report\n")[2].partition("\n## ")[0]
+    lines = "".join(re.findall(r"^```sh\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)).splitlines()
+    commands = [each for line in lines for each in line.partition(" #")[0].split(" && ")]
+
+    assert [" ".join(command.split()[:2]) for command in commands] == [
+        "git clone",
+        "cd raydix",
+        "python3 -m",
+        ". .venv/bin/activate",
+        "pip install",
+        "export RAY_AUTH_MODE=token",
+        "ray get-auth-token",
+        "ray start",
+        "python settings.py",
+        "raydix start",
+        "python worker.py",
+        "raydix stats",
+        "raydix explain",
+        "raydix report",
+        "raydix stop",
+        "ray stop",
+    ]
+    for _, name, *options in (command.split() for command in commands if command.startswith("ray ")):
+        told = CliRunner().invoke(ray_commands, [name, "--help"]).output
+        assert [each for each in options if each.startswith("--") and each not in told] == []
 
 
 def test_every_command_named_exists() -> None:

@@ -16,8 +16,12 @@ from raydix.actors.cli.app import COMMANDS
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "examples").glob("*.md"))
 NOT_RUN = {  # first word of a command, and why no test runs it
+    "git": "the tests run in a clone",
     "make": "tests/examples/test_readme.py looks whether there is such a target",
+    "python3": "the tests have a virtual environment",
+    ".": "they run in it",
     "pip": "it changes the environment",
+    "export": "it is for the user's cluster",
     "ray": "the tests have a cluster of their own",
 }
 PRINTED = {  # what a guide's comments promise of its output
@@ -36,9 +40,9 @@ PRINTED = {  # what a guide's comments promise of its output
 }
 
 
-def blocks(text: str) -> list[tuple[str, str]]:
-    """Language and text of each block, in order."""
-    return re.findall(r"^```(python|sh|yaml)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+def blocks(text: str) -> list[tuple[str, str, str]]:
+    """The prose before each block, its language and its text, in order."""
+    return re.findall(r"(.*?)^```(python|sh|yaml)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def walk_of_the_readme() -> str:
@@ -57,18 +61,28 @@ def workplace(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run("stop", "--all")
 
 
-def perform(language: str, text: str, output: list[str]) -> None:
-    """Do what a block says."""
+def perform(prose: str, language: str, text: str, output: list[str]) -> None:
+    """Do what a block says. A program whose file the prose names waits in that file for its `python FILE`."""
     if language == "yaml":
         (name,) = re.findall(r"^# (\S+)$", text, flags=re.MULTILINE)
         Path(name).write_text(text)
     elif language == "python":
-        exec(compile(text, "guide", "exec"), {"__name__": "__main__"})  # so that Ray sends its classes by value
+        if names := re.findall(r"`(\w+\.py)`", prose):
+            Path(names[-1]).write_text(text)
+        else:
+            execute(text)
     else:
         for words in filter(None, (shlex.split(line, comments=True) for line in text.splitlines())):
-            if words[0] not in NOT_RUN:
+            if words[0] == "python":
+                execute(Path(words[1]).read_text())
+                Path(words[1]).unlink()
+            elif words[0] not in NOT_RUN:
                 assert words[0] == "raydix", words
                 output.append(run(*words[1:]).stdout)
+
+
+def execute(program: str) -> None:
+    exec(compile(program, "guide", "exec"), {"__name__": "__main__"})  # so that Ray sends its classes by value
 
 
 @pytest.mark.ray
@@ -77,10 +91,11 @@ def test_every_block_of_a_guide_runs(name: str, workplace: None, capsys: pytest.
     text = walk_of_the_readme() if name == "README.md" else (ROOT / "examples" / name).read_text()
     output: list[str] = []
 
-    for language, block in blocks(text):
-        perform(language, block, output)
+    for block in blocks(text):
+        perform(*block, output)
         output.append(capsys.readouterr().out)
 
+    assert not list(Path().glob("*.py")), "no command of the guide runs it"
     printed = "\n".join(output)
     for promised in PRINTED.get(name, []):
         assert promised in printed, printed
