@@ -33,8 +33,10 @@ venv: $(STAMP)  ## make .venv with the package (editable) and all that tests and
 demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends with a table
 	$(BIN)/raydix demo $(ARGS)
 
+# Ray's token is made first (older Ray has none), as of two clusters that start at once each would make another.
 test: $(STAMP)  ## all tests but the long ones; ends with what did not run here, and the command that runs it
 	$(if $(ARGS),,@echo "make test takes about 12 minutes on two cores")
+	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
 	$(BIN)/pytest -m "not long" $(SPREAD) $(ARGS)
 
 test-core: $(STAMP)  ## tests that need neither Ray nor a GPU
