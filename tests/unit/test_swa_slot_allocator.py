@@ -197,7 +197,9 @@ def test_window_halves_move_behind_pages_that_are_handed_out_once_each() -> None
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, "ab", object(), torch.tensor([2.0]), torch.tensor([True]), torch.tensor([[2]]), 2**70], ids=str
+    "wrong",
+    [None, "ab", object(), torch.tensor([2.0]), torch.tensor([True]), torch.tensor([[2]]), 2**70],
+    ids=lambda wrong: f"{wrong}".partition(" at 0x")[0],  # the same in each process that runs tests
 )
 def test_what_is_no_row_of_slots_is_refused_by_every_verb(wrong: Any) -> None:
     allocator = SWATokenToKVPoolAllocator(8, 8)
