@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-WITH_CLUSTERS_OF_THEIR_OWN = ("chaos", "examples")
+WITH_CLUSTERS_OF_THEIR_OWN = {"chaos", "examples", "test_channel_loops", "test_placement"}  # folders and files
 FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
 LEFT_OUT = {"long": "make test-long"}  # marks that `make test` deselects, and the command that runs their tests
 NUM_LEFT_OUT = pytest.StashKey[Counter[str]]()
@@ -29,7 +30,7 @@ def group_of(item: pytest.Item) -> str:
     if not item.get_closest_marker("ray"):
         return item.path.stem
     fixtures = getattr(item, "fixturenames", ())
-    own = item.path.parent.name in WITH_CLUSTERS_OF_THEIR_OWN and "ray_cluster" not in fixtures
+    own = WITH_CLUSTERS_OF_THEIR_OWN & {item.path.parent.name, item.path.stem} and "ray_cluster" not in fixtures
     return "own-cluster" if own else "cluster"
 
 
@@ -49,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print a test's id without the group that pytest-xdist appends to it."""
     if hasattr(report, "node"):  # it comes from a process of pytest-xdist
-        report.nodeid = report.nodeid.rpartition("@")[0]
+        report.nodeid = re.sub(r"@[\w-]+$", "", report.nodeid)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
