@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 from raydix.actors.error_map import to_cache_error
@@ -68,6 +69,7 @@ class Admission:
         """
         if timeout_s == 0 and not grows and self._line.waiting:
             self._line.serve()  # what came before in the batch may have made room for all of them
+        refusal = partial(self.refusal, key, num_tokens=None if grows else num_tokens)
         try:
             if grows or not self._line.waiting or self._may_overtake(key, num_tokens):
                 return attempt()
@@ -80,15 +82,15 @@ class Admission:
         if timeout_s is None:
             timeout_s = self._acquire_timeout_s
         if timeout_s == 0 or not shortage.can_ever_fit or not self._line.max_waiters:
-            raise self.refusal(key, shortage)
+            raise refusal(shortage)
         place = Place(self._core.tenant_of(key.extra_key), grows, partial(self._core.is_within_floor, key, num_tokens))
         ticket, position = self._line.join(
             session_id,
             lease_id,
             place,
-            partial(self._attempt_late, key, attempt),
+            partial(self._attempt_late, refusal, attempt),
             timeout_s,
-            partial(self.refusal, key, waited=True),
+            partial(refusal, waited=True),
             shortage,
         )
         return WaitingResponse(ticket=ticket, position=position)
@@ -100,7 +102,7 @@ class Admission:
             return False
         return self._line.wait_for_their_own() or self._core.is_within_floor(key, num_tokens)
 
-    def _attempt_late(self, key: RadixKey, attempt: Attempt) -> Message:
+    def _attempt_late(self, refusal: Callable[[OutOfSlotsError], PoolExhausted], attempt: Attempt) -> Message:
         """An attempt from the line: what else it may fail with than want of room is its caller's to hear.
 
         So is that there never can be room, which may show only now: others would wait behind it in vain.
@@ -110,7 +112,7 @@ class Admission:
         except OutOfSlotsError as error:
             if error.can_ever_fit:
                 raise
-            raise self.refusal(key, error) from None
+            raise refusal(error) from None
         except CoreError as error:
             raise self.counted(to_cache_error(error)) from error
 
@@ -120,9 +122,19 @@ class Admission:
         return sum(self.refusals[cause] for cause in EXHAUSTED)
 
     def refusal(
-        self, key: RadixKey | None, shortage: OutOfSlotsError, *, waited: bool = False, deadlocked: bool = False
+        self,
+        key: RadixKey | None,
+        shortage: OutOfSlotsError,
+        *,
+        num_tokens: int | None = None,
+        waited: bool = False,
+        deadlocked: bool = False,
     ) -> PoolExhausted:
-        """Count and return the refusal of a request of that key's namespace that found, or still finds, no room."""
+        """Count and return the refusal of a request of that key's namespace that found, or still finds, no room.
+
+        Args:
+            num_tokens: of the lease that was to begin; None: a lease was to grow.
+        """
         if deadlocked:
             cause = "deadlocked"
         elif not shortage.can_ever_fit:
@@ -132,6 +144,8 @@ class Admission:
         else:
             cause = "waited_too_long" if waited else "no_wait"
         self.refusals[cause] += 1
+        if key is not None and num_tokens is not None:
+            self._core.count_refusal(key, num_tokens, shortage.can_ever_fit)
         return self._refusals.of(shortage, None if key is None else key.extra_key, deadlocked)
 
     def counted(self, error: CacheError) -> CacheError:

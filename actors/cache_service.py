@@ -109,7 +109,7 @@ class CacheService:
 
         self.core.use_clock(clock)
         self.insight = Insight(self.core, clock)
-        self.recordings = Recordings(self.core.watches, clock)
+        self.recordings = Recordings(self.core.watches, clock, config.page_size)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
             self.core.watches.append(self.ghost.curve)
@@ -317,13 +317,18 @@ class CacheService:
             return InvalidRequest(_NO_EVENTS)
         return self.feed.snapshot(self.core.resident_pages())
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Time evictions and the history by this clock, in seconds, as that of a trace; before the first request."""
+        self.core.use_clock(clock)
+        self.insight.use_clock(clock)
+
     def report(self) -> CacheReport:
         """What the cache has been doing. O(1): a few ms."""
         return self.insight.report(self.stats())
 
     def stats(self) -> CacheStats:
         """A snapshot of every count."""
-        return CacheStats(
+        stats = CacheStats(
             epoch=self.epoch,
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
@@ -338,6 +343,6 @@ class CacheService:
             requests=self._requests,
             loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
-            ghost=None if self.ghost is None else self.ghost.stats(),
             **core_stats(self.core),
         )
+        return stats if self.ghost is None else stats.model_copy(update={"ghost": self.ghost.stats(stats.hit_rate)})

@@ -7,7 +7,7 @@ from typing import Any
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.cache_facts import PoolSizes
 from raydix.cache_core.tenants import Tenant
-from raydix.schemas import PoolStats, TenantStats
+from raydix.schemas import PoolStats, TenantStats, TooLarge
 
 
 def core_stats(core: LeasedCache) -> dict[str, Any]:
@@ -25,11 +25,17 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
         "acquires": counters.acquires,
         "hits": counters.hits,
         "tokens_requested": counters.tokens_requested,
+        "tokens_refused": counters.tokens_refused,
         "tokens_reused": counters.tokens_reused,
         "tokens_inserted": counters.tokens_inserted,
         "tokens_duplicate": counters.tokens_duplicate,
         "tokens_evicted": counters.tokens_evicted,
         "probes": counters.probes,
+        "too_large": TooLarge(
+            requests=counters.num_too_large,
+            tokens=counters.tokens_too_large,
+            largest_slots=counters.largest_too_large,
+        ),
         "swa": _pool_stats(core.swa_sizes()),
         "state": _pool_stats(core.state_sizes()),
         "tenants": tuple(map(_tenant_stats, core.tenants)),

@@ -21,6 +21,7 @@ class Ghost:
 
     def __init__(self, config: CacheConfig, ghost: GhostConfig) -> None:
         page, num_slots = config.page_size, config.pool.num_slots
+        self._num_slots = num_slots
         self._filled = _filled(config.eviction)
         steps = range(-_SMALLEST * _STEPS, int(_STEPS * math.log2(ghost.max_factor)) + 1)
         sizes = {max(page, round(num_slots * 2 ** (step / _STEPS) / page) * page) for step in steps}
@@ -28,13 +29,22 @@ class Ghost:
         max_size = max(page, int(self._filled * self._sizes[-1]))
         self.curve = GhostCurve(page, max_size, ghost.max_pages, bigram=config.bigram)
 
-    def stats(self) -> GhostStats:
-        """The curve so far. Looks at what is queued: a few milliseconds at most."""
+    def stats(self, hit_rate: float) -> GhostStats:
+        """Return the curve so far, from what is queued, too: a few milliseconds at most.
+
+        Args:
+            hit_rate: of the cache itself, counted: the curve passes through it.
+        """
+        estimates = self.curve.hit_rates([int(size * self._filled) for size in self._sizes])
+        off = hit_rate - estimates[self._sizes.index(self._num_slots)]
         return GhostStats(
             tokens_requested=self.curve.tokens_requested,
             sample_rate=self.curve.sample_rate,
             num_slots=self._sizes,
-            hit_rates=tuple(self.curve.hit_rates([int(size * self._filled) for size in self._sizes])),
+            hit_rates=tuple(
+                hit_rate if size == self._num_slots else min(1.0, max(0.0, estimate + off))
+                for size, estimate in zip(self._sizes, estimates, strict=True)
+            ),
         )
 
 

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydix.actors.client import PrefixCacheClient
-from raydix.schemas import CacheConfig, EvictionConfig, GhostStats, PoolConfig, PoolExhausted
+from raydix.actors.trace import BLOCK
+from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig, PoolExhausted
 
 if TYPE_CHECKING:
     from raydix.actors.lease import Lease
@@ -28,36 +29,33 @@ _STEP = 64  # requests between two signs of progress
 
 @dataclass(frozen=True)
 class Replay:
-    """What one cache made of a trace."""
+    """The replay of a trace on one cache."""
 
     config: CacheConfig
     reused: NDArray[np.int64]  # prompt tokens found in the cache, per request
-    prompt_tokens: int  # of all requests
-    num_too_large: int  # prompts that no such cache can hold
-    evicted: int  # tokens
+    stats: CacheStats  # of the cache, after the last request
     seconds: float
-    ghost: GhostStats | None = None  # what other capacities would have hit, where the cache followed that
 
     def figures(self) -> dict[str, Any]:
-        """The counts, and the hit rate: reused prompt tokens / prompt tokens."""
-        reused = int(self.reused.sum())
+        """The counts, and the hit rate: reused prompt tokens / prompt tokens of all requests."""
+        stats, ghost = self.stats, self.stats.ghost
         return {
             "capacity": self.config.pool.num_slots,
             "policy": self.config.eviction.policy,
             "page_size": self.config.page_size,
             "requests": len(self.reused),
-            "too_large": self.num_too_large,
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": reused,
-            "hit_rate_percent": 100 * reused / self.prompt_tokens,
-            "evicted_tokens": self.evicted,
+            "too_large": stats.too_large.requests,
+            "prompt_tokens": stats.tokens_requested,
+            "reused_tokens": stats.tokens_reused,
+            "hit_rate_percent": 100 * stats.hit_rate,
+            "evicted_tokens": stats.tokens_evicted,
             "seconds": self.seconds,
             "requests_per_s": len(self.reused) / self.seconds,
-        } | ({"ghost": self.ghost.model_dump(mode="json")} if self.ghost is not None else {})
+        } | ({"ghost": ghost.model_dump(mode="json")} if ghost is not None else {})
 
 
 def index_config(
-    capacity: int, *, page_size: int = 512, policy: str = "lru", high_watermark: float = 1.0
+    capacity: int, *, page_size: int = BLOCK, policy: str = "lru", high_watermark: float = 1.0
 ) -> CacheConfig:
     """An index-only cache of so many tokens. At a watermark of 1.0 nothing is evicted before there is need.
 
@@ -77,33 +75,42 @@ async def replay(
     config: CacheConfig,
     *,
     on_ray: bool = False,
-    progress: Callable[[int], Any] | None = None,
+    progress: Callable[[int], Any] = lambda done: None,
 ) -> Replay:
     """Send one prompt of the trace after the other through a fresh cache, which ends with the replay.
 
     Args:
         on_ray: a cache actor and its client, as a scheduler would use them; else a cache in this process.
-        progress: told now and then how many requests are done.
+        progress: called now and then with the number of requests that are done.
     """
     async with _running_cache(config, on_ray) as client:
-        return await _replay(client, trace, config, progress or (lambda done: None))
+        return await replay_on(client, trace, config, progress)
 
 
-async def _replay(
-    client: PrefixCacheClient, trace: Sequence[TracedRequest], config: CacheConfig, progress: Callable[[int], Any]
+async def replay_on(
+    client: PrefixCacheClient,
+    trace: Sequence[TracedRequest],
+    config: CacheConfig,
+    progress: Callable[[int], Any] = lambda done: None,
+    note_time: Callable[[float], Any] | None = None,
 ) -> Replay:
-    """What ends a request is sent in one message with what begins the next, and the cache executes it first."""
+    """Replay on the fresh cache of a client.
+
+    The end of a request is sent in one message with the start of the next, and the cache executes it first. With
+    `note_time`, which is called with the time of each request, in seconds, it is sent before that time.
+    """
     reused = np.zeros(len(trace), np.int64)
-    num_too_large = 0
     publish: list[Coroutine[Any, Any, Any]] = []  # what is left to do for the request before
     started = time.perf_counter()
     for index, request in enumerate(trace):
         tokens = request.tokens()
-        *_, lease = await asyncio.gather(*publish, _acquire(client, tokens))
-        if lease is None:
-            num_too_large += 1
+        if note_time is not None:
+            await asyncio.gather(*publish)
             publish = []
-        else:
+            note_time(request.timestamp / 1000)
+        *_, lease = await asyncio.gather(*publish, _acquire(client, tokens))
+        publish = []
+        if lease is not None:
             reused[index] = lease.prefix_len
             publish = [lease.insert(tokens, release=True)]  # here a model would have computed the rest
         if index % _STEP == 0:
@@ -111,9 +118,7 @@ async def _replay(
     await asyncio.gather(*publish)
     seconds = time.perf_counter() - started
     progress(len(trace))
-    stats = await client.stats()
-    prompt_tokens = sum(request.input_length for request in trace)
-    return Replay(config, reused, prompt_tokens, num_too_large, stats.tokens_evicted, seconds, stats.ghost)
+    return Replay(config, reused, await client.stats(), seconds)
 
 
 async def _acquire(client: PrefixCacheClient, tokens: NDArray[np.uint32]) -> Lease | None:

@@ -1,7 +1,8 @@
 """Recorded traffic in the Mooncake format: what was asked and when, without its text.
 
 One JSON object a line, with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id for each block of
-512 prompt tokens. As the text is not there, each id is expanded to 512 token ids of its own; equal prefixes stay equal.
+512 prompt tokens, or of the line's `block_size`. As the text is not there, each id is expanded to as many token ids of
+its own; equal prefixes stay equal.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raydix.schemas.shown import cut
 
-BLOCK = 512  # tokens a hash id stands for
+BLOCK = 512  # tokens a hash id stands for, unless its line has another block_size
 MAX_NUMBER = 2**53  # of milliseconds, and of tokens: what is larger is no whole number as a float
 
 
@@ -32,10 +33,11 @@ class TracedRequest(BaseModel):
     input_length: int = Field(gt=0, description="prompt tokens")
     output_length: int = Field(ge=0, le=MAX_NUMBER)
     hash_ids: list[int] = Field(description="one for each block of the prompt; equal ones stand for equal blocks")
+    block_size: int = Field(default=BLOCK, gt=0, le=2**20, description="tokens of a block; the same on every line")
 
     @model_validator(mode="after")
     def _blocks_cover_the_prompt(self) -> TracedRequest:
-        needed = -(-self.input_length // BLOCK)
+        needed = -(-self.input_length // self.block_size)
         if len(self.hash_ids) != needed:
             raise ValueError(f"{self.input_length} tokens need {needed} hash ids, not {len(self.hash_ids)}")
         if min(self.hash_ids) < 0:
@@ -45,11 +47,12 @@ class TracedRequest(BaseModel):
         return self
 
     def tokens(self) -> NDArray[np.uint32]:
-        """The prompt: each hash id, as the seed of a SplitMix64 generator, gives the 512 tokens of its block."""
+        """The prompt: each hash id, as the seed of a SplitMix64 generator, gives the tokens of its block."""
         ids = np.array(self.hash_ids, np.uint64)[:, None]
-        mixed: NDArray[Any] = ids * np.uint64(BLOCK) + np.arange(BLOCK, dtype=np.uint64)
+        num_bits = max(1, (self.block_size - 1).bit_length())
+        mixed: NDArray[Any] = (ids << np.uint64(num_bits)) + np.arange(self.block_size, dtype=np.uint64)
         mixed *= np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= ids >> np.uint64(64 - 9)  # the bits that the seeds have lost
+        mixed ^= ids >> np.uint64(64 - num_bits)  # the bits that the seeds have lost
         mixed = mixed.reshape(-1)[: self.input_length]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -69,7 +72,10 @@ def read_trace(path: Path, limit: int | None = None) -> list[TracedRequest]:
                 if len(trace) == limit:
                     break
                 if line.strip():
-                    trace.append(_parse(line, f"{path}, line {number}"))
+                    trace.append(request := _parse(line, f"{path}, line {number}"))
+                    if request.block_size != trace[0].block_size:
+                        sizes = f"{request.block_size}, but {trace[0].block_size} on the lines before"
+                        raise TraceError(f"{path}, line {number}: block_size is {sizes}: it must be the same on all")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

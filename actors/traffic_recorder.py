@@ -20,13 +20,14 @@ class TrafficRecorder:
     Args:
         request: where to, and how much.
         clock: seconds, of any origin.
+        page_size: of the cache.
 
     Raises:
         InvalidRequest: the file cannot be made, or is there already.
     """
 
-    def __init__(self, request: StartRecording, clock: Callable[[], float]) -> None:
-        self._writer = _writer(request)
+    def __init__(self, request: StartRecording, clock: Callable[[], float], page_size: int) -> None:
+        self._writer = _writer(request, request.block_size or page_size)
         self._request = request
         self._clock = clock
         self._began_at = clock()
@@ -47,10 +48,21 @@ class TrafficRecorder:
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """A request begins."""
-        since = self._clock() - self._began_at
-        if self._num_begun < self._request.max_requests and since < self._request.max_seconds:
-            self._num_begun += 1
+        if (since := self._since_begun()) is not None:
             self._open[lease] = since, lease.key
+
+    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
+        """Record a request that can never fit; one that can is asked again by its caller."""
+        if not can_ever_fit and (since := self._since_begun()) is not None:
+            self._writer.take(Recorded(round(1000 * since), key.kept(), num_tokens - len(key)))
+
+    def _since_begun(self) -> float | None:
+        """Return how long ago the recording began and count one more request; None if it takes no more."""
+        since = self._clock() - self._began_at
+        if self._num_begun >= self._request.max_requests or since >= self._request.max_seconds:
+            return None
+        self._num_begun += 1
+        return since
 
     def published(self, lease: LeaseRecord) -> None:
         """Nothing to do: the lease knows how long it has become."""
@@ -87,14 +99,14 @@ class TrafficRecorder:
         )
 
 
-def _writer(request: StartRecording) -> TrafficWriter:
+def _writer(request: StartRecording, block_size: int) -> TrafficWriter:
     cannot = f"cannot record to {request.path!r} on the cache's node"
     path = Path(request.path)
     try:
         if path.is_dir() or (path.exists() and not request.overwrite):
             what = "is a folder" if path.is_dir() else "is there already, and is not to be overwritten"
             raise InvalidRequest(f"{cannot}: it {what}")
-        return TrafficWriter(path)
+        return TrafficWriter(path, block_size)
     except OSError as error:
         raise InvalidRequest(f"{cannot}: {error.strerror}") from None
     except ValueError as error:  # no name of a file

@@ -17,9 +17,11 @@ class Recordings:
     Args:
         watches: those that are told of every request.
         clock: seconds, of any origin.
+        page_size: of the cache.
     """
 
-    def __init__(self, watches: list[RequestWatch], clock: Callable[[], float]) -> None:
+    def __init__(self, watches: list[RequestWatch], clock: Callable[[], float], page_size: int) -> None:
+        self._page_size = page_size
         self._watches = watches
         self._clock = clock
         self._recorder: TrafficRecorder | None = None
@@ -33,7 +35,7 @@ class Recordings:
         """
         if self._recorder is not None and not self._recorder.is_over:
             raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path!r}: stop it first")
-        self._recorder = recorder = TrafficRecorder(request, self._clock)
+        self._recorder = recorder = TrafficRecorder(request, self._clock, self._page_size)
         self._watches.append(recorder)
         with suppress(RuntimeError):  # no loop: somebody will stop it
             self._end_in_time(recorder)

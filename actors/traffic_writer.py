@@ -37,12 +37,17 @@ class TrafficWriter:
     An id is the start of a SHA-256 over all tokens up to its block, below the namespace and a secret that is forgotten:
     what was asked cannot be found out by guessing, and two recordings have no ids in common.
 
+    Args:
+        path: of the file.
+        block_size: prompt tokens that an id stands for.
+
     Raises:
         OSError: the file cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, block_size: int = BLOCK) -> None:
         self.path = path
+        self._block_size = block_size
         self.num_written = self.num_dropped = 0
         self.error: str | None = None
         self._part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
@@ -101,6 +106,8 @@ class TrafficWriter:
             "output_length": request.output_length,
             "hash_ids": self._hash_ids(request.prompt),
         }
+        if self._block_size != BLOCK:
+            line["block_size"] = self._block_size
         data = json.dumps(line).encode() + b"\n"
         place = self._lines[-1][1] + self._lines[-1][2] if self._lines else 0
         self._file.write(data)
@@ -110,7 +117,7 @@ class TrafficWriter:
     def _hash_ids(self, prompt: RadixKey) -> list[int]:
         prior = hash_page(self._secret, 4, 0, namespace_seed(prompt.extra_key))
         ids = []
-        step = BLOCK * prompt.unit
+        step = self._block_size * prompt.unit
         for at in range(0, len(prompt.data), step):
             prior = hash_page(prompt.data[at : at + step], prompt.width, prompt.arity, prior)
             ids.append(int.from_bytes(prior[:_ID_BYTES], "big"))

@@ -11,7 +11,11 @@ class Counters:
 
     acquires: int = 0
     hits: int = 0
-    tokens_requested: int = 0
+    tokens_requested: int = 0  # of refused requests, too
+    tokens_refused: int = 0
+    num_too_large: int = 0  # refused requests that can never fit
+    tokens_too_large: int = 0
+    largest_too_large: int = 0  # slots
     tokens_reused: int = 0
     tokens_inserted: int = 0
     tokens_duplicate: int = 0

@@ -8,6 +8,7 @@ followed (spatial sampling, as in SHARDS, Waldspurger et al., FAST '15); distanc
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class _Use:
     num_pages: int
     seed: int
     num_counted: int | None = None  # leading pages whose hits count; None: nothing was looked up
+    num_needed: int = 0  # pages of the whole lease: a smaller cache refuses it
     stores: bool = False
     of: _Use | None = None  # the use that these pages are the first of
     pages: list[int] | None = None  # the sampled ones, once they are hashed, the last one first
@@ -80,14 +82,30 @@ class GhostCurve:
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """The prompt of a lease is looked up."""
-        key, page = lease.key, self.page_size
+        use = self._look_up(lease.key, lease.num_slots, max_prefix_len)
+        self._open[lease] = use, 0
+        self._add(use)
+
+    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
+        """A request was refused: a cache with room for it looks it up and stores its prompt.
+
+        One that can ever fit found the room taken by other leases, and comes again: a miss, whatever the size.
+        """
+        if can_ever_fit:
+            self.tokens_requested += len(key)
+            return
+        use = self._look_up(key.kept(), num_tokens, None)
+        use.stores = True
+        self._add(use)
+
+    def _look_up(self, key: RadixKey, num_tokens: int, max_prefix_len: int | None) -> _Use:
+        """The use of a prompt by a lease over so many tokens, counted as requested."""
+        page = self.page_size
         num_pages = max(0, len(key) - self._bigram) // page
         counted = num_pages if max_prefix_len is None else min(num_pages, max_prefix_len // page)
         self.tokens_requested += len(key)
         self._num_pages += counted
-        use = _Use(key, num_pages, self._seed_of(key.extra_key), counted)
-        self._open[lease] = use, 0
-        self._add(use)
+        return _Use(key, num_pages, self._seed_of(key.extra_key), counted, -(-num_tokens // page))
 
     def published(self, lease: LeaseRecord) -> None:
         """The first pages that a lease publishes are stored at once, what it publishes later at its end."""
@@ -143,7 +161,7 @@ class GhostCurve:
             if use.of is not None:
                 use.pages, use.places = _first_of(use.of, use.num_pages)
         groups = [Group(use.pages or [], use.num_counted is not None, use.stores) for use in queue]
-        self._count([_counted(use, depths) for use, depths in zip(queue, self._stack.use(groups), strict=True)])
+        self._count([self._counted(use, depths) for use, depths in zip(queue, self._stack.use(groups), strict=True)])
 
     def _hash(self, uses: list[_Use]) -> None:
         """Give each use its sampled pages, the last one first."""
@@ -159,6 +177,19 @@ class GhostCurve:
         pages, stop = hashes[sampled].tolist(), len(sampled)
         for use, start in zip(uses, cuts.tolist(), strict=True):
             use.pages, use.places, stop = pages[start:stop], places[start:stop], start
+
+    def _counted(self, use: _Use, depths: Depths) -> Depths:
+        """The depths of the pages whose hits count, of those that a use looked up.
+
+        A page found is at least as deep as the last one that the lease needs: smaller caches refuse the lease.
+        """
+        if use.num_counted is None:
+            return depths
+        if use.num_counted != use.num_pages:
+            assert use.places is not None, "the use was looked up, so it was hashed before"
+            depths = depths[np.array(use.places, np.int64) < use.num_counted]
+        least = math.ceil(use.num_needed * self.sample_rate) - 1
+        return np.where(depths >= 0, np.maximum(depths, least), depths)
 
     def _count(self, looked_up: list[Depths]) -> None:
         depths = np.concatenate(looked_up)
@@ -180,14 +211,6 @@ class GhostCurve:
         tokens = np.clip(pages, 0, self._num_pages) * page
         rates: list[float] = (tokens / self.tokens_requested).tolist()
         return rates
-
-
-def _counted(use: _Use, depths: Depths) -> Depths:
-    """Of the pages that a use looked up, those whose hits count."""
-    if use.num_counted in (None, use.num_pages):
-        return depths
-    assert use.places is not None, "the use was looked up, so it was hashed before"
-    return depths[np.array(use.places, np.int64) < use.num_counted]
 
 
 def _first_of(use: _Use, num_pages: int) -> tuple[list[int], list[int]]:

@@ -282,6 +282,19 @@ class LeasedCache(CacheFacts):
     def tell_events(self, sink: KVEventSink) -> None:
         """Tell of pages that come and go, from now on. No effect for caches that keep no tree of pages."""
 
+    def count_refusal(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
+        """Count a request for a lease of `key` over `num_tokens` tokens that the caller refuses for want of room."""
+        counters = self.counters
+        counters.tokens_requested += len(key)
+        counters.tokens_refused += len(key)
+        if not can_ever_fit:
+            counters.num_too_large += 1
+            counters.tokens_too_large += len(key)
+            num_slots = -(-num_tokens // self.page_size) * self.page_size
+            counters.largest_too_large = max(counters.largest_too_large, num_slots)
+        for watch in self.watches:
+            watch.refused(key, num_tokens, can_ever_fit)
+
     def _count_grant(self, lease: LeaseRecord, max_prefix_len: int | None = None) -> None:
         self.leases.add(lease)
         self.counters.acquires += 1

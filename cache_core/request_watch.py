@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.radix_key import RadixKey
 
 
 class RequestWatch(Protocol):
@@ -13,6 +14,9 @@ class RequestWatch(Protocol):
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """A lease began; it was to reuse `max_prefix_len` tokens at most."""
+
+    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
+        """A request for a lease of `key` over `num_tokens` tokens was refused for want of room."""
 
     def published(self, lease: LeaseRecord) -> None:
         """More of a lease's pages can be found by others: `num_published_pages` in all."""

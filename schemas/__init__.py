@@ -74,7 +74,7 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
-from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats, TenantStats
+from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats, TenantStats, TooLarge
 from raydix.schemas.tenants import TenantConfig
 from raydix.schemas.tokens import TokenIds
 from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
@@ -157,6 +157,7 @@ __all__ = [
     "TenantConfig",
     "TenantStats",
     "TokenIds",
+    "TooLarge",
     "TreeBranch",
     "TreePart",
     "TreeRequest",

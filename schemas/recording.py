@@ -15,6 +15,9 @@ class StartRecording(Message):
     max_seconds: float = Field(
         default=3600.0, gt=0, allow_inf_nan=False, description="nor those that begin later: then the file is written"
     )
+    block_size: int | None = Field(
+        default=None, ge=1, le=2**20, description="prompt tokens that a hash stands for; None: a page of the cache"
+    )
     overwrite: bool = Field(default=False, description="a file that is there already, once the new one is whole")
 
 

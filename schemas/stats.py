@@ -46,14 +46,25 @@ class TenantStats(Message):
     tokens_evicted: int = Field(description="for whomever; not what was retired")
 
 
-class GhostStats(Message):
-    """The hit rates that other sizes of the pool would have had with the requests seen so far, by reuse distance.
+class TooLarge(Message):
+    """Requests that were refused because no pool of this size, or no share of this tenant, can ever hold them."""
 
-    Of a cache that evicts whole pages, least recently used first, and fills its pool to the same marks; of full KV
-    alone, where windows or states have pools of their own.
+    requests: int = 0
+    tokens: int = Field(default=0, description="of their prompts")
+    largest_slots: int = Field(
+        default=0, description="slots, in whole pages, that the largest of them needs; 0 if there is none"
+    )
+
+
+class GhostStats(Message):
+    """The hit rates that other sizes of the pool would have had with the requests seen so far.
+
+    That of the present size was counted. The others are estimates: it, and the difference that reuse distances make.
+    They are of a cache that evicts whole pages, least recently used first, and fills its pool to the same marks. Where
+    windows or states have pools of their own, they are of full KV alone.
     """
 
-    tokens_requested: int = Field(description="prompt tokens seen, of requests that found room")
+    tokens_requested: int = Field(description="prompt tokens of all requests, of refused ones, too")
     sample_rate: float = Field(description="share of the pages that was followed")
     num_slots: tuple[int, ...] = Field(description="sizes of the pool, rising; the present one is among them")
     hit_rates: tuple[float, ...] = Field(description="share of prompt tokens found, for each size")
@@ -82,8 +93,11 @@ class CacheStats(Message):
     dead_sessions: int = Field(description="clients whose owner was seen to die")
     acquires: int = Field(description="leases granted by acquire or lock")
     hits: int = Field(description="of those, the ones that found a prefix")
-    tokens_requested: int = Field(description="prompt tokens of granted acquires")
-    tokens_reused: int = Field(description="of those, the tokens whose KV was there")
+    tokens_requested: int = Field(description="prompt tokens of acquires and locks, of refused ones, too")
+    tokens_refused: int = Field(
+        default=0, description="of those, the tokens of acquires refused for want of room, each time"
+    )
+    tokens_reused: int = Field(description="of tokens_requested, the tokens whose KV was there")
     tokens_inserted: int
     tokens_duplicate: int = Field(description="tokens computed twice: their slots were freed on insert")
     tokens_evicted: int = Field(description="by the task, by callers in need and by evict()")
@@ -101,6 +115,7 @@ class CacheStats(Message):
     grants_expired: int = Field(
         default=0, description="granted leases that ended because they were not adopted in time"
     )
+    too_large: TooLarge = Field(default=TooLarge(), description="of the refused acquires, those that can never fit")
     probes: int
     batches: int
     requests: int = Field(description="requests carried by those batches")
@@ -113,5 +128,5 @@ class CacheStats(Message):
 
     @property
     def hit_rate(self) -> float:
-        """Reused tokens as a share of requested ones, 0 before the first request."""
+        """Reused tokens as a share of requested ones: refused requests count as misses. 0 before the first request."""
         return self.tokens_reused / self.tokens_requested if self.tokens_requested else 0.0

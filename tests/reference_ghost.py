@@ -28,7 +28,9 @@ class ReferenceGhost:
         prefixes = self._prefixes(lease, len(lease.key) // page)
         counted = len(prefixes) if max_prefix_len is None else max_prefix_len // page
         found = [prefix for prefix in prefixes if prefix in self._stack]
-        self.depths += [self._stack.index(prefix) for prefix in found if prefix in prefixes[:counted]]
+        needed = -(-lease.num_slots // page)
+        depths = [self._stack.index(prefix) for prefix in found if prefix in prefixes[:counted]]
+        self.depths += [max(depth, needed - 1) for depth in depths]
         self._put_on_top(found)
 
     def published(self, lease: LeaseRecord) -> None:

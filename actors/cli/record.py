@@ -26,6 +26,10 @@ def record(
     ),
     seconds: Annotated[float, typer.Option(min=0.0, help="How long; Ctrl-C ends it before.")] = 60.0,
     max_requests: Annotated[int, typer.Option(min=1, metavar="N", help="And how many requests at most.")] = 100_000,
+    block_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**20, metavar="TOKENS", help="That a hash stands for. Default: a page of the cache."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="A FILE that is there, once the new one is whole; else it is refused.")
     ] = False,
@@ -38,7 +42,7 @@ def record(
     Hashes are salted with a secret that is thrown away. Requests are not slowed down: what cannot be written in time is
     dropped, and counted.
     """
-    request = _request(out, max_requests, seconds, overwrite)
+    request = _request(out, max_requests, seconds, block_size, overwrite)
     join(address, namespace)
     cache = cache_handle(name, namespace)
     _take_signals_for_ctrl_c()
@@ -55,10 +59,14 @@ def record(
         raise typer.Exit(FAILED)
 
 
-def _request(out: Path, max_requests: int, seconds: float, overwrite: bool) -> StartRecording:
+def _request(out: Path, max_requests: int, seconds: float, block_size: int | None, overwrite: bool) -> StartRecording:
     try:
         return StartRecording(
-            path=str(out.absolute()), max_requests=max_requests, max_seconds=seconds or _ROUND_S, overwrite=overwrite
+            path=str(out.absolute()),
+            max_requests=max_requests,
+            max_seconds=seconds or _ROUND_S,
+            block_size=block_size,
+            overwrite=overwrite,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

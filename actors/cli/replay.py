@@ -16,14 +16,15 @@ from rich.table import Table
 from raydix.actors.cli.cluster import Address, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show, table_of
+from raydix.actors.report.units import percent, points, too_large
 from raydix.actors.trace import TracedRequest, TraceError, read_trace
 from raydix.schemas import GhostConfig
 
 if TYPE_CHECKING:
     from raydix.actors.replay import Replay
-    from raydix.schemas import CacheConfig
+    from raydix.schemas import CacheConfig, CacheStats
 
-_CAPACITIES = [1_024_000, 4_096_000, 16_384_000]
+CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # replayed unless others are asked for; a report takes the first
 
 
 def replay(
@@ -37,14 +38,15 @@ def replay(
         typer.Option("--policy", metavar="NAME", help="lru, lfu, fifo, mru, filo, slru or priority; repeatable."),
     ] = None,
     page_sizes: Annotated[
-        list[int] | None, typer.Option("--page-size", min=1, metavar="TOKENS", help="Repeatable. Default: 512.")
+        list[int] | None,
+        typer.Option("--page-size", min=1, metavar="TOKENS", help="Repeatable. Default: a block of the trace."),
     ] = None,
     high_watermark: Annotated[
         float, typer.Option(help="Of background eviction; 1.0: only what is needed is evicted.")
     ] = 1.0,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")] = None,
     ghost: Annotated[
-        bool, typer.Option("--ghost", help="Tell from each run what twice the capacity would have hit.")
+        bool, typer.Option("--ghost", help="Estimate from each run what twice the capacity would have hit.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the rates there: .png, .svg or .pdf.")] = None,
     on_ray: Annotated[
@@ -55,12 +57,13 @@ def replay(
 ) -> None:
     """Replay recorded traffic against index-only caches, one of each combination, and compare their hit rates.
 
-    A hit is a whole page, and every request publishes its prompt. No GPU and no Ray are needed.
+    A hit is a whole page, and every request publishes its prompt. A request that can never fit is a miss. No GPU and no
+    Ray are needed.
     """
     requests = requests_of(trace, limit)
     configs = [
         checked_config(*each, high_watermark)
-        for each in product(capacities or _CAPACITIES, policies or ["lru"], page_sizes or [512])
+        for each in product(capacities or CAPACITIES, policies or ["lru"], page_sizes or [requests[0].block_size])
     ]
     if ghost:
         configs = [config.model_copy(update={"ghost": GhostConfig()}) for config in configs]
@@ -72,7 +75,7 @@ def replay(
     rows = [each.figures() for each in replays]
     if plot is not None:
         _plot(plot, replays, requests)
-    show(rows, as_json, lambda: Group(_table(rows), *filter(None, map(_what_if, replays))))
+    show(rows, as_json, lambda: Group(*_too_large(replays), _table(rows), *filter(None, map(_what_if, replays))))
 
 
 def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
@@ -89,7 +92,7 @@ def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
         ) from None
 
 
-def checked_config(capacity: int, policy: str, page_size: int, high_watermark: float) -> CacheConfig:
+def checked_config(capacity: int, policy: str, page_size: int, high_watermark: float = 1.0) -> CacheConfig:
     """An index-only cache.
 
     Raises:
@@ -162,7 +165,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{row['capacity']:,}",
             row["policy"],
             f"{row['page_size']}",
-            f"{row['hit_rate_percent']:.2f} %",
+            percent(row["hit_rate_percent"] / 100, 2),
             _short(row["reused_tokens"]),
             _short(row["evicted_tokens"]),
             f"{row['too_large']}",
@@ -172,15 +175,21 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _too_large(replays: list[Replay]) -> list[str]:
+    """One line for each capacity that some requests can never fit in."""
+    largest: dict[int, CacheStats] = {}
+    for each in replays:
+        largest.setdefault(each.config.pool.num_slots, each.stats)
+    return [line for stats in largest.values() for line in too_large(stats)]
+
+
 def _what_if(replay: Replay) -> str:
-    """What the run tells of twice its capacity; nothing if it followed none."""
-    ghost, capacity = replay.ghost, replay.config.pool.num_slots
+    """The estimate for twice the capacity of a run; nothing if it made none."""
+    ghost, capacity = replay.stats.ghost, replay.config.pool.num_slots
     if ghost is None:
         return ""
     now, twice = (ghost.hit_rate_at(factor * capacity) for factor in (1, 2))
-    gain = f"twice as many would give {100 * (twice - now):+.1f} points, {100 * twice:.1f} %"
-    left_out = f"; prompts too large for this one are left out: {replay.num_too_large:,}"
-    return f"{capacity:,} tokens: {gain}{left_out if replay.num_too_large else ''}"
+    return f"{capacity:,} tokens: twice as many would give about {points(twice - now)} points, {percent(twice)}"
 
 
 def _short(tokens: int) -> str:

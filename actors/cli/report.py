@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +11,10 @@ import typer
 from raydix.actors.cli.cluster import Address, Namespace, ask, cache_handle, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
-from raydix.actors.cli.replay import checked_config, requests_of
+from raydix.actors.cli.replay import CAPACITIES, checked_config, requests_of
 
 if TYPE_CHECKING:
-    from raydix.schemas import CacheConfig, CacheReport
+    from raydix.schemas import CacheConfig, CacheReport, CacheStats
 
 _OF_FILES = (".json", ".jsonl")  # a cache may be called llama-3.1-0
 
@@ -25,8 +26,10 @@ def report(
     ),
     capacity: Annotated[
         int, typer.Option(min=1, metavar="TOKENS", help="Of the cache that a trace is replayed on.")
-    ] = 1_024_000,
-    page_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of that cache.")] = 512,
+    ] = CAPACITIES[0],
+    page_size: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Of that cache. Default: a block of the trace.")
+    ] = None,
     policy: Annotated[str, typer.Option(metavar="NAME", help="Of that cache.")] = "lru",
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Take the first N requests of a trace.")] = None,
     address: Address = None,
@@ -35,7 +38,8 @@ def report(
 ) -> None:
     """Write one self-contained page: pool, hit rates, larger pools, what is cached, and how old evicted tokens were.
 
-    Of a cache that runs, or of one that a file of recorded traffic is replayed on, here and without Ray.
+    Of a cache that runs, or of one that a file of recorded traffic is replayed on, here and without Ray: its hit rate
+    is that of `raydix replay`.
     """
     if (path := Path(source)).is_file():
         told, config = _of_trace(path, capacity, page_size, policy, limit)
@@ -44,7 +48,18 @@ def report(
     else:
         told, config = _of_cache(source, address, namespace)
     _write(out, told, config, source)
-    show({"path": str(out), "report": told.model_dump(mode="json")}, as_json, lambda: f"{out}: open it in a browser")
+    stats = told.stats
+    document = {"path": str(out), "hit_rate_percent": 100 * stats.hit_rate, "report": told.model_dump(mode="json")}
+    show(document, as_json, lambda: _summary(stats, out))
+
+
+def _summary(stats: CacheStats, out: Path) -> str:
+    """The lines for people: requests that can never fit first."""
+    from raydix.actors.report.units import rate, short_count, too_large
+
+    hits = rate(stats.tokens_reused, stats.tokens_requested, 2)
+    hit_rate = f"hit rate {hits} of {short_count(stats.tokens_requested)} prompt tokens"
+    return "\n".join([*too_large(stats), hit_rate, f"{out}: open it in a browser"])
 
 
 def _of_cache(name: str, address: str | None, namespace: str) -> tuple[CacheReport, CacheConfig]:
@@ -54,14 +69,16 @@ def _of_cache(name: str, address: str | None, namespace: str) -> tuple[CacheRepo
 
 
 def _of_trace(
-    path: Path, capacity: int, page_size: int, policy: str, limit: int | None
+    path: Path, capacity: int, page_size: int | None, policy: str, limit: int | None
 ) -> tuple[CacheReport, CacheConfig]:
     from raydix.actors.report.of_trace import report_of_trace
     from raydix.schemas import GhostConfig
 
     trace = requests_of(path, limit)
-    config = checked_config(capacity, policy, page_size, 1.0).model_copy(update={"ghost": GhostConfig()})
-    return report_of_trace(trace, config), config
+    config = checked_config(capacity, policy, page_size or trace[0].block_size).model_copy(
+        update={"ghost": GhostConfig()}
+    )
+    return asyncio.run(report_of_trace(trace, config)), config
 
 
 def _write(out: Path, told: CacheReport, config: CacheConfig, source: str) -> None:

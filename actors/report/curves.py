@@ -83,7 +83,7 @@ def pool_section(report: CacheReport, config: CacheConfig) -> Section:
 
 
 def ghost_section(stats: CacheStats, config: CacheConfig) -> Section:
-    """What the hit rate would be if the pool were larger or smaller."""
+    """The hit rate of the pool, counted, and of larger and smaller ones, estimated."""
     title, ghost = "What if the pool were larger?", stats.ghost
     if ghost is None:
         return Section(title, (Text("Not followed: start the cache with CacheConfig(ghost=GhostConfig())."),))
@@ -94,7 +94,7 @@ def ghost_section(stats: CacheStats, config: CacheConfig) -> Section:
     shapes = lines(xs, [Series("curve", ghost.hit_rates)], top, math.log2(stats.num_slots))
     ends = ghost.num_slots[0], 2 ** ((xs[0] + xs[-1]) / 2), ghost.num_slots[-1]
     x_labels = [f"{short_count(size)} slots" for size in ends]
-    figure = Chart("hit rate against the size of the pool", shapes, _percents(top), x_labels)
+    figure = Chart("estimated hit rate by size of the pool", shapes, _percents(top), x_labels)
     footnote = Text(_footnote(ghost, config), True)
     return Section(title, (*_what_if(ghost, stats), figure, _sizes(ghost, stats.num_slots), footnote))
 
@@ -105,7 +105,7 @@ def _what_if(ghost: GhostStats, stats: CacheStats) -> tuple[Text, ...]:
     now, twice = (ghost.hit_rate_at(factor * stats.num_slots) for factor in (1, 2))
     alone = " That is of full KV alone: where a window or a state is missing, hits are shorter."
     more = alone if stats.swa is not None or stats.state is not None else ""
-    return (Text(f"Twice the pool would give {points(twice - now)} points: {percent(twice)} hits.{more}"),)
+    return (Text(f"Twice the pool would give about {points(twice - now)} points: {percent(twice)} hits.{more}"),)
 
 
 def _sizes(ghost: GhostStats, num_slots: int) -> Table:
@@ -115,7 +115,8 @@ def _sizes(ghost: GhostStats, num_slots: int) -> Table:
         size = factor * num_slots
         if ghost.num_slots[0] <= size <= ghost.num_slots[-1]:
             rate = ghost.hit_rate_at(size)
-            rows.append((f"{factor:g}x", f"{size:,.0f}", percent(rate), points(rate - now) if factor != 1 else ""))
+            shown = (percent(rate, 2), "counted") if factor == 1 else (f"about {percent(rate)}", points(rate - now))
+            rows.append((f"{factor:g}x", f"{size:,.0f}", *shown))
     return Table(("pool", "slots", "hit rate", "points"), rows)
 
 
@@ -125,4 +126,4 @@ def _footnote(ghost: GhostStats, config: CacheConfig) -> str:
     )
     sample = f"From {percent(ghost.sample_rate)} of the pages" if ghost.sample_rate < 1 else "From every page"
     tokens = f"{sample} of {short_count(ghost.tokens_requested)} prompt tokens"
-    return f"{tokens}. Dashed: the pool as it is.{lru}"
+    return f"The curve is an estimate, but for the pool as it is (dashed). {tokens}.{lru}"

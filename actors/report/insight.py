@@ -38,6 +38,10 @@ class Insight:
         self._timer = LoopTimer(self._tick)
         core.watches.append(self.namespaces)
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Begin the history again, by this clock."""
+        self.history = History(self._core, clock, _TICK_S)
+
     def start(self) -> None:
         """Begin, on the running loop; no effect if it runs already."""
         if not self._timer.is_set:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from raydix.cache_core import RadixKey
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import NamespaceStats, unframe_namespace
 
@@ -21,14 +22,21 @@ class NamespaceUse:
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """A lease began."""
-        counts = self._counts.get(lease.key.extra_key)
+        self._count(lease.key, lease.prefix_len)
+
+    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
+        """A request was refused: a miss."""
+        self._count(key, 0)
+
+    def _count(self, key: RadixKey, prefix_len: int) -> None:
+        counts = self._counts.get(key.extra_key)
         if counts is None:
             if len(self._counts) >= 2 * _KEPT:
                 self._fold()
-            counts = self._counts[lease.key.extra_key] = [0, 0, 0]
+            counts = self._counts[key.extra_key] = [0, 0, 0]
         counts[0] += 1
-        counts[1] += len(lease.key)
-        counts[2] += lease.prefix_len
+        counts[1] += len(key)
+        counts[2] += prefix_len
 
     def published(self, lease: LeaseRecord) -> None:
         """Of no interest."""

@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from raydix.actors.report.charts import Bar, Figure, Figures, Section, Table, Text, shortened
 from raydix.actors.report.curves import ghost_section, hit_rate_section, pool_section
 from raydix.actors.report.tree_view import LABEL_WIDTHS, prefix_section, tree_section
-from raydix.actors.report.units import NONE, percent, rate, short_count, short_time
+from raydix.actors.report.units import NONE, percent, rate, short_count, short_time, too_large
 from raydix.schemas import CacheConfig, CacheReport, CacheStats, NamespaceStats
 from raydix.schemas.shown import shown
 
@@ -72,16 +72,21 @@ def _figures(report: CacheReport) -> Section:
     used = stats.num_slots - stats.free_slots
     figures = (
         Figure("pool in use", rate(used, stats.num_slots) if used else NONE, f"{used:,} of {stats.num_slots:,} slots"),
-        Figure("hit rate", rate(stats.tokens_reused, stats.tokens_requested), "of prompt tokens"),
+        Figure("hit rate", rate(stats.tokens_reused, stats.tokens_requested, 2), "of prompt tokens"),
         Figure("tokens reused", short_count(stats.tokens_reused), "of prompts"),
-        Figure("tokens computed", short_count(stats.tokens_requested - stats.tokens_reused), "of prompts"),
+        Figure(
+            "tokens computed",
+            short_count(stats.tokens_requested - stats.tokens_refused - stats.tokens_reused),
+            "of prompts",
+        ),
         Figure("tokens evicted", short_count(stats.tokens_evicted)),
-        Figure("requests", f"{stats.acquires:,}", "leases granted"),
+        Figure("requests served", f"{stats.acquires:,}", "leases granted"),
         Figure("open leases", f"{stats.open_leases:,}", f"of {stats.open_sessions:,} clients"),
         Figure("waiting", f"{stats.waiters:,}", "requests in line"),
     )
-    refused = f"Rates leave out what was refused for want of room: {stats.exhausted:,}."
-    return Section("", (Figures(figures), *([Text(refused, True)] if stats.exhausted else [])))
+    never = [Text(f"{sentence}.") for sentence in too_large(stats)]
+    refused = f"Requests refused for want of room count as misses: {stats.exhausted:,}."
+    return Section("", (*never, Figures(figures), *([Text(refused, True)] if stats.exhausted else [])))
 
 
 def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> Section:

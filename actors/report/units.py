@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raydix.schemas import CacheStats
+
 NONE = "-"  # a rate of nothing
 
 _TIMES = ((1, "s"), (60, "min"), (3600, "h"), (86_400, "d"))
@@ -18,14 +23,27 @@ def short_time(seconds: float) -> str:
     return _short(seconds, _TIMES, " ")
 
 
-def percent(share: float) -> str:
+def percent(share: float, digits: int = 1) -> str:
     """A share of one, in percent."""
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.{digits}f} %"
 
 
-def rate(part: float, whole: float) -> str:
+def too_large(stats: CacheStats) -> list[str]:
+    """Sentences about the requests that can never fit; none if there are no such requests."""
+    found = stats.too_large
+    if not found.requests:
+        return []
+    noun = "request" if found.requests == 1 else "requests"
+    share = percent(found.tokens / stats.tokens_requested)
+    return [
+        f"{found.requests:,} {noun}, {share} of the prompt tokens, can never fit in {stats.num_slots:,} slots and "
+        f"count as misses; the largest needs a capacity of {found.largest_slots:,}"
+    ]
+
+
+def rate(part: float, whole: float, digits: int = 1) -> str:
     """A part of a whole, in percent; "-" of nothing."""
-    return percent(part / whole) if whole else NONE
+    return percent(part / whole, digits) if whole else NONE
 
 
 def points(difference: float) -> str:

@@ -4,7 +4,15 @@ import pytest
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.cache_core.ghost_curve import GhostCurve
-from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, GhostConfig, PoolConfig
+from raydix.schemas import (
+    CacheConfig,
+    CacheStats,
+    EvictionConfig,
+    GhostConfig,
+    PoolConfig,
+    PoolExhausted,
+    TooLarge,
+)
 
 NO_TASK = EvictionConfig(high_watermark=1.0)
 
@@ -67,3 +75,53 @@ def test_a_kind_that_shares_no_pages_has_no_ghost(kind: str) -> None:
         CacheConfig(
             kind=kind, max_seq_len=4 if kind == "slots" else None, pool=PoolConfig(num_slots=4), ghost=GhostConfig()
         )
+
+
+async def test_requests_that_can_never_fit_are_misses_here_and_found_in_larger_pools() -> None:
+    small, large, mid = [1] * 4, [2] * 16, [3] * 8
+    async with LocalPrefixCache(config_of(8, ghost=GhostConfig(max_factor=4))) as cache:
+        await send(cache, small)
+        for _ in range(2):
+            with pytest.raises(PoolExhausted):
+                await cache.acquire(large)
+        stats = await send(cache, mid, small)
+
+    requested = 4 + 16 + 16 + 8 + 4
+    assert (stats.tokens_requested, stats.tokens_refused, stats.tokens_reused) == (requested, 32, 0)
+    assert stats.too_large == TooLarge(requests=2, tokens=32, largest_slots=16)
+    assert (stats.hit_rate, stats.exhausted, stats.acquires) == (0, 2, 3)
+    assert stats.ghost is not None
+    assert stats.ghost.tokens_requested == requested
+    assert stats.ghost.hit_rate_at(8) == 0
+    assert stats.ghost.hit_rate_at(16) == 16 / requested  # `large`, which leaves no room for `small`
+    assert stats.ghost.hit_rate_at(32) == 20 / requested
+
+
+async def test_requests_that_found_no_room_in_time_are_misses_in_pools_of_every_size() -> None:
+    async with LocalPrefixCache(config_of(8, ghost=GhostConfig(max_factor=4))) as cache:
+        held = await cache.acquire([1] * 8)
+        for timeout_s in (0, 0.01, 0.01):
+            with pytest.raises(PoolExhausted):
+                await cache.acquire([2] * 8, timeout_s=timeout_s)
+        with pytest.raises(PoolExhausted):
+            await held.extend(4, timeout_s=0)
+        await held.release()
+        stats = await send(cache, [3] * 8, [3] * 8)
+
+    assert (stats.tokens_requested, stats.tokens_refused, stats.tokens_reused) == (48, 24, 8)
+    assert (stats.exhausted, stats.too_large) == (4, TooLarge())
+    assert stats.ghost is not None
+    assert stats.ghost.tokens_requested == 48
+    assert stats.ghost.hit_rate_at(8) == stats.ghost.hit_rate_at(32) == stats.hit_rate == 8 / 48
+
+
+async def test_the_curve_passes_through_the_hit_rate_that_was_counted() -> None:
+    config = config_of(16, ghost=GhostConfig(max_factor=2)).model_copy(
+        update={"eviction": EvictionConfig(policy="mru", high_watermark=1.0)}
+    )
+    async with LocalPrefixCache(config) as cache:
+        stats = await send(cache, *([number % 6] * 4 for number in range(40)))
+
+    assert stats.ghost is not None
+    assert stats.ghost.hit_rate_at(16) == stats.hit_rate > 0.3  # least recently used first, no page would come again
+    assert max(stats.ghost.hit_rates) <= 1

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -24,7 +25,15 @@ from raydix.actors.report.of_trace import report_of_trace
 from raydix.actors.trace import read_trace
 from raydix.actors.traffic_writer import Recorded, TrafficWriter
 from raydix.cache_core import RadixKey
-from raydix.schemas import CacheConfig, EvictionConfig, InvalidRequest, PoolConfig, StartRecording
+from raydix.schemas import (
+    CacheConfig,
+    EvictionConfig,
+    InvalidRequest,
+    PoolConfig,
+    PoolExhausted,
+    StartRecording,
+    TooLarge,
+)
 
 CONFIG = CacheConfig(
     page_size=512, pool=PoolConfig(num_slots=512 * 64, device="cpu"), eviction=EvictionConfig(high_watermark=1.0)
@@ -99,11 +108,34 @@ async def test_a_recording_replays_with_the_hits_that_the_cache_had(service: Cac
         end(service, f"{number}")
     await service.recordings.stop()
 
-    replayed = report_of_trace(read_trace(path), index_config(512 * 64)).stats
+    replayed = (await report_of_trace(read_trace(path), index_config(512 * 64))).stats
 
     stats = service.stats()
     assert stats.tokens_reused > 0
     assert (replayed.tokens_requested, replayed.tokens_reused) == (stats.tokens_requested, stats.tokens_reused)
+
+
+async def test_blocks_are_pages_of_the_cache_unless_another_size_is_asked_for(tmp_path: Path) -> None:
+    config = CacheConfig(
+        page_size=16, pool=PoolConfig(num_slots=64, device="cpu"), eviction=EvictionConfig(high_watermark=1.0)
+    )
+    async with LocalPrefixCache(config) as cache:
+        for name, block_size in (("pages", None), ("halves", 8)):
+            cache.start_recording(StartRecording(path=str(tmp_path / name), block_size=block_size))
+            for prompt in ([1] * 40, [*[1] * 32, 2], [3] * 100, [1] * 17):
+                with suppress(PoolExhausted):
+                    await (await cache.acquire(prompt)).insert(prompt, release=True)
+            await cache.stop_recording()
+            if name == "pages":
+                stats = await cache.stats()
+                await cache.reset()
+
+    pages, halves = read_trace(tmp_path / "pages"), read_trace(tmp_path / "halves")
+    assert [(each.block_size, len(each.hash_ids)) for each in pages] == [(16, 3), (16, 3), (16, 7), (16, 2)]
+    assert [(each.block_size, len(each.hash_ids)) for each in halves] == [(8, 5), (8, 5), (8, 13), (8, 3)]
+    replayed = (await report_of_trace(pages, index_config(64, page_size=16))).stats
+    assert (replayed.tokens_requested, replayed.tokens_reused) == (stats.tokens_requested, stats.tokens_reused)
+    assert replayed.too_large == stats.too_large == TooLarge(requests=1, tokens=100, largest_slots=112)
 
 
 async def test_two_recordings_have_no_ids_in_common(service: CacheService, tmp_path: Path) -> None:

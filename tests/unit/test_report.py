@@ -108,10 +108,12 @@ def test_the_page_tells_what_the_cache_counted(service: CacheService, clock: Clo
     stats, text = service.stats(), page_of(service).text
 
     assert (stats.tokens_requested, stats.tokens_reused, stats.tokens_evicted) == (56, 8, 32)
-    assert text[text.index("hit rate") + 1] == "14.3 %"
+    assert text[text.index("hit rate") + 1] == "14.29 %"
     assert text[text.index("tokens evicted") + 1] == "32"
     assert "cached, evictable: 16" in text
-    assert "Twice the pool would give +28.6 points: 42.9 % hits." in text
+    assert "Twice the pool would give about +28.6 points: 42.9 % hits." in text
+    assert text[text.index("1x") :][:4] == ["1x", "16", "14.29 %", "counted"]
+    assert text[text.index("2x") :][:4] == ["2x", "32", "about 42.9 %", "+28.6"]
 
 
 def lines_of(html: str, title: str) -> list[list[tuple[float, float]]]:
