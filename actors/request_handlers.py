@@ -257,6 +257,7 @@ class RequestHandlers:
             reason=found.reason,
             cause=found.cause,
             seconds_ago=found.seconds_ago,
+            remembered_s=found.remembered_s,
             other_prefix_len=0 if other is None else other.prefix_len,
             other_extra_key=fields[0],
             other_lora_id=fields[1],

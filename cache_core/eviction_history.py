@@ -33,15 +33,23 @@ class EvictionHistory:
 
     Attributes:
         cause: why nodes are leaving now; set by whoever evicts, before.
+        began_at: by the clock: nothing left before.
+        forgotten_until: when the latest departure that is forgotten was; None if none is.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:
         self.cause = "request"
-        self.clock = clock
+        self.forgotten_until: float | None = None
+        self.use_clock(clock)
         self._max_entries = max_entries
         self._evicted: OrderedDict[Hashable, Departure] = OrderedDict()
         self._latest: deque[Departure] = deque(maxlen=max_entries)  # what went time and again is here each time
         self._retired: OrderedDict[str | None, Departure] = OrderedDict()
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Take the time, in seconds, from this clock; before the first departure."""
+        self.clock = clock
+        self.began_at = clock()
 
     def note_evicted(self, nodes: Iterable[TreeNode], page_size: int) -> None:
         """Nodes have left their tree, of which those of retired namespaces went when these did."""
@@ -75,7 +83,8 @@ class EvictionHistory:
         departures[place] = departure
         departures.move_to_end(place)
         if len(departures) > self._max_entries:
-            departures.popitem(last=False)
+            _, forgotten = departures.popitem(last=False)
+            self.forgotten_until = max(self.forgotten_until or forgotten.at_s, forgotten.at_s)
 
 
 def place_of(node: TreeNode) -> Hashable:

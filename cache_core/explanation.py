@@ -13,7 +13,8 @@ Reason = Literal[
     "evicted",  # what follows was there, and was evicted
     "retired",  # the namespace was retired, with whatever was there; what that was, is not remembered
     "other_namespace",  # what follows is there, but in other namespaces
-    "never_stored",  # what follows was never there, or so long ago that it is forgotten
+    "never_stored",  # what follows was never there
+    "forgotten",  # what follows was not there for `remembered_s`; whether it was before is forgotten
     "not_there",  # what follows is not there; the kind of cache keeps no record of what was
     "not_shared",  # the kind of cache shares nothing
 ]
@@ -36,6 +37,7 @@ class Explanation:
     reason: Reason
     cause: str | None = None  # of an eviction: "watermark", "shortfall", "cap" or "request"
     seconds_ago: float | None = None  # of an eviction or a retirement
+    remembered_s: float | None = None  # how far back what was never stored, or is forgotten, would be known
     elsewhere: Elsewhere | None = None  # where most of the tokens are, if other namespaces have more
 
     @classmethod

@@ -182,7 +182,7 @@ class KVLedger(LeasedCache):
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Tell the times of evictions by this clock, in seconds."""
-        self.room.history.clock = clock
+        self.room.history.use_clock(clock)
 
     def evictions(self) -> list[Departure]:
         """What was evicted of late, the latest last; 16,384 of it are remembered."""

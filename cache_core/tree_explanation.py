@@ -9,39 +9,55 @@ from raydix.cache_core.explanation import Elsewhere, Explanation
 from raydix.cache_core.kernels import walk
 from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.tree_node import TreeNode
 
 MAX_SPACES_LOOKED_AT = 1000
 
 
 def explain_absence(found: Explanation, tree: RadixTree, key: RadixKey, history: EvictionHistory | None) -> None:
     """Say why the full KV of `key` ends before its last whole page."""
-    found.reason = "never_stored"
-    gone = _departure(tree, key, history)
-    if gone is not None:
-        found.reason, found.cause = ("retired", None) if gone.cause == "retired" else ("evicted", gone.cause)
-        assert history is not None
-        found.seconds_ago = history.clock() - gone.at_s
     found.elsewhere = max(
         _elsewhere(tree, key, found.full_prefix_len), key=lambda other: other.prefix_len, default=None
     )
-    if gone is None and found.elsewhere is not None:
+    if history is not None:
+        _explain_from(history, found, tree, key)
+    if found.elsewhere is not None and found.reason not in ("evicted", "retired"):
         found.reason = "other_namespace"
 
 
-def _departure(tree: RadixTree, key: RadixKey, history: EvictionHistory | None) -> Departure | None:
-    """When and why what follows the match went, if that is remembered."""
-    if history is None:
-        return None
+def _explain_from(history: EvictionHistory, found: Explanation, tree: RadixTree, key: RadixKey) -> None:
+    """Say what the history knows of the page that `key` lacks.
+
+    It left from the node that the match ends at, or with an earlier life of that node or of one above it, whose
+    departure is in the history as well. If it is in neither, it was not there since the latest such departure.
+    """
+    page_size = tree.page_size
     top, there = tree.find_space(key)
-    path, end, rest = walk(top, there, tree.page_size, there.num_tokens) if top is not None else ([], 0, 0)
-    if rest:
-        return None
+    path, end, rest = walk(top, there, page_size, there.num_tokens) if top is not None else ([], 0, 0)
+    retired = history.retired(key.extra_key)
     if path:
-        start = end * there.unit
-        return history.evicted(place_of(path[-1]), there.data[start : start + tree.page_size * there.unit])
-    first = there if there.num_tokens >= tree.page_size else key
-    evicted = history.evicted((key.extra_key, key.arity), first.data[: tree.page_size * first.unit])
-    return _latest(evicted, history.retired(key.extra_key))
+        earlier = [_left(history, node.parent, key[node.parent.end :][:page_size]) for node in path]
+        gone = None if rest else _left(history, path[-1], key[end:][:page_size])
+        since = _latest(retired, *earlier)
+    else:
+        gone = _latest(retired, _left(history, (key.extra_key, key.arity), key[:page_size]))
+        since = None
+    if gone is not None:
+        found.reason, found.cause = ("retired", None) if gone.cause == "retired" else ("evicted", gone.cause)
+        found.seconds_ago = history.clock() - gone.at_s
+        return
+    known = [each for each in (history.forgotten_until, since and since.at_s) if each is not None]
+    found.reason = "forgotten" if known else "never_stored"
+    found.remembered_s = history.clock() - max(known, default=history.began_at)
+
+
+def _left(history: EvictionHistory, above: TreeNode | tuple[str | None, int], page: RadixKey) -> Departure | None:
+    """When and why a page that followed a node, or the top of a namespace, went, if that is remembered.
+
+    A namespace packs its ids in 4 or 8 bytes; which, may have changed since.
+    """
+    place = above if isinstance(above, tuple) else place_of(above)
+    return _latest(*(history.evicted(place, data) for data in {page.data, page.with_width(8).data}))
 
 
 def _latest(*departures: Departure | None) -> Departure | None:

@@ -18,6 +18,7 @@ ExplainReason = Literal[
     "retired",
     "other_namespace",
     "never_stored",
+    "forgotten",
     "not_there",
     "not_shared",
 ]
@@ -30,7 +31,8 @@ _SENTENCES: dict[str, str] = {
     "evicted": "what follows was evicted",
     "retired": "its namespace was retired, with whatever was there",
     "other_namespace": "what follows is there, but in another namespace",
-    "never_stored": "what follows was never stored, or is forgotten by now",
+    "never_stored": "what follows was never stored since the cache started, {remembered_s:.1f} s ago",
+    "forgotten": "what follows was not there in the last {remembered_s:.1f} s; whether it was before is forgotten",
     "not_there": "what follows is not there; this kind of cache remembers no more",
     "not_shared": "this kind of cache shares nothing",
 }
@@ -52,6 +54,9 @@ class ExplainResponse(Message):
     reason: ExplainReason
     cause: str | None = Field(default=None, description="of an eviction: watermark, shortfall, cap or request")
     seconds_ago: float | None = Field(default=None, description="of an eviction or a retirement")
+    remembered_s: float | None = Field(
+        default=None, description="how far back the cache would know if what follows had been there"
+    )
     other_prefix_len: int = Field(default=0, description="leading tokens that are there in another namespace, if more")
     other_extra_key: str | None = Field(default=None, description="that namespace's fields")
     other_lora_id: str | None = None
@@ -60,4 +65,5 @@ class ExplainResponse(Message):
     def __str__(self) -> str:
         when = "" if self.seconds_ago is None else f", {self.seconds_ago:.1f} s ago"
         cause = "" if self.cause is None else f" ({self.cause})"
-        return f"{self.prefix_len} of {self.num_tokens} tokens hit: {_SENTENCES[self.reason]}{cause}{when}"
+        sentence = _SENTENCES[self.reason].format(remembered_s=self.remembered_s or 0.0)
+        return f"{self.prefix_len} of {self.num_tokens} tokens hit: {sentence}{cause}{when}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -91,7 +92,49 @@ def test_what_came_again_is_not_told_of_as_evicted(cache: RadixCache) -> None:
     cache.insert(RadixKey([1, 2]))
 
     assert why(cache, 1, 2) == (2, "complete")
-    assert why(cache, 1, 2, 3, 4) == (2, "never_stored")
+    assert why(cache, 1, 2, 3, 4) == (2, "forgotten")  # it may have followed the first one
+
+
+def test_what_was_never_there_is_told_from_what_is_forgotten_and_since_when(
+    cache: RadixCache, history: EvictionHistory, clock: Clock
+) -> None:
+    clock.now += 100
+    cache.insert(RadixKey([1, 2]))
+    found = cache.explain(RadixKey([1, 2, 3, 4]))
+    assert (found.reason, found.remembered_s) == ("never_stored", 100)
+
+    cache.evict(2)
+    clock.now += 10
+    cache.insert(RadixKey([1, 2, 9, 9]))
+    clock.now += 10
+    cache.insert(RadixKey([1, 2, 5, 5]))
+    for key in ([1, 2, 3, 4], [1, 2, 9, 9, 3, 4], [1, 2, 9, 9, 3, 4, 5, 6]):
+        found = cache.explain(RadixKey(key))
+        assert (found.reason, found.remembered_s, found.seconds_ago) == ("forgotten", 20, None)
+    assert cache.explain(RadixKey([3, 4])).reason == "never_stored"
+    cache.evict(2)
+    assert why(cache, 1, 2, 9, 9) == (2, "evicted")
+
+    cache.retire(lambda _: True)
+    clock.now += 5
+    cache.insert(RadixKey([1, 2]))
+    found = cache.explain(RadixKey([1, 2, 3, 4]))
+    assert (found.reason, found.remembered_s) == ("forgotten", 5)
+
+
+def test_what_left_at_another_width_of_ids_is_remembered(cache: RadixCache) -> None:
+    wide = 2**40
+    for one, other in (([1, 2], [wide, 3]), ([wide, 3], [1, 2])):
+        cache.insert(RadixKey(one))
+        cache.evict(2)
+        cache.insert(RadixKey(other))  # the namespace packs its ids in another width from now on
+        assert why(cache, *one) == (0, "evicted")
+        cache.evict(2)
+    cache.insert(RadixKey([5, 5]))
+    cache.insert(RadixKey([5, 5, wide, 6]))
+    cache.match_prefix(RadixKey([5, 5]))
+    cache.evict(2)
+    assert why(cache, 5, 5, wide, 6) == (2, "evicted")
 
 
 def test_a_retired_namespace(cache: RadixCache, clock: Clock) -> None:
@@ -156,7 +199,8 @@ def test_the_history_forgets_the_oldest(clock: Clock) -> None:
 
     assert (len(history._evicted), len(history._retired), len(history.evictions())) == (10, 10, 10)
     assert why(cache, 29) == (0, "evicted")
-    assert why(cache, 2) == (0, "never_stored")
+    assert why(cache, 2) == (0, "forgotten")
+    assert cache.explain(RadixKey([2])).remembered_s == 0
 
 
 def test_an_explanation_changes_nothing(cache: RadixCache) -> None:
@@ -170,31 +214,36 @@ def test_an_explanation_changes_nothing(cache: RadixCache) -> None:
     cache.check_invariants()
 
 
+@pytest.mark.parametrize("max_entries", [16_384, 12])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_is_explained_as_it_was(seed: int) -> None:
-    """Whatever was the last thing to happen to the page that a match lacks is what the explanation tells."""
+def test_random_traffic_is_explained_as_it_was(seed: int, max_entries: int, clock: Clock) -> None:
+    """The explanation is the last thing that happened to the page that a match lacks, or since when nothing did."""
     rng, cache = Random(seed), RadixCache(1)
-    cache.keep_history(EvictionHistory())
-    last: dict[tuple[int, ...], str] = {}  # to each prefix that ever was: stored or evicted
+    cache.keep_history(EvictionHistory(max_entries, clock))
+    last: dict[tuple[int, ...], tuple[str, float]] = {}  # to each prefix that ever was: stored or evicted, and when
+    reasons: Counter[str] = Counter()
     for _ in range(400):
+        clock.now += 1
         tokens = tuple(rng.randint(1, 3) for _ in range(rng.randint(1, 6)))
-        there = {prefix for prefix, what in last.items() if what == "stored"}
+        there = {prefix for prefix, (what, _) in last.items() if what == "stored"}
         if rng.random() < 0.5:
             cache.insert(RadixKey(tokens))
-            last |= {tokens[:end]: "stored" for end in range(1, len(tokens) + 1)}
+            last |= {tokens[:end]: ("stored", clock.now) for end in range(1, len(tokens) + 1)}
         elif rng.random() < 0.3:
             cache.evict(rng.randint(1, 5))
-            last |= {
-                prefix: "evicted" for prefix in there if cache.peek_prefix(RadixKey(prefix)).prefix_len < len(prefix)
-            }
+            gone = {prefix for prefix in there if cache.peek_prefix(RadixKey(prefix)).prefix_len < len(prefix)}
+            last |= dict.fromkeys(gone, ("evicted", clock.now))
         else:
             found = cache.explain(RadixKey(tokens))
             missing = tokens[: found.prefix_len + 1]
+            reasons[found.reason] += 1
             if missing == tokens[: found.prefix_len]:
                 assert found.reason == "complete"
-            elif missing not in last:
-                assert found.reason == "never_stored"
+            elif found.reason == "evicted":
+                assert last[missing] == ("evicted", clock.now - found.seconds_ago)
+            elif found.reason == "never_stored":
+                assert missing not in last
             else:
-                assert last[missing] == "evicted"
-                # What followed a prefix that went, too, and came again, is forgotten.
-                assert found.reason == "evicted" or (found.reason == "never_stored" and found.prefix_len > 0)
+                assert found.reason == "forgotten"
+                assert missing not in last or last[missing][1] <= clock.now - found.remembered_s
+    assert reasons["evicted"] and reasons["forgotten"] and (reasons["never_stored"] or max_entries == 12), reasons
