@@ -50,7 +50,7 @@ class LeaseOwners:
         self._known: dict[str | None, _Count] = {}  # by tenant; None: of all leases
 
     def largest(self, limit: int, tenant: str | None = None) -> tuple[LeaseOwner, ...]:
-        """Those whose leases cover the most slots, of all or of a tenant's. O(owners), at times O(leases)."""
+        """Those whose leases hold the most slots, of all or of a tenant's. O(owners), at times O(pages of leases)."""
         now = time.monotonic()
         owners = nlargest(limit, self._by_owner(tenant).items(), key=lambda each: each[1].slots)
         return tuple(
@@ -78,11 +78,12 @@ class LeaseOwners:
 
     def _count(self, tenant: str | None) -> dict[str, _Held]:
         core, by_owner = self._core, defaultdict[str, _Held](_Held)
-        for lease in core.leases:
-            if tenant is None or core.tenant_of(lease.key.extra_key) == tenant:
-                session = self._sessions.find(lease.session_id)
-                held = by_owner[lease.session_id if session is None else session.owner]
-                held.leases += 1
-                held.slots += core.lease_size(lease)
-                held.since = min(held.since, lease.since)
+        leases = [each for each in core.leases if tenant is None or core.tenant_of(each.key.extra_key) == tenant]
+        leases.sort(key=lambda lease: lease.since)
+        for lease, num_slots in zip(leases, core.lease_sizes(leases), strict=True):
+            session = self._sessions.find(lease.session_id)
+            held = by_owner[lease.session_id if session is None else session.owner]
+            held.leases += 1
+            held.slots += num_slots
+            held.since = min(held.since, lease.since)
         return by_owner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -146,9 +146,14 @@ class CacheFacts(ABC):
 
     # ---------------------------------------------------------------- what a lease holds
 
-    def lease_size(self, lease: LeaseRecord) -> int:
-        """Slots that a lease covers, with those it shares."""
-        return len(lease.starts) * self.page_size
+    def lease_sizes(self, leases: Iterable[LeaseRecord]) -> Iterator[int]:
+        """Yield the slots that each lease holds and no lease before it: their sum is what all of them hold."""
+        seen = np.zeros(self.num_slots // self.page_size + 1, np.bool_)  # pages; the first is reserved
+        for lease in leases:
+            shared = lease.starts[: lease.num_published_pages] // self.page_size
+            num_pages = len(lease.private_starts) + np.count_nonzero(~seen[shared])
+            seen[shared] = True
+            yield int(num_pages) * self.page_size
 
     def holds(self, lease: LeaseRecord, pool: str) -> bool:
         """Whether a lease holds anything of the pool that an `OutOfSlotsError` names, shared or by itself."""

@@ -18,7 +18,7 @@ the tree so to speak; any other is free. Rules, checked by `check_invariants` be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from operator import index
 
 import torch
@@ -237,9 +237,9 @@ class RowCache(LeasedCache):
     def _private_size(self, lease: LeaseRecord) -> int:
         return self.max_seq_len
 
-    def lease_size(self, lease: LeaseRecord) -> int:
-        """Slots of the lease's row."""
-        return self.max_seq_len
+    def lease_sizes(self, leases: Iterable[LeaseRecord]) -> Iterator[int]:
+        """Yield the slots of each lease's row."""
+        return (self.max_seq_len for _ in leases)
 
     def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Empty cached rows, whole ones, least recently used first, of at least `num_tokens` slots; returns of how

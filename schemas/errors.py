@@ -34,9 +34,10 @@ class PoolExhausted(CacheError):
     """The pool has no room for a request, even after evicting all it may evict. Nothing was taken.
 
     All counts are in what `pool` holds: "slots" of tokens, "window slots" or "states". `held_slots` is what
-    `open_leases` leases hold, locked in the tree or privately; `owners` whose leases cover the most slots, the largest
-    first. `kept_slots` is what no lease holds, but other tenants' floors keep. Where `tenant` is named, its cap leaves
-    no room: then all counts are of its share.
+    `open_leases` leases hold, locked in the tree or privately; `owners` whose leases hold the most slots of tokens, the
+    largest first. A slot that leases share is counted once, for the oldest of them. `kept_slots` is what no lease
+    holds, but other tenants' floors keep. Where `tenant` is named, its cap leaves no room: then all counts are of its
+    share.
     `can_ever_fit=False` means that the request is larger than the whole pool, or its share: waiting cannot help.
     `deadlocked=True` means that every lease which holds slots of the pool, or of the share, waits in `extend`, so that
     none can come free. The cache raises it for the youngest of them: preempt its request, and the others go on.
@@ -81,7 +82,8 @@ class PoolExhausted(CacheError):
             advice = f"it can never fit: shorten the request or enlarge {size}"
         share = "" if self.tenant is None else f" of the share of tenant {self.tenant!r}"
         kept = f"; {self.kept_slots} kept for other tenants" if self.kept_slots else ""
-        most = f": {', '.join(map(str, self.owners))}" if self.owners else ""
+        counted = ("" if self.pool == "slots" else ", in slots of tokens") + ", shared prefixes counted once"
+        most = f"{counted}: {', '.join(map(str, self.owners))}" if self.owners else ""
         return (
             f"needs {self.needed} {self.pool}{share}, but {self.free} are free and {self.evictable} evictable "
             f"({self.held_slots} held by {self.open_leases} leases{most}{kept}); {advice}"

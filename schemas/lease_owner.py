@@ -13,7 +13,7 @@ class LeaseOwner(Message):
 
     owner: str
     leases: int
-    slots: int = Field(description="that these leases cover; a slot that leases share is counted for each")
+    slots: int = Field(description="that these leases hold; a shared one is counted once, for the oldest lease")
     oldest_s: float = Field(description="seconds since the oldest of them was granted")
 
     def __str__(self) -> str:

@@ -86,7 +86,7 @@ class CacheStats(Message):
     evictable_slots: int = Field(description="of tree_slots, those no lease has locked")
     protected_slots: int = Field(description="of tree_slots, those a lease has locked")
     open_leases: int
-    owners: tuple[LeaseOwner, ...] = Field(description="whose leases cover most slots, the largest first; at most 32")
+    owners: tuple[LeaseOwner, ...] = Field(description="whose leases hold most slots, the largest first; at most 32")
     open_sessions: int
     waiters: int
     expired_sessions: int = Field(description="clients that were silent for too long")

@@ -118,6 +118,8 @@ def _add_holders(table: Table, stats: CacheStats) -> None:
     oldest = max((owner.oldest_s for owner in stats.owners), default=None)
     age = "" if oldest is None else f", the oldest {oldest:,.0f} s old"
     table.add_row("leases", f"{stats.open_leases:,} open{age}; {stats.waiters:,} wait for room")
+    if stats.owners:
+        table.add_row("", "by owner, shared prefixes counted once, for the oldest lease:")
     for owner in stats.owners[:_MOST_OWNERS]:
         table.add_row(
             "", f"{shown(owner.owner)}: {owner.leases:,} leases, {owner.slots:,} slots, up to {owner.oldest_s:,.0f} s"

@@ -50,14 +50,33 @@ async def test_what_was_told_before_is_told_anew_once_a_lease_has_changed(cache1
     assert await told() == [("server", 1, 4)]
 
 
-async def test_slots_that_leases_share_are_counted_for_each(cache1: CacheUnderTest) -> None:
+async def test_slots_that_leases_share_are_counted_once_for_the_oldest_lease(cache1: CacheUnderTest) -> None:
     await cache1.publish(1, 2)
-    for _ in range(2):
-        await named_client(cache1, "reader").lock([1, 2])
+    for name in ("first", "second", "second"):
+        await named_client(cache1, name).lock([1, 2])
+    await named_client(cache1, "third").acquire([1, 2, 3], new_tokens=1)
 
-    (reader,) = (await cache1.client.stats()).owners
+    stats = await cache1.client.stats()
 
-    assert (reader.leases, reader.slots) == (2, 4)
+    assert [(each.owner, each.leases, each.slots) for each in stats.owners] == [
+        ("first", 1, 2),
+        ("third", 1, 2),
+        ("second", 2, 0),
+    ]
+    assert sum(each.slots for each in stats.owners) == stats.private_slots + stats.protected_slots
+
+
+@pytest.mark.parametrize("kind", ["radix", "trie", "chunk", "slots"])
+async def test_the_slots_of_all_owners_are_those_that_leases_hold(kind: str) -> None:
+    config = small_config().model_copy(update={"kind": kind, "max_seq_len": 4 if kind == "slots" else None})
+    async with LocalPrefixCache(config) as cache:
+        for number in range(3):
+            lease = await cache.acquire([1, 2])
+            await lease.insert([1, 2], release=not number)
+
+        stats = await cache.stats()
+
+    assert sum(each.slots for each in stats.owners) == stats.private_slots + stats.protected_slots > 0
 
 
 async def test_who_finds_no_room_is_told_who_has_it(cache1: CacheUnderTest) -> None:
@@ -66,7 +85,9 @@ async def test_who_finds_no_room_is_told_who_has_it(cache1: CacheUnderTest) -> N
     await cache1.client.acquire([9])
 
     for timeout_s in (0, 0.01):  # refused at once, and in line
-        with pytest.raises(PoolExhausted, match="held by 5 leases: worker-2 3 slots by 1, up to") as caught:
+        with pytest.raises(
+            PoolExhausted, match="held by 5 leases, shared prefixes counted once: worker-2 3 slots by 1, up to"
+        ) as caught:
             await cache1.client.acquire([5], timeout_s=timeout_s)
 
         assert [(each.owner, each.slots) for each in caught.value.owners[:2]] == [("worker-2", 3), ("worker-1", 2)]
@@ -107,7 +128,7 @@ async def test_refusals_while_many_leases_come_and_go_seldom_count_them(monkeypa
         leases = [await cache.acquire([number]) for number in range(2048)]
         for lease in leases[:20]:
             await lease.release()
-            with pytest.raises(PoolExhausted, match=r"held by 20\d\d leases: local 20"):
+            with pytest.raises(PoolExhausted, match=r"held by 20\d\d leases, .* once: local 20"):
                 await cache.acquire([1, 2] * 20, timeout_s=0)
 
     assert counts <= 10
