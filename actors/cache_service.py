@@ -101,7 +101,14 @@ class CacheService:
         self._owners = LeaseOwners(self.core, self.sessions)
         self.lag = LoopLag()
         refusals = Refusals(self.core, self._owners)
-        self._handlers = RequestHandlers(self.core, self.line, refusals, self.offers, config.leases.acquire_timeout_s)
+        self._handlers = RequestHandlers(
+            self.core,
+            self.line,
+            refusals,
+            self.offers,
+            config.leases.acquire_timeout_s,
+            lambda tick: self.insight.unused_s(tick),
+        )
         self._deadlocks = Deadlocks(self.core, self.line, self._handlers.admission)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:

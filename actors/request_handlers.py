@@ -78,6 +78,7 @@ class RequestHandlers:
         refusals: what those are told who find none.
         offers: leases that were granted and not adopted yet.
         acquire_timeout_s: how long they wait unless they say otherwise.
+        unused_s: returns the seconds since a tick of the cache's clock, if it has one.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class RequestHandlers:
         refusals: Refusals,
         offers: LeaseOffers,
         acquire_timeout_s: float,
+        unused_s: Callable[[int], float | None],
     ) -> None:
         self.core = core
         self.line = line
         self.draining = False
         self.admission = Admission(core, line, refusals, acquire_timeout_s)
         self._offers = offers
+        self._unused_s = unused_s
         self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
             MatchRequest: self._match,
             LockRequest: self._lock,
@@ -266,7 +269,7 @@ class RequestHandlers:
 
     def _tree(self, session_id: str, request: TreeRequest) -> TreeResponse:
         limits = OutlineLimits(request.max_nodes, request.max_depth, request.max_width)
-        return tree_answer(self.core.outline(limits))
+        return tree_answer(self.core.outline(limits), self._unused_s)
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         self.core.check_invariants()

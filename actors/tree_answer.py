@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from raydix.cache_core.tree_outline import Outline
 from raydix.schemas import TreeBranch, TreeResponse, unframe_namespace
 
 
-def tree_answer(outline: Outline) -> TreeResponse:
-    """What the core found, with namespaces as their fields and parents as places."""
+def tree_answer(outline: Outline, unused_s: Callable[[int], float | None]) -> TreeResponse:
+    """What the core found, with namespaces as their fields and parents as places.
+
+    Args:
+        unused_s: returns the seconds since a tick of the cache's clock, if it has one.
+    """
     places = {each: place for place, each in enumerate(outline.nodes)}
     branches = []
     for each in outline.nodes:
@@ -26,6 +32,7 @@ def tree_answer(outline: Outline) -> TreeResponse:
             num_locks=each.facts.num_locks,
             num_hits=each.hits,
             age=max(0, outline.now - each.last_used),
+            unused_s=unused_s(each.last_used),
         )
         branches.append(branch)
     return TreeResponse(branches=tuple(branches), num_namespaces=outline.num_namespaces)

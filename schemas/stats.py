@@ -91,7 +91,7 @@ class CacheStats(Message):
     waiters: int
     expired_sessions: int = Field(description="clients that were silent for too long")
     dead_sessions: int = Field(description="clients whose owner was seen to die")
-    acquires: int = Field(description="leases granted by acquire or lock")
+    acquires: int = Field(description="requests granted by acquire or lock, a lease each")
     hits: int = Field(description="of those, the ones that found a prefix")
     tokens_requested: int = Field(description="prompt tokens of acquires and locks, of refused ones, too")
     tokens_refused: int = Field(
@@ -117,8 +117,8 @@ class CacheStats(Message):
     )
     too_large: TooLarge = Field(default=TooLarge(), description="of the refused acquires, those that can never fit")
     probes: int
-    batches: int
-    requests: int = Field(description="requests carried by those batches")
+    batches: int = Field(description="of messages, as clients send them")
+    requests: int = Field(description="messages carried by those batches, one for each call of a verb")
     loop_lag_ms: float = Field(description="the longest that the event loop was late within the last 5 to 10 s")
     eviction_task: EvictionTaskStats
     swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")

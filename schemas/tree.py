@@ -31,6 +31,9 @@ class TreeBranch(Message):
     num_locks: int = Field(description="of leases, on it and below it")
     num_hits: int = Field(description="that ended at it or below; 0 where this kind of cache does not count them")
     age: int = Field(description="uses of the cache since it was last used: 0 is the latest")
+    unused_s: float | None = Field(
+        default=None, description="seconds since it was last used, to about a second; None: this kind keeps no time"
+    )
 
 
 class TreeResponse(Message):

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, join
-from raydix.actors.cli.output import AsJson, show, table_of
+from raydix.actors.cli.output import AsJson, share, show, table_of
 from raydix.schemas.shown import shown
 
 _ANSWER_S = 5.0
@@ -54,6 +54,8 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
                 "open_leases": stats.open_leases,
                 "open_sessions": stats.open_sessions,
                 "hit_rate": stats.hit_rate,
+                "tokens_requested": stats.tokens_requested,
+                "tokens_reused": stats.tokens_reused,
             }
         )
     return rows
@@ -74,7 +76,7 @@ def _table(rows: list[dict[str, Any]], namespace: str) -> Table | str:
             f"{row['num_slots']:,}",
             f"{1 - row['free_slots'] / row['num_slots']:.0%}",
             f"{row['open_leases']:,}",
-            f"{row['hit_rate']:.1%}",
+            share(row["tokens_reused"], row["tokens_requested"]),
             row["device"],
             row["node_id"][:8],
         )

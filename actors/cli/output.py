@@ -50,6 +50,11 @@ def table_of(*columns: str) -> Table:
     return table
 
 
+def share(part: float, whole: float) -> str:
+    """A share in percent; "-" where there is nothing that it could be of."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
 def print_json(value: Any, indent: int | None = 2) -> None:
     """Print one JSON document; on one line with `indent=None`."""
     typer.echo(json.dumps(value, indent=indent, default=_as_json))

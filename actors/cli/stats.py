@@ -52,9 +52,14 @@ def _watch(look: Callable[[], Snapshot], interval_s: float, rounds: int | None, 
             print_json(look().as_json(), indent=None)
             looked += 1
         return
-    with Live(view(now), console=console(), auto_refresh=False) as live:
-        while rounds is None or looked < rounds:
-            time.sleep(interval_s)
-            before, now = now, look()
-            live.update(view(now, before), refresh=True)
-            looked += 1
+    screen = console()
+    try:
+        with Live(view(now), console=screen, auto_refresh=False) as live:
+            while rounds is None or looked < rounds:
+                time.sleep(interval_s)
+                before, now = now, look()
+                live.update(view(now, before), refresh=True)
+                looked += 1
+    finally:
+        if not screen.is_terminal:  # on one, Live ends the line
+            screen.line()

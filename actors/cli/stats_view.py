@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from raydix.actors.cli.output import share
 from raydix.schemas import CacheConfig, CacheStats, PoolStats
 from raydix.schemas.shown import shown
 
@@ -95,22 +96,26 @@ def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
         return f"{value:,}" + (f" (+{rate:,.0f}/s)" if rate else "")
 
     recent = "" if before is None else _recent_rate(stats, before.stats)
-    table.add_row("hit rate", f"{stats.hit_rate:.1%} of tokens{recent}, {stats.hits:,} of {stats.acquires:,} leases")
+    rate = share(stats.tokens_reused, stats.tokens_requested)
+    table.add_row("hit rate", f"{rate} of tokens{recent}, {stats.hits:,} of {stats.acquires:,} requests")
     table.add_row("tokens", f"{count('tokens_requested')} requested, {count('tokens_reused')} reused")
     table.add_row("", f"{count('tokens_inserted')} published, {count('tokens_duplicate')} computed twice")
     if stats.ghost is not None and 2 * stats.num_slots <= stats.ghost.num_slots[-1]:
         gain = stats.ghost.hit_rate_at(2 * stats.num_slots) - stats.ghost.hit_rate_at(stats.num_slots)
         alone = ", of full KV alone" if stats.swa is not None or stats.state is not None else ""
-        table.add_row("ghost", f"twice the pool would give {100 * gain:+.1f} points{alone}")
-    table.add_row("evicted", f"{count('tokens_evicted')} tokens; {stats.exhausted:,} requests refused for want of room")
-    table.add_row("requests", f"{count('requests')} in {count('batches')} batches, {count('probes')} probes")
+        table.add_row("ghost", f"twice the pool would give about {100 * gain:+.1f} points{alone}")
+    table.add_row(
+        "evicted",
+        f"{count('tokens_evicted')} tokens; {stats.exhausted:,} refusals for want of room",
+    )
+    table.add_row("messages", f"{count('requests')} in {count('batches')} batches, {count('probes')} probes")
 
 
 def _recent_rate(stats: CacheStats, before: CacheStats) -> str:
     requested = stats.tokens_requested - before.tokens_requested
     if requested <= 0 or stats.epoch != before.epoch:
         return ""
-    return f" ({(stats.tokens_reused - before.tokens_reused) / requested:.1%} just now)"
+    return f" ({share(stats.tokens_reused - before.tokens_reused, requested)} just now)"
 
 
 def _add_holders(table: Table, stats: CacheStats) -> None:

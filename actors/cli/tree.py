@@ -11,6 +11,7 @@ from rich.tree import Tree
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
 from raydix.actors.cli.output import AsJson, show
+from raydix.actors.report.units import short_time
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -29,9 +30,9 @@ def tree(
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """Show the tree: of each node its first tokens, size, locks, hits and age, and what is below it.
+    """Show the tree: of each node its first tokens, size, locks, hits and time without use, and what is below it.
 
-    The cache looks at 4,096 nodes at most; sizes that may be larger are marked with +. Age counts uses of the cache.
+    The cache looks at 4,096 nodes at most; sizes that may be larger are marked with +.
     """
     join(address, namespace)
     answer = asyncio.run(_ask(cache_handle(name, namespace), num_nodes, depth, width))
@@ -75,7 +76,8 @@ def _line(branch: TreeBranch) -> str:
     num_tokens, num_nodes = branch.num_tokens_below - branch.num_tokens, branch.num_nodes - 1
     below = f", {num_tokens:,}{more} in {num_nodes:,}{more} nodes below" if branch.num_children else ""
     tokens = " ".join(map(str, branch.tokens[:_SHOWN])) + (" ..." if branch.num_tokens > _SHOWN else "")
-    return f"{branch.num_tokens:,} tokens{below}{locks}, {branch.num_hits:,} hits, age {branch.age:,}  [{tokens}]"
+    age = f"{branch.age:,} uses ago" if branch.unused_s is None else f"{short_time(branch.unused_s)} ago"
+    return f"{branch.num_tokens:,} tokens{below}{locks}, {branch.num_hits:,} hits, last used {age}  [{tokens}]"
 
 
 def _below(branch: TreeBranch) -> str:

@@ -44,7 +44,7 @@ _PANELS = (
         "short",
         tuple(
             (f"sum by (cache) (rate(ray_raydix_{name}_tokens_total{_OF}[$__rate_interval]))", f"{{{{cache}}}} {name}")
-            for name in ("requested", "reused", "inserted", "duplicate", "evicted")
+            for name in ("requested", "reused", "refused", "inserted", "duplicate", "evicted")
         ),
     ),
     _Panel(
@@ -72,7 +72,7 @@ _PANELS = (
         "reqps",
         tuple(
             (f"sum by (cache) (rate(ray_raydix_{name}_total{_OF}[$__rate_interval]))", f"{{{{cache}}}} {name}")
-            for name in ("acquires", "hits", "probes", "requests", "batches", "exhausted")
+            for name in ("acquires", "hits", "probes", "requests", "batches", "exhausted", "too_large")
         ),
     ),
     _Panel(

@@ -65,6 +65,10 @@ def _loop_lag(stats: CacheStats) -> Iterator[Sample]:
     yield (), stats.loop_lag_ms / 1000
 
 
+def _too_large(stats: CacheStats) -> Iterator[Sample]:
+    yield (), float(stats.too_large.requests)
+
+
 def _tenants(name: str) -> Callable[[CacheStats], Iterator[Sample]]:
     def read(stats: CacheStats) -> Iterator[Sample]:
         for tenant in stats.tenants:
@@ -110,7 +114,7 @@ METRICS = (
         ("tenant",),
     ),
     Metric("raydix_open_sessions", "gauge", "clients with an open session", _field("open_sessions")),
-    Metric("raydix_waiters", "gauge", "requests that wait for room", _field("waiters")),
+    Metric("raydix_waiters", "gauge", "acquires and extends that wait for room", _field("waiters")),
     Metric("raydix_loop_lag_seconds", "gauge", "longest delay of the event loop within the last 5 to 10 s", _loop_lag),
     Metric(
         "raydix_eviction_task_alive",
@@ -132,9 +136,14 @@ METRICS = (
         _ghost,
         ("factor",),
     ),
-    Metric("raydix_acquires_total", "counter", "leases granted by acquire or lock", _field("acquires")),
+    Metric("raydix_acquires_total", "counter", "requests granted by acquire or lock, a lease each", _field("acquires")),
     Metric("raydix_hits_total", "counter", "of those, the ones that found a prefix", _field("hits")),
-    Metric("raydix_requested_tokens_total", "counter", "prompt tokens of granted leases", _field("tokens_requested")),
+    Metric(
+        "raydix_requested_tokens_total",
+        "counter",
+        "prompt tokens of all requests",
+        _field("tokens_requested"),
+    ),
     Metric("raydix_reused_tokens_total", "counter", "of those, the tokens whose KV was there", _field("tokens_reused")),
     Metric("raydix_inserted_tokens_total", "counter", "tokens published", _field("tokens_inserted")),
     Metric("raydix_duplicate_tokens_total", "counter", "tokens computed twice", _field("tokens_duplicate")),
@@ -146,10 +155,17 @@ METRICS = (
         _tenants("tokens_evicted"),
         ("tenant",),
     ),
-    Metric("raydix_exhausted_total", "counter", "requests refused for want of room", _field("exhausted")),
+    Metric("raydix_exhausted_total", "counter", "acquires and extends refused for want of room", _field("exhausted")),
+    Metric("raydix_refused_tokens_total", "counter", "prompt tokens of refused acquires", _field("tokens_refused")),
+    Metric("raydix_too_large_total", "counter", "acquires that can never fit, refused at once", _too_large),
     Metric("raydix_probes_total", "counter", "match calls", _field("probes")),
-    Metric("raydix_batches_total", "counter", "messages executed", _field("batches")),
-    Metric("raydix_requests_total", "counter", "requests that those carried", _field("requests")),
+    Metric("raydix_batches_total", "counter", "batches of messages executed", _field("batches")),
+    Metric(
+        "raydix_requests_total",
+        "counter",
+        "messages that those carried",
+        _field("requests"),
+    ),
     Metric(
         "raydix_sessions_lost_total",
         "counter",

@@ -55,6 +55,13 @@ class Insight:
         self.history.note()
         return self.history.interval_s
 
+    def unused_s(self, tick: int) -> float | None:
+        """Return the seconds since a tick of the cache's own clock, up to a point of the history more.
+
+        None if the cache has no clock.
+        """
+        return max(0.0, self.history.now_s - self.history.time_of(tick)) if self._core.now else None
+
     def report(self, stats: CacheStats) -> CacheReport:
         """Everything there is to tell, beside these counts. O(1): of a large tree, a sample of nodes."""
         boxes, num_namespaces = self._core.sample_tree(_SAMPLED_NODES)
@@ -78,7 +85,7 @@ class Insight:
             num_tokens=round(scale * box.num_tokens),
             own_tokens=round(scale * box.own_tokens),
             num_nodes=max(1, round(box.num_nodes)),
-            unused_s=max(0.0, self.history.now_s - self.history.time_of(box.used_at)),
+            unused_s=self.unused_s(box.used_at) or 0.0,
             num_locks=box.num_locks,
             parts=tuple(self._part(each, scale, kept[1:]) for each in below),
         )

@@ -107,6 +107,17 @@ def test_the_eviction_task_of_a_fresh_cache_is_said_to_start_with_the_first_sess
     assert "task starts with the first session, 0 rounds" in run("stats", "kv-0", "--namespace", namespace).stdout
 
 
+def test_a_cache_that_was_asked_for_nothing_has_no_hit_rate(namespace: str, tmp_path: Path) -> None:
+    run("start", "--set", "pool.num_slots=64", "--namespace", namespace)
+    page = tmp_path / "page.html"
+
+    assert " - of tokens, 0 of 0 requests" in run("stats", "kv-0", "--namespace", namespace).stdout
+    (row,) = [line.split() for line in run("list", "--namespace", namespace).stdout.splitlines() if "kv-0" in line]
+    assert row[6] == "-"
+    assert "hit rate - of 0 prompt tokens" in run("report", "kv-0", "--namespace", namespace, "-o", page).stdout
+    assert "<dt>hit rate</dt><dd>-</dd>" in page.read_text(encoding="utf-8")
+
+
 def test_start_says_how_to_connect_and_what_it_says_works(namespace: str) -> None:
     text = run("start", "--count", 2, "--set", "pool.num_slots=64", "--namespace", namespace).stdout
 
@@ -238,12 +249,9 @@ def test_tree_draws_what_is_cached(busy: list[str]) -> None:
 
     assert (namespace["num_tokens_below"], namespace["num_nodes"], namespace["is_whole"]) == (16, 2, True)
     assert (node["parent"], node["num_tokens"], node["tokens"]) == (0, 16, list(range(1, 9)))
-    lines = run("tree", *busy).stdout.splitlines()
-    assert lines == [
-        "kv-0: 1 namespaces",
-        "└── no namespace: 16 tokens in 1 nodes",
-        "    └── 16 tokens, 0 hits, age 0  [1 2 3 4 ...]",
-    ]
+    top, below, line = run("tree", *busy).stdout.splitlines()
+    assert (top, below) == ("kv-0: 1 namespaces", "└── no namespace: 16 tokens in 1 nodes")
+    assert re.fullmatch(r"    └── 16 tokens, 0 hits, last used \S+ (s|min) ago  \[1 2 3 4 ...\]", line)
     assert run("tree", *busy, "--depth", 0).stdout.splitlines()[-1] == "    └── 1 more"
 
 

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from set_clock import Clock
 
+from raydix.actors import LocalPrefixCache
 from raydix.actors.cache_service import CacheService
 from raydix.actors.report.history import History
 from raydix.actors.report.namespace_use import NamespaceUse, namespace_label
@@ -486,3 +487,22 @@ def test_a_report_travels_as_json(service: CacheService) -> None:
     report = service.report()
 
     assert CacheReport.model_validate_json(report.model_dump_json()) == report
+
+
+@pytest.mark.parametrize(("kind", "ages"), [("radix", [10, 20, 10]), ("trie", [None] * 3)])
+async def test_the_tree_tells_how_long_each_node_was_not_used(kind: str, ages: list[float | None]) -> None:
+    clock = Clock()
+    config = CacheConfig(kind=kind, page_size=8, pool=PoolConfig(num_slots=64, device="cpu"))
+    async with LocalPrefixCache(config) as cache:
+        cache._host.service.use_clock(clock)
+        for prompt in ([1] * 8, [2] * 16):
+            cache._host.service.insight.history.note()
+            await (await cache.acquire(prompt)).insert(prompt, release=True)
+            clock.now += 10
+
+        branches = (await cache.tree()).branches
+
+    # The namespace, then the larger node, then the other.
+    assert [each.unused_s for each in branches] == [ages[0], ages[2], ages[1]]
+    assert [each.age for each in branches] == [0, 0, branches[2].age]
+    assert branches[2].age > 0

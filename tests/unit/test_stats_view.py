@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import pytest
+
 from raydix.actors.cli.output import console
+from raydix.actors.cli.stats import _watch
 from raydix.actors.cli.stats_view import Snapshot, view
 from raydix.schemas import CacheConfig, CacheStats, EvictionTaskStats, GhostStats, LeaseOwner, PoolConfig, PoolStats
 from raydix.schemas.stats import TenantStats
@@ -65,12 +70,12 @@ def test_every_count_that_matters_is_there() -> None:
         "kv-0 radix, pages of 1, epoch 01234567",
         "95.0% of 1,000 slots in use; eviction above 90%, down to 80%",
         "50 free, 150 private, 800 cached (100 locked), 0 quarantined",
-        "25.0% of tokens, 60 of 100 leases",
+        "25.0% of tokens, 60 of 100 requests",
         "10,000 requested, 2,500 reused",
         "7,000 published, 500 computed twice",
-        "6,000 tokens; 7 requests refused for want of room",
+        "6,000 tokens; 7 refusals for want of room",
         "3 open, the oldest 9 s old; 4 wait for room",
-        "[w0]: 1 leases, 10 slots, up to 0 s",
+        "by owner, shared prefixes counted once, for the oldest lease: [w0]: 1 leases, 10 slots, up to 0 s",
         "2 more owners",
         "2 open, 2 died, 1 fell silent",
         "task alive, 3 rounds, longest slice 0.5 ms",
@@ -89,6 +94,19 @@ def test_names_that_clients_choose_stay_on_their_line_and_do_nothing() -> None:
 
     assert r"a\n\x1b[31mb: 1 leases" in text
     assert r"tenant t\n\u202e: 30 slots" in text
+
+
+def test_requests_are_leases_and_messages_are_what_batches_carry() -> None:
+    text = text_of(snapshot())
+
+    assert "messages 300 in 9 batches, 8 probes" in text
+    assert "requests 300" not in text
+
+
+def test_a_cache_that_was_asked_for_nothing_has_no_hit_rate() -> None:
+    text = text_of(snapshot(tokens_requested=0, tokens_reused=0, acquires=0, hits=0))
+
+    assert "hit rate - of tokens, 0 of 0 requests" in text
 
 
 def test_rates_are_those_between_two_looks_and_not_across_a_restart() -> None:
@@ -120,7 +138,7 @@ def test_tenants_other_pools_and_what_if_are_shown_where_there_are_any() -> None
     assert "window pool 75.0% of 200 in use, 100 evictable" in text
     assert "tenant quiet: 30 slots (floor 20, no cap)" in text
     assert "tenant others: 30 slots (floor 20, cap 900)" in text
-    assert "twice the pool would give +10.0 points, of full KV alone" in text
+    assert "twice the pool would give about +10.0 points, of full KV alone" in text
 
 
 def test_of_twice_the_pool_nothing_is_told_where_it_was_not_followed() -> None:
@@ -140,3 +158,21 @@ def test_a_task_that_fails_is_off_or_is_not_needed_yet_is_said_to() -> None:
     assert "down to 80% (off)" in text_of(snapshot(eviction_task=off))
     assert "eviction task off, 3 rounds" in text_of(snapshot(eviction_task=off))
     assert "eviction task starts with the first session, 0 rounds" in text_of(snapshot(eviction_task=fresh))
+
+
+@pytest.mark.parametrize("rounds", [1, 3, None], ids=["once", "some", "until Ctrl-C"])
+def test_watched_stats_end_their_last_line(rounds: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    looked = 0
+
+    def look() -> Snapshot:
+        nonlocal looked
+        looked += 1
+        if rounds is None and looked == 3:
+            raise KeyboardInterrupt
+        return snapshot(at_s=10.0 + looked)
+
+    with suppress(KeyboardInterrupt):
+        _watch(look, 0.001, rounds, as_json=False)
+
+    assert looked == (rounds or 3)
+    assert capsys.readouterr().out.endswith("\n")
