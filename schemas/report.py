@@ -22,7 +22,7 @@ class HistoryPoint(Message):
 
 
 class NamespaceStats(Message):
-    """The requests of one namespace."""
+    """The requests of one namespace, refused ones, too."""
 
     label: str = Field(description="the fields that make it, for people")
     requests: int

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.table import Table
 
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
-from raydix.actors.cli.output import AsJson, console, show
+from raydix.actors.cli.output import AsJson, console, share, show
 from raydix.actors.demo_workload import Workload
 
 Tokens = Annotated[int, typer.Option(min=1, metavar="TOKENS")]
 _LOAD = Workload()
+_SPREAD = {"p50": "median", "p95": "95th percentile"}
 
 
 def demo(
@@ -50,7 +55,7 @@ def demo(
         ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     figures = asyncio.run(demonstrate(load, console(stderr=True)))
     broken = broken_promises(figures, load)
-    show(figures | {"not_kept": broken}, as_json, lambda: table_of(figures))
+    show(figures | {"not_kept": broken}, as_json, lambda: Group(table_of(figures), "", closing(figures)))
     if broken:
         typer.echo(f"not kept: {'; '.join(broken)}", err=True)
         raise typer.Exit(FAILED)
@@ -58,22 +63,52 @@ def demo(
 
 def table_of(f: dict[str, Any]) -> Table:
     """The closing table."""
-    table = Table("", "cache on", "cache off", title=f"{f['turns']} turns, served twice")
-    table.add_row("hit rate", f"{f['hit_rate']:.1%}", "0.0%")
-    table.add_row("prompt tokens requested", f"{f['prompt_tokens']:,}", f"{f['prompt_tokens']:,}")
-    table.add_row("prompt tokens reused", f"{f['reused_tokens']:,}", "0")
-    table.add_row("prompt tokens computed", f"{f['computed_tokens']:,}", f"{f['prompt_tokens']:,}")
+    turns, tokens = f["turns"], f["prompt_tokens"]
+
+    def of_prompts(part: int) -> str:
+        return f"{part:,} ({share(part, tokens)})"
+
+    table = Table("", "cache on", "cache off", title=f"{turns} turns, served twice: with the cache and without")
+    table.add_row("prompt tokens hit: taken from the cache", of_prompts(f["reused_tokens"]), "-")
+    table.add_row("prompt tokens missed: computed", of_prompts(f["computed_tokens"]), of_prompts(tokens))
     for name, on_ms in f["first_token_ms_on"].items():
-        table.add_row(f"time to first token, {name} *", f"{on_ms:,.0f} ms", f"{f['first_token_ms_off'][name]:,.0f} ms")
-    table.add_row("... sooner by (mean)", f"{f['first_token_speedup']:.1f}x", "")
-    table.add_row("all turns took", f"{f['seconds_on']:.1f} s", f"{f['seconds_off']:.1f} s")
-    identical = "yes" if f["identical_turns"] == f["turns"] else "NO"
-    table.add_row("greedy answers identical", f"{identical}, {f['identical_turns']} of {f['turns']}", end_section=True)
-    table.add_row("tokens evicted (by the task)", f"{f['evicted_tokens']:,} ({f['evicted_by_task']:,})")
-    table.add_row("pool (wanted by the load)", f"{f['pool_slots']:,} ({f['wanted_slots']:,}) slots")
-    table.add_row("pool in use, at most **", f"{f['peak_slots'] / f['pool_slots']:.0%}")
-    table.add_row("acquires that waited at once **", f"{f['peak_waiters']:,} of {f['acquires']:,}")
-    table.add_row("acquires refused", f"{f['acquires_refused']:,}")
-    shared = f"* the {f['shared_prefix_turns']} turns that share a prefix with an earlier one"
-    table.caption = f"{shared}\n** seen after each turn"
+        off_ms = f["first_token_ms_off"][name]
+        table.add_row(f"time to first token *, {_SPREAD.get(name, name)}", f"{on_ms:,.0f} ms", f"{off_ms:,.0f} ms")
+    table.add_row("time for all turns", f"{f['seconds_on']:.1f} s", f"{f['seconds_off']:.1f} s")
+    identical = "yes" if f["identical_turns"] == turns else "NO"
+    table.add_row("same answers as without the cache", f"{identical}, {f['identical_turns']} of {turns}", "")
+    table.add_section()
+    table.add_row("slots of the pool", f"{f['pool_slots']:,}")
+    table.add_row("slots to keep every conversation", f"{f['wanted_slots']:,}")
+    table.add_row("slots in use at the same moment, at most", f"{f['peak_slots']:,}")
+    table.add_row("tokens evicted to make room", f"{f['evicted_tokens']:,}")
+    table.add_row("... of those ahead of need, by the eviction task", f"{f['evicted_by_task']:,}")
+    table.add_row("requests for room", f"{f['acquires']:,}")
+    table.add_row("... waiting at the same moment, at most", f"{f['peak_waiters']:,}")
+    table.add_row("... refused", f"{f['acquires_refused']:,}")
+    shared = f"* of the {f['shared_prefix_turns']} turns that share a prefix with an earlier one"
+    table.caption = f"{shared}\nAt most: as seen after each turn."
     return table
+
+
+def closing(f: dict[str, Any]) -> str:
+    """The sentence below the table, and the next command."""
+    sooner = f["first_token_speedup"]
+    when = f"came {sooner:.1f} times sooner" if sooner >= 1.05 else "came no sooner"
+    changed = f["turns"] - f["identical_turns"]
+    same = f"all {f['turns']} answers are the same" if not changed else f"{changed} of {f['turns']} answers DIFFER"
+    share_hit = share(f["reused_tokens"], f["prompt_tokens"])
+    return (
+        f"{share_hit} of the prompt tokens came from the cache, the first token of turns that share a prefix {when} "
+        f"on average, and {same}.\n"
+        f"Next, a cache of your own: {_activate()}ray start --head && raydix start --set pool.num_slots=4096"
+    )
+
+
+def _activate() -> str:
+    """What a shell must do first so that it finds the commands of this environment."""
+    if shutil.which("raydix") is not None:
+        return ""
+    folder = Path(sys.executable).parent
+    here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return f"source {here / 'activate'} && "

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from command_line import run
 from rich.console import Console
+from rich.table import Table
 
-from raydix.actors.cli.demo import table_of
+from raydix.actors.cli.demo import closing, table_of
 from raydix.actors.demo import broken_promises
 from raydix.actors.demo_workload import Workload, draw_conversations
 
@@ -61,15 +62,69 @@ def test_a_small_load_keeps_every_promise_under_pressure(figures: dict[str, Any]
 
 @pytest.mark.ray
 @pytest.mark.figures
-def test_the_figures_stand_in_a_table(figures: dict[str, Any]) -> None:
+def test_the_figures_stand_in_a_table_and_a_sentence(figures: dict[str, Any]) -> None:
+    assert re.search(r"same answers as without the cache +│ yes, 24 of 24 ", text_of(table_of(figures)))
+    assert closing(figures).startswith(
+        f"{figures['hit_rate']:.1%} of the prompt tokens came from the cache, the first "
+    )
+
+
+FIGURES = {
+    "turns": 24,
+    "identical_turns": 24,
+    "shared_prefix_turns": 22,
+    "prompt_tokens": 1000,
+    "reused_tokens": 714,
+    "computed_tokens": 286,
+    "first_token_ms_on": {"mean": 60.0, "p50": 50.0, "p95": 1_200.0},
+    "first_token_ms_off": {"mean": 300.0, "p50": 290.0, "p95": 400.0},
+    "first_token_speedup": 5.04,
+    "seconds_on": 3.0,
+    "seconds_off": 9.0,
+    "evicted_tokens": 96,
+    "evicted_by_task": 80,
+    "pool_slots": 2816,
+    "wanted_slots": 2960,
+    "peak_slots": 2600,
+    "acquires": 24,
+    "peak_waiters": 3,
+    "acquires_refused": 0,
+}
+
+
+def text_of(table: Table) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
 
-    console.print(table_of(figures))
 
-    text = console.export_text()
-    for row in ("hit rate", "time to first token, mean", "tokens evicted"):
-        assert row in text
-    assert re.search(r"greedy answers identical +. yes, 24 of 24", text)
+def test_the_table_begins_with_hit_and_miss_and_has_one_kind_of_star() -> None:
+    text = text_of(table_of(FIGURES))
+
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert rows[:3] == [
+        ["prompt tokens hit: taken from the cache", "714 (71.4%)", "-"],
+        ["prompt tokens missed: computed", "286 (28.6%)", "1,000 (100.0%)"],
+        ["time to first token *, mean", "60 ms", "300 ms"],
+    ]
+    assert ["... waiting at the same moment, at most", "3", ""] in rows
+    assert "**" not in text
+    assert text.count("* of the 22 turns that share a prefix with an earlier one") == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({}, "prefix came 5.0 times sooner on average, and all 24 answers are the same."),
+        ({"first_token_speedup": 0.9}, "prefix came no sooner on average, and all 24 answers are the same."),
+        ({"identical_turns": 23}, "prefix came 5.0 times sooner on average, and 1 of 24 answers DIFFER."),
+    ],
+)
+def test_the_last_sentence_says_what_sharing_saved_and_what_comes_next(changed: dict[str, Any], sentence: str) -> None:
+    said, following = closing(FIGURES | changed).splitlines()
+
+    assert said == f"71.4% of the prompt tokens came from the cache, the first token of turns that share a {sentence}"
+    assert following.endswith("ray start --head && raydix start --set pool.num_slots=4096")
 
 
 def test_a_pool_too_small_for_one_conversation_is_refused_at_once() -> None:
