@@ -112,16 +112,30 @@ class CacheVerbs(HandoverVerbs):
     ) -> Lease:
         """Lock what is cached of `tokens` and allocate slots for the rest and `new_tokens` more, in one step.
 
-        Evicts what is missing; where that does not suffice, waits in line for room.
+        Evicts what is missing. If that is not enough, the request waits in line for room.
 
         Args:
-            tokens: the prompt's ids: a list, `array.array`, 1-D integer numpy array or torch tensor.
-            max_prefix_len: match at most so many tokens; `len(tokens) - 1` leaves one to compute for its logits.
-            priority: what the lease uses and publishes stays longer the higher it is, under the policy "priority".
-            timeout_s: wait so long for room; None: `LeaseConfig.acquire_timeout_s`, 0: not at all.
+            tokens: the ids of the prompt, at least one: a list, `array.array`, 1-D integer numpy array or torch tensor,
+                each id in 0..2**64-1. Copied.
+            extra_key: part of the namespace, as are the next two: only requests with the same three share KV. For
+                everything that changes the KV of the same ids, such as the hash of an image.
+            lora_id: the adapter that computes the KV; None: the base model.
+            cache_salt: a secret or a tenant's name that keeps the prefixes of others out of reach.
+            new_tokens: slots for so many more tokens behind the prompt, for decoding; `extend` adds more later.
+            max_prefix_len: match at most so many tokens; `len(tokens) - 1` leaves one to compute for its logits. None:
+                all.
+            priority: under the policy "priority", what the lease uses and publishes stays longer the higher this is.
+            timeout_s: seconds to wait for room; None: `LeaseConfig.acquire_timeout_s`; 0: do not wait.
+
+        Returns:
+            The lease, to be awaited or entered once. `lease.slots` has `len(tokens) + new_tokens` entries: those of
+            the first `prefix_len` tokens are locked in the tree, the others are private. End it with `async with`,
+            `release` or `abort`.
 
         Raises:
             PoolExhausted: no room came free in time, or (`can_ever_fit=False`, at once) there never can be.
+            CacheBusy: the line is full; try again after `retry_after_s`.
+            CacheUnavailable: the cache is dead, silent or shutting down.
             InvalidRequest: an argument is wrong; the message says which and why.
         """
         namespace = namespace_from(extra_key, lora_id, cache_salt)
