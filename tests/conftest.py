@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 WITH_CLUSTERS_OF_THEIR_OWN = {"chaos", "examples", "test_channel_loops", "test_placement"}  # folders and files
 FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
 LEFT_OUT = {"long": "make test-long"}  # marks that `make test` deselects, and the command that runs their tests
 NUM_LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+# Hypothesis fails a test that takes long, also where other programs use the machine.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 # Ray kills workers where the machine's memory is nearly full, also where other programs fill it.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
