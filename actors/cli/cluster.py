@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import socket
-from typing import TYPE_CHECKING, Annotated, Any, cast
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,6 +22,9 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _CONNECT_S = 3.0  # to see whether anybody listens; Ray itself would try for minutes
+_COMPLETE_S = 5.0  # that the shell's user waits for names
+_TRIES_OF_RAY = "RAY_NUM_REDIS_GET_RETRIES"  # read when Ray is imported
+_TRIES = "5"  # of Ray, a second apart, to reach a cluster that listens; its own are 20
 _ANSWER_S = 10.0  # a cache that does not answer so long is given up
 
 Address = Annotated[
@@ -27,7 +37,35 @@ Address = Annotated[
     ),
 ]
 Namespace = Annotated[str, typer.Option("--namespace", envvar="RAYDIX_NAMESPACE", help="Ray namespace of the caches.")]
-CacheName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a cache, as `raydix list` shows it.")]
+
+
+def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of caches that begin so, for the shell; none where no cluster answers soon.
+
+    A process of its own asks: whatever Ray does, it prints nothing here, and it can be ended.
+    """
+    address, namespace = ctx.params.get("address") or "", ctx.params.get("namespace") or "raydix"
+    asking = [sys.executable, "-c", _PRINT_NAMES, address, namespace]
+    try:
+        answer = subprocess.run(
+            asking, env=os.environ | {_TRIES_OF_RAY: "1"}, capture_output=True, check=True, timeout=_COMPLETE_S
+        )
+        names: list[str] = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    return [name for name in names if name.startswith(incomplete) and name.isprintable()]
+
+
+_PRINT_NAMES = """
+import json, sys
+from raydix.actors.cli.cluster import cache_names, join
+join(sys.argv[1] or None, sys.argv[2])
+print(json.dumps(cache_names(sys.argv[2])))
+"""
+CacheName = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="Name of a cache, as `raydix list` shows it.", autocompletion=complete_names),
+]
 
 
 def join(address: str | None, namespace: str) -> None:
@@ -36,21 +74,53 @@ def join(address: str | None, namespace: str) -> None:
     Raises:
         CommandError: there is none.
     """
+    os.environ.setdefault(_TRIES_OF_RAY, _TRIES)
     import ray
 
     if ray.is_initialized():
         return
     if address and address != "auto":
         _check_listens(address)
+    with TemporaryFile() as said:
+        try:
+            with _stderr_into(said):
+                ray.init(
+                    address=address or "auto", namespace=namespace, log_to_driver=False, logging_level=logging.ERROR
+                )
+        except getattr(ray.exceptions, "AuthenticationError", ()) as error:  # older Ray has none
+            raise _asks_for_token(address) from error
+        except (ConnectionError, SystemExit) as error:  # Ray ends the process where a cluster has gone without a word
+            said.seek(0)
+            if b"InvalidAuthToken" in said.read():
+                raise _asks_for_token(address) from error
+            raise CommandError(
+                "no Ray cluster runs here" if not address else f"the Ray cluster at {address} does not answer",
+                "ray start --head, or name a running cluster: --address HOST:6379 (or RAY_ADDRESS)",
+                UNREACHABLE,
+            ) from error
+
+
+def _asks_for_token(address: str | None) -> CommandError:
+    return CommandError(
+        f"the Ray cluster {f'at {address}' if address else 'of this machine'} asks for a token, and was shown none or "
+        "another",
+        "export RAY_AUTH_MODE=token, and have the cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN: on its head "
+        "node ray get-auth-token prints it",
+        UNREACHABLE,
+    )
+
+
+@contextmanager
+def _stderr_into(file: IO[bytes]) -> Iterator[None]:
+    """Send what this process writes to stderr into a file meanwhile: a line a second, where Ray is refused."""
+    stderr = os.dup(2)
+    os.dup2(file.fileno(), 2)
     try:
-        ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, SystemExit) as error:  # Ray ends the process where a cluster has gone without a word
-        raise CommandError(
-            "no Ray cluster runs here" if not address else f"the Ray cluster at {address} does not answer",
-            "ray start --head, or name a running cluster: --address HOST:6379 (or RAY_ADDRESS); to one that asks for a "
-            "token Ray shows it only after export RAY_AUTH_MODE=token (ray get-auth-token)",
-            UNREACHABLE,
-        ) from error
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _check_listens(address: str) -> None:

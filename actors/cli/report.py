@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raydix.actors.cli.cluster import Address, Namespace, ask, cache_handle, join
+from raydix.actors.cli.cluster import Address, Namespace, ask, cache_handle, complete_names, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.actors.cli.replay import CAPACITIES, checked_config, requests_of
@@ -20,7 +20,12 @@ _OF_FILES = (".json", ".jsonl")  # a cache may be called llama-3.1-0
 
 
 def report(
-    source: Annotated[str, typer.Argument(metavar="NAME|TRACE", help="A running cache, or a file of traffic.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|TRACE", help="A running cache, or a file of traffic.", autocompletion=complete_names
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")] = Path(
         "report.html"
     ),

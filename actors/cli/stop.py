@@ -7,13 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, join
+from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, complete_names, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 
 
 def stop(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Names of caches.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME...", help="Names of caches.", autocompletion=complete_names),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every cache of the namespace.")] = False,
     drain_s: Annotated[
         float,
