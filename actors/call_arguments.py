@@ -26,12 +26,17 @@ def name_from(name: Any) -> str:
         raise InvalidRequest(f"a cache's name {error}") from None
 
 
-def tokens_from(tokens: Any) -> TokenIds:
-    """Token ids as a message carries them; InvalidRequest unless that is what they are, one at least."""
+def row_from(tokens: Any) -> TokenIds:
+    """Return token ids as a message carries them, be there any or none; InvalidRequest unless they are a row of ids."""
     try:
-        packed = TokenIds.pack(tokens)
+        return TokenIds.pack(tokens)
     except ValueError as error:
         raise InvalidRequest(f"tokens: {error}") from None
+
+
+def tokens_from(tokens: Any) -> TokenIds:
+    """Token ids as a message carries them; InvalidRequest unless that is what they are, one at least."""
+    packed = row_from(tokens)
     if not len(packed):
         raise InvalidRequest("tokens: at least one token id is needed")
     return packed

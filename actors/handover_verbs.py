@@ -34,6 +34,8 @@ def check_grant(grant: Any) -> None:
     """Raise InvalidRequest unless this is a grant."""
     if not isinstance(grant, LeaseGrant):
         raise InvalidRequest(f"a grant is what `await lease.grant()` gives, not {type(grant).__name__}")
+    if not isinstance(grant.granter, str):
+        raise InvalidRequest(f"the granter of a grant must be a str, not {type(grant.granter).__name__}")
 
 
 class HandoverVerbs(UpkeepVerbs):

@@ -9,7 +9,7 @@ from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raydix.actors.call_arguments import namespace_from, positive, tokens_from
+from raydix.actors.call_arguments import namespace_from, positive, row_from, tokens_from
 from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.handover_verbs import HandoverVerbs
 from raydix.actors.lease import Lease, not_mine
@@ -158,11 +158,11 @@ class CacheVerbs(HandoverVerbs):
 
     async def preempt(self, lease: Lease, tokens: Any, *, publish_state: bool = False) -> None:
         """`Lease.preempt`."""
-        if hasattr(tokens, "__len__") and not len(tokens):
+        if len(packed := row_from(tokens)):
+            await self.insert(lease, packed, release=True, publish_state=publish_state)
+        else:
             await self._check_mine(lease)
             await self.release(lease)
-        else:
-            await self.insert(lease, tokens, release=True, publish_state=publish_state)
 
     async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """`Lease.extend`."""
