@@ -13,7 +13,10 @@ from raydix.actors.ray_calls import call
 from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
 
-COUNTED_ANYWAY = {"batches", "requests", "probes", "exhausted", "refusals", "open_sessions", "loop_lag_ms", "owners"}
+COUNTED_ANYWAY = {
+    *("batches", "requests", "probes", "open_sessions", "loop_lag_ms", "owners"),
+    *("exhausted", "refusals", "too_large", "tokens_requested", "tokens_refused"),
+}
 
 
 class Scene(NamedTuple):
