@@ -20,6 +20,7 @@ from raydix.actors.death_watch import DeathWatch
 from raydix.actors.json_logs import log_as_json
 from raydix.actors.watched_actor import check_watchable
 from raydix.cache_core import use_huge_pages
+from raydix.cache_core.kernels import CORE
 from raydix.schemas import (
     CacheConfig,
     CacheReport,
@@ -78,7 +79,7 @@ class PrefixCacheActor:
         self._metrics = self._make_metrics(config)
         gc.collect()
         gc.freeze()  # what was imported and made until here stays: collections need not look at it each time
-        logger.info("cache ready: epoch %s, %s", self._host.service.epoch, config)
+        logger.info("cache ready: epoch %s, core %s, %s", self._host.service.epoch, CORE, config)
 
     def _make_metrics(self, config: CacheConfig) -> MetricsPublisher | None:
         if config.metrics is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.cache_facts import PoolSizes
+from raydix.cache_core.kernels import CORE
 from raydix.cache_core.tenants import Tenant
 from raydix.schemas import PoolStats, TenantStats, TooLarge
 
@@ -14,6 +15,7 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
     """The fields of `CacheStats` that the core alone knows."""
     counters = core.counters
     return {
+        "core": CORE,
         "num_slots": core.num_slots,
         "free_slots": core.free_slots,
         "private_slots": core.private_slots,

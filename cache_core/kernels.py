@@ -6,6 +6,7 @@ Both give the same; the compiled ones take less time. `RAYDIX_PLAIN=1` in the en
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from raydix.cache_core.plain_kernels import *  # noqa: F403 -- `__all__` says what they are
 
@@ -16,3 +17,5 @@ if COMPILED:
         from raydix.cache_core._kernels import *  # noqa: F403
     except ImportError:  # there was no compiler where it was installed
         COMPILED = False
+
+CORE: Literal["compiled", "interpreted"] = "compiled" if COMPILED else "interpreted"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from pydantic import Field
 
@@ -78,6 +80,7 @@ class CacheStats(Message):
     """A snapshot. `free + private + tree + quarantined == num_slots`, at all times; counts are in slots or tokens."""
 
     epoch: str
+    core: Literal["compiled", "interpreted"] = Field(description="the core's inner loops: in C, or in plain Python")
     num_slots: int
     free_slots: int
     private_slots: int = Field(description="held by leases and not published")

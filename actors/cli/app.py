@@ -70,14 +70,16 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"raydix {version('raydix')}")
+        from raydix.cache_core.kernels import CORE  # loads torch, for which --help need not wait
+
+        typer.echo(f"raydix {version('raydix')} (core: {CORE})")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     _: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print version and core.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """What stands before a command."""

@@ -42,7 +42,10 @@ class Snapshot:
 def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     """The table of a snapshot; with the one before it, a rate beside each count that has risen."""
     stats = now.stats
-    head = f"{shown(now.name)}  {now.config.kind}, pages of {now.config.page_size}, epoch {stats.epoch[:8]}"
+    head = (
+        f"{shown(now.name)}  {now.config.kind}, pages of {now.config.page_size}, core {stats.core}, "
+        f"epoch {stats.epoch[:8]}"
+    )
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

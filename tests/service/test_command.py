@@ -25,6 +25,7 @@ from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cach
 from raydix.actors.cli.app import COMMANDS
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.start import _report
+from raydix.cache_core.kernels import CORE
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, LeaseConfig, PoolConfig
 
 pytestmark = pytest.mark.ray
@@ -73,8 +74,8 @@ def test_help_lists_every_command_with_a_line_about_it() -> None:
     assert [command for command in COMMANDS if f"│ {command} " not in text] == []
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    assert run("--version").stdout == f"raydix {version('raydix')}\n"
+def test_the_version_is_that_of_the_package_and_says_whether_the_core_is_compiled() -> None:
+    assert run("--version").stdout == f"raydix {version('raydix')} (core: {CORE})\n"
 
 
 # ---------------------------------------------------------------- start and stop

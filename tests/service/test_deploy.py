@@ -11,6 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
@@ -31,6 +32,7 @@ from raydix.actors import (
 )
 from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.actors.placement import beside
+from raydix.cache_core.kernels import CORE
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -191,6 +193,19 @@ async def test_a_name_that_runs_with_another_configuration_is_a_mismatch(named: 
         connect(name, config=config)
 
     assert (await epoch_of(name)) == await epoch_of(cache)  # it runs on, as it was
+
+
+def test_the_log_of_a_cache_begins_with_its_epoch_and_whether_its_core_is_compiled(ray_cluster: None) -> None:
+    cache = start_cache(CONFIG.model_copy(update={"json_logs": True}))
+    ready = f"cache ready: epoch {ray.get(cache.stats.remote()).epoch}, core {CORE}, "
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+
+    deadline = time.monotonic() + 60
+    while not any(ready in each.read_text(errors="replace") for each in logs.glob("worker-*.err")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # Ray writes the file
+
+    shutdown_cache(cache)
 
 
 async def test_a_name_holds_in_its_namespace_alone(named: tuple[str, Any]) -> None:

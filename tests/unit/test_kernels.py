@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
@@ -346,6 +347,23 @@ def test_the_plain_ones_can_be_chosen_and_serve_a_cache_as_well() -> None:
     done = run_fresh(program, RAYDIX_PLAIN="1")
 
     assert done.stdout.split() == ["served"], done.stderr
+
+
+@pytest.mark.parametrize(("plain", "core"), [("1", "interpreted"), ("0", kernels.CORE)])
+def test_the_command_and_the_counts_say_which_are_in_use(plain: str, core: str) -> None:
+    program = (
+        "import asyncio\n"
+        "from raydix.actors import LocalPrefixCache\n"
+        "from raydix.actors.cli.app import app\n"
+        "from raydix.schemas import CacheConfig, PoolConfig\n"
+        "cache = LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=8, device='cpu')))\n"
+        "print(asyncio.run(cache.stats()).core, flush=True)\n"
+        "app(['--version'])"
+    )
+
+    done = run_fresh(program, RAYDIX_PLAIN=plain)
+
+    assert done.stdout.split("\n")[:2] == [core, f"raydix {version('raydix')} (core: {core})"], done.stderr
 
 
 @compiled

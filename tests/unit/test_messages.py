@@ -56,6 +56,7 @@ BY_NAME: dict[str, Any] = {
     "namespace": "-1:a-",
     "parts": (LEAF,),
     "reason": "evicted",
+    "core": "interpreted",
     "events": (BlockStored(block_hashes=[-5], parent_block_hash=7, token_ids=[1], block_size=1, medium="GPU"),),
     "owners": (LeaseOwner(owner="a", leases=2, slots=32, oldest_s=1.5),),
     "tenants": (TenantStats(name="a", held_slots=3, evictable_slots=2, floor_slots=1, cap_slots=5, tokens_evicted=7),),

@@ -27,6 +27,7 @@ TASK = EvictionTaskStats(
 POOL = {"free_slots": 50, "private_slots": 150, "tree_slots": 800, "quarantined_slots": 0}
 STATS = CacheStats(
     epoch="0123456789",
+    core="interpreted",
     num_slots=1000,
     **POOL,
     evictable_slots=700,
@@ -67,7 +68,7 @@ def test_every_count_that_matters_is_there() -> None:
     text = text_of(snapshot())
 
     for part in (
-        "kv-0 radix, pages of 1, epoch 01234567",
+        "kv-0 radix, pages of 1, core interpreted, epoch 01234567",
         "95.0% of 1,000 slots in use; eviction above 90%, down to 80%",
         "50 free, 150 private, 800 cached (100 locked), 0 quarantined",
         "25.0% of tokens, 60 of 100 requests",
