@@ -7,7 +7,6 @@ import gc
 import logging
 import re
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,9 +14,11 @@ import torch
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.cache_host import CacheHost, local_device
+from raydix.actors.cache_service import Restarts
 from raydix.actors.channel_server import ChannelServer
 from raydix.actors.death_watch import DeathWatch
 from raydix.actors.json_logs import log_as_json
+from raydix.actors.past_lives import restarts_of_this_actor
 from raydix.actors.watched_actor import check_watchable
 from raydix.cache_core import use_huge_pages
 from raydix.cache_core.kernels import CORE
@@ -70,7 +71,9 @@ class PrefixCacheActor:
         use_huge_pages()  # the process is the cache's alone
         node_id = ray.get_runtime_context().get_node_id()
         has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # cards may be visible that were not given to it
-        self._host = _make_host(config, local_device(config) if has_gpu else torch.device("cpu"), node_id)
+        device = local_device(config) if has_gpu else torch.device("cpu")
+        restarts = restarts_of_this_actor()
+        self._host = _make_host(config, device, node_id, restarts)
         self._channels = ChannelServer(self._host.service)
         self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
         self._host.service.keeper.on_end = self._watch.unwatch
@@ -195,14 +198,14 @@ def _end() -> None:
     ray.kill(ray.get_runtime_context().current_actor)
 
 
-def _make_host(config: CacheConfig, device: torch.device, node_id: str) -> CacheHost:
+def _make_host(config: CacheConfig, device: torch.device, node_id: str, restarts: Restarts) -> CacheHost:
     """The host. After a restart the pool of the life before may still be mapped by clients that do not know yet."""
     deadline = time.monotonic() + _MEMORY_TIMEOUT_S
     while True:
         try:
-            return CacheHost(config, device, node_id, share=True)
+            return CacheHost(config, device, node_id, share=True, restarts=restarts)
         except CacheUnavailable as error:
-            if time.monotonic() > deadline or not _has_restarted():
+            if time.monotonic() > deadline or not restarts.times:
                 raise
             logger.warning("waiting for memory: %s", error)
             time.sleep(_MEMORY_POLL_S)
@@ -218,9 +221,3 @@ def _own_name() -> str:
     """The name that others find this actor by; its id if it has none."""
     context = ray.get_runtime_context()
     return context.get_actor_name() or context.get_actor_id() or ""
-
-
-def _has_restarted() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's property warns of how it is made itself
-        return bool(ray.get_runtime_context().was_current_actor_reconstructed)

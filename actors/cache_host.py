@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.cache_service import CacheService
+from raydix.actors.cache_service import NEVER_RESTARTED, CacheService, Restarts
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.pool_export import ExportedPool, may_lie_on_gpu
 from raydix.actors.typed_messages import arrived
@@ -33,11 +33,13 @@ class CacheHost:
         CacheUnavailable: the pool does not fit in this machine's memory.
     """
 
-    def __init__(self, config: CacheConfig, device: torch.device, node_id: str, share: bool) -> None:
+    def __init__(
+        self, config: CacheConfig, device: torch.device, node_id: str, share: bool, restarts: Restarts = NEVER_RESTARTED
+    ) -> None:
         epoch = uuid.uuid4().hex
         self.exported = ExportedPool(config, device, epoch, node_id, share)
         medium = "GPU" if device.type == "cuda" else "CPU"
-        self.service = CacheService(config, epoch, self.exported.pool, medium)
+        self.service = CacheService(config, epoch, self.exported.pool, medium, restarts=restarts)
         self._loop: asyncio.AbstractEventLoop | None = None  # that it is used on
         self._loop_lock = threading.Lock()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from raydix.actors import wire
 from raydix.actors.core_factory import build_core
@@ -69,6 +70,16 @@ _NUM_OWNERS = 32  # told in statistics
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
 
+class Restarts(NamedTuple):
+    """How often a cache was restarted, and the cause of the last restart, in one line."""
+
+    times: int = 0
+    last_cause: str = ""
+
+
+NEVER_RESTARTED = Restarts()
+
+
 class CacheService:
     """A cache as its callers know it: requests in, responses or `CacheError`s out.
 
@@ -78,6 +89,7 @@ class CacheService:
         pool: the tensors, of which the cache copies states and rows; None: there are none.
         medium: where the KV is, for events: "GPU" or "CPU".
         clock: seconds, of any origin; by it sessions expire.
+        restarts: of this cache, before this life of it.
     """
 
     def __init__(
@@ -87,8 +99,10 @@ class CacheService:
         pool: KVPool | None = None,
         medium: str = "CPU",
         clock: Callable[[], float] = time.monotonic,
+        restarts: Restarts = NEVER_RESTARTED,
     ) -> None:
         self.config = config
+        self._restarts = restarts
         self.epoch = epoch
         self._closed = False
         self._batches = self._requests = 0
@@ -337,6 +351,9 @@ class CacheService:
         """A snapshot of every count."""
         stats = CacheStats(
             epoch=self.epoch,
+            uptime_s=self.insight.history.now_s,
+            restarts=self._restarts.times,
+            last_restart_cause=self._restarts.last_cause,
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
             waiters=len(self.line),

@@ -81,6 +81,9 @@ class CacheStats(Message):
 
     epoch: str
     core: Literal["compiled", "interpreted"] = Field(description="the core's inner loops: in C, or in plain Python")
+    uptime_s: float = Field(description="since this life of the cache began")
+    restarts: int = Field(description="times that Ray restarted the cache, empty; 0 for a local cache")
+    last_restart_cause: str = Field(description="why Ray did, the last time, in one line; empty: it never did")
     num_slots: int
     free_slots: int
     private_slots: int = Field(description="held by leases and not published")

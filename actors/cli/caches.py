@@ -8,6 +8,7 @@ from rich.table import Table
 
 from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, join
 from raydix.actors.cli.output import AsJson, share, show, table_of
+from raydix.actors.report.units import short_time
 from raydix.schemas.shown import shown
 
 _ANSWER_S = 5.0
@@ -49,6 +50,9 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
                 "device": handle.device_type,
                 "node_id": handle.node_id,
                 "epoch": stats.epoch,
+                "uptime_s": stats.uptime_s,
+                "restarts": stats.restarts,
+                "last_restart_cause": stats.last_restart_cause,
                 "num_slots": stats.num_slots,
                 "free_slots": stats.free_slots,
                 "open_leases": stats.open_leases,
@@ -64,7 +68,9 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
 def _table(rows: list[dict[str, Any]], namespace: str) -> Table | str:
     if not rows:
         return f"no cache runs in namespace {namespace!r}; start one: raydix start -c cache.yaml"
-    table = table_of("cache", "kind", ">page", ">slots", ">in use", ">leases", ">hit rate", "device", "node")
+    table = table_of(
+        "cache", "kind", ">page", ">slots", ">in use", ">leases", ">hit rate", "device", "node", ">up", "restarts"
+    )
     for row in rows:
         if row["state"] != "ready":
             table.add_row(shown(row["name"]), "silent")
@@ -79,5 +85,12 @@ def _table(rows: list[dict[str, Any]], namespace: str) -> Table | str:
             share(row["tokens_reused"], row["tokens_requested"]),
             row["device"],
             row["node_id"][:8],
+            short_time(row["uptime_s"]),
+            f"{row['restarts']:,}" + (f", the last: {_kind_of(row['last_restart_cause'])}" if row["restarts"] else ""),
         )
     return table
+
+
+def _kind_of(cause: str) -> str:
+    """Return the part of a cause that stands before its details."""
+    return cause.partition(":")[0]

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydix.actors.cli.output import share
+from raydix.actors.report.units import short_time
 from raydix.schemas import CacheConfig, CacheStats, PoolStats
 from raydix.schemas.shown import shown
 
@@ -49,6 +50,7 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
+    table.add_row("up", up_line(stats))
     _add_pool(table, now)
     for title, pool in (("window pool", stats.swa), ("states", stats.state)):
         if pool is not None:
@@ -57,6 +59,14 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     _add_holders(table, stats)
     _add_health(table, now)
     return Group(Text(head, style="bold"), table)
+
+
+def up_line(stats: CacheStats) -> str:
+    """Return how long the cache has been up, how often Ray restarted it, and why it did the last time."""
+    since = short_time(stats.uptime_s)
+    return f"{since}; restarts: {stats.restarts:,}" + (
+        f", the last one: {stats.last_restart_cause}" if stats.restarts else ""
+    )
 
 
 def _add_pool(table: Table, now: Snapshot) -> None:

@@ -55,6 +55,12 @@ _PANELS = (
             for name in ("open_leases", "open_sessions", "waiters")
         ),
     ),
+    _Panel(
+        "Uptime",
+        "s",
+        ((f"max by (cache) (ray_raydix_uptime_seconds{_OF})", "{{cache}}"),),
+    ),
+    _Panel("Restarts", "short", ((f"max by (cache) (ray_raydix_restarts{_OF})", "{{cache}}"),)),
     _Panel("Oldest lease", "s", ((f"max by (cache) (ray_raydix_oldest_lease_seconds{_OF})", "{{cache}}"),)),
     _Panel(
         "Tenants",

@@ -99,6 +99,8 @@ METRICS = (
         _slots,
         ("pool", "use"),
     ),
+    Metric("raydix_uptime_seconds", "gauge", "time since the cache's process began", _field("uptime_s")),
+    Metric("raydix_restarts", "gauge", "times that Ray restarted the cache, empty", _field("restarts")),
     Metric("raydix_open_leases", "gauge", "leases that are open", _field("open_leases")),
     Metric(
         "raydix_oldest_lease_seconds",

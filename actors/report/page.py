@@ -83,10 +83,16 @@ def _figures(report: CacheReport) -> Section:
         Figure("requests served", f"{stats.acquires:,}", "leases granted"),
         Figure("open leases", f"{stats.open_leases:,}", f"of {stats.open_sessions:,} clients"),
         Figure("waiting", f"{stats.waiters:,}", "requests in line"),
+        Figure("up", short_time(stats.uptime_s)),
+        Figure("restarts", f"{stats.restarts:,}", "by Ray, empty"),
     )
     never = [Text(f"{sentence}.") for sentence in too_large(stats)]
-    refused = f"Requests refused for want of room count as misses: {stats.exhausted:,}."
-    return Section("", (*never, Figures(figures), *([Text(refused, True)] if stats.exhausted else [])))
+    notes = []
+    if stats.exhausted:
+        notes.append(Text(f"Requests refused for want of room count as misses: {stats.exhausted:,}.", True))
+    if stats.restarts:
+        notes.append(Text(f"The last restart: {stats.last_restart_cause}", True))
+    return Section("", (*never, Figures(figures), *notes))
 
 
 def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> Section:

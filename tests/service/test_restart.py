@@ -10,6 +10,8 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from html import escape
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -17,12 +19,14 @@ import pytest
 import ray
 import torch
 from cache_under_test import small_config
+from command_line import run, run_json
 
-from raydix.actors import AttachedPool, Lease, PrefixCacheClient, start_cache
+from raydix.actors import AttachedPool, Lease, LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
 from raydix.schemas import CacheUnavailable, LeaseConfig, StaleEpoch
 
 pytestmark = pytest.mark.ray
 
+COMMANDS = {"list": (), "stats": ("kv-0",)}
 LONG = small_config().model_copy(update={"leases": LeaseConfig(session_ttl_s=300)})
 
 
@@ -86,6 +90,48 @@ async def test_after_its_process_was_killed_clients_go_on_with_an_empty_cache_an
         stats = await client.stats()
         assert (stats.open_sessions, stats.open_leases, stats.epoch != lease.epoch) == (1, 1, True)
         await client.check_invariants()
+
+
+async def test_what_ray_restarted_is_shown_as_such_with_the_cause(ray_cluster: None, tmp_path: Path) -> None:
+    where = ["--namespace", f"restart-{uuid4().hex[:8]}"]
+    cache = start_cache(LONG, name="kv-0", namespace=where[1])
+    async with PrefixCacheClient(cache) as client:
+        first = await client.stats()
+        assert (first.restarts, first.last_restart_cause) == (0, "")
+        path = (await cache.pool_handle.remote()).path
+
+        os.kill(int(path.split("/")[2]), signal.SIGKILL)
+
+        await when_available(lambda: fresh(client, first.epoch))
+        second = await client.stats()
+        assert (second.restarts, second.last_restart_cause.partition(":")[0]) == (1, "killed or crashed")
+
+        await restart(cache)
+
+        await when_available(lambda: fresh(client, second.epoch))
+        third = await client.stats()
+        assert third.restarts == 2
+        assert third.last_restart_cause.startswith("ended by Ray: Worker exits because the actor is killed.")
+        assert 0 < third.uptime_s < (await client.stats()).uptime_s
+
+    out = tmp_path / "kv-0.html"
+    (row,) = await asyncio.to_thread(run_json, "list", *where)
+    shown = {name: (await asyncio.to_thread(run, name, *more, *where)).stdout for name, more in COMMANDS.items()}
+    await asyncio.to_thread(run, "report", "kv-0", "-o", out, *where)
+    assert (row["restarts"], row["last_restart_cause"]) == (2, third.last_restart_cause)
+    assert row["uptime_s"] > third.uptime_s
+    assert "2, the last: ended by Ray" in shown["list"]
+    assert f"restarts: 2, the last one: {third.last_restart_cause}" in shown["stats"]
+    assert f"The last restart: {escape(third.last_restart_cause)}" in out.read_text(encoding="utf-8")
+    await asyncio.to_thread(shutdown_cache, cache)
+
+
+async def test_a_cache_in_this_process_was_never_restarted() -> None:
+    async with LocalPrefixCache(LONG) as cache:
+        stats = await cache.stats()
+
+        assert (stats.restarts, stats.last_restart_cause) == (0, "")
+        assert 0 <= stats.uptime_s < (await cache.stats()).uptime_s
 
 
 async def fresh(client: PrefixCacheClient, old_epoch: str) -> None:

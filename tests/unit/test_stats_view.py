@@ -28,6 +28,9 @@ POOL = {"free_slots": 50, "private_slots": 150, "tree_slots": 800, "quarantined_
 STATS = CacheStats(
     epoch="0123456789",
     core="interpreted",
+    uptime_s=90.0,
+    restarts=0,
+    last_restart_cause="",
     num_slots=1000,
     **POOL,
     evictable_slots=700,
