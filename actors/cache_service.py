@@ -145,7 +145,10 @@ class CacheService:
         self.check_taking()
         arrived(OpenSession, request)
         if request.config_digest not in (None, self.config.digest()):
-            raise ConfigMismatch(f"the cache runs with another configuration: {self.config!r}")
+            raise ConfigMismatch(
+                f"the cache runs with configuration {self.config.digest()}, not {request.config_digest!r:.80}: "
+                "`raydix describe` prints it"
+            )
         self.keeper.open(request)
         self.eviction_task.start()
         self.lag.start()

@@ -15,6 +15,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.actors.call_arguments import config_from, name_from
+from raydix.actors.config_difference import config_difference
 from raydix.actors.pool_export import may_lie_on_gpu
 from raydix.actors.ray_calls import from_ray
 from raydix.actors.typed_messages import seconds
@@ -23,6 +24,8 @@ from raydix.schemas.shown import brief, cut
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from raydix.schemas import PoolHandle
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ def start_cache(
         finally:
             del outcome  # a cycle with this frame otherwise
     actor, running = outcome
-    _check_digest(running, config, name)
+    _check_digest(actor, running, config, name, deadline - time.monotonic())
     return actor
 
 
@@ -164,7 +167,7 @@ def connect(
     check_handle(actor)
     if config is not None:
         try:
-            _check_digest(_digest_of(actor, timeout_s), config, name)
+            _check_digest(actor, _digest_of(actor, timeout_s), config, name, timeout_s)
         except GetTimeoutError as error:
             raise CacheUnavailable(f"cache {name!r} did not answer in {timeout_s} s") from error
         except RayError as error:
@@ -284,9 +287,16 @@ def _digest_of(actor: ActorHandle[Any], timeout_s: float) -> str:
     return cast(str, ray.get(asked))
 
 
-def _check_digest(running: str, config: CacheConfig, name: str | None) -> None:
-    if running != config.digest():
-        raise ConfigMismatch(
-            f"cache {name!r} runs with configuration {running}, not {config.digest()}: use its configuration, another "
-            "name, or shutdown_cache first"
-        )
+def _check_digest(
+    actor: ActorHandle[Any], running: str, config: CacheConfig, name: str | None, timeout_s: float
+) -> None:
+    if running == config.digest():
+        return
+    try:
+        there = cast("PoolHandle", ray.get(actor.pool_handle.remote(), timeout=max(0.0, timeout_s))).config
+    except RayError as error:
+        raise from_ray(error) from error
+    raise ConfigMismatch(
+        f"cache {name!r} runs with another configuration ({running}, not {config.digest()}): "
+        f"{config_difference(there, config)}; use its configuration, another name, or shutdown_cache first"
+    )

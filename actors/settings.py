@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from raydix.actors.settings_file import Key, SettingsError, read_value, read_yaml
@@ -74,6 +75,12 @@ def load_settings(
         return Settings(name, CacheConfig.model_validate(tree))
     except ValidationError as error:
         raise _explained(error, places, path) from None
+
+
+def as_yaml(settings: Settings) -> str:
+    """Return a file that `load_settings` makes the same settings of; fields that have their default are left out."""
+    tree = {"name": settings.name, **settings.config.model_dump(mode="json", exclude_defaults=True)}
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
 
 
 def _section(kind: Any) -> type[BaseModel] | None:

@@ -99,6 +99,24 @@ def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace
     assert run_json("list", *where) == []
 
 
+def test_what_is_described_starts_a_cache_of_the_same_configuration(namespace: str, tmp_path: Path) -> None:
+    file, where = tmp_path / "cache.yaml", ["--namespace", namespace]
+    options = ("page_size=8", "pool.num_slots=128", "ghost={}", "eviction.low_watermark=0.25", "fingerprint=1e5")
+    run("start", "--name", "chat", *(part for each in options for part in ("--set", each)), *where)
+
+    file.write_text(run("describe", "chat-0", *where).stdout)
+    (same,) = run_json("start", "-c", file, *where)
+    (other,) = run_json("start", "-c", file, "--name", "other", *where)
+
+    assert (same["name"], same["reused"], other["name"], other["reused"]) == ("chat-0", True, "other-0", False)
+    first, second = (run_json("describe", name, *where) for name in ("chat-0", "other-0"))
+    assert first["digest"] == second["digest"] == CacheConfig.model_validate(first["config"]).digest()
+    assert first["config"]["leases"]["max_waiters"] == 1024
+    assert "max_waiters" not in file.read_text()
+    mismatch = run("start", "-c", file, "--set", "page_size=16", *where, exit_code=1).stderr
+    assert "page_size is 8, not 16" in mismatch
+
+
 def test_the_eviction_task_of_a_fresh_cache_is_said_to_start_with_the_first_session(namespace: str) -> None:
     run("start", "--set", "pool.num_slots=64", "--namespace", namespace)
 

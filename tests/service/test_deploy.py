@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import time
 import traceback
@@ -46,10 +47,13 @@ from raydix.schemas import (
 pytestmark = pytest.mark.ray
 
 CONFIG = small_config()
-OTHER_CONFIGS = {
-    "page size": small_config(4),
-    "fingerprint": CONFIG.model_copy(update={"fingerprint": "another-model"}),
-    "leases": CONFIG.model_copy(update={"leases": LeaseConfig(max_waiters=4)}),
+OTHER_CONFIGS = {  # and what differs
+    "page size": (small_config(4), "page_size is 1, not 4; pool.num_slots is 8, not 32"),
+    "fingerprint": (
+        CONFIG.model_copy(update={"fingerprint": "another-model"}),
+        "fingerprint is '', not 'another-model'",
+    ),
+    "leases": (CONFIG.model_copy(update={"leases": LeaseConfig(max_waiters=4)}), "leases.max_waiters is 3, not 4"),
 }
 
 
@@ -180,16 +184,19 @@ async def test_starting_a_name_that_runs_with_the_same_configuration_gives_the_r
     assert (await start_cache_async(CONFIG, name=name))._actor_id == cache._actor_id
 
 
-@pytest.mark.parametrize("config", OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
-async def test_a_name_that_runs_with_another_configuration_is_a_mismatch(named: tuple[str, Any], config: Any) -> None:
+@pytest.mark.parametrize(("config", "difference"), OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
+async def test_a_name_that_runs_with_another_configuration_is_a_mismatch_which_names_what_differs(
+    named: tuple[str, Any], config: Any, difference: str
+) -> None:
     name, cache = named
-    advice = f"cache '{name}' runs with configuration {CONFIG.digest()}, not {config.digest()}: use its configuration, "
+    digests = f"{CONFIG.digest()}, not {config.digest()}"
+    message = f"cache '{name}' runs with another configuration ({digests}): {difference}; use its configuration"
 
-    with pytest.raises(ConfigMismatch, match=advice + "another name, or shutdown_cache first"):
+    with pytest.raises(ConfigMismatch, match=re.escape(message + ", another name, or shutdown_cache first")):
         start_cache(config, name=name)
-    with pytest.raises(ConfigMismatch, match=advice):
+    with pytest.raises(ConfigMismatch, match=re.escape(message)):
         await start_cache_async(config, name=name)
-    with pytest.raises(ConfigMismatch, match=advice):
+    with pytest.raises(ConfigMismatch, match=re.escape(message)):
         connect(name, config=config)
 
     assert (await epoch_of(name)) == await epoch_of(cache)  # it runs on, as it was

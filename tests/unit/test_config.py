@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from raydix.actors.config_difference import config_difference
 from raydix.schemas import (
     CacheConfig,
     EvictionConfig,
@@ -253,6 +254,36 @@ def test_every_field_changes_the_digest() -> None:
     digests = {CONFIG.digest(), *(changed(part, field).digest() for part, field in every)}
 
     assert len(digests) == len(every) + 1
+
+
+@pytest.mark.parametrize(("part", "field"), fields_that_can_differ())
+def test_a_field_that_differs_is_named_with_both_values(part: str, field: str) -> None:
+    text = config_difference(CONFIG, changed(part, field))
+
+    name = f"{part}.{field}" if part else field
+    assert text.startswith(f"{name} is ")
+    assert text.count(" is ") == 1
+    assert config_difference(changed(part, field), changed(part, field)) == ""
+
+
+def test_what_is_said_of_a_difference_is_of_bounded_length_and_shows_no_control_character() -> None:
+    other = CacheConfig(
+        kind="chunk",
+        page_size=4,
+        pool=PoolConfig(num_slots=10**6, num_layers=3, num_kv_heads=1, head_dim=1, dtype="uint8", device="cpu"),
+        eviction=EvictionConfig(slice_ms=9.0, high_watermark=0.5, low_watermark=0.1),
+        leases=LeaseConfig(max_waiters=1),
+        fingerprint="\x1b[31m" + "x" * 200,
+    )
+
+    text = config_difference(CONFIG, other)
+
+    assert text.startswith("kind is 'radix', not 'chunk'; pool.num_slots is 64, not 1000000; ")
+    assert text.endswith("; and 4 more fields")
+    assert len(text) < 1000
+    (name,) = config_difference(CONFIG, CONFIG.model_copy(update={"fingerprint": other.fingerprint})).split("; ")
+    assert name.startswith("fingerprint is '', not '\\x1b[31mxxx")
+    assert len(name) < 200
 
 
 def test_a_configuration_survives_pickling() -> None:

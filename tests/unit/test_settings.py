@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from raydix.actors.settings import load_settings
+from raydix.actors.settings import Settings, as_yaml, load_settings
 from raydix.actors.settings_file import SettingsError
-from raydix.schemas import CacheConfig, GhostConfig, PoolConfig, TenantConfig
+from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, MetricsConfig, PoolConfig, TenantConfig
 from raydix.schemas.shown import cut, shown
 
 LAUGHS = ", ".join(
@@ -264,3 +264,39 @@ def test_a_configuration_written_as_json_is_read_back(tmp_path: Path) -> None:
     for text in (config.model_dump_json(indent=2), config.model_dump_json(exclude_defaults=True)):
         path.write_text(text)
         assert load_settings(path, environ={}).config == config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CacheConfig(pool=PoolConfig(num_slots=64)),
+        CacheConfig(pool=PoolConfig(num_slots=64), ghost=GhostConfig(), metrics=MetricsConfig()),
+        CacheConfig(
+            page_size=8,
+            sliding_window_size=16,
+            pool=PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=4, layer_kinds=("full", "swa")),
+            eviction=EvictionConfig(high_watermark=1 / 3, low_watermark=1e-9),
+        ),
+        CacheConfig(kind="mamba", pool=PoolConfig(num_slots=64, num_state_slots=4, state_shapes=((2, 3), (4,)))),
+        CacheConfig(
+            pool=PoolConfig(num_slots=64),
+            tenants=tuple(
+                TenantConfig(name=name, extra_key=name, floor_slots=1) for name in ("on", "007", "12:30", "é\n- 😀")
+            ),
+        ),
+        CacheConfig(kind="slots", max_seq_len=32, pool=PoolConfig(num_slots=64), fingerprint="1e5"),
+    ],
+)
+def test_what_is_written_of_settings_is_read_as_the_same(config: CacheConfig, tmp_path: Path) -> None:
+    settings, path = Settings("null", config), tmp_path / "cache.yaml"
+
+    path.write_text(as_yaml(settings))
+
+    assert load_settings(path, environ={}) == settings
+    assert load_settings(path, environ={}).config.digest() == config.digest()
+
+
+def test_defaults_are_not_written() -> None:
+    config = CacheConfig(page_size=16, pool=PoolConfig(num_slots=64), ghost=GhostConfig())
+
+    assert as_yaml(Settings("chat", config)) == "name: chat\npage_size: 16\npool: {num_slots: 64}\nghost: {}\n"

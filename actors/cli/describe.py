@@ -1,0 +1,33 @@
+"""`raydix describe`: the configuration of a running cache, as `raydix start` takes it."""
+
+from __future__ import annotations
+
+import re
+
+from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
+from raydix.actors.cli.output import AsJson, show
+from raydix.actors.settings import Settings, as_yaml
+
+_NUMBER = re.compile(r"-\d+$")  # that `start` adds to the name
+
+
+def describe(
+    name: CacheName, address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False
+) -> None:
+    """Print the configuration of a running cache as YAML, for `raydix start -c FILE`.
+
+    Settings that have their default are left out; with `--json` all are there.
+    """
+    join(address, namespace)
+    handle = ask(cache_handle(name, namespace).pool_handle.remote())
+    settings = Settings(_NUMBER.sub("", name) or name, handle.config)
+    found = {
+        "name": name,
+        "namespace": namespace,
+        "device": handle.device_type,
+        "node_id": handle.node_id,
+        "digest": handle.config.digest(),
+        "config": handle.config.model_dump(mode="json"),
+    }
+    head = f"# cache {name!r} in namespace {namespace!r}, on device {handle.device_type} of node {handle.node_id[:8]}\n"
+    show(found, as_json, lambda: head + as_yaml(settings).rstrip("\n"))
