@@ -15,6 +15,7 @@ from raydix.actors import wire
 from raydix.actors.core_factory import build_core
 from raydix.actors.core_stats import core_stats
 from raydix.actors.deadlocks import Deadlocks
+from raydix.actors.distribution import BATCH_SIZES, Distribution
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.event_feed import EventFeed
 from raydix.actors.eviction_task import EvictionTask
@@ -83,6 +84,9 @@ NEVER_RESTARTED = Restarts()
 class CacheService:
     """A cache as its callers know it: requests in, responses or `CacheError`s out.
 
+    Attributes:
+        clock: see below.
+
     Args:
         config: everything about it.
         epoch: names this life of it.
@@ -105,8 +109,9 @@ class CacheService:
         self._restarts = restarts
         self.epoch = epoch
         self._closed = False
-        self._batches = self._requests = 0
-        self.line = WaitingLine(config.leases.max_waiters)
+        self.clock = clock
+        self._batch_size = Distribution(BATCH_SIZES)
+        self.line = WaitingLine(config.leases.max_waiters, clock)
         self.core, gauges = build_core(config, pool, self._on_pressure)
         self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
         self.sessions = self.keeper.sessions
@@ -248,28 +253,31 @@ class CacheService:
 
     async def execute_packed(self, *parts: bytes) -> bytes:
         """Execute a numbered batch that a call brought; a packed `BatchResponse`."""
-        return wire.pack(await self.execute_in_turn(arrived(Batch, wire.unpack(*parts))))
+        arrived_at = self.clock()
+        return wire.pack(await self.execute_in_turn(arrived(Batch, wire.unpack(*parts)), arrived_at))
 
-    async def execute_in_turn(self, batch: Batch) -> BatchResponse:
-        """Execute a numbered batch after the one that it names."""
-        if (response := self.execute_if_due(batch)) is not None:
+    async def execute_in_turn(self, batch: Batch, arrived_at: float | None = None) -> BatchResponse:
+        """Execute a numbered batch after the one that it names. It arrived at that time of the clock; None: now."""
+        if arrived_at is None:
+            arrived_at = self.clock()
+        if (response := self.execute_if_due(batch, arrived_at)) is not None:
             return response
         session = self.session(batch.session_id, batch.epoch)
         turn = session.turns.setdefault(batch.after, asyncio.get_running_loop().create_future())
         await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
         session.turns.pop(batch.after, None)
-        return self._execute_numbered(batch, session)
+        return self._execute_numbered(batch, session, arrived_at)
 
-    def execute_if_due(self, batch: Batch) -> BatchResponse | None:
+    def execute_if_due(self, batch: Batch, arrived_at: float) -> BatchResponse | None:
         """Execute a numbered batch now; None if the one that it names has not been executed yet."""
         session = self.session(batch.session_id, batch.epoch)
-        return self._execute_numbered(batch, session) if batch.after <= session.executed_seq else None
+        return self._execute_numbered(batch, session, arrived_at) if batch.after <= session.executed_seq else None
 
-    def _execute_numbered(self, batch: Batch, session: Session) -> BatchResponse:
+    def _execute_numbered(self, batch: Batch, session: Session, arrived_at: float) -> BatchResponse:
         try:
             if 0 < batch.seq < session.executed_seq:  # 0: in no order
                 return self._execute_overtaken(batch)
-            return self.execute(batch.session_id, batch.epoch, batch.requests)
+            return self.execute(batch.session_id, batch.epoch, batch.requests, arrived_at)
         finally:
             session.executed_seq = max(session.executed_seq, batch.seq)
             if (turn_of_next := session.turns.pop(batch.seq, None)) is not None:
@@ -289,18 +297,26 @@ class CacheService:
         answers = [refused if isinstance(each, _NOT_LATE) else next(responses) for each in batch.requests]
         return assemble(BatchResponse, {"epoch": done.epoch, "responses": tuple(answers)})
 
-    def execute(self, session_id: str, epoch: str, requests: Sequence[Message]) -> BatchResponse:
+    def execute(
+        self, session_id: str, epoch: str, requests: Sequence[Message], arrived_at: float | None = None
+    ) -> BatchResponse:
         """Execute requests in order; one that fails leaves its error in its place.
+
+        `arrived_at` is the clock's time at which they arrived; None: now.
 
         Raises:
             CacheError: the session is over; or with `CacheConfig.validate` a rule of the cache is broken afterwards.
         """
         session_id = self.session(session_id, epoch).session_id
-        self._batches += 1
-        self._requests += len(requests)
+        if arrived_at is None:
+            arrived_at = self.clock()
+        self._batch_size.add(len(requests))
+        num_acquires = self._handlers.num_acquires
         responses = tuple([self._respond(session_id, request) for request in requests])
         if self.line.waiting:
             self._serve_line()
+        if num_acquires != self._handlers.num_acquires:
+            self.line.acquire_latency.add(self.clock() - arrived_at, self._handlers.num_acquires - num_acquires)
         if self.config.validate:
             try:
                 self.core.check_invariants()
@@ -352,6 +368,7 @@ class CacheService:
 
     def stats(self) -> CacheStats:
         """A snapshot of every count."""
+        batch_size = self._batch_size.histogram()
         stats = CacheStats(
             epoch=self.epoch,
             uptime_s=self.insight.history.now_s,
@@ -366,8 +383,12 @@ class CacheService:
             deadlocks=self._deadlocks.num_broken,
             grants_expired=self.offers.num_expired,
             refusals=dict(self._handlers.admission.refusals),
-            batches=self._batches,
-            requests=self._requests,
+            waited=self.line.num_waited,
+            wait_time=self.line.wait_time.histogram(),
+            acquire_latency=self.line.acquire_latency.histogram(),
+            batch_size=batch_size,
+            batches=batch_size.count,
+            requests=int(batch_size.sum),
             loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
             **core_stats(self.core),

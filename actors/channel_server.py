@@ -66,7 +66,7 @@ class _Connection(FramedProtocol):
         super().__init__(shared, MAX_FRAME_BYTES)
         self._service = service
         self._late: set[asyncio.Task[None]] = set()
-        self._waiting: deque[tuple[int, bytes]] = deque()  # frames that came with others in one read
+        self._waiting: deque[tuple[int, bytes, float]] = deque()  # frames that came with others in one read
         self._had_turn = False
         self._next_turn: asyncio.Handle | None = None
         self._is_heard = True  # the client reads its answers
@@ -82,10 +82,10 @@ class _Connection(FramedProtocol):
     def frame_received(self, number: int, payload: memoryview) -> None:
         """Execute a batch, once those before it have been, and answer."""
         if self._had_turn:
-            self._waiting.append((number, bytes(payload)))
+            self._waiting.append((number, bytes(payload), self._service.clock()))
         else:
             self._had_turn = True
-            self._execute(number, payload)
+            self._execute(number, payload, self._service.clock())
 
     def _go_on(self) -> None:
         """Execute the next frame that waits in the next turn; read on once there is none."""
@@ -102,24 +102,24 @@ class _Connection(FramedProtocol):
             self._execute(*self._waiting.popleft())
             self._go_on()
 
-    def _execute(self, number: int, payload: bytes | memoryview) -> None:
+    def _execute(self, number: int, payload: bytes | memoryview, arrived_at: float) -> None:
         try:
             batch = arrived(Batch, wire.unpack(payload))
-            response = self._service.execute_if_due(batch)
+            response = self._service.execute_if_due(batch, arrived_at)
         except Exception as error:
             self._answer(number, to_cache_error(error))
             return
         if response is not None:
             self._answer(number, response)
             return
-        task = asyncio.get_running_loop().create_task(self._execute_late(number, batch))
+        task = asyncio.get_running_loop().create_task(self._execute_late(number, batch, arrived_at))
         self._late.add(task)
         task.add_done_callback(self._late.discard)
 
-    async def _execute_late(self, number: int, batch: Batch) -> None:
+    async def _execute_late(self, number: int, batch: Batch, arrived_at: float) -> None:
         """One that has overtaken the batch before it, which came as a Ray call."""
         try:
-            self._answer(number, await self._service.execute_in_turn(batch))
+            self._answer(number, await self._service.execute_in_turn(batch, arrived_at))
         except Exception as error:
             self._answer(number, to_cache_error(error))
 

@@ -53,6 +53,7 @@ from raydix.schemas import (
     TokenIds,
     TreeRequest,
     TreeResponse,
+    WaitingResponse,
     WindowResponse,
     WithdrawRequest,
     namespaces_of,
@@ -71,6 +72,7 @@ class RequestHandlers:
     Attributes:
         draining: nothing more is taken: leases are published and ended, no more.
         admission: of leases that begin or grow.
+        num_acquires: `acquire` requests that were answered, granted or refused, without waiting.
 
     Args:
         core: the cache.
@@ -93,6 +95,7 @@ class RequestHandlers:
         self.core = core
         self.line = line
         self.draining = False
+        self.num_acquires = 0
         self.admission = Admission(core, line, refusals, acquire_timeout_s)
         self._offers = offers
         self._unused_s = unused_s
@@ -149,10 +152,14 @@ class RequestHandlers:
         return self._granted(self.core.lock(request.lease_id, session_id, key, request.priority))
 
     def _acquire(self, session_id: str, request: AcquireRequest) -> Message:
+        self.num_acquires += 1
         key = _key(request.tokens, request.namespace)
         attempt = partial(self._attempt_acquire, session_id, request, key)
         num_tokens = len(key) + request.new_tokens
-        return self.admission.admit(session_id, request.lease_id, key, num_tokens, attempt, request.timeout_s)
+        answer = self.admission.admit(session_id, request.lease_id, key, num_tokens, attempt, request.timeout_s)
+        if type(answer) is WaitingResponse:
+            self.num_acquires -= 1
+        return answer
 
     def _attempt_acquire(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
         lease = self.core.acquire(

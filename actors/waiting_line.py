@@ -7,12 +7,14 @@ whoever stays within a floor goes before those of other tenants who wait for the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import NamedTuple
 
+from raydix.actors.distribution import ACQUIRE_S, WAIT_S, Distribution
 from raydix.cache_core import OutOfSlotsError
 from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease
 
@@ -39,6 +41,7 @@ class Waiter:
     place: Place
     attempt: Attempt
     shortage: OutOfSlotsError  # what it found when it was last tried
+    joined_at: float
     outcome: asyncio.Future[Message] = field(init=False)
     timer: asyncio.TimerHandle = field(init=False)
 
@@ -51,10 +54,21 @@ class WaitingLine:
     Attributes:
         max_waiters: of each tenant; 0: nobody may stand in line.
         waiting: how many stand in line, by tenant.
+        num_waited: requests that ever stood in line.
+        wait_time: seconds that each stood there.
+        acquire_latency: seconds from the arrival of each `acquire` to its answer; the line adds those that waited.
+
+    Args:
+        max_waiters: see above.
+        clock: seconds, of any origin.
     """
 
-    def __init__(self, max_waiters: int) -> None:
+    def __init__(self, max_waiters: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_waiters = max_waiters
+        self.num_waited = 0
+        self.wait_time = Distribution(WAIT_S)
+        self.acquire_latency = Distribution(ACQUIRE_S)
+        self._clock = clock
         self._line: list[Waiter] = []
         self.waiting: Counter[str | None] = Counter()
         self._by_ticket: dict[int, Waiter] = {}  # those in line, and those whose outcome was not collected yet
@@ -109,7 +123,8 @@ class WaitingLine:
         if self.waiting[place.tenant] >= self.max_waiters:
             raise CacheBusy(f"{self.waiting[place.tenant]} requests wait for room already", _RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
-        waiter = Waiter(next(self._next_ticket), session_id, lease_id, place, attempt, shortage)
+        waiter = Waiter(next(self._next_ticket), session_id, lease_id, place, attempt, shortage, self._clock())
+        self.num_waited += 1
         waiter.outcome = loop.create_future()
         waiter.timer = loop.call_later(timeout_s, self._expire, waiter, refusal)
         position = sum(other.place.urgent for other in self._line) if place.urgent else len(self._line)
@@ -173,7 +188,7 @@ class WaitingLine:
         for waiter in gone:
             if not waiter.outcome.done():
                 given_up = UnknownLease(f"lease {waiter.lease_id!r} was given up while it waited")
-                self._settle(waiter, error or given_up)
+                self._leave(waiter, error or given_up)
             self._forget(waiter)
 
     def _forget(self, waiter: Waiter) -> None:
@@ -201,6 +216,13 @@ class WaitingLine:
         self.serve()  # the next in line may need less
 
     def _settle(self, waiter: Waiter, outcome: Message | Exception) -> None:
+        """Answer a request, and take it out of line."""
+        if not waiter.place.urgent:
+            self.acquire_latency.add(self._clock() - waiter.joined_at)
+        self._leave(waiter, outcome)
+
+    def _leave(self, waiter: Waiter, outcome: Message | Exception) -> None:
+        self.wait_time.add(self._clock() - waiter.joined_at)
         waiter.timer.cancel()
         self._line.remove(waiter)
         self.waiting[waiter.place.tenant] -= 1

@@ -74,7 +74,7 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
-from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, PoolStats, TenantStats, TooLarge
+from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, Histogram, PoolStats, TenantStats, TooLarge
 from raydix.schemas.tenants import TenantConfig
 from raydix.schemas.tokens import TokenIds
 from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
@@ -113,6 +113,7 @@ __all__ = [
     "GhostConfig",
     "GhostStats",
     "GrantRequest",
+    "Histogram",
     "HistoryPoint",
     "InsertRequest",
     "InsertResponse",

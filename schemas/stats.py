@@ -76,6 +76,32 @@ class GhostStats(Message):
         return float(np.interp(num_slots, self.num_slots, self.hit_rates))
 
 
+class Histogram(Message):
+    """How often values of each size were seen since the cache began."""
+
+    bounds: tuple[float, ...] = Field(description="the largest value of each bucket, rising")
+    counts: tuple[int, ...] = Field(description="values in each bucket; then those above the last bound")
+    sum: float = Field(description="of all values")
+    count: int = Field(description="of all values")
+
+    @property
+    def mean(self) -> float:
+        """The mean value, 0 before the first."""
+        return self.sum / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """Return the value that this share of all values, 0 to 1, does not exceed, estimated within its bucket.
+
+        At most the last bound; 0 before the first value.
+        """
+        wanted, below, lower = share * self.count, 0, 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and below + count >= wanted:
+                return lower + (bound - lower) * (wanted - below) / count
+            below, lower = below + count, bound
+        return lower if self.count else 0.0
+
+
 class CacheStats(Message):
     """A snapshot. `free + private + tree + quarantined == num_slots`, at all times; counts are in slots or tokens."""
 
@@ -123,6 +149,13 @@ class CacheStats(Message):
     )
     too_large: TooLarge = Field(default=TooLarge(), description="of the refused acquires, those that can never fit")
     probes: int
+    waited: int = Field(description="acquires and extends that found no room at first, and waited")
+    wait_time: Histogram = Field(description="seconds that each of these waited, however that ended")
+    acquire_latency: Histogram = Field(
+        description="seconds from the arrival of an `acquire` at the cache to its answer, granted or refused, waits "
+        "included"
+    )
+    batch_size: Histogram = Field(description="messages of each batch")
     batches: int = Field(description="of messages, as clients send them")
     requests: int = Field(description="messages carried by those batches, one for each call of a verb")
     loop_lag_ms: float = Field(description="the longest that the event loop was late within the last 5 to 10 s")

@@ -16,6 +16,7 @@ from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
 COUNTED_ANYWAY = {
     *("batches", "requests", "probes", "open_sessions", "loop_lag_ms", "owners", "uptime_s"),
     *("exhausted", "refusals", "too_large", "tokens_requested", "tokens_refused"),
+    *("batch_size", "acquire_latency", "waited", "wait_time"),
 }
 
 

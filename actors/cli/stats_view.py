@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from raydix.actors.cli.output import share
 from raydix.actors.report.units import short_time
-from raydix.schemas import CacheConfig, CacheStats, PoolStats
+from raydix.schemas import CacheConfig, CacheStats, Histogram, PoolStats
 from raydix.schemas.shown import shown
 
 _BAR = 40  # characters
@@ -56,6 +57,7 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
         if pool is not None:
             table.add_row(title, _pool_line(pool))
     _add_traffic(table, now, before)
+    _add_times(table, stats)
     _add_holders(table, stats)
     _add_health(table, now)
     return Group(Text(head, style="bold"), table)
@@ -122,6 +124,25 @@ def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
         f"{count('tokens_evicted')} tokens; {stats.exhausted:,} refusals for want of room",
     )
     table.add_row("messages", f"{count('requests')} in {count('batches')} batches, {count('probes')} probes")
+
+
+def _add_times(table: Table, stats: CacheStats) -> None:
+    """How long an `acquire` took and requests waited; shares are estimated within a bucket."""
+    waits = f"; {_spread(stats.wait_time, _seconds)}" if stats.wait_time.count else ""
+    table.add_row("acquire", _spread(stats.acquire_latency, _seconds))
+    table.add_row("waited", f"{stats.waited:,} acquires and extends{waits}")
+    table.add_row("batch size", _spread(stats.batch_size, "{:.0f}".format))
+
+
+def _spread(histogram: Histogram, written: Callable[[float], str]) -> str:
+    if not histogram.count:
+        return "-"
+    half, most = (written(histogram.quantile(share)) for share in (0.5, 0.99))
+    return f"half at most {half}, 99 % at most {most}, mean {written(histogram.mean)}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _recent_rate(stats: CacheStats, before: CacheStats) -> str:

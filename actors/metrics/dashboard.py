@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT = 12, 8  # of a panel; Grafana's grid is 24 wide
+_PARTS = ("sum", "count")
 _OF = '{cache=~"$cache"}'
 
 
@@ -14,6 +15,21 @@ class _Panel(NamedTuple):
     unit: str
     queries: tuple[tuple[str, str], ...]  # PromQL, and what its lines are called
     stacked: bool = False
+
+
+def _distribution(title: str, unit: str, name: str) -> _Panel:
+    """Half, 99 % and the mean of what a histogram counts."""
+    per_bucket = f"sum by (cache, le) (rate(ray_raydix_{name}_bucket{_OF}[$__rate_interval]))"
+    of_all, number = (f"sum by (cache) (rate(ray_raydix_{name}_{part}{_OF}[$__rate_interval]))" for part in _PARTS)
+    return _Panel(
+        title,
+        unit,
+        (
+            (f"histogram_quantile(0.5, {per_bucket})", "{{cache}} half"),
+            (f"histogram_quantile(0.99, {per_bucket})", "{{cache}} 99 %"),
+            (f"{of_all} / {number}", "{{cache}} mean"),
+        ),
+    )
 
 
 _PANELS = (
@@ -78,9 +94,23 @@ _PANELS = (
         "reqps",
         tuple(
             (f"sum by (cache) (rate(ray_raydix_{name}_total{_OF}[$__rate_interval]))", f"{{{{cache}}}} {name}")
-            for name in ("acquires", "hits", "probes", "requests", "batches", "exhausted", "too_large")
+            for name in (
+                "acquires",
+                "hits",
+                "probes",
+                "requests",
+                "batches",
+                "waited",
+                "exhausted",
+                "deadlocks",
+                "grants_expired",
+                "too_large",
+            )
         ),
     ),
+    _distribution("Time to the answer of an acquire", "s", "acquire_latency_seconds"),
+    _distribution("Time that requests waited for room", "s", "wait_seconds"),
+    _distribution("Batch size", "short", "batch_size"),
     _Panel(
         "Event loop",
         "s",

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from raydix.schemas import CacheStats, PoolStats
+from raydix.actors.distribution import ACQUIRE_S, BATCH_SIZES, WAIT_S
+from raydix.schemas import CacheStats, Histogram, PoolStats
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, float]
 
 GHOST_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
 EXPORTED_PREFIX = "ray_"  # Ray puts it before every name
+BUCKETS = {
+    "raydix_acquire_latency_seconds": ACQUIRE_S,
+    "raydix_wait_seconds": WAIT_S,
+    "raydix_batch_size": BATCH_SIZES,
+}
 _USES = ("free", "private", "evictable", "protected", "quarantined")
 
 
@@ -54,6 +61,32 @@ def _slots(stats: CacheStats) -> Iterator[Sample]:
         if pool is not None:
             for use in _USES:
                 yield (("pool", name), ("use", use)), float(getattr(pool, f"{use}_slots"))
+
+
+def _histogram(name: str, field: str, meaning: str) -> tuple[Metric, ...]:
+    """The three series of a Prometheus histogram.
+
+    Ray's own histograms take values one by one and export sums of bucket middles. Gauges take what was counted
+    already, and unlike Ray's counters they also export a bucket that has counted nothing yet.
+    """
+
+    def buckets(stats: CacheStats) -> Iterator[Sample]:
+        histogram: Histogram = getattr(stats, field)
+        bounds = (*(f"{bound:g}" for bound in histogram.bounds), "+Inf")
+        for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
+            yield (("le", bound),), float(count)
+
+    def part(of: str) -> Callable[[CacheStats], Iterator[Sample]]:
+        def read(stats: CacheStats) -> Iterator[Sample]:
+            yield (), float(getattr(getattr(stats, field), of))
+
+        return read
+
+    return (
+        Metric(f"{name}_bucket", "gauge", f"{meaning}: how many were at most `le`", buckets, ("le",)),
+        Metric(f"{name}_sum", "gauge", f"{meaning}: their sum", part("sum")),
+        Metric(f"{name}_count", "gauge", f"{meaning}: how many there were", part("count")),
+    )
 
 
 def _sessions_lost(stats: CacheStats) -> Iterator[Sample]:
@@ -138,6 +171,21 @@ METRICS = (
         _ghost,
         ("factor",),
     ),
+    *_histogram(
+        "raydix_acquire_latency_seconds",
+        "acquire_latency",
+        "time from the arrival of an `acquire` at the cache to its answer, granted or refused, waits included",
+    ),
+    *_histogram(
+        "raydix_wait_seconds", "wait_time", "time that an acquire or extend waited for room, however that ended"
+    ),
+    *_histogram("raydix_batch_size", "batch_size", "messages of a batch"),
+    Metric(
+        "raydix_waited_total",
+        "counter",
+        "acquires and extends that found no room at first, and waited",
+        _field("waited"),
+    ),
     Metric("raydix_acquires_total", "counter", "requests granted by acquire or lock, a lease each", _field("acquires")),
     Metric("raydix_hits_total", "counter", "of those, the ones that found a prefix", _field("hits")),
     Metric(
@@ -160,6 +208,18 @@ METRICS = (
     Metric("raydix_exhausted_total", "counter", "acquires and extends refused for want of room", _field("exhausted")),
     Metric("raydix_refused_tokens_total", "counter", "prompt tokens of refused acquires", _field("tokens_refused")),
     Metric("raydix_too_large_total", "counter", "acquires that can never fit, refused at once", _too_large),
+    Metric(
+        "raydix_deadlocks_total",
+        "counter",
+        "extends refused because all leases of the pool, or of a share, wait in extend",
+        _field("deadlocks"),
+    ),
+    Metric(
+        "raydix_grants_expired_total",
+        "counter",
+        "granted leases that ended because they were not adopted in time",
+        _field("grants_expired"),
+    ),
     Metric("raydix_probes_total", "counter", "match calls", _field("probes")),
     Metric("raydix_batches_total", "counter", "batches of messages executed", _field("batches")),
     Metric(
@@ -187,4 +247,12 @@ def markdown() -> str:
     for each in METRICS:
         labels = ", ".join(f"`{label}`" for label in each.labels)
         rows.append(f"| `{each.exported_name}` | {each.kind} | {labels} | {each.meaning} |")
-    return head + "\n".join(rows) + "\n"
+    return head + "\n".join(rows) + "\n" + _bucket_table()
+
+
+def _bucket_table() -> str:
+    rows = "\n".join(
+        f"| `{EXPORTED_PREFIX}{name}` | {', '.join(f'{bound:g}' for bound in bounds)}, +Inf |"
+        for name, bounds in BUCKETS.items()
+    )
+    return f"\n| histogram | `le` |\n|---|---|\n{rows}\n"

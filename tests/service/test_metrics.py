@@ -22,6 +22,7 @@ from raydix.schemas import (
     CacheStats,
     CacheUnavailable,
     GhostConfig,
+    Histogram,
     LeaseConfig,
     MetricsConfig,
     PoolConfig,
@@ -35,7 +36,7 @@ Labels = frozenset[tuple[str, str]]
 PASSING = {
     f"raydix_{name}"
     for name in ("uptime_seconds", "loop_lag_seconds", "oldest_lease_seconds", "batches_total", "requests_total")
-}
+} | {f"raydix_batch_size_{part}" for part in ("bucket", "sum", "count")}
 
 
 def expected(stats: CacheStats) -> dict[tuple[str, Labels], float]:
@@ -130,7 +131,8 @@ def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     derived = {"num_slots", "tree_slots"}  # sums of others
     texts = {"epoch", "core", "last_restart_cause"}
     others = texts | {"swa", "state", "ghost", "eviction_task", "owners", "tenants", "refusals", "too_large"}
-    read = {name for name in CacheStats.model_fields if name not in derived | others}
+    histograms = {"acquire_latency", "wait_time", "batch_size"}
+    read = {name for name in CacheStats.model_fields if name not in derived | others | histograms}
     values = {name: float(place + 1) for place, name in enumerate(sorted(read))}
     task = dict.fromkeys(("rounds", "slices", "tokens_evicted", "failures"), 0)
     stats = CacheStats.model_construct(
@@ -143,12 +145,19 @@ def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
         tenants=(),
         too_large=TooLarge(),
         num_slots=0,
+        **{
+            name: Histogram(bounds=(0.5, 2.0), counts=(1, 2, 3), sum=1000.0 + place, count=6)
+            for place, name in enumerate(sorted(histograms))
+        },
     )
 
     seen = {value for metric in METRICS for _, value in metric.read(stats)}
 
     expected_values = {value / 1000 if name == "loop_lag_ms" else value for name, value in values.items()}
     assert expected_values <= seen
+    buckets = next(metric for metric in METRICS if metric.name == "raydix_wait_seconds_bucket")
+    assert {labels[0][1]: value for labels, value in buckets.read(stats)} == {"0.5": 1, "2": 3, "+Inf": 6}
+    assert {1000.0, 1001.0, 1002.0, 6.0} <= seen
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are_and_for_all_of_them() -> None:

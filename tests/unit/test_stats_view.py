@@ -9,7 +9,16 @@ import pytest
 from raydix.actors.cli.output import console
 from raydix.actors.cli.stats import _watch
 from raydix.actors.cli.stats_view import Snapshot, view
-from raydix.schemas import CacheConfig, CacheStats, EvictionTaskStats, GhostStats, LeaseOwner, PoolConfig, PoolStats
+from raydix.schemas import (
+    CacheConfig,
+    CacheStats,
+    EvictionTaskStats,
+    GhostStats,
+    Histogram,
+    LeaseOwner,
+    PoolConfig,
+    PoolStats,
+)
 from raydix.schemas.stats import TenantStats
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=1000))
@@ -50,6 +59,10 @@ STATS = CacheStats(
     tokens_evicted=6_000,
     exhausted=7,
     probes=8,
+    waited=11,
+    wait_time=Histogram(bounds=(1.0, 2.0), counts=(5, 5, 0), sum=12.0, count=10),
+    acquire_latency=Histogram(bounds=(0.001, 0.1, 1.0), counts=(50, 45, 5, 0), sum=10.0, count=100),
+    batch_size=Histogram(bounds=(1.0, 2.0), counts=(0, 0, 9), sum=300.0, count=9),
     batches=9,
     requests=300,
     loop_lag_ms=12.5,
@@ -78,6 +91,10 @@ def test_every_count_that_matters_is_there() -> None:
         "10,000 requested, 2,500 reused",
         "7,000 published, 500 computed twice",
         "6,000 tokens; 7 refusals for want of room",
+        "acquire half at most 1 ms, 99 % at most 820 ms, mean 100 ms",
+        "waited 11 acquires and extends; half at most 1.0 s, 99 % at most 2.0 s, mean 1.2 s",
+        "batch size half at most 2, 99 % at most 2, mean 33",
+        "up 1.5 min; restarts: 0 ",
         "3 open, the oldest 9 s old; 4 wait for room",
         "by owner, shared prefixes counted once, for the oldest lease: [w0]: 1 leases, 10 slots, up to 0 s",
         "2 more owners",
@@ -111,6 +128,14 @@ def test_a_cache_that_was_asked_for_nothing_has_no_hit_rate() -> None:
     text = text_of(snapshot(tokens_requested=0, tokens_reused=0, acquires=0, hits=0))
 
     assert "hit rate - of tokens, 0 of 0 requests" in text
+
+
+def test_before_the_first_request_there_is_no_latency() -> None:
+    none = Histogram(bounds=(1.0,), counts=(0, 0), sum=0.0, count=0)
+
+    text = text_of(snapshot(waited=0, wait_time=none, acquire_latency=none, batch_size=none))
+
+    assert "acquire - waited 0 acquires and extends batch size - " in text
 
 
 def test_rates_are_those_between_two_looks_and_not_across_a_restart() -> None:
