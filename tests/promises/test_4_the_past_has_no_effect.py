@@ -154,11 +154,13 @@ async def test_after_a_restart_nothing_of_before_has_any_effect(
         lambda: lease.extend(1),
         lambda: lease.grant(),
         lambda: client.adopt(grant),
+        lambda: lease.preempt([1, 2]),
         lambda: pool.read_kv(lease, lease.slots),
         lambda: pool.write_kv(lease, lease.slots[1:], torch.ones(3, 2, 1, 2), torch.ones(3, 2, 1, 1)),
     ):
         with pytest.raises(StaleEpoch):
             await use()
+    assert not await client.revoke(grant)  # its lease ended with the cache
     await lease.release()
     await lease.abort()
 
