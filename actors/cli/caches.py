@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group
 
 from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, join
 from raydix.actors.cli.output import AsJson, share, show, table_of
@@ -65,12 +65,11 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _table(rows: list[dict[str, Any]], namespace: str) -> Table | str:
+def _table(rows: list[dict[str, Any]], namespace: str) -> Group | str:
     if not rows:
         return f"no cache runs in namespace {namespace!r}; start one: raydix start -c cache.yaml"
-    table = table_of(
-        "cache", "kind", ">page", ">slots", ">in use", ">leases", ">hit rate", "device", "node", ">up", "restarts"
-    )
+    table = table_of("cache", "kind", ">page", ">slots", ">in use", ">leases", ">hit rate", "device, node", ">up")
+    restarted = []
     for row in rows:
         if row["state"] != "ready":
             table.add_row(shown(row["name"]), "silent")
@@ -83,12 +82,13 @@ def _table(rows: list[dict[str, Any]], namespace: str) -> Table | str:
             f"{1 - row['free_slots'] / row['num_slots']:.0%}",
             f"{row['open_leases']:,}",
             share(row["tokens_reused"], row["tokens_requested"]),
-            row["device"],
-            row["node_id"][:8],
+            f"{row['device']} {row['node_id'][:8]}",
             short_time(row["uptime_s"]),
-            f"{row['restarts']:,}" + (f", the last: {_kind_of(row['last_restart_cause'])}" if row["restarts"] else ""),
         )
-    return table
+        if row["restarts"]:
+            cause = f"{row['restarts']:,}, the last: {_kind_of(row['last_restart_cause'])}"
+            restarted.append(f"{shown(row['name'])}  restarts: {cause}")
+    return Group(table, *restarted)
 
 
 def _kind_of(cause: str) -> str:

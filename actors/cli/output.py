@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import BaseModel
@@ -43,10 +43,14 @@ def show(value: Any, as_json: bool, render: Callable[[], RenderableType]) -> Non
 
 
 def table_of(*columns: str) -> Table:
-    """An empty table; a column whose name begins with `>` is aligned to the right."""
+    """Return an empty table. A column whose name begins with `>` is aligned to the right.
+
+    If the terminal is too narrow, the other columns are wrapped, and the first one, which names the rows, is whole.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    for number, column in enumerate(columns):
+        side: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        table.add_column(column.removeprefix(">"), justify=side, no_wrap=number == 0)
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import pickle
 import signal
 import threading
@@ -120,11 +119,12 @@ def interrupt_when(
     cache: SyncClient, reached: Callable[[Any], bool], by: signal.Signals = signal.SIGINT
 ) -> threading.Thread:
     """Ctrl-C, or another signal, as soon as the statistics say so."""
+    main = threading.main_thread().ident or 0
 
     def watch() -> None:
         while not reached(cache.stats()):
             time.sleep(0.001)
-        os.kill(os.getpid(), by)
+        signal.pthread_kill(main, by)  # Ray has threads of its own that a signal could reach
 
     thread = threading.Thread(target=watch)
     thread.start()

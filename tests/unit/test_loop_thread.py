@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import threading
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 
 from raydix.actors.loop_thread import LoopThread
+
+MAIN = threading.main_thread().ident or 0  # the thread that a signal interrupts; others may be there, as Ray's
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_an_interrupt_cancels_what_runs_and_goes_on_when_that_has_ended(thread: 
     steps = []
 
     async def wait() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(MAIN, signal.SIGINT)
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -100,7 +101,7 @@ def test_what_was_given_just_before_an_interrupt_is_undone(thread: LoopThread) -
     undone = []
 
     async def give() -> str:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(MAIN, signal.SIGINT)
         return "a lease"
 
     async def undo(given: str) -> None:
@@ -130,11 +131,9 @@ def alarm() -> Iterator[Callable[[BaseException], None]]:
 
 async def ring_alarm() -> None:
     """Wait until the caller waits: a TimeoutError that comes while it wakes the loop is lost in asyncio."""
-    caller = threading.main_thread().ident
-    assert caller is not None
-    while sys._current_frames()[caller].f_code.co_name != "wait":  # noqa: ASYNC110 -- another thread
+    while sys._current_frames()[MAIN].f_code.co_name != "wait":  # noqa: ASYNC110 -- another thread
         await asyncio.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGALRM)
+    signal.pthread_kill(MAIN, signal.SIGALRM)
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), TimeoutError("too late"), asyncio.CancelledError()], ids=repr)
