@@ -35,7 +35,7 @@ demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends wit
 
 # Ray's token is made first (older Ray has none), as of two clusters that start at once each would make another.
 test: $(STAMP)  ## all tests but the long ones; ends with what did not run here, and the command that runs it
-	$(if $(ARGS),,@echo "make test takes about 12 minutes on two cores")
+	$(if $(ARGS),,@echo "make test takes about 14 minutes on two cores")
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
 	$(BIN)/pytest -m "not long" $(SPREAD) $(ARGS)
 
