@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.pool_export import layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.pool_export import check_layers_alike, layout_of, open_cuda_pool, open_shared_pool
 from raydix.actors.process_life import ProcessLife
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
@@ -77,6 +77,9 @@ class AttachedPool:
             except OSError as error:
                 if mapped:
                     raise CacheUnavailable(f"the pool cannot be mapped from here: {error}") from error
+                if difference := layout_of(handle.config).difference:
+                    reason = f"{error}; and its layers differ, so that KV cannot be copied: {difference}"
+                    raise CacheUnavailable(f"the pool cannot be mapped from here: {reason}") from error
                 logger.warning("the pool cannot be mapped from here (%s): KV is copied through the cache", error)
         return cls(client, handle, pool)
 
@@ -101,7 +104,10 @@ class AttachedPool:
 
     @property
     def k(self) -> list[torch.Tensor]:
-        """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`; in kind "slots" `[num_slots, ...]`."""
+        """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`; in kind "slots" `[num_slots, ...]`.
+
+        With `PoolConfig.kv_shapes` each layer has its own shape. Window layers have `num_swa_slots`.
+        """
         return self._mapped_pool().k
 
     @property
@@ -170,7 +176,8 @@ class AttachedPool:
         """Write KV of all layers, `[num_layers, n, num_kv_heads, dim]` each, into private slots of a lease.
 
         Raises:
-            InvalidRequest: the lease does not hold all the slots privately, or a shape does not fit.
+            InvalidRequest: the lease does not hold all the slots privately, a shape does not fit, or the pool's layers
+                differ in shape.
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
@@ -200,7 +207,7 @@ class AttachedPool:
         """Copies of the K and V of slots that a lease covers, all layers, `[num_layers, n, num_kv_heads, dim]` each.
 
         Raises:
-            InvalidRequest: the lease does not cover all the slots.
+            InvalidRequest: the lease does not cover all the slots, or the pool's layers differ in shape.
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
@@ -226,9 +233,10 @@ class AttachedPool:
         return k, v
 
     async def _transport_of(self, lease: Lease) -> Transport:
-        """The session of a lease, which this pool serves as well."""
+        """The session of a lease, which this pool serves as well, if all layers can be copied at once."""
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)
+        check_layers_alike(self.layout)
         await self._client._check_mine(lease)
         return lease.transport
 
@@ -236,6 +244,7 @@ class AttachedPool:
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)
         if self._pool is None:
+            check_layers_alike(self.layout)
             raise InvalidRequest("this pool is not mapped: use `await write_kv(...)` and `await read_kv(...)`")
         return self._pool
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.cache_service import NEVER_RESTARTED, CacheService, Restarts
 from raydix.actors.error_map import to_cache_error
-from raydix.actors.pool_export import ExportedPool, may_lie_on_gpu
+from raydix.actors.pool_export import ExportedPool, check_layers_alike, may_lie_on_gpu
 from raydix.actors.typed_messages import arrived
 from raydix.cache_core import UnknownLeaseError
 from raydix.cache_core.memory_pool import wait_for_device
@@ -67,7 +67,7 @@ class CacheHost:
 
         Raises:
             UnknownLease: no such open lease of that session.
-            InvalidRequest: the lease does not cover all of the slots.
+            InvalidRequest: the lease does not cover all of the slots, or the pool's layers differ in shape.
         """
         self._check(arrived(ReadKV, request), private=False)
         slots = torch.from_numpy(request.slots.copy())
@@ -79,7 +79,8 @@ class CacheHost:
 
         Raises:
             UnknownLease: no such open lease of that session.
-            InvalidRequest: the lease does not hold all of the slots privately, or the sizes do not fit.
+            InvalidRequest: the lease does not hold all of the slots privately, the sizes do not fit, or the pool's
+                layers differ in shape.
         """
         self._check(arrived(WriteKV, request), private=True)
         layout = self.exported.layout
@@ -92,6 +93,7 @@ class CacheHost:
         wait_for_device(self.exported.pool.storage)  # who is told may publish, and others read at once
 
     def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
+        check_layers_alike(self.exported.layout)
         session, core = self.service.session(request.session_id, request.epoch), self.service.core
         try:
             lease = core.leases.get(request.lease_id, session.session_id)

@@ -13,7 +13,7 @@ import torch
 
 from raydix.actors.process_life import own_life_path
 from raydix.cache_core import KVPool, PoolLayout
-from raydix.schemas import CacheConfig, CacheUnavailable, PoolHandle
+from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolHandle
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,17 @@ def layout_of(config: CacheConfig) -> PoolLayout:
         num_swa_slots=pool.num_swa_slots or (pool.num_slots if config.sliding_window_size else 0),
         num_state_slots=pool.num_state_slots,
         state_shapes=pool.state_shapes,
+        kv_shapes=pool.kv_shapes,
     )
+
+
+def check_layers_alike(layout: PoolLayout) -> None:
+    """Raise InvalidRequest unless all layers keep K and V of one shape, as copies of all layers at once need."""
+    if difference := layout.difference:
+        raise InvalidRequest(
+            f"this pool's layers differ: {difference}. read_kv and write_kv copy layers that are alike: map the pool "
+            "(attach_pool(mapped=True), on the node or card of the cache), and use write and gather, layer by layer"
+        )
 
 
 class ExportedPool:

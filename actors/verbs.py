@@ -211,7 +211,8 @@ class CacheVerbs(HandoverVerbs):
                 insists on mapping, False declines it.
 
         Raises:
-            CacheUnavailable: `mapped=True`, but this process cannot map it; the message says why.
+            CacheUnavailable: `mapped=True`, or the pool's layers differ in shape, but this process cannot map it; the
+                message says why.
         """
         from raydix.actors.attached_pool import AttachedPool
 

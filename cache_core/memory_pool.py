@@ -20,8 +20,13 @@ class PoolLayout:
     padding, so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for
     each of `state_shapes`, with row 0 reserved, and no K and V. States lie behind all KV, those of one slot together.
 
+    With `kv_shapes`, layers differ in `(num_kv_heads, head_dim, v_head_dim)`, and the fields of these names are unused.
+
     With `max_seq_len`, slots come in runs of so many, for one sequence each, and none is reserved: every layer is full,
     its K `[num_slots, num_kv_heads, head_dim]`.
+
+    Raises:
+        ValueError: `kv_shapes` does not have a shape for each layer, or those of all layers with K and V are equal.
     """
 
     num_slots: int
@@ -36,6 +41,15 @@ class PoolLayout:
     num_state_slots: int = 0
     state_shapes: tuple[tuple[int, ...], ...] = ()
     max_seq_len: int | None = None
+    kv_shapes: tuple[tuple[int, int, int], ...] | None = None  # of each layer, where layers differ; None: all alike
+
+    def __post_init__(self) -> None:
+        if self.kv_shapes is None:
+            return
+        if len(self.kv_shapes) != self.num_layers:
+            raise ValueError(f"kv_shapes must have a shape for each of {self.num_layers} layers: {self.kv_shapes}")
+        if len({self.kv_shapes[layer] for layer in self.kv_layers}) < 2:
+            raise ValueError(f"kv_shapes is for layers that differ, but those with K and V are alike: {self.kv_shapes}")
 
     def kind(self, layer: int) -> str:
         """ "full", "swa" or "state"."""
@@ -46,6 +60,24 @@ class PoolLayout:
         """The layers that have K and V."""
         return [layer for layer in range(self.num_layers) if self.kind(layer) != "state"]
 
+    def kv_shape(self, layer: int) -> tuple[int, int, int]:
+        """Return `(num_kv_heads, head_dim, v_head_dim)` of a layer with K and V."""
+        if self.kv_shapes is not None:
+            return self.kv_shapes[layer]
+        return self.num_kv_heads, self.head_dim, self.v_head_dim
+
+    @property
+    def difference(self) -> str:
+        """Name two layers whose K and V differ in shape, and their shapes; empty where all layers are alike."""
+        if self.kv_shapes is None:
+            return ""
+        first, *others = self.kv_layers
+        other = next(layer for layer in others if self.kv_shapes[layer] != self.kv_shapes[first])
+        return (
+            f"(num_kv_heads, head_dim, v_head_dim) is {self.kv_shapes[first]} in layer {first}, "
+            f"but {self.kv_shapes[other]} in layer {other}"
+        )
+
     def shapes(self, layer: int) -> list[tuple[int, ...]]:
         """The shapes of a layer's K and V; none for a state layer."""
         if self.kind(layer) == "state":
@@ -53,7 +85,8 @@ class PoolLayout:
         rows = self.num_slots if self.kind(layer) == "full" else self.num_swa_slots
         if self.max_seq_len is None:
             rows += self.page_size
-        return [(rows, self.num_kv_heads, self.head_dim), (rows, self.num_kv_heads, self.v_head_dim)]
+        num_kv_heads, head_dim, v_head_dim = self.kv_shape(layer)
+        return [(rows, num_kv_heads, head_dim), (rows, num_kv_heads, v_head_dim)]
 
     @property
     def num_bytes(self) -> int:
@@ -87,6 +120,7 @@ class PoolLayout:
         Only with `max_seq_len`: the layers are all alike then, so one stride leads from each to the next.
         """
         assert self.max_seq_len is not None, "this pool's slots come in pages"
+        assert self.kv_shapes is None, "this pool's layers differ"
         memory = storage[: self.num_bytes].view(self.dtype)
         to_next_layer = memory.numel() // max(1, self.num_layers)
         at, views, length = memory.storage_offset(), [], self.max_seq_len
@@ -204,8 +238,12 @@ class KVPool:
         """Copies of the K and V of `slots` in all layers, `[num_layers, n, num_kv_heads, dim]` each.
 
         Sliding-window layers are read at `swa_slots`; state layers are zeros.
+
+        Raises:
+            ValueError: layers differ in shape.
         """
         layout = self.layout
+        self._check_alike()
         slots, swa_slots = self._brought_here(slots, swa_slots)
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
         k = torch.empty(*shape, layout.head_dim, dtype=layout.dtype, device=self.storage.device)
@@ -221,10 +259,19 @@ class KVPool:
     def write_all(
         self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, swa_slots: torch.Tensor | None = None
     ) -> None:
-        """`write` in all layers that have KV: `k` and `v` are `[num_layers, n, num_kv_heads, dim]`."""
+        """`write` in all layers that have KV: `k` and `v` are `[num_layers, n, num_kv_heads, dim]`.
+
+        Raises:
+            ValueError: layers differ in shape; nothing was written.
+        """
+        self._check_alike()
         slots, swa_slots = self._brought_here(slots, swa_slots)
         for layer in self.layout.kv_layers:
             self.write(layer, self._rows(layer, slots, swa_slots), k[layer], v[layer])
+
+    def _check_alike(self) -> None:
+        if difference := self.layout.difference:
+            raise ValueError(f"layers that differ cannot be copied at once, only one by one: {difference}")
 
     def _brought_here(
         self, slots: torch.Tensor, swa_slots: torch.Tensor | None

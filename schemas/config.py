@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,6 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from raydix.schemas.tenants import TenantConfig, check_tenants
 
 MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
+
+
+_Count = Annotated[int, Field(ge=0)]
+KVShape = tuple[_Count, _Count, _Count]  # num_kv_heads, head_dim, v_head_dim of a layer
 
 
 class _Config(BaseModel):
@@ -25,6 +30,11 @@ class PoolConfig(_Config):
     num_kv_heads: int = Field(default=0, ge=0)
     head_dim: int = Field(default=0, ge=0, description="elements of one head's K")
     v_head_dim: int | None = Field(default=None, ge=0, description="elements of one head's V; None: as K")
+    kv_shapes: tuple[KVShape, ...] | None = Field(
+        default=None,
+        description="(num_kv_heads, head_dim, v_head_dim) of each layer, where layers differ; (0, 0, 0) for a state "
+        "layer. num_kv_heads, head_dim and v_head_dim are then left out",
+    )
     layer_kinds: tuple[Literal["full", "swa", "state"], ...] | None = Field(
         default=None, description="what each layer keeps: KV, sliding-window KV, or a recurrent state; None: all KV"
     )
@@ -48,8 +58,10 @@ class PoolConfig(_Config):
 
     @model_validator(mode="after")
     def _layers_have_a_shape(self) -> Self:
-        if self.num_layers and not (self.num_kv_heads and self.head_dim):
-            raise ValueError("a pool with layers needs num_kv_heads and head_dim of at least 1")
+        if self.num_layers and self.kv_shapes is None and not (self.num_kv_heads and self.head_dim):
+            raise ValueError(
+                "a pool with layers needs num_kv_heads and head_dim of at least 1, or kv_shapes where layers differ"
+            )
         return self
 
     @model_validator(mode="after")
@@ -60,6 +72,45 @@ class PoolConfig(_Config):
         if "state" in kinds and not (self.num_state_slots and self.state_shapes):
             raise ValueError('a pool with "state" layers needs num_state_slots and state_shapes')
         return self
+
+    @model_validator(mode="after")
+    def _kv_shapes_fit_the_layers(self) -> Self:
+        if self.kv_shapes is None:
+            return self
+        if self.num_kv_heads or self.head_dim or self.v_head_dim is not None:
+            raise ValueError("kv_shapes has the shape of each layer: leave out num_kv_heads, head_dim and v_head_dim")
+        if len(self.kv_shapes) != self.num_layers:
+            raise ValueError(f"kv_shapes has {len(self.kv_shapes)} layers, but num_layers is {self.num_layers}")
+        kinds = self.layer_kinds or ("full",) * self.num_layers
+        for layer, (kind, shape) in enumerate(zip(kinds, self.kv_shapes, strict=True)):
+            if kind == "state" and any(shape):
+                raise ValueError(f"kv_shapes of layer {layer}, which keeps a state, must be (0, 0, 0), not {shape}")
+            if kind != "state" and not all(shape):
+                raise ValueError(f"kv_shapes of layer {layer} must be numbers of at least 1, not {shape}")
+        _check_shapes_differ(shape for shape in self.kv_shapes if any(shape))
+        return self
+
+    @property
+    def layer_shapes(self) -> tuple[KVShape, ...]:
+        """Return (num_kv_heads, head_dim, v_head_dim) of each layer, however given; (0, 0, 0) for a state layer."""
+        if self.kv_shapes is not None:
+            return self.kv_shapes
+        shape = self.num_kv_heads, self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim
+        kinds = self.layer_kinds or ("full",) * self.num_layers
+        return tuple((0, 0, 0) if kind == "state" else shape for kind in kinds)
+
+
+def _check_shapes_differ(shapes: Iterable[KVShape]) -> None:
+    """Raise ValueError unless there are several: layers that are alike have one way to be configured, so one digest."""
+    found = set(shapes)
+    if len(found) > 1:
+        return
+    if not found:
+        raise ValueError("kv_shapes is for layers that differ, but none keeps KV: set num_kv_heads and head_dim")
+    ((heads, head_dim, v_head_dim),) = found
+    fields = f"num_kv_heads={heads}, head_dim={head_dim}"
+    fields += f", v_head_dim={v_head_dim}" if v_head_dim != head_dim else ""
+    raise ValueError(f"kv_shapes is for layers that differ, but all with KV are alike: set {fields} instead")
 
 
 class EvictionConfig(_Config):
@@ -203,6 +254,8 @@ with warnings.catch_warnings():
                 return self
             if self.bigram:
                 raise ValueError("bigram is not for kind 'slots': a row holds one position per token")
+            if self.pool.kv_shapes is not None:
+                raise ValueError("kv_shapes is not for kind 'slots': its sequences are one tensor, with layers alike")
             if self.max_seq_len % self.page_size:
                 raise ValueError(f"max_seq_len ({self.max_seq_len}) must be a multiple of page_size ({self.page_size})")
             if self.pool.num_slots % self.max_seq_len:

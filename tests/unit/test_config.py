@@ -19,6 +19,14 @@ from raydix.schemas import (
 
 POOL = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=3, head_dim=4)
 CONFIG = CacheConfig(page_size=4, pool=POOL)
+UNLIKE: dict[str, Any] = {"num_slots": 8, "num_layers": 3, "kv_shapes": ((2, 4, 4), (1, 8, 6), (2, 4, 4))}
+WITH_STATES: dict[str, Any] = {
+    "num_slots": 8,
+    "num_layers": 3,
+    "layer_kinds": ("full", "full", "state"),
+    "num_state_slots": 2,
+    "state_shapes": ((3,),),
+}
 
 
 def test_defaults_are_those_of_the_design() -> None:
@@ -44,6 +52,27 @@ def test_defaults_are_those_of_the_design() -> None:
         (PoolConfig, {"num_slots": 8, "num_layers": 1, "num_kv_heads": 1}, "num_kv_heads and head_dim"),
         (PoolConfig, {"num_slots": 8, "num_layers": 1, "head_dim": 1}, "num_kv_heads and head_dim"),
         (PoolConfig, {"num_slots": 8, "v_head_dim": -1}, "v_head_dim"),
+        (PoolConfig, {**UNLIKE, "num_kv_heads": 1}, "leave out num_kv_heads, head_dim and v_head_dim"),
+        (PoolConfig, {**UNLIKE, "head_dim": 1}, "leave out num_kv_heads, head_dim and v_head_dim"),
+        (PoolConfig, {**UNLIKE, "v_head_dim": 0}, "leave out num_kv_heads, head_dim and v_head_dim"),
+        (PoolConfig, {**UNLIKE, "num_layers": 2}, "kv_shapes has 3 layers, but num_layers is 2"),
+        (PoolConfig, {"num_slots": 8, "kv_shapes": UNLIKE["kv_shapes"]}, "kv_shapes has 3 layers, but num_layers is 0"),
+        (PoolConfig, {"num_slots": 8, "num_layers": 1, "kv_shapes": ()}, "kv_shapes has 0 layers, but num_layers is 1"),
+        (PoolConfig, {"num_slots": 8, "kv_shapes": ()}, "none keeps KV"),
+        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 8), (2, 4, 4))}, r"kv_shapes\.1"),
+        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 8, -8), (2, 4, 4))}, r"kv_shapes\.1\.2"),
+        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 8, 0), (2, 4, 4))}, r"layer 1 must be .* not \(1, 8, 0\)"),
+        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (0, 0, 0), (1, 4, 4))}, r"layer 1 must be .* not \(0, 0, 0\)"),
+        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4),) * 3}, "alike: set num_kv_heads=2, head_dim=4 instead"),
+        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 6),) * 3}, "num_kv_heads=2, head_dim=4, v_head_dim=6 instead"),
+        (
+            PoolConfig,
+            WITH_STATES | {"kv_shapes": UNLIKE["kv_shapes"]},
+            r"layer 2, which keeps a state, must be \(0, 0, 0",
+        ),
+        (PoolConfig, WITH_STATES | {"kv_shapes": ((2, 4, 4), (2, 4, 4), (0, 0, 0))}, "set num_kv_heads=2, head_dim=4"),
+        (PoolConfig, WITH_STATES | {"kv_shapes": ((0, 0, 0),) * 3, "layer_kinds": ("state",) * 3}, "none keeps KV"),
+        (CacheConfig, {"pool": UNLIKE, "kind": "slots", "max_seq_len": 8}, "kv_shapes is not for kind 'slots'"),
         (PoolConfig, {"num_slots": 8, "dtype": "int4"}, "dtype"),
         (PoolConfig, {"num_slots": 8, "device": "gpu"}, "device"),
         (PoolConfig, {"num_slots": 8, "device": "cuda:x"}, "device"),
@@ -155,6 +184,26 @@ def test_what_is_handed_out_together_is_a_page_or_a_row() -> None:
     assert CacheConfig(pool=PoolConfig(num_slots=64), kind="slots", max_seq_len=16, page_size=4).run_len == 16
 
 
+@pytest.mark.parametrize("kind", ["radix", "mamba", "chunk", "trie"])
+def test_layers_that_differ_have_a_shape_each(kind: Any) -> None:
+    pool = UNLIKE | ({"num_state_slots": 2} if kind == "mamba" else {})
+    config = CacheConfig(kind=kind, pool=PoolConfig.model_validate(pool))
+
+    assert config.pool.layer_shapes == config.pool.kv_shapes == UNLIKE["kv_shapes"]
+    assert CacheConfig.model_validate_json(config.model_dump_json()).digest() == config.digest()
+
+
+def test_the_shapes_of_layers_are_listed_however_they_were_given() -> None:
+    shape, narrow = {"num_kv_heads": 2, "head_dim": 4}, {"v_head_dim": 0}
+    shapes = ((2, 4, 4), (1, 4, 2), (0, 0, 0))
+
+    assert PoolConfig(num_slots=8).layer_shapes == ()
+    assert PoolConfig(num_slots=8, num_layers=2, **shape).layer_shapes == ((2, 4, 4),) * 2
+    assert PoolConfig(num_slots=8, num_layers=2, **shape, **narrow).layer_shapes == ((2, 4, 0),) * 2
+    assert PoolConfig(**WITH_STATES, **shape).layer_shapes == ((2, 4, 4), (2, 4, 4), (0, 0, 0))
+    assert PoolConfig(**WITH_STATES, kv_shapes=shapes).layer_shapes == shapes
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15", "cuda:99"])
 def test_devices_are_named_as_torch_names_them(device: str) -> None:
     assert PoolConfig(num_slots=8, device=device).device == device
@@ -214,6 +263,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_kv_heads": 1,
         "head_dim": 8,
         "v_head_dim": 4,
+        "kv_shapes": ((3, 4, 4), (1, 8, 8)),
         "layer_kinds": ("full",),
         "num_swa_slots": 32,
         "num_state_slots": 2,

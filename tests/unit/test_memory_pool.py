@@ -256,6 +256,56 @@ def test_a_storage_may_be_larger_than_needed() -> None:
     assert pool.k[1].shape == (6, 3, 4)
 
 
+# ---------------------------------------------------------------- layers that differ in shape
+
+UNLIKE = replace(HYBRID, kv_shapes=((0, 0, 0), (3, 4, 5), (1, 8, 8), (0, 0, 0)))
+
+
+def test_each_layer_has_the_rows_of_its_kind_in_its_own_shape() -> None:
+    pool = KVPool(UNLIKE)
+
+    assert [tuple(pool.k[layer].shape) for layer in (1, 2)] == [(6, 3, 4), (4, 1, 8)]
+    assert [tuple(pool.v[layer].shape) for layer in (1, 2)] == [(6, 3, 5), (4, 1, 8)]
+    assert [tuple(tensor.shape) for tensor in pool.state(3)] == [(4, 3, 2), (4, 5)]
+    assert UNLIKE.num_bytes == pool.storage.numel() == (512 + 512) + (256 + 256) + 4 * 4 * 256
+
+
+def test_a_layer_takes_kv_of_its_own_shape_only() -> None:
+    pool, slots = KVPool(UNLIKE), torch.tensor([2])
+
+    with pytest.raises(ValueError, match=r"1 slots need \[1, 1, 8\], not \[1, 3, 4\]"):
+        pool.write(2, slots, torch.ones(1, 3, 4), torch.ones(1, 3, 5))
+    with pytest.raises(ValueError, match=r"1 slots need \[1, 3, 4\], not \[1, 1, 8\]"):
+        pool.gather(1, slots, (torch.empty(1, 1, 8), torch.empty(1, 1, 8)))
+
+    assert not pool.storage.any()
+
+
+def test_layers_that_differ_are_not_copied_at_once() -> None:
+    pool, slots = KVPool(UNLIKE), torch.tensor([2])
+    difference = r"one by one: .* is \(3, 4, 5\) in layer 1, but \(1, 8, 8\) in layer 2"
+
+    with pytest.raises(ValueError, match=difference):
+        pool.write_all(slots, torch.ones(4, 1, 3, 4), torch.ones(4, 1, 3, 5), slots)
+    with pytest.raises(ValueError, match=difference):
+        pool.read_all(slots, slots)
+
+    assert not pool.storage.any()
+    assert TINY.difference == HYBRID.difference == ""
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (((3, 4, 5),) * 2, "a shape for each of 4 layers"),
+        (((0, 0, 0), (3, 4, 5), (3, 4, 5), (0, 0, 0)), "are alike"),
+    ],
+)
+def test_shapes_are_those_of_layers_that_differ(shapes: tuple[tuple[int, int, int], ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace(HYBRID, kv_shapes=shapes)
+
+
 # ---------------------------------------------------------------- rows of whole sequences
 
 SEQUENCES = replace(TINY, num_slots=6, max_seq_len=3)

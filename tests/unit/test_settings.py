@@ -83,6 +83,17 @@ def test_values_are_yaml_and_texts_are_texts() -> None:
     assert config.pool.layer_kinds == ("full", "full")
 
 
+def test_the_shapes_of_layers_may_be_given_as_an_option_or_a_variable() -> None:
+    text, options = "[[2, 4, 4], [1, 8, 8]]", ["pool.num_slots=64", "pool.num_layers=2"]
+    environ = {"RAYDIX_POOL_KV_SHAPES": text}
+
+    for settings in (
+        load_settings(environ={}, options=[*options, f"pool.kv_shapes={text}"]),
+        load_settings(environ=environ, options=options),
+    ):
+        assert settings.config.pool.kv_shapes == ((2, 4, 4), (1, 8, 8))
+
+
 def test_variables_of_other_programs_are_left_alone() -> None:
     environ = {"RAYDIX_PORT": "tcp://10.0.0.1:80", "RAYDIX_TRACE": "x.jsonl", "RAYDIX_NAMESPACE": "n"}
 
@@ -277,6 +288,7 @@ def test_a_configuration_written_as_json_is_read_back(tmp_path: Path) -> None:
             pool=PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=4, layer_kinds=("full", "swa")),
             eviction=EvictionConfig(high_watermark=1 / 3, low_watermark=1e-9),
         ),
+        CacheConfig(pool=PoolConfig(num_slots=64, num_layers=3, kv_shapes=((4, 8, 8), (1, 16, 16), (4, 8, 6)))),
         CacheConfig(kind="mamba", pool=PoolConfig(num_slots=64, num_state_slots=4, state_shapes=((2, 3), (4,)))),
         CacheConfig(
             pool=PoolConfig(num_slots=64),
