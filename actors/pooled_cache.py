@@ -18,9 +18,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DummyLayer
 
-from raydix.actors.pooled_layers import PooledHybridLayer, PooledKV, PooledLayer, PooledStateLayer, PooledWindowLayer
+from raydix.actors.pooled_layers import (
+    PooledHybridLayer,
+    PooledHybridWindowLayer,
+    PooledKV,
+    PooledLayer,
+    PooledStateLayer,
+    PooledWindowLayer,
+    StateRows,
+)
 from raydix.actors.transformers_layers import ModelLayers, PoolLayers, StateTensor
 
 if TYPE_CHECKING:
@@ -77,8 +85,7 @@ class PooledCache(Cache):
         self._states = states
         layers = layers or ModelLayers.full(len(pool.k))
         some_kv = next(uses.kv for uses in layers.layers if uses.kv is not None)
-        _, num_kv_heads, _ = pool.k[some_kv].shape
-        self._kv = PooledKV(pool.write, num_kv_heads, pool.k[some_kv].device)
+        self._kv = PooledKV(pool.write, pool.k[some_kv].device)
         self.repoint(slots, swa_slots)
         super().__init__(layers=[self._layer(uses, num_tokens) for uses in layers.layers])
 
@@ -88,18 +95,19 @@ class PooledCache(Cache):
 
     def _layer(self, uses: PoolLayers, num_tokens: int) -> Any:
         if uses.kv is None:
-            return PooledStateLayer(self._state_rows(uses.state), num_tokens > 0)
-        k, v = self._pool.k[uses.kv], self._pool.v[uses.kv]
-        if uses.state is not None:
-            return PooledHybridLayer(self._kv, uses.kv, k, v, num_tokens, self._state_rows(uses.state))
-        if uses.window is not None:
-            return PooledWindowLayer(self._kv, uses.kv, k, v, num_tokens, uses.window)
-        return PooledLayer(self._kv, uses.kv, k, v, num_tokens)
+            if uses.state is None:
+                return DummyLayer()  # type: ignore[no-untyped-call]
+            return PooledStateLayer(self._rows(uses.state), num_tokens > 0)
+        kv = (self._kv, uses.kv, self._pool.k[uses.kv], self._pool.v[uses.kv], num_tokens)
+        if uses.state is None:
+            return PooledLayer(*kv) if uses.window is None else PooledWindowLayer(*kv, uses.window)
+        rows = self._rows(uses.state)
+        return PooledHybridLayer(*kv, rows) if uses.window is None else PooledHybridWindowLayer(*kv, uses.window, rows)
 
-    def _state_rows(self, layer: int | None) -> dict[str, torch.Tensor]:
-        """The lease's own row of each state tensor, by name, `[1, *shape]` in the state's own dtype: views."""
-        if layer is None or self._state_slot is None:
+    def _rows(self, layer: int) -> StateRows:
+        """Return views of the lease's own row of each state tensor."""
+        if self._state_slot is None:
             raise ValueError("a layer with a recurrent state needs a state slot")
         row = slice(self._state_slot, self._state_slot + 1)
         pairs = zip(self._states, self._pool.state(layer), strict=True)
-        return {state.name: tensor[row].view(state.dtype) for state, tensor in pairs}
+        return [(state, tensor[row].view(state.dtype)) for state, tensor in pairs]

@@ -32,14 +32,16 @@ class CopiedCache(DynamicCache):
         v: torch.Tensor | None = None,
     ) -> None:
         super().__init__(config=config)
-        for index, uses in enumerate(ModelLayers.of(config).layers):
+        layers = ModelLayers.of(config).layers
+        self._with_kv = [index for index, uses in enumerate(layers) if uses.kv is not None]
+        for index, uses in enumerate(layers):
             if uses.window is not None:
                 self.layers[index] = _RecordingWindowLayer(uses.window)
         self._num_stored = 0  # leading tokens whose KV is in the pool, or has been taken to be put there
         if k is not None and v is not None:
-            for layer in range(len(k)):
+            for layer, index in enumerate(self._with_kv):
                 keys, values = (part[layer].to(device).transpose(0, 1).unsqueeze(0) for part in (k, v))
-                self.update(keys, values, layer)
+                self.update(keys, values, index)
             self.take_computed()
 
     def take_computed(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +50,7 @@ class CopiedCache(DynamicCache):
         They are the caller's, to write into the pool before it publishes their tokens.
         """
         start, self._num_stored = self._num_stored, self.get_seq_length()
-        k, v = zip(*(_computed(layer, start) for layer in self.layers), strict=True)
+        k, v = zip(*(_computed(self.layers[index], start) for index in self._with_kv), strict=True)
         return torch.stack(k).cpu(), torch.stack(v).cpu()
 
 

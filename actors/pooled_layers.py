@@ -1,26 +1,39 @@
-"""The layers of a `PooledCache`: KV in slots, KV of a window in slots, a state in a row, or KV and a state."""
+"""The layers of a `PooledCache`: KV in slots, KV of a window in slots, a state in a row, KV and a state, or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import (
     CacheLayerMixin,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
+from raydix.actors.transformers_layers import StateTensor
+
+StateRows = Sequence[tuple[StateTensor, torch.Tensor]]
+"""The rows of a sequence in the tensors of a layer's state, `[1, *shape]` each, in the state's own dtype."""
+
 
 class PooledSlots:
-    """The slots of one sequence, and where each head of them lies in a layer seen as rows of `[dim]`."""
+    """The slots of one sequence, and the place of each head of them in a layer seen as rows of `[dim]`."""
 
-    def __init__(self, slots: torch.Tensor, num_kv_heads: int, device: torch.device, live_from: int = 0) -> None:
+    def __init__(self, slots: torch.Tensor, device: torch.device, live_from: int = 0) -> None:
         self.live_from = live_from  # tokens from here on have their KV
         self.ids = slots.to(device)  # [capacity]
-        heads = torch.arange(num_kv_heads, device=device)
-        self.rows = self.ids * num_kv_heads + heads[:, None]  # [num_kv_heads, capacity]
+        self._rows: dict[int, torch.Tensor] = {}  # by number of heads
+
+    def rows(self, num_kv_heads: int) -> torch.Tensor:
+        """Return the row of each head of each slot, `[num_kv_heads, capacity]`, in a layer of so many heads."""
+        rows = self._rows.get(num_kv_heads)
+        if rows is None:
+            heads = torch.arange(num_kv_heads, device=self.ids.device)
+            rows = self._rows[num_kv_heads] = self.ids * num_kv_heads + heads[:, None]
+        return rows
 
 
 class PooledKV:
@@ -29,19 +42,18 @@ class PooledKV:
     full: PooledSlots
     window: PooledSlots | None
 
-    def __init__(self, write: Callable[..., None], num_kv_heads: int, device: torch.device) -> None:
+    def __init__(self, write: Callable[..., None], device: torch.device) -> None:
         self.write = write  # layer, slots, k, v
-        self._num_kv_heads = num_kv_heads
         self._device = device
 
     def point(self, slots: torch.Tensor, swa_slots: torch.Tensor | None) -> None:
         """These are the slots from now on."""
-        self.full = PooledSlots(slots, self._num_kv_heads, self._device)
+        self.full = PooledSlots(slots, self._device)
         self.window = None
         if swa_slots is not None:
             gone = (swa_slots == 0).nonzero()
             live_from = int(gone[-1]) + 1 if len(gone) else 0
-            self.window = PooledSlots(swa_slots, self._num_kv_heads, self._device, live_from)
+            self.window = PooledSlots(swa_slots, self._device, live_from)
 
 
 class _Leased:
@@ -103,7 +115,7 @@ class PooledLayer(_Leased, CacheLayerMixin):  # type: ignore[no-untyped-call]
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         self._kv.write(self._layer, slots.ids[start:stop], k, v)
         self._num_tokens = stop
-        rows = slots.rows[:, first:stop]
+        rows = slots.rows(self._k.shape[1])[:, first:stop]
         return _gather(self._k, rows), _gather(self._v, rows)
 
     def get_seq_length(self) -> int:
@@ -146,17 +158,28 @@ class PooledStateLayer(_Leased, LinearAttentionLayer):
     """A recurrent state, in rows that the model updates in place.
 
     Args:
-        rows: the tensors by name, "conv" and "recurrent", `[1, *shape]` each.
+        rows: the rows of the state.
         has_state: whether they hold the state after some tokens; else the model begins.
     """
 
-    def __init__(self, rows: dict[str, torch.Tensor], has_state: bool) -> None:
-        LinearAttentionLayer.__init__(self)
+    def __init__(self, rows: StateRows, has_state: bool) -> None:
+        LinearAttentionLayer.__init__(self, _num_states(rows))
         _place_state(self, rows, has_state)
 
 
 class PooledHybridLayer(PooledLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, misc, override]
     """Full attention and a recurrent state, side by side."""
+
+    def __init__(
+        self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int, rows: StateRows
+    ) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, _num_states(rows))
+        self._place_kv(kv, layer, k, v, num_tokens)
+        _place_state(self, rows, num_tokens > 0)
+
+
+class PooledHybridWindowLayer(PooledWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc, override]
+    """A sliding window and a recurrent state, side by side."""
 
     def __init__(
         self,
@@ -165,21 +188,27 @@ class PooledHybridLayer(PooledLayer, LinearAttentionAndFullAttentionLayer):  # t
         k: torch.Tensor,
         v: torch.Tensor,
         num_tokens: int,
-        rows: dict[str, torch.Tensor],
+        window: int,
+        rows: StateRows,
     ) -> None:
-        LinearAttentionAndFullAttentionLayer.__init__(self)
+        LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, window, _num_states(rows))
         self._place_kv(kv, layer, k, v, num_tokens)
+        self._window = window
         _place_state(self, rows, num_tokens > 0)
 
 
-def _place_state(layer: Any, rows: dict[str, torch.Tensor], has_state: bool) -> None:
-    for name, row in rows.items():
-        getattr(layer, f"{name}_states")[0] = row
-        getattr(layer, f"is_{name}_states_initialized")[0] = True
+def _num_states(rows: StateRows) -> int:
+    return 1 + max(state.number for state, _ in rows)
+
+
+def _place_state(layer: Any, rows: StateRows, has_state: bool) -> None:
+    for state, row in rows:
+        getattr(layer, f"{state.name}_states")[state.number] = row
+        getattr(layer, f"is_{state.name}_states_initialized")[state.number] = True
         layer.dtype, layer.device = row.dtype, row.device
-        if name == "conv":
-            layer.conv_kernel_size[0] = row.shape[-1]
-    layer.has_previous_state[0] = has_state
+        if state.name == "conv":
+            layer.conv_kernel_size[state.number] = row.shape[-1]
+        layer.has_previous_state[state.number] = has_state
 
 
 def _gather(layer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -1,62 +1,23 @@
-"""What a transformers model asks of a cache, read from its configuration. Loads transformers when called."""
+"""The cache and pool that a transformers model needs, from its configuration. Loads transformers when called."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from raydix.actors.transformers_layers import ModelLayers, measure_kv, measure_states
-from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig
+from raydix.actors.transformers_errors import refusing
+from raydix.actors.transformers_layers import ModelLayers
+from raydix.actors.transformers_measure import measure
+from raydix.actors.transformers_pool import PoolShape
+from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
+from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ModelSource: TypeAlias = "PreTrainedConfig | Mapping[str, Any] | str"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolShape:
-    """What a pool holds of a token in each layer, and of a recurrent state."""
-
-    kinds: tuple[str, ...]  # of each layer: "full", "swa" or "state"
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str  # torch's name, such as "bfloat16"
-    state_shapes: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def of_pool(cls, pool: PoolConfig) -> PoolShape:
-        """What a pool is configured to hold."""
-        kinds = pool.layer_kinds or ("full",) * pool.num_layers
-        v_head_dim = pool.head_dim if pool.v_head_dim is None else pool.v_head_dim
-        return cls(kinds, pool.num_kv_heads, pool.head_dim, v_head_dim, pool.dtype, pool.state_shapes)
-
-    def fields_unlike(self, other: PoolShape) -> str:
-        """Those of a `PoolConfig` that would have to be other than they are for this, and what they would be."""
-        kinds = "layer_kinds" if self.state_shapes or "swa" in self.kinds else "num_layers"
-        wanted = {
-            kinds: (self.kinds, other.kinds),
-            "num_kv_heads": (self.num_kv_heads, other.num_kv_heads),
-            "head_dim": (self.head_dim, other.head_dim),
-            "v_head_dim": (self.v_head_dim, other.v_head_dim),
-            "dtype": (self.dtype, other.dtype),
-            "state_shapes": (self.state_shapes, other.state_shapes),
-        }
-        unlike = {name: mine for name, (mine, others) in wanted.items() if mine != others}
-        if "num_layers" in unlike:
-            unlike["num_layers"] = len(self.kinds)
-        return ", ".join(f"{name}={mine!r}" for name, mine in unlike.items())
-
-    def __str__(self) -> str:
-        counts = [f"{self.kinds.count(kind)} {kind}" for kind in ("full", "swa", "state") if kind in self.kinds]
-        layers = f"{len(self.kinds)}" if set(self.kinds) <= {"full"} else " + ".join(counts)
-        dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim} + {self.v_head_dim}"
-        states = f", states of {list(self.state_shapes)}" if self.state_shapes else ""
-        return f"{layers} layers of {self.num_kv_heads} KV heads of {dims} ({self.dtype}){states}"
 
 
 def pool_config_for(
@@ -85,24 +46,20 @@ def pool_config_for(
         ImportError: transformers is not installed.
     """
     config = load_config(model)
+    check_kind(config)
+    chosen = named_dtype(config, dtype)
     layers = ModelLayers.of(config)
+    kept = measure(config, layers, chosen)
+    _check_traits(config)
     _check_counts(config, layers, num_swa_slots, num_state_slots)
-    name = dtype_name(config, dtype)
-    kept: torch.dtype = getattr(torch, name)
-    kinds, kv = layers.kinds, measure_kv(config)
+    shape = PoolShape.of_model(layers, kept.kv, kept.states, chosen)
     return PoolConfig.model_validate(
         {
             "num_slots": num_slots,
-            "num_layers": len(kinds),
-            "num_kv_heads": kv.num_kv_heads,
-            "head_dim": kv.head_dim,
-            "v_head_dim": None if kv.v_head_dim == kv.head_dim else kv.v_head_dim,
-            "layer_kinds": None if set(kinds) == {"full"} else kinds,
             "num_swa_slots": num_swa_slots,
             "num_state_slots": num_state_slots or 0,
-            "state_shapes": [state.pool_shape(kept) for state in measure_states(config, kept)],
-            "dtype": name,
             "device": device,
+            **shape.pool_fields(),
         }
     )
 
@@ -158,23 +115,68 @@ def _check_counts(
         raise InvalidRequest(f"{model} has no sliding windows: num_swa_slots is for those that do")
 
 
+def _check_traits(config: PreTrainedConfig) -> None:
+    from raydix.actors.transformers_traits import traits_of
+
+    traits = traits_of(config, torch.device("cpu"))
+    if traits is not None and traits.cannot_share is not None:
+        raise ConfigMismatch(f"{traits.cannot_share} (serve it with use_cache=False)")
+
+
 def load_config(model: ModelSource) -> PreTrainedConfig:
-    """The configuration of a model given in any of the forms that `pool_config_for` takes."""
-    if not isinstance(model, (str, Mapping)):
-        return model
+    """Return the configuration of a model given in any of the forms that `pool_config_for` takes.
+
+    Raises:
+        InvalidRequest: a dictionary has no `model_type`, or the model is none of these forms.
+        ConfigMismatch: transformers has no such model.
+        ImportError: transformers is not installed.
+    """
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, PreTrainedConfig
     except ImportError as error:
         raise ImportError("a transformers model needs the extra: pip install raydix[transformers]") from error
-    if isinstance(model, str):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
-        return config
-    if "model_type" not in model:
+    if isinstance(model, PreTrainedConfig):
+        return model
+    if not isinstance(model, (str, Mapping)):
+        raise InvalidRequest(
+            f"model must be a transformers configuration, a dictionary of one, or a name or path, not {brief(model)}"
+        )
+    if not isinstance(model, str) and "model_type" not in model:
         raise InvalidRequest("a model given as a dictionary needs its model_type, such as 'llama'")
-    return AutoConfig.for_model(**model)
+    name = model if isinstance(model, str) else str(model["model_type"])
+    with refusing(f"transformers has no configuration of {brief(name)}"):
+        return AutoConfig.from_pretrained(model) if isinstance(model, str) else AutoConfig.for_model(**model)
 
 
-def dtype_name(config: PreTrainedConfig, dtype: str | torch.dtype | None) -> str:
-    """The dtype a model runs in: what is asked for, else what its configuration names, else float32."""
-    chosen = dtype or getattr(config, "dtype", None) or torch.float32
-    return str(chosen).removeprefix("torch.")
+def check_kind(config: PreTrainedConfig) -> None:
+    """Check that a configuration is of a causal LM that reads tokens alone.
+
+    Raises:
+        ConfigMismatch: it is not.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = config.model_type
+    is_mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "auto_map" in vars(config)
+    if not is_mapped:
+        raise ConfigMismatch(f"transformers has no causal LM of model_type {kind!r}")
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        raise ConfigMismatch(
+            f"this {kind} model is an encoder and a decoder: its KV depends on the encoder's input, not on tokens alone"
+        )
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise ConfigMismatch(f"this {kind} model has no vocabulary of tokens")
+
+
+def named_dtype(config: PreTrainedConfig, dtype: str | torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a model runs: the given one, else that of its configuration, else float32.
+
+    Raises:
+        InvalidRequest: torch has no such dtype of numbers with a fraction.
+    """
+    given = dtype or getattr(config, "dtype", None) or torch.float32
+    chosen = getattr(torch, str(given).removeprefix("torch."), None)
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise InvalidRequest(f"dtype must be float32, float16, bfloat16 or float64, not {brief(given)}")
+    return chosen

@@ -1,9 +1,8 @@
-"""`Generation`, what a worker answers, and `GreedyDecoding`, how it comes about."""
+"""`Generation`, the answer of a worker, and `GreedyDecoding`, which collects it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -22,42 +21,55 @@ if TYPE_CHECKING:
 
 
 class Generation(Message):
-    """What a worker made of a prompt."""
+    """The tokens that a worker has generated, and what they cost."""
 
     token_ids: tuple[int, ...] = Field(description="generated ones, the end token included")
     prefix_len: int = Field(description="leading tokens of the prompt whose KV came from the cache")
-    num_computed: int = Field(description="tokens run through the model: the rest, and all generated but the last")
+    num_computed: int = Field(
+        description="tokens run through the model: the rest, and all generated but the last; a token that is run again "
+        "counts again"
+    )
     time_to_first_token_s: float = Field(description="from the call on, waiting for room included")
     total_s: float = Field(description="from the call to the answer, publishing included")
     logits: torch.Tensor | None = Field(
         default=None,
-        description="if asked for: [num_computed, vocabulary], on the CPU, in the model's dtype; row i is what the "
-        "model says after token prefix_len + i",
+        description="if asked for: [tokens from prefix_len on but the last, vocabulary], on the CPU, in the model's "
+        "dtype; row i follows token prefix_len + i",
     )
 
 
 class GreedyDecoding:
-    """One request as it is decoded: which tokens are known, and which of them have their KV.
+    """One request as it is decoded: the tokens that are known, and those of them that have their KV.
+
+    A request that grows out of a model's range of lengths begins again, with all known tokens as its prompt.
 
     Attributes:
-        num_prompt: tokens of the prompt.
+        num_prompt: tokens that are known when it begins: those of the prompt, and those generated before it began
+            again.
         keep_logits: whether the logits of every computed token are kept.
     """
 
-    def __init__(
-        self, tokens: Any, max_new_tokens: int, eos_token_id: int | Collection[int] | None, keep_logits: bool
-    ) -> None:
+    def __init__(self, tokens: Any, max_new_tokens: int, ends: frozenset[int], keep_logits: bool) -> None:
         self._started = time.perf_counter()
-        self._tokens = _prompt(tokens)  # then what is generated, and room for more of it
-        self.num_prompt = len(self._tokens)
+        self._tokens = _prompt(tokens)  # then the generated ones, and room for more of them
+        self.num_prompt = self._num_given = len(self._tokens)
         self.keep_logits = keep_logits
-        self._max_len = self.num_prompt + positive(max_new_tokens, "max_new_tokens")
+        self._max_len = self._stop_len = self.num_prompt + positive(max_new_tokens, "max_new_tokens")
         self._num_known = self.num_prompt
-        self._num_computed = self._prefix_len = 0  # leading tokens that have their KV; of those, reused ones
-        self._ends = _end_tokens(eos_token_id)
+        self._num_computed = 0  # leading tokens that have their KV
+        self._num_run = 0  # through the model, those before it began again included
+        self._num_logits = 0  # leading tokens whose logits are kept, or were not asked for
+        self._first_prefix_len: int | None = None
+        self._ends = ends
         self._ended = False
         self._first_token_at = 0.0
         self._logits: list[torch.Tensor] = []
+
+    def begin(self, longest: int | None) -> None:
+        """Begin with the known tokens as the prompt, and stop when `longest` have been computed. None: no limit."""
+        self.num_prompt = self._num_known
+        self._num_computed = 0
+        self._stop_len = self._max_len if longest is None else min(self._max_len, longest + 1)
 
     @property
     def prompt(self) -> NDArray[np.int64]:
@@ -67,34 +79,54 @@ class GreedyDecoding:
     @property
     def max_computed(self) -> int:
         """Tokens, from the first, that need a slot at most: all but the last one generated."""
-        return self._max_len - 1
+        return self._stop_len - 1
 
     @property
     def computed(self) -> NDArray[np.int64]:
         """The ids, from the first, of the tokens that have their KV."""
         return self._tokens[: self._num_computed]
 
-    def pending(self, stop: int | None = None) -> NDArray[np.int64]:
-        """The ids to run next: those known whose KV is missing, or of those the ones before `stop`."""
-        return self._tokens[self._num_computed : self._num_known if stop is None else stop]
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens that have their KV."""
+        return self._num_computed
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the prompt, and those generated."""
+        return self._num_known
+
+    def known(self, stop: int | None = None) -> NDArray[np.int64]:
+        """Return the ids up to the ones to run next, which end at the last known one, or before `stop`."""
+        return self._tokens[: self._num_known if stop is None else stop]
 
     @property
     def done(self) -> bool:
+        """Whether all is generated, or as much as was to be since the last `begin`."""
+        return self.complete or self._num_known == self._stop_len
+
+    @property
+    def complete(self) -> bool:
         """Whether all is generated."""
         return self._ended or self._num_known == self._max_len
 
     def reuse(self, prefix_len: int) -> None:
-        """The KV of so many leading tokens is there."""
-        self._num_computed = self._prefix_len = prefix_len
+        """Count so many leading tokens as computed: their KV is there."""
+        self._num_computed = prefix_len
+        if self._first_prefix_len is None:
+            self._first_prefix_len = self._num_logits = prefix_len
 
     def note(self, step: Step, stop: int | None = None) -> None:
-        """`pending(stop)` has been run, with this outcome."""
-        if step.logits is not None:
-            self._logits.append(step.logits)
+        """Take the outcome of running `known(stop)` from the first token without KV on."""
+        end = self._num_known if stop is None else stop
+        self._num_run += end - self._num_computed
+        if step.logits is not None and end > self._num_logits:
+            self._logits.append(step.logits[self._num_logits - end :])
+            self._num_logits = end
         if stop is not None and stop < self._num_known:
             self._num_computed = stop
             return
-        if self._num_known == self.num_prompt:
+        if self._num_known == self._num_given:
             self._first_token_at = time.perf_counter()
         self._num_computed = self._num_known
         if self._num_known == len(self._tokens):
@@ -104,11 +136,11 @@ class GreedyDecoding:
         self._ended = step.next_token in self._ends
 
     def result(self) -> Generation:
-        """The answer, as of now."""
+        """Return the answer, as of now."""
         return Generation(
-            token_ids=tuple(self._tokens[self.num_prompt : self._num_known].tolist()),
-            prefix_len=self._prefix_len,
-            num_computed=self._num_computed - self._prefix_len,
+            token_ids=tuple(self._tokens[self._num_given : self._num_known].tolist()),
+            prefix_len=self._first_prefix_len or 0,
+            num_computed=self._num_run,
             time_to_first_token_s=self._first_token_at - self._started,
             total_s=time.perf_counter() - self._started,
             logits=torch.cat(self._logits) if self._logits else None,
@@ -127,10 +159,12 @@ def _prompt(tokens: Any) -> NDArray[np.int64]:
     return packed.ids.astype(np.int64)
 
 
-def _end_tokens(given: Any) -> frozenset[int]:
-    """What `eos_token_id` names: none, one, or those in a collection, array or tensor."""
-    if given is None:
-        return frozenset()
+def end_tokens(given: Any) -> frozenset[int]:
+    """Return the ids that `eos_token_id` names: one, or those in a collection, array or tensor.
+
+    Raises:
+        InvalidRequest: it names none of these.
+    """
     with suppress(TypeError):
         if not isinstance(given, (bool, str, bytes)):
             return frozenset(_ids_in(given))

@@ -15,11 +15,18 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig
 
 from raydix.actors.pooled_copy import CopiedCache
-from raydix.actors.transformers_config import ModelSource, PoolShape, dtype_name, load_config
-from raydix.actors.transformers_continuation import Parts, check_continuation
+from raydix.actors.transformers_check import ModelTraits
+from raydix.actors.transformers_config import ModelSource, check_kind, load_config, named_dtype
+from raydix.actors.transformers_errors import refusing
+from raydix.actors.transformers_forward import ForwardPass, pad_token_id
 from raydix.actors.transformers_layers import ModelLayers, StateTensor
+from raydix.actors.transformers_lengths import ModelLengths
+from raydix.actors.transformers_measure import check_used
+from raydix.actors.transformers_pool import PoolShape
+from raydix.actors.transformers_traits import traits_of
 from raydix.cache_core.memory_pool import wait_for_device
 from raydix.schemas import ConfigMismatch, InvalidRequest
+from raydix.schemas.shown import brief
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,18 +42,24 @@ class Step(NamedTuple):
 class CausalModel:
     """A causal LM and the thread it runs on, so that no forward pass holds an event loop.
 
-    Passes run one at a time, in the order they were asked for; those of several requests interleave.
+    Passes run one at a time, in the order in which they were asked for; those of several requests interleave.
 
     Args:
         source: a configuration or a dictionary of one: random weights; a name or path: the weights found there.
         seed: of random weights. Equal seeds and configurations give equal weights.
-        dtype: of weights and KV. None: the one the configuration names, else float32.
+        dtype: of weights and KV. None: the one that the configuration names, else float32.
         device: "auto" is CUDA if this process has a GPU (in an actor: was given one), else the CPU.
         num_threads: of torch, for the passes. None: torch's own choice.
 
     Attributes:
-        layers: which of a pool's layers its layers use.
-        states: the tensors of a layer's recurrent state, known once `pool_shape` was awaited.
+        config: the model's.
+        vocab_size: ids below this are tokens.
+        lengths: the sequences that it takes.
+        end_tokens: the ids at which its own generation configuration stops.
+
+    Raises:
+        ConfigMismatch: the model is not a causal LM, or transformers cannot make it.
+        InvalidRequest: a dtype or device does not exist.
     """
 
     def __init__(
@@ -59,19 +72,62 @@ class CausalModel:
         num_threads: int | None = None,
     ) -> None:
         self.config = load_config(source)
-        self.layers = ModelLayers.of(self.config)
-        self.states: tuple[StateTensor, ...] = ()
-        text = self.config.get_text_config(decoder=True)
-        self.vocab_size: int = text.vocab_size
-        self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
+        check_kind(self.config)
         self.device = _pick_device(device)
-        torch_dtype = getattr(torch, dtype_name(self.config, dtype))
-        self._model = _load(source, self.config, torch_dtype, seed).to(self.device).eval()
+        chosen = named_dtype(self.config, dtype)
+        self.lengths = ModelLengths.of(self.config)
+        model = _load(source, self.config, chosen, seed).to(self.device).eval()
+        self.vocab_size: int = self.config.get_text_config(decoder=True).vocab_size
+        self.end_tokens = _end_tokens(model)
+        self._forward_pass = ForwardPass(model, pad_token_id(self.config))
+        self._at_device = torch.empty(0, device=self.device)
+        self._traits: ModelTraits | None = None
+        self._layers: ModelLayers | None = None
+        self._states: tuple[StateTensor, ...] = ()
         self._thread = ThreadPoolExecutor(1, "raydix-model", _set_num_threads, (num_threads,))
 
-    async def step(self, tokens: NDArray[np.int64], cache: Cache, *, keep_logits: bool) -> Step:
-        """Run `tokens`, which follow those in `cache`; their KV is in the cache afterwards."""
-        return await self.run(self._forward, tokens, cache, keep_logits)
+    @property
+    def traits(self) -> ModelTraits:
+        """How it must be run, known once `prepare` was awaited."""
+        assert self._traits is not None, "the model is not prepared"
+        return self._traits
+
+    @property
+    def least_part(self) -> int:
+        """Tokens at least that a prefill must run at once after others: one alone is run as in decoding."""
+        return 1 if self.traits.decodes_alike else 2
+
+    @property
+    def layers(self) -> ModelLayers:
+        """The layers of a pool that its layers use, known once `pool_shape` was awaited."""
+        assert self._layers is not None, "the model is not measured"
+        return self._layers
+
+    @property
+    def states(self) -> tuple[StateTensor, ...]:
+        """The tensors of a layer's recurrent state, known once `pool_shape` was awaited."""
+        return self._states
+
+    async def prepare(self) -> ModelTraits:
+        """Find out how the model must be run. Idempotent.
+
+        Raises:
+            ConfigMismatch: its logits after a token depend on later ones.
+        """
+        if self._traits is None:
+            await self.run(self._find_traits)
+        return self.traits
+
+    async def step(self, tokens: NDArray[np.int64], num_cached: int, cache: Cache | None, *, keep_logits: bool) -> Step:
+        """Run a sequence, and return the logits of its tokens from `num_cached` on.
+
+        Args:
+            tokens: all ids, from the first on.
+            num_cached: tokens whose KV is in the cache; that of the others is there afterwards.
+            cache: None runs all tokens without one.
+            keep_logits: whether to return logits, and not the next token alone.
+        """
+        return await self.run(self._forward, tokens, num_cached, cache, keep_logits)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `work` on the model's thread.
@@ -91,17 +147,16 @@ class CausalModel:
             raise
 
     async def pool_shape(self) -> PoolShape:
-        """What a pool must hold, by what running a token really leaves behind. It warms the model up, too.
+        """Return the shape of pool that the model needs, as one token through it shows. It warms the model up.
 
         Raises:
-            ConfigMismatch: the layers differ among themselves, or the model does not go on from its cache as if it had
-                never stopped.
+            ConfigMismatch: a cache has no place for the KV or states of the model, or it cannot continue from them.
         """
         return await self.run(self._measure)
 
-    def own_cache(self) -> Cache:
-        """The model's own cache, empty."""
-        return DynamicCache(config=self.config)
+    def own_cache(self) -> Cache | None:
+        """Return the model's own cache, empty; None if each step must run all tokens."""
+        return DynamicCache(config=self.config) if self.traits.has_own_cache else None
 
     def copied_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> CopiedCache:
         """A cache in this process's memory, of the prefix given or empty; see `CopiedCache`."""
@@ -109,78 +164,77 @@ class CausalModel:
             return CopiedCache(self.config, self.device, k, v)
 
     def check_tokens(self, tokens: NDArray[Any], num_computed: int) -> None:
-        """Raise InvalidRequest if the model knows no such token, or has not so many positions."""
+        """Check a request.
+
+        Raises:
+            InvalidRequest: the model has no such token, or not so many positions.
+        """
         if (largest := int(tokens.max())) >= self.vocab_size:
             raise InvalidRequest(f"token {largest} is not in the model's vocabulary of {self.vocab_size}")
-        if self.max_positions is not None and num_computed > self.max_positions:
-            raise InvalidRequest(
-                f"{num_computed} tokens to compute, but the model has {self.max_positions} positions: "
-                "shorten the prompt or lower max_new_tokens"
-            )
+        self.lengths.check(num_computed)
 
     def close(self) -> None:
         """Let the thread end. Passes that have not begun are cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    @torch.inference_mode()
-    def _forward(self, tokens: NDArray[np.int64], cache: Cache, keep_logits: bool) -> Step:
-        input_ids = self._row_of(tokens)
+    def _forward(self, tokens: NDArray[np.int64], num_cached: int, cache: Cache | None, keep_logits: bool) -> Step:
+        num_kept = len(tokens) - num_cached if keep_logits else 1
         try:
-            logits = self._logits(input_ids, cache, 0 if keep_logits else 1)
+            logits = self._forward_pass.logits(tokens, num_cached, cache, num_kept)
             return Step(int(logits[-1].argmax()), logits.cpu() if keep_logits else None)
-        finally:  # however it ends: what a GPU was asked to write goes to slots that may be another's soon
-            wait_for_device(input_ids)
+        finally:  # however it ends: a GPU may still write to slots that another request gets
+            wait_for_device(self._at_device)
 
-    def _row_of(self, tokens: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(tokens).to(self.device).unsqueeze(0)
-
-    def _logits(self, input_ids: torch.Tensor, cache: Cache, num_kept: int) -> torch.Tensor:
-        """After each of the last tokens, or after all of them for 0."""
-        output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=num_kept)
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    @torch.inference_mode()
-    def _run_parts(self, parts: Parts, num_kept: int) -> torch.Tensor:
-        cache = self.own_cache()
-        logits = [self._logits(self._row_of(part), cache, num_kept) for part in parts]
-        return logits[-1][-num_kept:]
+    def _find_traits(self) -> None:
+        if self._traits is None:
+            traits = traits_of(self.config, self.device, self._forward_pass)
+            assert traits is not None, "the model itself was checked"
+            self._forward_pass.positions = traits.positions
+            self._traits = traits
 
     def _measure(self) -> PoolShape:
-        cache = self.own_cache()
-        self._forward(np.zeros(1, np.int64), cache, keep_logits=False)
-        kv, dtypes = self.layers.kv_in(cache), self.layers.dtypes_in(cache)
+        self._find_traits()
+        layers = ModelLayers.of(self.config)
+        if (why := self.traits.cannot_share) is not None:
+            raise ConfigMismatch(f"{why} (serve it with use_cache=False)")
+        cache = DynamicCache(config=self.config)
+        self._forward(np.zeros(1, np.int64), 0, cache, keep_logits=False)
+        check_used(self.config, layers, layers.unused_in(cache))
+        kv, dtypes = layers.kv_in(cache), layers.dtypes_in(cache)
         if kv is None or len(dtypes) > 1:
-            raise ConfigMismatch(f"the layers of this {self.config.model_type} model keep KV of {dtypes}")
-        dtype = dtypes.pop()
-        check_continuation(
-            self._run_parts,
-            self.layers,
-            vocab_size=self.vocab_size,
-            max_positions=self.max_positions,
-            dtype=dtype,
-            device=self.device,
-            model_type=self.config.model_type,
-        )
-        self.states = self.layers.states_in(cache)
-        state_shapes = tuple(state.pool_shape(dtype) for state in self.states)
-        return PoolShape(self.layers.kinds, *kv, dtype_name(self.config, dtype), state_shapes)
+            raise ConfigMismatch(
+                f"the layers of this {self.config.model_type} model keep KV of several dtypes: "
+                f"{sorted(map(str, dtypes))}"
+            )
+        self._states = layers.states_in(cache)
+        self._layers = layers
+        return PoolShape.of_model(layers, kv, self._states, dtypes.pop())
 
 
-def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> torch.nn.Module:
-    if isinstance(source, str):
-        loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        return loaded
-    with torch.random.fork_rng(devices=[]):  # the process's own random numbers are not disturbed
-        torch.default_generator.manual_seed(seed)
-        made: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    return made
+def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> Any:
+    with refusing(f"transformers cannot make this {config.model_type} model"):
+        if isinstance(source, str):
+            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        with torch.random.fork_rng(devices=[]):  # the process's own random numbers stay as they are
+            torch.default_generator.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = [named] if isinstance(named, int) else named or []
+    return frozenset(ids)
 
 
 def _pick_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() and _has_a_gpu() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidRequest(f"device must be 'auto' or one that torch knows, not {brief(device)}") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest(f"device is {device!r}, but this process has no GPU")
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else chosen
 
 

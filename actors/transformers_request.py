@@ -62,6 +62,9 @@ class LeasedRequest:
             await self._step(stop)
             await self._publish(with_state=True)
         await self._step()
+        if not self._model.traits.decodes_alike:
+            await self._decode_unpublished()
+            return
         if not decoding.done and self._floor(decoding.num_prompt) > lease.published_len:
             await self._publish()
         await self._decode()
@@ -70,29 +73,43 @@ class LeasedRequest:
     async def _decode(self) -> None:
         decoding = self._decoding
         last_page_end = self._floor(decoding.max_computed)
+        publishes = self._model.layers.has_states and self._model.traits.decodes_alike
         while not decoding.done:
             await self._step()
             await self._leave_window()
-            if self._model.layers.has_states and len(decoding.computed) == last_page_end and not decoding.done:
+            if publishes and len(decoding.computed) == last_page_end and not decoding.done:
                 await self._publish(with_state=True)
+
+    async def _decode_unpublished(self) -> None:
+        """Publish the prompt alone: decoding leaves other KV and states than a prefill, which the next turn needs."""
+        await self._publish(with_state=self._at_page_end())
+        await self._decode()
+        await self._lease.release()
 
     async def _step(self, stop: int | None = None) -> None:
         decoding = self._decoding
-        step = await self._model.step(decoding.pending(stop), self._cache, keep_logits=decoding.keep_logits)
+        step = await self._model.step(
+            decoding.known(stop), decoding.num_computed, self._cache, keep_logits=decoding.keep_logits
+        )
         decoding.note(step, stop)
 
     # ---------------------------------------------------------------- states
 
     def _state_stops(self) -> list[int]:
-        """Where in the prompt a state is published: where prompts were seen to part, and at its last page boundary.
+        """Return where in the prompt a state is published: where prompts differed, and at its last page boundary.
 
         The same prompt again, or a longer one, continues from there; the last token is computed in any case.
         """
         if not self._model.layers.has_states:
             return []
-        last = self._floor(self._decoding.num_prompt - 1)
-        stops = {last, last if self._branching_len is None else self._branching_len}
-        return sorted(stop for stop in stops if self._lease.prefix_len < stop <= last)
+        least = self._model.least_part
+        last = self._floor(max(0, self._decoding.num_prompt - least))
+        stops, end = [], self._lease.prefix_len
+        for stop in (last if self._branching_len is None else min(last, self._branching_len), last):
+            if stop - end >= (least if end else 1):
+                stops.append(stop)
+                end = stop
+        return stops
 
     def _at_page_end(self) -> bool:
         """Whether the tokens so far end a page, and their state is not published yet."""

@@ -23,18 +23,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raydix.actors import transformers_twin_rules as rules
+from raydix.actors.transformers_errors import refusing
 from raydix.actors.transformers_twin_layers import select_layers
 from raydix.actors.transformers_twin_tokens import move_token_ids, ropes_of, shorten
+from raydix.schemas import ConfigMismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_FOREIGN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError)
-_FOREIGN += (RuntimeError, TypeError, ValueError)
-"""What transformers raises where it cannot read a configuration or make a model of it."""
 
-
-class TwinUnavailable(ValueError):
+class TwinUnavailable(ConfigMismatch):
     """No small twin can be made of a configuration; the message says why."""
 
 
@@ -52,7 +50,7 @@ def small_twin(config: PreTrainedConfig, *, window: int = 64) -> PreTrainedConfi
         TwinUnavailable: a size is missing, or transformers rejects the small sizes.
     """
     twin = copy.deepcopy(config)
-    try:
+    with refusing(f"no small twin of this {config.model_type} configuration", TwinUnavailable):
         for part in _parts(twin):
             _set_switches(part)
         if not _is_small(twin):
@@ -60,8 +58,6 @@ def small_twin(config: PreTrainedConfig, *, window: int = 64) -> PreTrainedConfi
             move_token_ids(list(_parts(twin)))
         for part in _parts(twin):
             shorten(part, window)
-    except _FOREIGN as error:
-        raise TwinUnavailable(f"no small twin of this {config.model_type} configuration: {error!r}") from error
     return twin
 
 
@@ -84,10 +80,8 @@ def build_twin(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
         raise TwinUnavailable(f"transformers itself has no causal LM of {type(config).__name__}")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        try:
+        with refusing(f"transformers cannot make this {config.model_type} model", TwinUnavailable):
             model = _from_config(config)
-        except _FOREIGN as error:
-            raise TwinUnavailable(f"transformers cannot make this {config.model_type} model: {error!r}") from error
         _add_noise(model)
     return model.float().eval()
 
@@ -103,8 +97,12 @@ def _from_config(config: PreTrainedConfig) -> torch.nn.Module:
 
 @torch.no_grad()
 def _add_noise(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and (parameter.ndim <= 1 or bool((parameter == parameter.flatten()[0]).all())):
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):  # steps of all sizes, those that a model clamps included
+            parameter.copy_(torch.linspace(-9, 1, parameter.numel()).view_as(parameter))
+        elif parameter.is_floating_point() and (
+            parameter.ndim <= 1 or bool((parameter == parameter.flatten()[0]).all())
+        ):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
@@ -158,9 +156,9 @@ def _is_small(config: PreTrainedConfig) -> bool:
     if (sizes["width"] or 0) > 128 or (sizes["layers"] or 0) > rules.MAX_LAYERS or text.get("vocab_size", 0) > 1024:
         return False
     try:
-        with torch.device("meta"):
+        with refusing("transformers cannot make it", TwinUnavailable), torch.device("meta"):
             model = _from_config(config)
-    except _FOREIGN:
+    except TwinUnavailable:
         return False
     return sum(parameter.numel() for parameter in model.parameters()) <= rules.FEW_PARAMETERS
 

@@ -115,7 +115,9 @@ POSITIONS: Final = frozenset(
     """.split()
 )
 
-VOCABULARIES: Final = frozenset(["vocab_size", "decoder_vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"])
+VOCABULARIES: Final = frozenset(
+    ["vocab_size", "decoder_vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"]
+)
 
 TOKEN_NAMES: Final = (
     "_token_id",
@@ -201,7 +203,13 @@ LIMITS: Final[dict[str, int]] = {
 }
 """The largest value of each; smaller ones stay."""
 
-SPREADS: Final = ("initializer_range", "init_std", "initializer_factor", "embed_init_std", "embedding_initializer_range")
+SPREADS: Final = (
+    "initializer_range",
+    "init_std",
+    "initializer_factor",
+    "embed_init_std",
+    "embedding_initializer_range",
+)
 SPREAD: Final = 0.2
 """Random weights are spread at least this far, so that a wrong KV shows in the logits."""
 

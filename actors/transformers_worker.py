@@ -31,9 +31,10 @@ except ImportError as error:
 from raydix.actors.client import PrefixCacheClient
 from raydix.actors.error_map import has_failed
 from raydix.actors.running_requests import RunningRequests
-from raydix.actors.transformers_config import ModelSource, PoolShape, cache_config_for, pool_config_for
-from raydix.actors.transformers_generation import Generation, GreedyDecoding
+from raydix.actors.transformers_config import ModelSource, cache_config_for, pool_config_for
+from raydix.actors.transformers_generation import Generation, GreedyDecoding, end_tokens
 from raydix.actors.transformers_model import CausalModel
+from raydix.actors.transformers_pool import PoolShape
 from raydix.actors.transformers_request import LeasedRequest
 from raydix.actors.watched_actor import WatchedActor
 from raydix.schemas import ConfigMismatch, InvalidRequest, StaleEpoch
@@ -71,7 +72,8 @@ class TransformersWorker(WatchedActor):
         owner: who this is, for people.
 
     Raises:
-        ConfigMismatch: the model keeps things that no kind of cache has a place for.
+        ConfigMismatch: the model is not a causal LM, or transformers cannot make it.
+        InvalidRequest: an argument is wrong; the message names it.
         ImportError: transformers is not installed.
     """
 
@@ -106,8 +108,8 @@ class TransformersWorker(WatchedActor):
         The first `generate` does it, too, and then counts it in its times.
 
         Raises:
-            ConfigMismatch: the model's KV or states are not what the pool holds; the message names both. Or its forward
-                does not go on from what was cached as if it had computed it just now, as Jamba's and Bamba's.
+            ConfigMismatch: the pool has other shapes than the model's KV and states; the message names both. Or the
+                model does not continue from cached KV and states as if it had just computed them, as Jamba.
             InvalidRequest: the model has recurrent states, and the pool cannot be mapped.
             CacheUnavailable: the cache cannot be reached.
         """
@@ -169,11 +171,13 @@ class TransformersWorker(WatchedActor):
 
         Args:
             tokens: the prompt's ids: a list, numpy array or torch tensor.
-            max_new_tokens: generate so many, or fewer if an end token comes.
+            max_new_tokens: generate so many, or fewer if an end token comes. The lease reserves slots for all of them
+                at the start.
             extra_key, lora_id, cache_salt: the namespace; prefixes are shared only within one.
-            reuse: False computes everything in the model's own `DynamicCache`, and leaves the cache alone.
+            reuse: False computes everything in the model's own `DynamicCache`, or, where that gives other logits, with
+                all tokens in each pass; the cache stays as it is.
             return_logits: keep the logits of every computed token (much memory for a long prompt).
-            eos_token_id: end tokens. None: none, whatever the model's configuration says.
+            eos_token_id: end tokens. None: those of the model's own generation configuration; `()`: none.
 
         Raises:
             InvalidRequest: the arguments cannot be served, or the worker was closed; the message says why.
@@ -181,14 +185,22 @@ class TransformersWorker(WatchedActor):
             ConfigMismatch: the model does not fit the pool.
             StaleEpoch: the cache has restarted meanwhile.
         """
-        decoding = GreedyDecoding(tokens, max_new_tokens, eos_token_id, return_logits)
+        ends = self._model.end_tokens if eos_token_id is None else end_tokens(eos_token_id)
+        decoding = GreedyDecoding(tokens, max_new_tokens, ends, return_logits)
         self._model.check_tokens(decoding.prompt, decoding.max_computed)
+        namespaces = {
+            lengths: Namespace(extra_key=lengths.extra_key(extra_key), lora_id=lora_id, cache_salt=cache_salt)
+            for lengths in self._model.lengths.ranges
+        }
         with self._running.one():
-            if self._client is None or not reuse:
-                await self._decode_alone(decoding, self._model.own_cache())
-            else:
-                namespace = Namespace(extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
-                await self._decode_leased(self._client, decoding, namespace)
+            await self._model.prepare()
+            while not decoding.complete:
+                lengths = self._model.lengths.range_of(decoding.num_known)
+                decoding.begin(lengths.longest)
+                if self._client is None or not (reuse and lengths.reusable):
+                    await self._decode_alone(decoding, self._model.own_cache() if lengths.reusable else None)
+                else:
+                    await self._decode_leased(self._client, decoding, namespaces[lengths])
         return decoding.result()
 
     async def _decode_leased(self, client: PrefixCacheClient, decoding: GreedyDecoding, namespace: Namespace) -> None:
@@ -200,7 +212,7 @@ class TransformersWorker(WatchedActor):
             decoding.prompt,
             **namespace,
             new_tokens=decoding.max_computed - decoding.num_prompt,
-            max_prefix_len=decoding.num_prompt - 1,  # the last token's logits are needed
+            max_prefix_len=max(0, decoding.num_prompt - self._model.least_part),  # the last logits are needed
         )
         async with lease:
             if pool.lost:  # the cache has restarted
@@ -209,9 +221,12 @@ class TransformersWorker(WatchedActor):
                 raise StaleEpoch(lease.epoch, pool.epoch)
             await LeasedRequest(self._model, pool, lease, decoding, branching_len).run()
 
-    async def _decode_alone(self, decoding: GreedyDecoding, cache: Cache) -> None:
+    async def _decode_alone(self, decoding: GreedyDecoding, cache: Cache | None) -> None:
+        """Decode in a cache of the model's own, or with all tokens in each pass."""
         while not decoding.done:
-            step = await self._model.step(decoding.pending(), cache, keep_logits=decoding.keep_logits)
+            step = await self._model.step(
+                decoding.known(), decoding.num_computed, cache, keep_logits=decoding.keep_logits
+            )
             decoding.note(step)
 
     # ---------------------------------------------------------------- parts
@@ -226,9 +241,10 @@ class TransformersWorker(WatchedActor):
         return self._pool
 
     async def _attach(self, client: PrefixCacheClient) -> AttachedPool:
+        needed = await self._model.pool_shape()
         await client.open()
         layers, config = self._model.layers, client.config
-        needed, held = await self._model.pool_shape(), PoolShape.of_pool(config.pool)
+        held = PoolShape.of_pool(config.pool)
         if needed != held:
             raise ConfigMismatch(
                 f"the model's KV is {needed}, the cache's pool holds {held}: "
@@ -237,11 +253,16 @@ class TransformersWorker(WatchedActor):
         if layers.window is not None and layers.window > (config.sliding_window_size or 0):
             raise ConfigMismatch(
                 f"the model's window is {layers.window} tokens, the cache keeps {config.sliding_window_size}: "
-                "start the cache with what cache_config_for gives"
+                "start the cache with the configuration that cache_config_for gives"
             )
         pool = await client.attach_pool(self._mapped)
-        if layers.has_states and not (pool.mapped and pool.k[0].device == self._model.device):
-            raise InvalidRequest(
-                "this model's recurrent states need a mapped pool, on the model's device: they are updated in place"
-            )
+        if not (pool.mapped and pool.k[0].device == self._model.device):
+            if layers.has_states:
+                raise InvalidRequest(
+                    "this model's recurrent states need a mapped pool, on the model's device: they are updated in place"
+                )
+            if not needed.is_uniform:
+                raise InvalidRequest(
+                    "this model's layers differ in their KV: they need a mapped pool, on the model's device"
+                )
         return pool

@@ -15,6 +15,7 @@ LLAMA = LlamaConfig(
     max_position_embeddings=256,
     initializer_range=0.3,  # far from uniform, so that a wrong KV shows
     dtype="float32",
+    eos_token_id=None,  # random models come upon it soon
 )
 
 

@@ -48,6 +48,7 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,  # far from uniform, so that a wrong KV shows
     "dtype": "float32",
+    "eos_token_id": None,  # random models come upon it soon
 }
 
 MISTRAL = MistralConfig(**COMMON, num_hidden_layers=2, sliding_window=WINDOW)

@@ -20,8 +20,10 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 from raydix.actors.pool_export import layout_of
 from raydix.actors.pooled_cache import PooledCache
 from raydix.actors.pooled_copy import CopiedCache
-from raydix.actors.transformers_config import PoolShape, cache_config_for, pool_config_for
-from raydix.actors.transformers_layers import ModelLayers, PoolLayers, measure_states
+from raydix.actors.transformers_config import cache_config_for, pool_config_for
+from raydix.actors.transformers_layers import KVShape, ModelLayers, PoolLayers, StateTensor
+from raydix.actors.transformers_measure import measure
+from raydix.actors.transformers_pool import PoolShape
 from raydix.cache_core import KVPool
 from raydix.cache_core.memory_pool import PoolLayout
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
@@ -245,14 +247,16 @@ def test_states_are_measured_where_kernels_for_gpus_are_installed(tmp_path: Path
     program = """
 import torch
 from tiny_models import FALCON_H1, QWEN3_NEXT
-from raydix.actors.transformers_layers import measure_states
+from raydix.actors.transformers_layers import ModelLayers
+from raydix.actors.transformers_measure import measure
+from raydix.actors.transformers_pool import PoolShape
 for config in (FALCON_H1, QWEN3_NEXT):
-    print([tuple(state) for state in measure_states(config, torch.float32)])
+    print([tuple(state) for state in measure(config, ModelLayers.of(config), torch.float32).states])
 """
 
     done = run_fresh(program, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
 
-    expected = [[tuple(state) for state in measure_states(config, torch.float32)] for config in (FALCON_H1, QWEN3_NEXT)]
+    expected = [[tuple(state) for state in states_of(config, torch.float32)] for config in (FALCON_H1, QWEN3_NEXT)]
     assert done.stdout.splitlines() == [str(states) for states in expected], done.stderr
 
 
@@ -264,7 +268,7 @@ def test_a_state_in_the_pool_keeps_every_bit_in_whatever_dtype_the_pool_is(
     kept = getattr(torch, dtype)
     model, prompt = random_model(config).to(kept), random_prompt(24)
     expected, generated = continuation_of(model, prompt, [9], num_new=6)
-    states = measure_states(config, kept)
+    states = states_of(config, kept)
     pool = pool_for(cache_config_for(deepcopy(config), 48, num_state_slots=3, dtype=dtype, device="cpu"))
     slots = 1 + torch.randperm(48)
     layers = ModelLayers.of(config)
@@ -288,6 +292,10 @@ def test_a_layer_with_a_state_needs_a_state_slot() -> None:
 
     with pytest.raises(ValueError, match="needs a state slot"):
         PooledCache(pool, torch.arange(1, 9), 0, layers=ModelLayers.of(FALCON_H1))
+
+
+def states_of(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+    return measure(config, ModelLayers.of(config), dtype).states
 
 
 def pool_for(config: CacheConfig) -> KVPool:
@@ -353,8 +361,8 @@ def test_a_number_that_is_missing_or_for_another_kind_of_model_is_refused(
     [
         ("mamba", "keeps no KV"),
         ("glm_moe_dsa", "layer 0 of this glm_moe_dsa model keeps a DynamicIndexedLayer"),
-        ("recurrent_gemma", "sliding windows and recurrent states"),
-        ("gemma3n_text", "layer 20 of this gemma3n_text model keeps a DummyLayer"),
+        ("recurrent_gemma", "keeps its recurrent states outside the layers of its cache"),
+        ("openai-gpt", "keep no KV in the cache of transformers"),
     ],
 )
 def test_a_model_that_keeps_what_no_cache_has_a_place_for_is_refused(model_type: str, message: str) -> None:
@@ -365,7 +373,7 @@ def test_a_model_that_keeps_what_no_cache_has_a_place_for_is_refused(model_type:
 def test_a_pool_is_configured_from_a_model_without_counting() -> None:
     pool = pool_config_for(LLAMA, 640, device="cpu")
 
-    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 3, 2, 8, 8, "float32")
+    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 3, (KVShape(2, 8, 8),) * 3, "float32")
     assert (pool.num_slots, pool.device) == (640, "cpu")
     assert pool_config_for(LLAMA.to_dict(), 640, device="cpu") == pool
     assert pool_config_for(LLAMA, 640, dtype=torch.bfloat16).dtype == "bfloat16"
@@ -374,7 +382,7 @@ def test_a_pool_is_configured_from_a_model_without_counting() -> None:
 def test_heads_are_counted_under_the_names_that_older_models_give_them() -> None:
     pool = pool_config_for({"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2}, 64)
 
-    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 2, 4, 12, 12, "float32")
+    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 2, (KVShape(4, 12, 12),) * 2, "float32")
 
 
 def test_a_dictionary_without_model_type_is_refused() -> None:

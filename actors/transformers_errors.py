@@ -1,0 +1,36 @@
+"""Errors of transformers, as `ConfigMismatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from raydix.schemas import CacheError, ConfigMismatch
+
+_LONGEST = 300  # characters of a reason
+
+
+@contextmanager
+def refusing(failure: str, raises: type[ConfigMismatch] = ConfigMismatch) -> Iterator[None]:
+    """Raise a ConfigMismatch for any error of the code inside, which makes or runs a model.
+
+    transformers has no common class of errors: a model that it cannot make or run raises any of Python's. Errors of a
+    cache and a lack of memory pass.
+
+    Args:
+        failure: what could not be done, such as "transformers cannot make this llama model".
+        raises: the class to raise.
+    """
+    try:
+        yield
+    except (CacheError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise raises(f"{failure}: {type(error).__name__}: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
