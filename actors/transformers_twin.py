@@ -58,6 +58,7 @@ def small_twin(config: PreTrainedConfig, *, window: int = 64) -> PreTrainedConfi
             move_token_ids(list(_parts(twin)))
         for part in _parts(twin):
             shorten(part, window)
+        _check_kinds(config, twin)
     return twin
 
 
@@ -139,14 +140,33 @@ def _shrink_sizes(twin: PreTrainedConfig) -> None:
         for name in rules.SAME_AS_HIDDEN & vars(part).keys()
         if vars(part)[name] == before and part is not text
     ]
-    for part in _parts(twin):
-        overrides = _pop_overrides(part)
-        overrides = select_layers(part, overrides)
-        _Sizes.of(part, overrides).apply(part, overrides)
+    parts = [(part, select_layers(part, _pop_overrides(part))) for part in _parts(twin)]
+    sizes = [_Sizes.of(part, overrides) for part, overrides in parts]
+    if twin.model_type in rules.ONE_SCALE:
+        least = max(each.dims for each in sizes if each.dims < 1)
+        sizes = [_Sizes.of(part, overrides, least) for part, overrides in parts]
+    for (part, overrides), each in zip(parts, sizes, strict=True):
+        each.apply(part, overrides)
         if overrides:
             part.per_layer_config = overrides
     for part, name in same:
         setattr(part, name, _first(vars(text), rules.HIDDEN))
+
+
+def _check_kinds(config: PreTrainedConfig, twin: PreTrainedConfig) -> None:
+    lost = _cache_layers(config) - _cache_layers(twin)
+    if lost:
+        raise ValueError(f"no layer with a {sorted(lost)} is left in the twin")
+
+
+def _cache_layers(config: PreTrainedConfig) -> set[str]:
+    """The kinds of layers in the model's own cache; none where it has no such cache."""
+    from transformers import DynamicCache
+
+    try:
+        return {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    except _FOREIGN:
+        return set()
 
 
 def _is_small(config: PreTrainedConfig) -> bool:
@@ -178,7 +198,9 @@ class _Sizes:
     heads: dict[int, int] = field(default_factory=dict)  # of queries, KV: the small number by the large one
 
     @classmethod
-    def of(cls, part: PreTrainedConfig, overrides: Mapping[int, Mapping[str, Any]]) -> _Sizes:
+    def of(
+        cls, part: PreTrainedConfig, overrides: Mapping[int, Mapping[str, Any]], dims: Fraction | None = None
+    ) -> _Sizes:
         fields = vars(part)
         every = [fields, *overrides.values()]
         heads = _small_heads(_ints(every, rules.QUERY_HEADS), _ints(every, rules.KV_HEADS))
@@ -187,7 +209,8 @@ class _Sizes:
         if dim is None and hidden is not None and num_heads is not None:
             dim = hidden // num_heads
         known = _ints(every, rules.HEAD_DIMS) | ({dim} if dim else set())
-        dims = min(Fraction(1), Fraction(_smallest_dim(fields), min(known))) if known else Fraction(1)
+        if dims is None:
+            dims = min(Fraction(1), Fraction(_smallest_dim(fields), min(known, default=1)))
         sizes = cls(dims, Fraction(1), heads)
         if hidden is not None:
             small = 32

@@ -30,8 +30,10 @@ def select_layers(part: PreTrainedConfig, overrides: dict[int, dict[str, Any]]) 
         return overrides
     per_layer = {name: value for name, value in lists.items() if len(value) == num_layers}
     kinds = list(zip(*_columns(fields, per_layer, overrides, num_layers), strict=True))
-    if periods := _periods(fields, per_layer):
-        least = _shorten_periods(part, fields, periods)
+    pattern = max((len(fields[name] or ()) for name in rules.PATTERNS if name in fields), default=0)
+    periods = _periods(fields, per_layer)
+    if pattern or periods:
+        least = max(2 * pattern, _shorten_periods(part, fields, periods))
         last_new = max(kinds.index(kind) for kind in set(kinds))
         kept = list(range(min(num_layers, max(least, min(last_new + 2, rules.MAX_LAYERS)))))
     else:

@@ -99,6 +99,9 @@ PERIODS: Final = {
 }
 """Fields that models compute a layer's kind from by its index, and those of the offset."""
 
+PATTERNS: Final = ("block_types",)
+"""Lists of kinds that the layers repeat."""
+
 WINDOWS: Final = frozenset(
     """
     sliding_window attention_chunk_size keep_window_size sliding_window_size attention_window_size local_attention
@@ -178,7 +181,6 @@ LIMITS: Final[dict[str, int]] = {
     # tokens that are computed together
     "chunk_size": 16,
     "mamba_chunk_size": 16,
-    "max_inference_chunksize": 16,
     "index_block_size": 8,
     "index_topk_blocks": 4,
     "local_attn_chunk_length": 16,
@@ -231,5 +233,11 @@ SAME_AS_HIDDEN: Final = frozenset(
 )
 """Widths of one part of a model that are those of its language model, where they are equal before."""
 
-EXCEPTIONS: Final[dict[str, dict[str, Any]]] = {}
+ONE_SCALE: Final = frozenset(["blt"])
+"""Types whose parts pass their hidden states on to each other, so that all head sizes are scaled alike."""
+
+EXCEPTIONS: Final[dict[str, dict[str, Any]]] = {
+    # 1 layer in each of 2 stacks; each pass through one has a cache layer of its own
+    "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 3, "num_hidden_layers": 8},
+}
 """Of one model type: fields that are set to a value whatever they were."""
