@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 def _set_switches(part: PreTrainedConfig) -> None:
     for name in ("quantization_config", "_name_or_path"):
         vars(part).pop(name, None)
-    part.dtype = "float32"
+    part.dtype = torch.float32
     if "flash" in str(vars(part).get("_attn_implementation_internal")):
         part._attn_implementation_internal = None  # it needs a GPU
     for name in rules.SPREADS:
@@ -148,7 +149,7 @@ def _shrink_sizes(twin: PreTrainedConfig) -> None:
     for (part, overrides), each in zip(parts, sizes, strict=True):
         each.apply(part, overrides)
         if overrides:
-            part.per_layer_config = overrides
+            setattr(part, "per_layer_config", overrides)  # noqa: B010 - mypy's type of the property is too narrow
     for part, name in same:
         setattr(part, name, _first(vars(text), rules.HIDDEN))
 
@@ -163,10 +164,9 @@ def _cache_layers(config: PreTrainedConfig) -> set[str]:
     """The kinds of layers in the model's own cache; none where it has no such cache."""
     from transformers import DynamicCache
 
-    try:
+    with suppress(TwinUnavailable), refusing("transformers has no cache for it", TwinUnavailable):
         return {type(layer).__name__ for layer in DynamicCache(config=config).layers}
-    except _FOREIGN:
-        return set()
+    return set()
 
 
 def _is_small(config: PreTrainedConfig) -> bool:
@@ -280,17 +280,14 @@ def _small_heads(queries: set[int], kv: set[int]) -> dict[int, int]:
 
 def _keep_products(part: PreTrainedConfig, before: Mapping[str, Any]) -> None:
     for name, factors, divisor in rules.PRODUCTS:
-        names = [each for each in factors if each != "+"]
-        if not all(type(before.get(each)) is int for each in [name, *names, *([divisor] if divisor else [])]):
-            continue
-
-        def product(fields: Mapping[str, Any]) -> Fraction:
-            numbers = [fields[each] for each in names]  # noqa: B023 - called in this turn of the loop only
-            total = sum(numbers) if "+" in factors else math.prod(numbers)  # noqa: B023
-            return Fraction(total, fields[divisor] if divisor else 1)  # noqa: B023
-
-        if product(before) == before[name]:
-            setattr(part, name, int(product(vars(part))))
+        if all(type(before.get(each)) is int for each in (name, *factors, *divisor)):
+            if before[name] * math.prod(before[each] for each in divisor) == math.prod(
+                before[each] for each in factors
+            ):
+                after = vars(part)
+                setattr(part, name, math.prod(after[i] for i in factors) // math.prod(after[i] for i in divisor))
+    if all(type(before.get(name)) is int for name in (rules.SUM, *rules.SUM_OF)):
+        setattr(part, rules.SUM, sum(vars(part)[name] for name in rules.SUM_OF))
 
 
 def _smallest_dim(fields: Mapping[str, Any]) -> int:

@@ -22,10 +22,10 @@ WIDTHS: Final = frozenset(
     hidden_size d_model n_embd emb_dim embedding_dim intermediate_size moe_intermediate_size decoder_ffn_dim
     encoder_ffn_dim shared_expert_intermediate_size shared_experts_intermediate_size ffn_dim shared_intermediate_size
     ffn_hidden_size out_hidden_size hidden_size_global adapter_out_dim embedding_size mamba_d_ssm dim_ff dff d_ff
-    intermediate_size_mlp expert_ffn_hidden_size dense_intermediate_size moe_shared_expert_intermediate_size
+    n_inner intermediate_size_mlp expert_ffn_hidden_size dense_intermediate_size moe_shared_expert_intermediate_size
     word_embed_proj_dim lru_width feed_forward_size input_embedding_size output_embedding_size d_inner
     attention_hidden_size vision_output_dim projector_input_dim projector_output_dim mlp_dim adapter_in_dim
-    backbone_hidden_size n_inner router_hidden_size ple_embed_dim hidden_size_per_layer_input cross_attention_hidden_size
+    backbone_hidden_size router_hidden_size ple_embed_dim hidden_size_per_layer_input cross_attention_hidden_size
     q_lora_rank kv_lora_rank o_lora_rank gated_norm_rank laurel_rank adapter_rank hc_lowrank moe_latent_size
     pronunciation_embed_dim shape_embed_dim prompt_mid_dim mamba_dt_rank time_step_rank classifier_proj_size input_size
     linear_q_lora_rank mamba_intermediate_size linear_gate_rank
@@ -52,7 +52,7 @@ QUERY_HEADS: Final = frozenset(
     """
     num_attention_heads n_head n_heads num_heads swa_num_attention_heads decoder_attention_heads attention_heads
     encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads num_attention_heads_per_layer
-    index_n_heads indexer_n_heads conf_num_attention_heads
+    conf_num_attention_heads
     """.split()
 )
 
@@ -183,6 +183,8 @@ LIMITS: Final[dict[str, int]] = {
     "mamba_chunk_size": 16,
     "index_block_size": 8,
     "index_topk_blocks": 4,
+    "index_n_heads": 16,  # with few, many tokens score 0, and the choice among equals differs with the length
+    "indexer_n_heads": 16,
     "local_attn_chunk_length": 16,
     "lsh_attn_chunk_length": 16,
     # parts beside the language model
@@ -215,15 +217,17 @@ SPREADS: Final = (
 SPREAD: Final = 0.2
 """Random weights are spread at least this far, so that a wrong KV shows in the logits."""
 
-PRODUCTS: Final = (
-    ("mamba_n_heads", ("mamba_expand", "hidden_size"), "mamba_d_head"),
-    ("mamba_n_heads", ("mamba_d_ssm",), "mamba_d_head"),
-    ("num_heads", ("expand", "hidden_size"), "head_dim"),
-    ("n_mamba_heads", ("mamba_expand", "hidden_size"), "mamba_headdim"),
-    ("intermediate_size", ("expand", "hidden_size"), None),
-    ("qk_head_dim", ("qk_nope_head_dim", "+", "qk_rope_head_dim"), None),
+PRODUCTS: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
+    ("mamba_n_heads", ("mamba_expand", "hidden_size"), ("mamba_d_head",)),
+    ("mamba_n_heads", ("mamba_d_ssm",), ("mamba_d_head",)),
+    ("num_heads", ("expand", "hidden_size"), ("head_dim",)),
+    ("n_mamba_heads", ("mamba_expand", "hidden_size"), ("mamba_headdim",)),
+    ("intermediate_size", ("expand", "hidden_size"), ()),
 )
-"""A field is the product (or sum) of others, divided by another. Kept where it holds before."""
+"""A field is the product of others, divided by another. Kept where it holds before."""
+
+SUM: Final = "qk_head_dim"
+SUM_OF: Final = ("qk_nope_head_dim", "qk_rope_head_dim")
 
 SAME_AS_HIDDEN: Final = frozenset(
     """

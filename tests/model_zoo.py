@@ -111,7 +111,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 8,
     "qk_head_dim": 16,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "query_pre_attn_scalar": 8,
     # layers
     "num_hidden_layers": 2,
@@ -186,8 +186,7 @@ SIZES: dict[str, Any] = {
 
 GEMMA_3N: dict[str, Any] = {  # the last two layers share the KV of those before
     "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention", "sliding_attention"]
-    + ["full_attention"],
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
     "intermediate_size": 48,
     "num_kv_shared_layers": 2,
     "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
@@ -199,7 +198,7 @@ PER_LAYER_ROPE: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 QWEN_4: dict[str, Any] = {
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
     "indexer_budget": 16,
@@ -243,7 +242,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
         "rope_parameters": PER_LAYER_ROPE,
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_top_k": 2}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4},
@@ -251,7 +253,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
-    "zamba2": {"attention_hidden_size": 64, "mamba_headdim": 8, "n_mamba_heads": 8, "attention_head_dim": 16, "num_query_groups": 4},
+    "zamba2": {
+        "attention_hidden_size": 64,
+        "mamba_headdim": 8,
+        "n_mamba_heads": 8,
+        "attention_head_dim": 16,
+        "num_query_groups": 4,
+    },
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "blt_local_encoder": {"hidden_size_global": 64},
     "blt_local_decoder": {"hidden_size_global": 64},
