@@ -125,8 +125,10 @@ class ModelCheck:
 
     def _num_tokens(self) -> int:
         """Return a length that fills a window twice, if the model takes it."""
-        ends = [self._lengths.max_positions, self._lengths.ranges[0].longest]
-        return min([2 * self._span + _AFTER, *(end for end in ends if end is not None)])
+        longest, limit = self._lengths.ranges[0].longest, self._lengths.max_positions
+        if limit is not None and self._pad is not None:  # positions may begin behind it
+            limit = max(limit - self._pad - 1, min(limit, _FEWEST))
+        return min(end for end in (2 * self._span + _AFTER, longest, limit) if end is not None)
 
     def _sequence(self, num_tokens: int, *, longer_than: int = 0, pads: bool = False) -> _Sequence:
         """Return a random sequence with repeated tokens, run in one pass.
@@ -243,7 +245,8 @@ class ModelCheck:
         num_tokens = len(plain.tokens)
         try:
             with refusing("a token cannot be run"):
-                logits = self._run_own(plain.tokens, [0, *range(max(1, self._span - _BEFORE), num_tokens + 1)])
+                first = min(max(1, self._span - _BEFORE), num_tokens // 2)
+                logits = self._run_own(plain.tokens, [0, *range(first, num_tokens + 1)])
         except ConfigMismatch:
             return False
         return self._why_off(plain, logits) is None

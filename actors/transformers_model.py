@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from raydix.actors.pooled_copy import CopiedCache
 from raydix.actors.transformers_check import ModelTraits
 from raydix.actors.transformers_config import ModelSource, check_kind, load_config, named_dtype
 from raydix.actors.transformers_errors import refusing
-from raydix.actors.transformers_forward import ForwardPass, pad_token_id
+from raydix.actors.transformers_forward import ForwardPass, Positions, pad_token_id
 from raydix.actors.transformers_layers import ModelLayers, StateTensor
 from raydix.actors.transformers_lengths import ModelLengths
 from raydix.actors.transformers_measure import check_used
@@ -54,7 +55,7 @@ class CausalModel:
     Attributes:
         config: the model's.
         vocab_size: ids below this are tokens.
-        lengths: the sequences that it takes.
+        lengths: the sequences that it takes; those of RoBERTa and the like are known once `prepare` was awaited.
         end_tokens: the ids at which its own generation configuration stops.
 
     Raises:
@@ -191,6 +192,9 @@ class CausalModel:
             assert traits is not None, "the model itself was checked"
             self._forward_pass.positions = traits.positions
             self._traits = traits
+            pad, limit = self._forward_pass.pad_token_id, self.lengths.max_positions
+            if traits.positions is Positions.BEYOND_PADS and pad is not None and limit is not None:
+                self.lengths = replace(self.lengths, max_positions=limit - pad - 1)
 
     def _measure(self) -> PoolShape:
         self._find_traits()

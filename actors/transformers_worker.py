@@ -103,7 +103,7 @@ class TransformersWorker(WatchedActor):
     # ---------------------------------------------------------------- life
 
     async def open(self) -> None:
-        """Open the session, attach the pool, and check that the model fits it, which warms it up. Idempotent.
+        """Check the model, open the session, attach the pool, and check that the model fits it. Idempotent.
 
         The first `generate` does it, too, and then counts it in its times.
 
@@ -114,6 +114,7 @@ class TransformersWorker(WatchedActor):
             CacheUnavailable: the cache cannot be reached.
         """
         with self._running.one():
+            await self._model.prepare()
             if self._client is not None:
                 await self._attached(self._client)
 
@@ -187,13 +188,13 @@ class TransformersWorker(WatchedActor):
         """
         ends = self._model.end_tokens if eos_token_id is None else end_tokens(eos_token_id)
         decoding = GreedyDecoding(tokens, max_new_tokens, ends, return_logits)
-        self._model.check_tokens(decoding.prompt, decoding.max_computed)
         namespaces = {
             lengths: Namespace(extra_key=lengths.extra_key(extra_key), lora_id=lora_id, cache_salt=cache_salt)
             for lengths in self._model.lengths.ranges
         }
         with self._running.one():
             await self._model.prepare()
+            self._model.check_tokens(decoding.prompt, decoding.max_computed)
             while not decoding.complete:
                 lengths = self._model.lengths.range_of(decoding.num_known)
                 decoding.begin(lengths.longest)
