@@ -173,10 +173,11 @@ def named_dtype(config: PreTrainedConfig, dtype: str | torch.dtype | None) -> to
     """Return the dtype in which a model runs: the given one, else that of its configuration, else float32.
 
     Raises:
-        InvalidRequest: torch has no such dtype of numbers with a fraction.
+        InvalidRequest: models do not run in it.
     """
     given = dtype or getattr(config, "dtype", None) or torch.float32
-    chosen = getattr(torch, str(given).removeprefix("torch."), None)
-    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+    chosen: Any = getattr(torch, str(given).removeprefix("torch."), None)
+    if chosen not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise InvalidRequest(f"dtype must be float32, float16, bfloat16 or float64, not {brief(given)}")
-    return chosen
+    named: torch.dtype = chosen
+    return named
