@@ -14,6 +14,7 @@ from raydix.schemas import (
     CacheBusy,
     CacheError,
     CacheUnavailable,
+    ConfigMismatch,
     InvalidRequest,
     LeaseExpired,
     Message,
@@ -26,6 +27,7 @@ EXHAUSTED = ("deadlocked", "never_fits", "tenant_cap", "no_wait", "waited_too_lo
 _CAUSES: dict[type[CacheError], str] = {
     CacheBusy: "queue_full",
     CacheUnavailable: "draining",
+    ConfigMismatch: "model_mismatch",
     InvalidRequest: "invalid_request",
     LeaseExpired: "lease_expired",
     UnknownLease: "unknown_lease",
@@ -113,6 +115,8 @@ class Admission:
             if error.can_ever_fit:
                 raise
             raise refusal(error) from None
+        except ConfigMismatch as error:
+            raise self.counted(error) from None
         except CoreError as error:
             raise self.counted(to_cache_error(error)) from error
 

@@ -23,6 +23,7 @@ from raydix.actors.ghost import Ghost
 from raydix.actors.lease_offers import LeaseOffers
 from raydix.actors.lease_owners import LeaseOwners
 from raydix.actors.loop_lag import LoopLag
+from raydix.actors.model_bindings import ModelBindings
 from raydix.actors.refusals import Refusals
 from raydix.actors.report.insight import Insight
 from raydix.actors.request_handlers import DRAINING, RequestHandlers
@@ -36,6 +37,7 @@ from raydix.schemas import (
     AdoptRequest,
     Batch,
     BatchResponse,
+    BindModelRequest,
     CacheConfig,
     CacheError,
     CacheReport,
@@ -66,7 +68,7 @@ _NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
 _SERVED_HERE = {StatsRequest, EventSnapshotRequest, AdoptRequest}  # the last if it was granted in another life
-_NOT_LATE = (AdoptRequest, ExtendRequest, GrantRequest, InsertRequest, ReleaseWindowRequest)
+_NOT_LATE = (AdoptRequest, BindModelRequest, ExtendRequest, GrantRequest, InsertRequest, ReleaseWindowRequest)
 _NUM_OWNERS = 32  # told in statistics
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
@@ -113,6 +115,7 @@ class CacheService:
         self._batch_size = Distribution(BATCH_SIZES)
         self.line = WaitingLine(config.leases.max_waiters, clock)
         self.core, gauges = build_core(config, pool, self._on_pressure)
+        self.bindings = ModelBindings(self.core, config.fingerprint)
         self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
         self.sessions = self.keeper.sessions
         self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self._serve_line)
@@ -125,6 +128,7 @@ class CacheService:
             self.line,
             refusals,
             self.offers,
+            self.bindings,
             config.leases.acquire_timeout_s,
             lambda tick: self.insight.unused_s(tick),
         )
@@ -154,7 +158,10 @@ class CacheService:
                 f"the cache runs with configuration {self.config.digest()}, not {request.config_digest!r:.80}: "
                 "`raydix describe` prints it"
             )
+        has_come_back = bool(request.bound) and request.session_id not in self.sessions
         self.keeper.open(request)
+        if has_come_back:
+            self.bindings.lapse(request.session_id, request.bound, request.bound_more)
         self.eviction_task.start()
         self.lag.start()
         self.insight.start()
@@ -187,8 +194,9 @@ class CacheService:
         if await self.keeper.ends_within(self.session(request.session_id, request.epoch), seconds(stay_s)):
             self.session(request.session_id, request.epoch)
 
-    def _after_session(self) -> None:
+    def _after_session(self, session_id: str) -> None:
         """A session has ended: its reader of events may be waiting, and others may find room."""
+        self.bindings.forget(session_id)
         if self.feed is not None:
             self.feed.wake()
         self._serve_line()
@@ -376,6 +384,8 @@ class CacheService:
             last_restart_cause=self._restarts.last_cause,
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
+            bindings=len(self.bindings),
+            model_fingerprint="" if self.bindings.base is None else str(self.bindings.base),
             waiters=len(self.line),
             expired_sessions=self.keeper.num_expired,
             dead_sessions=self.keeper.num_dead,

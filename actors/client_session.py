@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from raydix.actors.bound_models import BoundModels
 from raydix.actors.error_map import has_failed, may_have_taken_effect
 from raydix.actors.late_writers import LateWriters
 from raydix.actors.loop_timer import LoopTimer
@@ -32,6 +33,7 @@ from raydix.schemas import (
     WaitingResponse,
     WithdrawRequest,
 )
+from raydix.schemas.requests import MAX_BOUND
 
 if TYPE_CHECKING:
     from raydix.actors.lease import Lease
@@ -74,6 +76,7 @@ class ClientSession:
         self._clock = LoopTimer(self._look_at_clock)
         self._look_due = 0.0  # by the loop
         self._writers = LateWriters()
+        self._bound = BoundModels()  # in this session and those before
         self._compensations: set[asyncio.Future[Message]] = set()
         self._owed: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
 
@@ -111,12 +114,15 @@ class ClientSession:
         if lost is not None:
             self._session_ids.append(uuid.uuid4().hex[:16])  # so that nothing that is late reaches the new session
         replaced = lost if lost is not None and not self._writers.any_of(lost) else None
+        bound, bound_more = self._bound.latest(MAX_BOUND)
         request = build(
             OpenSession,
             session_id=self._session_id,
             owner=self._owner,
             replaces=replaced.session_id if replaced is not None else None,
             life_path=self._own_life_path(),
+            bound=bound,
+            bound_more=bound_more,
         )
         try:
             response = await transport.open(request)

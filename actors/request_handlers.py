@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from raydix.actors.admission import Admission
 from raydix.actors.error_map import to_cache_error
 from raydix.actors.lease_offers import LeaseOffers
+from raydix.actors.model_bindings import ModelBindings
 from raydix.actors.refusals import Refusals
 from raydix.actors.tree_answer import tree_answer
 from raydix.actors.waiting_line import WaitingLine
@@ -24,6 +25,8 @@ from raydix.schemas import (
     AcquireRequest,
     AdoptRequest,
     AdoptResponse,
+    BindModelRequest,
+    BindModelResponse,
     CacheError,
     CacheUnavailable,
     CheckInvariantsRequest,
@@ -79,6 +82,7 @@ class RequestHandlers:
         line: where those wait who find no room.
         refusals: what those are told who find none.
         offers: leases that were granted and not adopted yet.
+        bindings: of sessions to models.
         acquire_timeout_s: how long they wait unless they say otherwise.
         unused_s: returns the seconds since a tick of the cache's clock, if it has one.
     """
@@ -89,6 +93,7 @@ class RequestHandlers:
         line: WaitingLine,
         refusals: Refusals,
         offers: LeaseOffers,
+        bindings: ModelBindings,
         acquire_timeout_s: float,
         unused_s: Callable[[int], float | None],
     ) -> None:
@@ -98,6 +103,7 @@ class RequestHandlers:
         self.num_acquires = 0
         self.admission = Admission(core, line, refusals, acquire_timeout_s)
         self._offers = offers
+        self._bindings = bindings
         self._unused_s = unused_s
         self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
             MatchRequest: self._match,
@@ -113,6 +119,7 @@ class RequestHandlers:
             AdoptRequest: self._adopt,
             RevokeRequest: self._revoke,
             TakeBackRequest: self._take_back,
+            BindModelRequest: self._bind_model,
             EvictRequest: self._evict,
             ResetRequest: self._reset,
             RetireRequest: self._retire,
@@ -146,6 +153,8 @@ class RequestHandlers:
         )
 
     def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
+        if session_id in self._bindings.sessions:
+            self._bindings.check(session_id, request.namespace, request.lease_id)
         key = _key(request.tokens, request.namespace)
         if self.line.waiting:
             self.line.serve()  # those in line come first, if what came before in the batch has made room
@@ -153,6 +162,8 @@ class RequestHandlers:
 
     def _acquire(self, session_id: str, request: AcquireRequest) -> Message:
         self.num_acquires += 1
+        if self.line.waiting and session_id in self._bindings.sessions:  # it may have to wait before the attempt
+            self._bindings.check(session_id, request.namespace, request.lease_id)
         key = _key(request.tokens, request.namespace)
         attempt = partial(self._attempt_acquire, session_id, request, key)
         num_tokens = len(key) + request.new_tokens
@@ -162,6 +173,8 @@ class RequestHandlers:
         return answer
 
     def _attempt_acquire(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
+        if session_id in self._bindings.sessions:
+            self._bindings.check(session_id, request.namespace, request.lease_id)
         lease = self.core.acquire(
             request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len, request.priority
         )
@@ -234,6 +247,9 @@ class RequestHandlers:
         return Ack()
 
     def _adopt(self, session_id: str, request: AdoptRequest) -> AdoptResponse:
+        if session_id in self._bindings.sessions:
+            offered = self.core.leases.get(request.lease_id, request.granter)
+            self._bindings.check_adoption(session_id, offered)
         lease = self._offers.adopt(request.lease_id, request.granter, session_id, request.offer_id)
         return AdoptResponse(
             lease=self._granted(lease),
@@ -241,10 +257,14 @@ class RequestHandlers:
             published_len=self.core.published_len(lease),
         )
 
+    def _bind_model(self, session_id: str, request: BindModelRequest) -> BindModelResponse:
+        return BindModelResponse(generation=self._bindings.bind(session_id, request.lora_id, request.fingerprint))
+
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
         return EvictResponse(num_evicted=self.core.evict(request.num_tokens))
 
     def _reset(self, session_id: str, request: ResetRequest) -> Ack:
+        self._bindings.end_all()
         self.core.reset()
         return Ack()
 
@@ -252,6 +272,8 @@ class RequestHandlers:
         wanted = (request.extra_key, request.lora_id, request.cache_salt)
         if wanted == (None, None, None):
             raise InvalidRequest("name at least one of extra_key, lora_id and cache_salt; reset() retires everything")
+        if request.lora_id is not None and request.extra_key is request.cache_salt is None:
+            self._bindings.end_generation(request.lora_id)
         return RetireResponse(num_namespaces=self.core.retire(namespaces_of(*wanted)))
 
     def _explain(self, session_id: str, request: ExplainRequest) -> ExplainResponse:

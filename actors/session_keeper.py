@@ -27,7 +27,7 @@ class SessionKeeper:
         config: how long a client may be silent, and how long its slots are withheld afterwards.
         core: whose leases they are.
         line: where they may be waiting.
-        after_end: called when a session has ended and slots may have become free.
+        after_end: called with the id of each session that has ended; slots may have become free.
         clock: seconds, of any origin.
     """
 
@@ -36,7 +36,7 @@ class SessionKeeper:
         config: LeaseConfig,
         core: LeasedCache,
         line: WaitingLine,
-        after_end: Callable[[], None],
+        after_end: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sessions = SessionTable(config, clock)
@@ -73,7 +73,7 @@ class SessionKeeper:
             self._line.withdraw(session_id, error=error)
             self._core.end_session(session_id)
             self._core.free_withheld(session_id)
-            self._after_end()
+            self._after_end(session_id)
             if self.on_end is not None:
                 self.on_end(session_id)
 
@@ -131,7 +131,7 @@ class SessionKeeper:
         self.sessions.vanish(session)
         self._line.withdraw(session.session_id, error=error)
         self._core.quarantine_session(session.session_id)
-        self._after_end()
+        self._after_end(session.session_id)
 
     def _tick(self) -> float | None:
         """Look at the clock; returns when to look again."""

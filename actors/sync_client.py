@@ -102,6 +102,7 @@ class SyncClient:
     lock = _leasing(CacheVerbs.lock)
     adopt = _leasing(CacheVerbs.adopt)
     revoke = _plain(CacheVerbs.revoke)
+    bind_model = _plain(CacheVerbs.bind_model)
     evict = _plain(CacheVerbs.evict)
     reset = _plain(CacheVerbs.reset)
     retire = _plain(CacheVerbs.retire)

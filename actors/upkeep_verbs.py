@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from raydix.actors.bound_models import LAPSED
 from raydix.actors.call_arguments import namespace_from
+from raydix.actors.error_map import may_have_taken_effect
 from raydix.actors.event_verbs import EventVerbs
 from raydix.actors.typed_messages import build, expect
 from raydix.schemas import (
+    BindModelRequest,
+    BindModelResponse,
+    CacheError,
     CacheStats,
     CheckInvariantsRequest,
     EvictRequest,
     EvictResponse,
     ExplainRequest,
     ExplainResponse,
+    InvalidRequest,
     MatchRequest,
     MatchResponse,
+    ModelFingerprint,
     ResetRequest,
     RetireRequest,
     RetireResponse,
@@ -40,6 +48,42 @@ class UpkeepVerbs(EventVerbs):
         namespace = namespace_from(extra_key, lora_id, cache_salt)
         response = await self._call(build(MatchRequest, tokens=tokens, namespace=namespace))
         return expect(MatchResponse, response)
+
+    async def bind_model(self, fingerprint: ModelFingerprint, *, lora_id: str | None = None) -> int:
+        """Bind this session to the model that computes the KV of a `lora_id`; None: of the base model.
+
+        The first session sets the fingerprint of a generation, which outlives that session; sessions with an equal one
+        join. `retire(lora_id=...)` begins the next generation, without a fingerprint, and `reset()` that of every
+        `lora_id` and of the base. A session that is bound to one before is refused `acquire`, `lock` and `adopt` in
+        that `lora_id` (of the base: everywhere) with ConfigMismatch, until it has bound again. So is one of a client
+        whose session was lost: it is bound to nothing yet. Sessions that bind nothing are not checked.
+
+        Where weights are replaced under one `lora_id`: stop requests, push to every worker, retire, bind again.
+
+        Args:
+            fingerprint: of the weights as they are now.
+            lora_id: the adapter, as in `acquire`.
+
+        Returns:
+            The generation's number, which the cache gives to no other.
+
+        Raises:
+            ConfigMismatch: another model is bound; the message names the fields that differ, or "weights". Or the
+                cache is configured for another base (`CacheConfig.fingerprint`).
+            InvalidRequest: `fingerprint` is none, or `lora_id` no string.
+        """
+        if not isinstance(fingerprint, ModelFingerprint):
+            raise InvalidRequest(f"fingerprint must be a ModelFingerprint, not {type(fingerprint).__name__}")
+        namespace_from(None, lora_id, None)
+        request = build(BindModelRequest, fingerprint=fingerprint, lora_id=lora_id)
+        try:
+            generation = expect(BindModelResponse, await self._call(request)).generation
+        except (asyncio.CancelledError, CacheError) as error:
+            if may_have_taken_effect(error):
+                self._bound.note(lora_id, LAPSED)
+            raise
+        self._bound.note(lora_id, generation)
+        return generation
 
     async def evict(self, num_tokens: int) -> EvictResponse:
         """Free at least `num_tokens` slots of what is cached, or all that nobody holds."""

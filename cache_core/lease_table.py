@@ -32,6 +32,7 @@ class LeaseRecord:
         "num_slots",
         "offer_id",
         "only_locks",
+        "outdated",
         "prefix_len",
         "priority",
         "receipt",
@@ -70,6 +71,7 @@ class LeaseRecord:
         self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
         self.priority = priority  # of what it uses and publishes; higher stays longer where the policy heeds it
         self.retired = False  # its namespace was retired since it was granted: it publishes no more
+        self.outdated = False  # another model may compute its namespace since it was granted
         self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
         self.state_slot: int | None = None  # its own recurrent state
         self.offer_id = ""  # of the offer by which another session may adopt it; "": there is none

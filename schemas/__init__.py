@@ -24,6 +24,7 @@ from raydix.schemas.events import (
     NextEvents,
 )
 from raydix.schemas.explain import ExplainRequest, ExplainResponse
+from raydix.schemas.fingerprint import BindModelRequest, BindModelResponse, ModelFingerprint
 from raydix.schemas.lease_grant import LeaseGrant
 from raydix.schemas.lease_owner import LeaseOwner
 from raydix.schemas.message import Message
@@ -89,6 +90,8 @@ __all__ = [
     "AllBlocksCleared",
     "Batch",
     "BatchResponse",
+    "BindModelRequest",
+    "BindModelResponse",
     "BlockHashes",
     "BlockRemoved",
     "BlockStored",
@@ -132,6 +135,7 @@ __all__ = [
     "MatchResponse",
     "Message",
     "MetricsConfig",
+    "ModelFingerprint",
     "NamespaceStats",
     "NextEvents",
     "OpenSession",

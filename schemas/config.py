@@ -222,7 +222,9 @@ with warnings.catch_warnings():
             description="for debugging, slow: check every invariant after every batch, and what a CPU pool holds",
         )
         fingerprint: str = Field(
-            default="", max_length=4096, description="identifies the model, so that two are never mixed"
+            default="",
+            max_length=4096,
+            description="the only base model that may be bound: `str()` of its ModelFingerprint; empty: any",
         )
 
         @model_validator(mode="after")

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, model_validator
 
 from raydix.schemas.counts import MAX_COUNT, Count
+from raydix.schemas.fingerprint import LoraId
 from raydix.schemas.message import Message, assemble, validated
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.tokens import TokenIds
@@ -27,6 +28,7 @@ OfferId = Annotated[LeaseId, Field(description="unique among the offers of all s
 
 
 MAX_OWNER = 256  # characters
+MAX_BOUND = 256  # `lora_id`s that a client tells of when it comes back
 MAX_REQUESTS = 1024  # of a batch: the cache's loop serves no other client meanwhile
 
 
@@ -64,6 +66,10 @@ class OpenSession(Message):
     config_digest: str | None = Field(default=None, description="refuse a cache with another configuration")
     replaces: LeaseId | None = Field(default=None, description="an earlier session of this client, which it gives up")
     life_path: str | None = Field(default=None, description="a file that the client's process locks, and its id")
+    bound: tuple[LoraId | None, ...] = Field(
+        default=(), max_length=MAX_BOUND, description="the `lora_id`s that this client bound before, the latest last"
+    )
+    bound_more: bool = Field(default=False, description="there were more of them")
 
 
 class CloseSession(Message):

@@ -120,6 +120,10 @@ class CacheStats(Message):
     open_leases: int
     owners: tuple[LeaseOwner, ...] = Field(description="whose leases hold most slots, the largest first; at most 32")
     open_sessions: int
+    bindings: int = Field(default=0, description="`lora_id`s, the base model included, with a model bound to them")
+    model_fingerprint: str = Field(
+        default="", description="`str()` of the base model's ModelFingerprint; empty: none is bound"
+    )
     waiters: int
     expired_sessions: int = Field(description="clients that were silent for too long")
     dead_sessions: int = Field(description="clients whose owner was seen to die")
@@ -138,8 +142,8 @@ class CacheStats(Message):
         default_factory=dict,
         description="refused requests by cause, those causes that have occurred. For want of room: never_fits, "
         "tenant_cap, no_wait (timeout_s=0, or a cache in which none waits), waited_too_long, deadlocked. Others: "
-        "queue_full, draining, invalid_request, unknown_lease, lease_expired, internal_error. A request that its "
-        "client refuses to send is not counted",
+        "queue_full, draining, invalid_request, unknown_lease, lease_expired, model_mismatch, internal_error. A "
+        "request that its client refuses to send is not counted",
     )
     deadlocks: int = Field(
         default=0, description="extends refused because all leases of the pool, or of a share, wait in extend"

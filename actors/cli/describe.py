@@ -14,12 +14,13 @@ _NUMBER = re.compile(r"-\d+$")  # that `start` adds to the name
 def describe(
     name: CacheName, address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False
 ) -> None:
-    """Print the configuration of a running cache as YAML, for `raydix start -c FILE`.
+    """Print the configuration of a running cache as YAML, for `raydix start -c FILE`, and its base model's fingerprint.
 
     Settings that have their default are left out; with `--json` all are there.
     """
     join(address, namespace)
-    handle = ask(cache_handle(name, namespace).pool_handle.remote())
+    cache = cache_handle(name, namespace)
+    handle, model = ask(cache.pool_handle.remote()), ask(cache.stats.remote()).model_fingerprint
     settings = Settings(_NUMBER.sub("", name) or name, handle.config)
     found = {
         "name": name,
@@ -27,7 +28,9 @@ def describe(
         "device": handle.device_type,
         "node_id": handle.node_id,
         "digest": handle.config.digest(),
+        "model_fingerprint": model,
         "config": handle.config.model_dump(mode="json"),
     }
     head = f"# cache {name!r} in namespace {namespace!r}, on device {handle.device_type} of node {handle.node_id[:8]}\n"
+    head += f"# base model: {model or 'none is bound'}\n"
     show(found, as_json, lambda: head + as_yaml(settings).rstrip("\n"))

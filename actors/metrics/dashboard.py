@@ -64,11 +64,11 @@ _PANELS = (
         ),
     ),
     _Panel(
-        "Leases, sessions, waiters",
+        "Leases, sessions, models, waiters",
         "short",
         tuple(
             (f"sum by (cache) (ray_raydix_{name}{_OF})", f"{{{{cache}}}} {name.replace('_', ' ')}")
-            for name in ("open_leases", "open_sessions", "waiters")
+            for name in ("open_leases", "open_sessions", "bindings", "waiters")
         ),
     ),
     _Panel(

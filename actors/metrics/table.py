@@ -149,6 +149,12 @@ METRICS = (
         ("tenant",),
     ),
     Metric("raydix_open_sessions", "gauge", "clients with an open session", _field("open_sessions")),
+    Metric(
+        "raydix_bindings",
+        "gauge",
+        "`lora_id`s, the base model included, with a model bound to them",
+        _field("bindings"),
+    ),
     Metric("raydix_waiters", "gauge", "acquires and extends that wait for room", _field("waiters")),
     Metric("raydix_loop_lag_seconds", "gauge", "longest delay of the event loop within the last 5 to 10 s", _loop_lag),
     Metric(

@@ -26,6 +26,7 @@ _CAUSES = {  # of `CacheStats.refusals`
     "invalid_request": "the request was invalid",
     "unknown_lease": "the lease had ended, or was another client's",
     "lease_expired": "the lease's client had been silent for too long",
+    "model_mismatch": "another model was bound, or the session has to bind its model again",
     "internal_error": "a fault of the cache: see its log",
 }
 

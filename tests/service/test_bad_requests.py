@@ -18,6 +18,7 @@ from raydix.schemas import (
     Ack,
     AcquireRequest,
     AdoptRequest,
+    BindModelRequest,
     CacheError,
     CloseSession,
     EvictRequest,
@@ -31,6 +32,7 @@ from raydix.schemas import (
     MatchRequest,
     MatchResponse,
     Message,
+    ModelFingerprint,
     PoolExhausted,
     ReleaseRequest,
     ReleaseWindowRequest,
@@ -43,6 +45,8 @@ from raydix.schemas import (
     WithdrawRequest,
 )
 
+FINGERPRINT = ModelFingerprint(fields={"model_type": "llama"}, weights="0")
+MALFORMED = ModelFingerprint.model_construct(fields={"model_type": ["llama"]}, weights="0")
 IDS, NO_IDS = TokenIds.pack([5, 6, 7]), TokenIds.pack([])
 PROBE = MatchRequest(tokens=TokenIds.pack([5, 6]))
 NOT_A_NUMBER = float("nan")
@@ -72,6 +76,7 @@ WHOLE: dict[type[Message], dict[str, Any]] = {  # a right request of each verb; 
     RevokeRequest: {"lease_id": "held", "offer_id": "o"},
     TakeBackRequest: {"lease_id": "held", "offer_id": "o"},
     AdoptRequest: {"lease_id": "held", "granter": "me", "granted_epoch": "now", "offer_id": "o"},
+    BindModelRequest: {"fingerprint": FINGERPRINT, "lora_id": "x"},
     EvictRequest: {"num_tokens": 1},
     RetireRequest: {"extra_key": None, "lora_id": "x", "cache_salt": None},
 }
@@ -100,6 +105,12 @@ BAD_REQUESTS: list[Row] = [
     (LockRequest, {"namespace": "3:a--"}, InvalidRequest, "namespace: not a namespace"),
     (RetireRequest, {"lora_id": 7}, InvalidRequest, "lora_id: .*string"),
     (RetireRequest, {"lora_id": None}, InvalidRequest, "name at least one"),
+    # models
+    (BindModelRequest, {"lora_id": 7}, InvalidRequest, "lora_id: .*string"),
+    (BindModelRequest, {"lora_id": "x" * 4097}, InvalidRequest, "lora_id: .*at most 4096"),
+    (BindModelRequest, {"fingerprint": None}, InvalidRequest, "fingerprint: .*ModelFingerprint"),
+    (BindModelRequest, {"fingerprint": "0"}, InvalidRequest, "fingerprint: .*ModelFingerprint"),
+    (BindModelRequest, {"fingerprint": MALFORMED}, InvalidRequest, "fingerprint: .*ModelFingerprint"),
     # numbers
     (AcquireRequest, {"new_tokens": -1}, InvalidRequest, "new_tokens: .*greater than or equal to 0"),
     (AcquireRequest, {"new_tokens": 1.5}, InvalidRequest, "new_tokens: .*valid integer"),

@@ -26,7 +26,7 @@ from raydix.actors.cli.app import COMMANDS
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.start import _report
 from raydix.cache_core.kernels import CORE
-from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, LeaseConfig, PoolConfig
+from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, LeaseConfig, ModelFingerprint, PoolConfig
 
 pytestmark = pytest.mark.ray
 
@@ -115,6 +115,20 @@ def test_what_is_described_starts_a_cache_of_the_same_configuration(namespace: s
     assert "max_waiters" not in file.read_text()
     mismatch = run("start", "-c", file, "--set", "page_size=16", *where, exit_code=1).stderr
     assert "page_size is 8, not 16" in mismatch
+
+
+def test_a_description_names_the_base_model_that_is_bound(namespace: str) -> None:
+    where = ["--namespace", namespace]
+    run("start", "--set", "pool.num_slots=64", *where)
+    assert "\n# base model: none is bound\n" in run("describe", "kv-0", *where).stdout
+    assert run_json("describe", "kv-0", *where)["model_fingerprint"] == ""
+    fingerprint = ModelFingerprint(fields={"model_type": "llama"}, weights="0")
+
+    with PrefixCacheClient(connect("kv-0", namespace=namespace)).sync as cache:
+        cache.bind_model(fingerprint)
+
+    assert f"\n# base model: {fingerprint}\n" in run("describe", "kv-0", *where).stdout
+    assert run_json("describe", "kv-0", *where)["model_fingerprint"] == str(fingerprint)
 
 
 def test_the_eviction_task_of_a_fresh_cache_is_said_to_start_with_the_first_session(namespace: str) -> None:

@@ -38,6 +38,7 @@ from raydix.schemas import (
     EvictionConfig,
     InvalidRequest,
     LeaseGrant,
+    ModelFingerprint,
     PoolConfig,
     PoolExhausted,
 )
@@ -49,6 +50,7 @@ CONFIG = CacheConfig(
     events=True,
 )
 PROMPT = [5, 6, 7, 8]
+FINGERPRINT = ModelFingerprint(fields={"model_type": "llama"}, weights="0")
 
 
 class Scene:
@@ -140,6 +142,17 @@ USES: dict[str, Use] = {
         f"revoke({field} of it)": lambda scene, bad, field=field: scene.cache.revoke(granted(scene, **{field: bad}))
         for field in ("lease_id", "granter", "offer_id")
     },
+    "bind_model(fingerprint)": of_client("bind_model", "fingerprint"),
+    "bind_model(lora_id)": of_client("bind_model", "lora_id", FINGERPRINT),
+    **{
+        f"bind_model({field} of it)": lambda scene, bad, field=field: scene.cache.bind_model(
+            FINGERPRINT.model_copy(update={field: bad})
+        )
+        for field in ("fields", "weights")
+    },
+    "bind_model(a field of it)": lambda scene, bad: scene.cache.bind_model(
+        FINGERPRINT.model_copy(update={"fields": {"rope_theta": bad}})
+    ),
     "evict(num_tokens)": of_client("evict", "num_tokens"),
     **{f"tree({name})": of_client("tree", name) for name in ("max_nodes", "max_depth", "max_width")},
     "attach_pool(mapped)": of_client("attach_pool", "mapped"),
