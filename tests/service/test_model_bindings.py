@@ -278,12 +278,15 @@ async def test_who_waits_in_line_is_refused_if_the_model_changes_meanwhile(cache
     held = await holder.acquire(range(1, 9))
     await worker.bind_model(OLD, lora_id="x")
     refused = (await cache1.client.stats()).refusals.get("model_mismatch", 0)
+    (other,) = await cache1.in_line(holder.acquire(range(11, 19)))
     (waiting,) = await cache1.in_line(worker.acquire([1], lora_id="x"))
 
     await holder.retire(lora_id="x")
     with pytest.raises(ConfigMismatch, match=BIND_AGAIN):
         await worker.acquire([1], lora_id="x")  # at once: it would wait in vain
+    assert (await cache1.client.stats()).waiters == 2
     await held.release()
+    await (await other).release()
 
     with pytest.raises(ConfigMismatch, match=BIND_AGAIN):
         await waiting
@@ -371,10 +374,12 @@ async def test_of_very_many_models_a_client_that_lost_its_session_must_bind_each
         await worker.bind_model(OLD)
         lost(worker)
 
-        for lora_id in (None, "0", "299", "never bound"):
+        with pytest.raises(ConfigMismatch, match=BIND_AGAIN):
+            await worker.acquire([1])
+        await worker.bind_model(OLD)
+        for lora_id in ("0", "299", "never bound"):
             with pytest.raises(ConfigMismatch, match=BIND_AGAIN):
                 await worker.acquire([1], lora_id=lora_id)
-        await worker.bind_model(OLD)
         await worker.bind_model(OLD, lora_id="0")
         assert await hit(worker, 1) == await hit(worker, 1, lora_id="0") == 0
         await worker.close()
