@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedConfig
@@ -57,8 +59,20 @@ def _traits_of_twin(config: PreTrainedConfig, device: torch.device) -> ModelTrai
     except TwinUnavailable:
         return None
     try:
-        return check.traits()
+        with _one_thread():
+            return check.traits()
     except ModelFails:
         return None
     except ConfigMismatch as error:
         return str(error)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have torch compute on one thread: small tensors are slower on several, ten times where others use the cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
