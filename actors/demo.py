@@ -48,6 +48,7 @@ MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_POSITIONS,
     "initializer_range": 0.05,  # larger than usual, so that an answer depends on all of its prompt
+    "eos_token_id": None,  # random weights would come upon it by chance
 }
 
 

@@ -35,6 +35,7 @@ MODEL = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=4_096,
     dtype="float32",
+    eos_token_id=None,
 )
 
 
