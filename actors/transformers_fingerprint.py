@@ -1,0 +1,187 @@
+"""`model_fingerprint`: what the KV of a transformers model depends on, and a checksum of its weights.
+
+    words      | w0 | w1 | w2 | ...            a tensor's bits, as 64-bit integers, in chunks
+    weights    | a0 | a1 | a2 | ...            odd, and of any two the difference divides by few powers of 2
+    sums       sum a_i * w_i,  sum a_i * (w_i >> 32)         modulo 2**64, of each chunk
+
+A change of one bit, and of one element, changes the first sum, as an odd number times a difference is 0 only if that
+is. An exchange of two elements changes one of the two. Integers add up to the same in any order and on any device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydix.schemas import InvalidRequest, ModelFingerprint
+from raydix.schemas.fingerprint import MAX_NAME, MAX_TEXT
+from raydix.schemas.shown import brief
+
+_CHUNK = 2**18  # words: what is summed must not depend on the device
+_MOST_NAMES = 32  # of a dictionary whose members are fields of their own
+_MOST_CHUNKS = 32  # summed at once on a device that is no CPU: two temporary tensors of 64 MiB
+_WEIGHTS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E, 0x165667B19E3779F8)  # odd, even, even: see `_weights_on`
+
+_COSMETIC = {  # fields of a configuration that no KV depends on
+    *("architectures", "dtype", "torch_dtype", "name_or_path", "transformers_version", "use_cache", "return_dict"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "num_logits_to_keep"),
+    *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+    *("tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+    *("initializer_range", "initializer_factor", "chunk_size_feed_forward", "gradient_checkpointing"),
+    *("embd_pdrop", "resid_pdrop", "attn_pdrop", "router_aux_loss_coef", "layerdrop"),
+}
+
+
+def model_fingerprint(model: Any) -> ModelFingerprint:
+    """What the KV of a transformers model depends on: its configuration, by name, and a checksum over all weights.
+
+    The configuration is that of the text model, without names, labels, end tokens and what only training uses; it
+    includes the model's type and dtype. The checksum covers the bits of every parameter and buffer, and their names,
+    dtypes and shapes. One changed bit of any of them changes it, and so does an exchange of two elements. Not in it are
+    frequencies that a rotary embedding computes anew for each length, and tensors that are no buffers.
+
+    The sums are computed on each tensor's device, without a copy of contiguous ones. On a CPU of 2023 (AMD EPYC, one
+    thread) it takes 0.2 s per GiB.
+
+    Args:
+        model: the model, with its weights loaded; an adapter that is merged or injected counts as its weights.
+
+    Raises:
+        InvalidRequest: it is no `torch.nn.Module` with a transformers configuration, or a tensor of it has no bits to
+            read, such as one on the meta device.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or not hasattr(config, "get_text_config"):
+        raise InvalidRequest(f"model must be a transformers model with its config, not {type(model).__name__}")
+    digest = hashlib.sha256()
+    sums: dict[Any, bytes] = {}  # tied tensors are read once
+    for name, tensor in weights_of(model):
+        try:
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if place not in sums:
+                sums[place] = _sums(tensor)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise InvalidRequest(
+                f"model: {brief(name)} has no bits to read ({type(error).__name__}: {brief(str(error))}): load its "
+                "weights as plain tensors, or pass a ModelFingerprint of your own"
+            ) from error
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode() + sums[place])
+    return ModelFingerprint(fields=_fields_of(model), weights=digest.hexdigest()[:32])
+
+
+def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer by name, tied ones by each of theirs; but for what passes compute anew."""
+    yield from model.named_parameters(remove_duplicate=False)
+    passing = set(_passing_buffers(model))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in passing:
+            yield name, buffer
+
+
+def _passing_buffers(model: torch.nn.Module) -> Iterator[str]:
+    """The frequencies of rotary embeddings that are other ones for other lengths: they depend on the last pass."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        types = getattr(module, "rope_type", "")
+        for layer_type, rope_type in types.items() if isinstance(types, dict) else (("", types),):
+            if "dynamic" in str(rope_type) or rope_type == "longrope":
+                yield ".".join(filter(None, (path, f"{layer_type}_inv_freq" if layer_type else "inv_freq")))
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+def _fields_of(model: Any) -> dict[str, Any]:
+    text = model.config.get_text_config(decoder=True)
+    fields = {"model_type": text.model_type, "dtype": str(getattr(model, "dtype", None))}
+    for name, value in _flat(text.to_dict()):
+        fields.setdefault(name[:MAX_NAME], value)
+    return fields
+
+
+def _flat(values: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields in small dictionaries, named with dots; what else there is as JSON."""
+    for key, value in values.items():
+        name = f"{above}{key}"
+        if name in _COSMETIC or name.startswith("_") or "dropout" in name:
+            continue
+        if isinstance(value, dict) and len(value) <= _MOST_NAMES:
+            yield from _flat(value, f"{name}.")
+        elif value is None or isinstance(value, (bool, int)):
+            yield name, value
+        elif isinstance(value, float) and value - value == 0:  # finite
+            yield name, value
+        else:
+            yield name, _short(value if isinstance(value, str) else json.dumps(_normal(value)))
+
+
+def _normal(value: Any) -> Any:
+    """Return a value as JSON has it, the same for equal ones, in whatever order or type they were given."""
+    if isinstance(value, dict):
+        return {str(key): _normal(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [_normal(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+# ---------------------------------------------------------------- the weights
+
+
+@torch.no_grad()
+def _sums(tensor: torch.Tensor) -> bytes:
+    """The two sums of each chunk of a tensor's bits, then the bytes that are no whole word."""
+    if tensor.device.type == "meta":
+        raise TypeError("it is on the meta device")
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    num_whole = len(flat) // 8 * 8
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words, weights = flat[:num_whole].view(torch.int64), _weights_on(tensor.device)
+    add_up = _sums_on_cpu if tensor.device.type == "cpu" else _sums_of_rows
+    num_full = len(words) // _CHUNK
+    sums = [add_up(words[: num_full * _CHUNK].view(num_full, _CHUNK), weights)] if num_full else []
+    if rest := len(words) - num_full * _CHUNK:
+        sums.append(add_up(words[-rest:].view(1, rest), weights[:rest]))
+    packed = torch.cat(sums).cpu().numpy().astype("<i8").tobytes() if sums else b""
+    return packed + flat[num_whole:].cpu().numpy().tobytes()
+
+
+def _sums_on_cpu(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Both sums of each row: [rows, 2]. Row by row, so that each is read from memory once."""
+    high = torch.empty_like(weights)
+    sums = []
+    for row in rows:
+        torch.bitwise_right_shift(row, 32, out=high)
+        sums += [torch.dot(row, weights), torch.dot(high, weights)]
+    return torch.stack(sums).view(-1, 2)
+
+
+def _sums_of_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The same on any device: CUDA has no dot product of integers."""
+    some = (rows[first : first + _MOST_CHUNKS] for first in range(0, len(rows), _MOST_CHUNKS))
+    return torch.cat([torch.stack([(each * weights).sum(1), ((each >> 32) * weights).sum(1)], 1) for each in some])
+
+
+@lru_cache(maxsize=8)
+def _weights_on(device: torch.device) -> torch.Tensor:
+    """The numbers that the words of a chunk are multiplied by: a polynomial of the odd numbers u = 1, 3, 5, ...
+
+    That of two of them differs by (u - v) * (a + b * (u + v) + c * (u*u + u*v + v*v)), where the second factor is odd
+    for odd a and even c. So two weights differ by no more powers of 2 than the places do, less than 2**19, and times
+    the difference of two words, or of their higher halves, that is not 0 modulo 2**64.
+    """
+    a, b, c = (np.uint64(each) for each in _WEIGHTS)
+    u = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    return torch.from_numpy((u * (a + u * (b + u * c))).view(np.int64)).to(device)
