@@ -85,6 +85,16 @@ def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
+def weights_version(model: torch.nn.Module) -> int:
+    """Return a number that is another one after torch has counted a change of a weight in place, or a new tensor.
+
+    `load_state_dict`, optimizers and arithmetic are counted; what is written through `.data` or by other means is not.
+    """
+    return hash(
+        tuple([(each.data_ptr(), 0 if each.is_inference() else each._version) for _, each in weights_of(model)])
+    )
+
+
 def _passing_buffers(model: torch.nn.Module) -> Iterator[str]:
     """The frequencies of rotary embeddings that are other ones for other lengths: they depend on the last pass."""
     for path, module in model.named_modules(remove_duplicate=False):

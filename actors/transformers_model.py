@@ -88,6 +88,12 @@ class CausalModel:
         self._thread = ThreadPoolExecutor(1, "raydix-model", _set_num_threads, (num_threads,))
 
     @property
+    def module(self) -> torch.nn.Module:
+        """The model itself, for its own thread alone."""
+        module: torch.nn.Module = self._forward_pass.model
+        return module
+
+    @property
     def traits(self) -> ModelTraits:
         """How it must be run, known once `prepare` was awaited."""
         assert self._traits is not None, "the model is not prepared"

@@ -17,7 +17,7 @@ Requests run concurrently, each with a batch size of 1: their forward passes tak
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict
 
@@ -31,7 +31,9 @@ except ImportError as error:
 from raydix.actors.client import PrefixCacheClient
 from raydix.actors.error_map import has_failed
 from raydix.actors.running_requests import RunningRequests
+from raydix.actors.transformers_binding import Fingerprint, WorkerBinding, check_fingerprint
 from raydix.actors.transformers_config import ModelSource, cache_config_for, pool_config_for
+from raydix.actors.transformers_fingerprint import model_fingerprint
 from raydix.actors.transformers_generation import Generation, GreedyDecoding, end_tokens
 from raydix.actors.transformers_model import CausalModel
 from raydix.actors.transformers_pool import PoolShape
@@ -41,8 +43,9 @@ from raydix.schemas import ConfigMismatch, InvalidRequest, StaleEpoch
 
 if TYPE_CHECKING:
     from raydix.actors.attached_pool import AttachedPool
+    from raydix.actors.lease import Lease
 
-__all__ = ["Generation", "TransformersWorker", "cache_config_for", "pool_config_for"]
+__all__ = ["Generation", "TransformersWorker", "cache_config_for", "model_fingerprint", "pool_config_for"]
 
 
 class Namespace(TypedDict):
@@ -63,13 +66,16 @@ class TransformersWorker(WatchedActor):
         cache: the handle of a cache actor, the name of one, or a `LocalPrefixCache`. None needs `use_cache=False`.
         model: a transformers configuration or a dictionary of one (with `model_type`), for random weights; or a
             model's name or path, for real ones.
-        seed: of random weights. Workers of one cache need equal ones.
+        seed: of random weights. Workers that share a `lora_id` on one cache need equal ones.
         dtype: of weights and KV. None: the one the model's configuration names, else float32.
         device: "auto" is CUDA if this process has a GPU (in an actor: was given one), else the CPU.
         mapped: how to reach the pool, as for `attach_pool`. A pool on another device than the model's is copied.
         use_cache: False computes every request from scratch.
         num_threads: torch's, for the passes. None: torch's own choice.
         owner: who this is, for people.
+        fingerprint: of the model, which the worker binds for each `lora_id` that it serves, as `bind_model` says.
+            "auto" computes it when the worker opens, and anew where the cache asks to bind again. None binds nothing:
+            then this worker and others on the cache must have the same weights.
 
     Raises:
         ConfigMismatch: the model is not a causal LM, or transformers cannot make it.
@@ -89,11 +95,14 @@ class TransformersWorker(WatchedActor):
         use_cache: bool = True,
         num_threads: int | None = None,
         owner: str | None = None,
+        fingerprint: Fingerprint = "auto",
     ) -> None:
+        check_fingerprint(fingerprint)
         if use_cache and cache is None:
             raise InvalidRequest("without a cache a worker needs use_cache=False")
         self._client = PrefixCacheClient(cache, owner=owner) if use_cache else None
         self._model = CausalModel(model, seed=seed, dtype=dtype, device=device, num_threads=num_threads)
+        self._binding = WorkerBinding(self._model, fingerprint)
         self._mapped = mapped
         self._attaching: asyncio.Task[AttachedPool] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -183,7 +192,8 @@ class TransformersWorker(WatchedActor):
         Raises:
             InvalidRequest: the arguments cannot be served, or the worker was closed; the message says why.
             PoolExhausted: no room came free in time, or there never can be.
-            ConfigMismatch: the model does not fit the pool.
+            ConfigMismatch: the model does not fit the pool, or the cache has another model bound to the `lora_id`; the
+                message names what differs.
             StaleEpoch: the cache has restarted meanwhile.
         """
         ends = self._model.end_tokens if eos_token_id is None else end_tokens(eos_token_id)
@@ -209,13 +219,16 @@ class TransformersWorker(WatchedActor):
         branching_len = None
         if self._model.layers.has_states:
             branching_len = (await client.match(decoding.prompt, **namespace)).branching_len
-        lease = await client.acquire(
-            decoding.prompt,
-            **namespace,
-            new_tokens=decoding.max_computed - decoding.num_prompt,
-            max_prefix_len=max(0, decoding.num_prompt - self._model.least_part),  # the last logits are needed
-        )
-        async with lease:
+
+        def take() -> Awaitable[Lease]:
+            return client.acquire(
+                decoding.prompt,
+                **namespace,
+                new_tokens=decoding.max_computed - decoding.num_prompt,
+                max_prefix_len=max(0, decoding.num_prompt - self._model.least_part),  # the last logits are needed
+            )
+
+        async with await self._binding.lease(client, namespace["lora_id"], take) as lease:
             if pool.lost:  # the cache has restarted
                 pool = await self._attached(client)
             if pool.epoch != lease.epoch:  # and once more since: these slots are not this pool's
@@ -266,4 +279,5 @@ class TransformersWorker(WatchedActor):
                 raise InvalidRequest(
                     "this model's layers differ in their KV: they need a mapped pool, on the model's device"
                 )
+        await self._binding.prepare()
         return pool
