@@ -13,7 +13,7 @@ import torch
 from tiny_llama import LLAMA, random_llama, random_prompt
 from transformers import LlamaConfig, Qwen3Config
 
-from raydix.actors import LocalPrefixCache, transformers_binding
+from raydix.actors import Lease, LocalPrefixCache, transformers_binding
 from raydix.actors.transformers_worker import TransformersWorker, model_fingerprint, pool_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, ModelFingerprint
 
@@ -247,6 +247,33 @@ async def test_requests_at_the_same_time_bind_again_once(scene: Scene, monkeypat
         await asyncio.gather(*(answer(worker, lora_id) for lora_id in (None, "x", "y", "x")))
         assert len(computed) == number
     assert await scene.bindings() == 3
+
+
+async def test_a_refusal_that_comes_late_is_not_followed_by_another_fingerprint(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, computed, bound_again = await scene.worker(), [], asyncio.Event()
+    original = transformers_binding.model_fingerprint
+    monkeypatch.setattr(transformers_binding, "model_fingerprint", lambda m: computed.append(m) or original(m))
+    await answer(worker)
+    await scene.cache.reset()
+    client = worker._client
+    assert client is not None
+
+    async def take() -> Lease:
+        try:
+            return await client.acquire(PROMPT)
+        except ConfigMismatch:
+            await bound_again.wait()  # the refusal takes its time on the way
+            raise
+
+    late = asyncio.ensure_future(worker._binding.lease(client, None, take))
+    await asyncio.sleep(0)
+    await answer(worker)
+    bound_again.set()
+    await (await late).release()
+
+    assert len(computed) == 1
 
 
 async def test_a_worker_whose_session_was_lost_binds_again(scene: Scene) -> None:
