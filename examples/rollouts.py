@@ -1,10 +1,16 @@
 """Reinforcement-learning rollouts: several samples share their prompt's KV, and new weights never meet the old ones'.
 
     python examples/rollouts.py --rounds 5 --prompts 16 --samples 8
+    python examples/rollouts.py --one-lora-id
 
 Each round one worker computes a prompt and draws the first tokens of its samples; then any worker continues any of
 them, from the prompt's KV in the shared cache. A policy is a namespace, `lora_id="policy-3"`. When new weights (here
 random ones) are pushed, the old policy is retired: nothing of it is matched from then on, and its slots come back.
+
+With `--one-lora-id` all policies have one namespace, `lora_id="policy"`, where new weights replace the old ones. Then
+the order counts: stop requests, push to every worker, retire, go on. The first worker that serves a request binds its
+weights; the cache refuses one that has others, and so would not mix the KV of two policies if a push was lost.
+
 Ends with a table, and with exit status 1 if one of the `promises` was not kept.
 """
 
@@ -61,6 +67,7 @@ class Round:
     """What came of one policy."""
 
     policy: str
+    lora_id: str
     prompt_tokens: int  # asked for, by prefills and samples
     reused_tokens: int
     needed_tokens: int  # each prompt once, and each sample's first token
@@ -70,16 +77,17 @@ class Round:
     slots_left: int = -1  # cached when all should have been reclaimed
 
 
-async def roll_out(workers, client, policy, prompts, num_samples):
+async def roll_out(workers, client, policy, lora_id, prompts, num_samples):
     """One round: every prompt once, then all of its samples, wherever there is a worker."""
     turns = itertools.cycle(workers)
-    prefills = [next(turns).first_tokens.remote(tokens, num_samples, policy) for tokens in prompts]
+    prefills = [next(turns).first_tokens.remote(tokens, num_samples, lora_id) for tokens in prompts]
     first = await asyncio.gather(*prefills)
     begun = [np.append(prompt, token) for prompt, (drawn, _) in zip(prompts, first, strict=True) for token in drawn]
-    samples = await asyncio.gather(*(next(turns).sample.remote(tokens, policy) for tokens in begun))
-    alone = await asyncio.gather(*(next(turns).sample.remote(tokens, policy, reuse=False) for tokens in begun))
+    samples = await asyncio.gather(*(next(turns).sample.remote(tokens, lora_id) for tokens in begun))
+    alone = await asyncio.gather(*(next(turns).sample.remote(tokens, lora_id, reuse=False) for tokens in begun))
     return Round(
         policy=policy,
+        lora_id=lora_id,
         prompt_tokens=sum(map(len, prompts)) + sum(map(len, begun)),
         reused_tokens=sum(prefix_len for _, prefix_len in first) + sum(each.prefix_len for each in samples),
         needed_tokens=sum(map(len, prompts)) + len(begun),
@@ -90,15 +98,15 @@ async def roll_out(workers, client, policy, prompts, num_samples):
 
 async def retire(client, done, prompts):
     """Make a policy's KV unmatchable, and see its slots come back: in slices, between the requests of others."""
-    await client.retire(lora_id=done.policy)
-    done.matched_after = sum([(await client.match(prompt, lora_id=done.policy)).prefix_len for prompt in prompts])
+    await client.retire(lora_id=done.lora_id)
+    done.matched_after = sum([(await client.match(prompt, lora_id=done.lora_id)).prefix_len for prompt in prompts])
     for _ in range(10_000):  # looks; each is a call, and so leaves the cache time
         done.slots_left = (await client.stats()).tree_slots
         if not done.slots_left:
             break
 
 
-async def train(rounds, num_prompts, num_samples, num_workers):
+async def train(rounds, num_prompts, num_samples, num_workers, one_lora_id=False):
     """Rollouts and weight pushes in turn."""
     num_slots = PAGE_SIZE * num_prompts * (PROMPT_LEN // PAGE_SIZE + (num_samples + 2) * 2)
     pool = pool_config_for(TINY, num_slots, dtype="float32", device="cpu")
@@ -109,9 +117,14 @@ async def train(rounds, num_prompts, num_samples, num_workers):
     history = []
     async with PrefixCacheClient(cache, owner="trainer") as client:
         for number in range(rounds):
-            await asyncio.gather(*(worker.push.remote(number) for worker in workers))
-            history.append(await roll_out(workers, client, f"policy-{number}", prompts, num_samples))
-            await retire(client, history[-1], prompts)
+            policy = f"policy-{number}"
+            await asyncio.gather(*(worker.push.remote(number) for worker in workers))  # no request runs now
+            if one_lora_id and history:
+                await retire(client, history[-1], prompts)
+            lora_id = "policy" if one_lora_id else policy
+            history.append(await roll_out(workers, client, policy, lora_id, prompts, num_samples))
+            if not one_lora_id or number == rounds - 1:
+                await retire(client, history[-1], prompts)
         await client.check_invariants()
     await asyncio.to_thread(shutdown_cache, cache)
     return history
@@ -136,10 +149,17 @@ def table(history):
     return rows
 
 
-def main(rounds: Count = 3, prompts: Count = 8, samples: Count = 4, workers: Count = 2, as_json: AsJson = False):
+def main(
+    rounds: Count = 3,
+    prompts: Count = 8,
+    samples: Count = 4,
+    workers: Count = 2,
+    one_lora_id: bool = False,
+    as_json: AsJson = False,
+):
     """Roll out a few policies, one after the other, and retire each."""
     ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    history = asyncio.run(train(rounds, prompts, samples, workers))
+    history = asyncio.run(train(rounds, prompts, samples, workers, one_lora_id))
     show([asdict(each) for each in history], as_json, lambda: table(history))
     if broken := {promise for each in history for promise, kept in promises(each).items() if not kept}:
         sys.exit(f"not kept: {'; '.join(sorted(broken))}")

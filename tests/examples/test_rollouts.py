@@ -22,13 +22,16 @@ def example() -> Any:
 
 
 @pytest.mark.ray
-def test_two_policies_share_their_prompts_and_nothing_else() -> None:
+@pytest.mark.parametrize("lora_ids", [["policy-0", "policy-1"], ["policy", "policy"]], ids=["two", "one"])
+def test_two_policies_share_their_prompts_and_nothing_else(lora_ids: list[str]) -> None:
     command = [sys.executable, str(EXAMPLE), "--rounds", "2", "--prompts", "3", "--samples", "2", "--json"]
+    command += ["--one-lora-id"] * (len(set(lora_ids)) == 1)
 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert [each["policy"] for each in json.loads(done.stdout)] == ["policy-0", "policy-1"]
+    assert [each["lora_id"] for each in json.loads(done.stdout)] == lora_ids
     for each in json.loads(done.stdout):
         assert each["prompt_tokens"] == 3 * 256 + 3 * 2 * 257
         assert each["reused_tokens"] == 3 * 2 * 256
@@ -50,6 +53,7 @@ def test_a_promise_not_kept_is_named(counts: dict[str, int], broken: list[str]) 
     rollouts = example()
     kept = {
         "policy": "policy-0",
+        "lora_id": "policy",
         "prompt_tokens": 100,
         "reused_tokens": 60,
         "needed_tokens": 40,

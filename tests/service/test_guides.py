@@ -30,6 +30,7 @@ PRINTED = {  # what a guide's comments promise of its output
         "french: 32 of 40",
         "latin: 0 of 40",
         "\n64\n",
+        "1\n1\n2\n0\nlora_id 'policy' may have another model by now\nTrue\n",
         "8 requests finished, preemptions > 0 = True",
         "\n64\n",
         "the worker holds 3 slots\nTrue\nLeaseExpired\n64\n",

@@ -22,7 +22,7 @@ from cache_under_test import small_config
 from command_line import run, run_json
 
 from raydix.actors import AttachedPool, Lease, LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
-from raydix.schemas import CacheUnavailable, LeaseConfig, StaleEpoch
+from raydix.schemas import CacheUnavailable, ConfigMismatch, LeaseConfig, ModelFingerprint, StaleEpoch
 
 pytestmark = pytest.mark.ray
 
@@ -90,6 +90,27 @@ async def test_after_its_process_was_killed_clients_go_on_with_an_empty_cache_an
         stats = await client.stats()
         assert (stats.open_sessions, stats.open_leases, stats.epoch != lease.epoch) == (1, 1, True)
         await client.check_invariants()
+
+
+async def test_a_client_that_bound_a_model_before_a_restart_must_bind_it_again(cache: Any) -> None:
+    old, new = (ModelFingerprint(fields={"model_type": "llama"}, weights=each) for each in ("old", "new"))
+    async with PrefixCacheClient(cache) as worker, PrefixCacheClient(cache) as other:
+        await worker.bind_model(old, lora_id="x")
+        before = (await worker.stats()).epoch
+        await restart(cache)
+        await when_available(lambda: fresh(other, before))
+
+        await other.bind_model(new, lora_id="x")
+        async with other.acquire([1, 2, 3], lora_id="x") as lease:
+            await lease.insert([1, 2, 3])
+
+        with pytest.raises(ConfigMismatch, match="Bind again"):  # its first call since: in a session that it opens anew
+            await when_available(lambda: worker.acquire([1, 2, 3], lora_id="x"))
+        with pytest.raises(ConfigMismatch, match="the weights differ"):
+            await worker.bind_model(old, lora_id="x")
+        await worker.bind_model(new, lora_id="x")
+        async with worker.acquire([1, 2, 3], lora_id="x") as lease:
+            assert lease.prefix_len == 3
 
 
 async def test_what_ray_restarted_is_shown_as_such_with_the_cause(ray_cluster: None, tmp_path: Path) -> None:

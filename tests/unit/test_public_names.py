@@ -53,6 +53,7 @@ PUBLIC = {
         "LeaseExpired",
         "LeaseGrant",
         "MatchResponse",
+        "ModelFingerprint",
         "PoolConfig",
         "PoolExhausted",
         "PoolHandle",
