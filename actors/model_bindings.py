@@ -104,7 +104,13 @@ class ModelBindings:
         """
         bound = self.sessions[session_id]
         lora_id = None if extra_key is None else unframe_namespace(extra_key)[1]
-        behind = self._behind(bound, lora_id)
+        behind = []
+        for each in (lora_id, None) if lora_id is not None else (None,):
+            generation, binding = bound.generations.get(each), self._bindings.get(each)
+            if binding is not None and binding.generation == generation:
+                self._bindings.move_to_end(each)
+            elif bound.may_have_bound(each):
+                behind.append(each)
         if behind and self._core.leases.find(lease_id, session_id) is None:
             raise ConfigMismatch(
                 f"{' and '.join(map(_name, behind))} may have another model by now: the cache was reset, it was "
@@ -124,18 +130,6 @@ class ModelBindings:
                 f"lease {lease.lease_id!r} was acquired before a reset or a retirement of its lora_id: its KV may be "
                 "of another model than this session is bound to. Acquire anew"
             )
-
-    def _behind(self, bound: BoundModels, lora_id: str | None) -> list[str | None]:
-        """Of a `lora_id` and the base, what the session has bound, but not to its current generation."""
-        behind = []
-        for each in (lora_id, None) if lora_id is not None else (None,):
-            if bound.may_have_bound(each):
-                binding = self._bindings.get(each)
-                if binding is not None and binding.generation == bound.generations.get(each):
-                    self._bindings.move_to_end(each)
-                else:
-                    behind.append(each)
-        return behind
 
     def _check_configured(self, lora_id: str | None, fingerprint: ModelFingerprint) -> None:
         if lora_id is None and self._configured not in ("", str(fingerprint)):
