@@ -114,7 +114,7 @@ async def train(rounds, num_prompts, num_samples, num_workers, one_lora_id=False
     start: Any = ray.remote(RolloutWorker).options(num_cpus=1)
     workers = [start.remote(cache) for _ in range(num_workers)]
     prompts = list(np.random.default_rng(0).integers(0, VOCABULARY, (num_prompts, PROMPT_LEN)))
-    history = []
+    history: list[Any] = []
     async with PrefixCacheClient(cache, owner="trainer") as client:
         for number in range(rounds):
             policy = f"policy-{number}"
