@@ -50,7 +50,7 @@ def pool_config_for(
     chosen = named_dtype(config, dtype)
     layers = ModelLayers.of(config)
     kept = measure(config, layers, chosen)
-    _check_traits(config)
+    _check_traits(config, chosen)
     _check_counts(config, layers, num_swa_slots, num_state_slots)
     shape = PoolShape.of_model(layers, kept.kv, kept.states, chosen)
     return PoolConfig.model_validate(
@@ -115,10 +115,11 @@ def _check_counts(
         raise InvalidRequest(f"{model} has no sliding windows: num_swa_slots is for those that do")
 
 
-def _check_traits(config: PreTrainedConfig) -> None:
+def _check_traits(config: PreTrainedConfig, dtype: torch.dtype) -> None:
     from raydix.actors.transformers_traits import traits_of
 
-    traits = traits_of(config, torch.device("cpu"))
+    run_in = torch.float32 if dtype is torch.float16 else dtype  # a CPU lacks some of a GPU's float16
+    traits = traits_of(config, torch.device("cpu"), run_in)
     if traits is not None and traits.cannot_share is not None:
         raise ConfigMismatch(f"{traits.cannot_share} (serve it with use_cache=False)")
 

@@ -75,9 +75,9 @@ class CausalModel:
         self.config = load_config(source)
         check_kind(self.config)
         self.device = _pick_device(device)
-        chosen = named_dtype(self.config, dtype)
+        self._dtype = named_dtype(self.config, dtype)
         self.lengths = ModelLengths.of(self.config)
-        model = _load(source, self.config, chosen, seed).to(self.device).eval()
+        model = _load(source, self.config, self._dtype, seed).to(self.device).eval()
         self.vocab_size: int = self.config.get_text_config(decoder=True).vocab_size
         self.end_tokens = _end_tokens(model)
         self._forward_pass = ForwardPass(model, pad_token_id(self.config))
@@ -119,7 +119,7 @@ class CausalModel:
         """Find out how the model must be run. Idempotent.
 
         Raises:
-            ConfigMismatch: its logits after a token depend on later ones.
+            ConfigMismatch: its logits after a token depend on later ones, or it does not run in its dtype.
         """
         if self._traits is None:
             await self.run(self._find_traits)
@@ -194,7 +194,7 @@ class CausalModel:
 
     def _find_traits(self) -> None:
         if self._traits is None:
-            traits = traits_of(self.config, self.device, self._forward_pass)
+            traits = traits_of(self.config, self.device, self._dtype, self._forward_pass)
             assert traits is not None, "the model itself was checked"
             self._forward_pass.positions = traits.positions
             self._traits = traits

@@ -10,26 +10,35 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
+import numpy as np
 import torch
-from transformers import PreTrainedConfig
+import transformers
+from transformers import DynamicCache, PreTrainedConfig
 
 from raydix.actors.transformers_check import ModelCheck, ModelFails, ModelTraits
+from raydix.actors.transformers_errors import refusing
 from raydix.actors.transformers_forward import ForwardPass, pad_token_id
+from raydix.actors.transformers_lengths import ModelLengths
 from raydix.actors.transformers_twin import TwinUnavailable, build_twin, small_twin
 from raydix.schemas import ConfigMismatch
 
 _MAX_KEPT = 64
-_kept: OrderedDict[tuple[str, str], ModelTraits | str] = OrderedDict()  # traits, or why there are none
+_LONGEST = 100  # tokens run in a model's dtype: more than a small model computes together
+_kept: OrderedDict[tuple[str, str, torch.dtype], ModelTraits | str] = OrderedDict()  # traits, or why there are none
 _lock = threading.Lock()
 
 
-def traits_of(config: PreTrainedConfig, device: torch.device, itself: ForwardPass | None = None) -> ModelTraits | None:
+def traits_of(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, itself: ForwardPass | None = None
+) -> ModelTraits | None:
     """Return how a model must be run. The outcome is kept for the next call with an equal configuration.
 
     Args:
         config: the model's.
         device: where the small model is run.
+        dtype: the model's. The small one is compared in float32; in this dtype it must run.
         itself: the model, to be run where there is no small one. None: it is not there.
 
     Returns:
@@ -38,9 +47,9 @@ def traits_of(config: PreTrainedConfig, device: torch.device, itself: ForwardPas
     Raises:
         ConfigMismatch: the model cannot be served, with a cache or without.
     """
-    key = config.to_json_string(use_diff=False), str(device)
+    key = config.to_json_string(use_diff=False), str(device), dtype
     with _lock:
-        found = _kept.get(key) or _traits_of_twin(config, device)
+        found = _kept.get(key) or _traits_of_twin(config, device, dtype)
         if found is None:
             return None if itself is None else ModelCheck(itself, config).traits()
         _kept[key] = found
@@ -51,7 +60,7 @@ def traits_of(config: PreTrainedConfig, device: torch.device, itself: ForwardPas
     return found
 
 
-def _traits_of_twin(config: PreTrainedConfig, device: torch.device) -> ModelTraits | str | None:
+def _traits_of_twin(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> ModelTraits | str | None:
     """Return the traits of a small model, or why it has none; None if there is no small model that runs."""
     try:
         twin = small_twin(config)
@@ -60,11 +69,34 @@ def _traits_of_twin(config: PreTrainedConfig, device: torch.device) -> ModelTrai
         return None
     try:
         with _one_thread():
-            return check.traits()
+            traits = check.traits()
+            if dtype is not torch.float32:
+                _check_dtype(twin, device, dtype, traits)
+            return traits
     except ModelFails:
         return None
     except ConfigMismatch as error:
         return str(error)
+
+
+def _check_dtype(twin: PreTrainedConfig, device: torch.device, dtype: torch.dtype, traits: ModelTraits) -> None:
+    """Run a prompt and two tokens after it in a dtype, whatever the logits.
+
+    Raises:
+        ConfigMismatch: transformers fails, as where it multiplies float32 by weights of the dtype.
+    """
+    forward = ForwardPass(build_twin(twin, dtype=dtype).to(device), pad_token_id(twin))
+    forward.positions = traits.positions
+    lengths = ModelLengths.of(twin)
+    limits = (lengths.ranges[0].longest, lengths.max_positions)
+    num_tokens = min([_LONGEST, *(limit for limit in limits if limit is not None)])
+    tokens = np.full(num_tokens, forward.pad_token_id or 0)  # RoBERTa's positions of other tokens end sooner
+    with refusing(f"transformers {transformers.__version__} cannot run this {twin.model_type} model in {dtype}"):
+        forward.logits(tokens, 0, None, 1)
+        if traits.cannot_share is None or traits.has_own_cache:
+            cache = DynamicCache(config=twin)
+            for start, end in pairwise(sorted({0, max(0, num_tokens - 2), max(0, num_tokens - 1), num_tokens})):
+                forward.logits(tokens[:end], start, cache, 1)
 
 
 @contextmanager

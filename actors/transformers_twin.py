@@ -63,8 +63,8 @@ def small_twin(config: PreTrainedConfig, *, window: int = 64) -> PreTrainedConfi
     return twin
 
 
-def build_twin(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
-    """Build a causal LM with random float32 weights on the CPU, in evaluation mode.
+def build_twin(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Build a causal LM with random weights on the CPU, in evaluation mode.
 
     Parameters that transformers sets to one constant, and all with one dimension, get noise, so that a layer that is
     left out shows. The random numbers of this process stay as they are, and nothing is downloaded.
@@ -72,6 +72,7 @@ def build_twin(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
     Args:
         config: such as `small_twin` returns. It stays as it is.
         seed: of the weights. Equal seeds and configurations give equal weights.
+        dtype: of the weights, but for those that transformers keeps in float32.
 
     Raises:
         TwinUnavailable: transformers has no causal LM of this configuration, or fails to make it.
@@ -83,17 +84,17 @@ def build_twin(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         with refusing(f"transformers cannot make this {config.model_type} model", TwinUnavailable):
-            model = _from_config(config)
+            model = _from_config(config, dtype)
         _add_noise(model)
-    return model.float().eval()
+    return (model.float() if dtype is torch.float32 else model).eval()
 
 
-def _from_config(config: PreTrainedConfig) -> torch.nn.Module:
+def _from_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     made_of = copy.deepcopy(config)
     vars(made_of).pop("auto_map", None)  # code from elsewhere would be downloaded
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(made_of, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(made_of, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
 
 

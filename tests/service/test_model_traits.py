@@ -144,6 +144,17 @@ async def test_a_model_that_is_not_causal_is_refused_in_each_dtype(config: PreTr
         await TransformersWorker(None, model=deepcopy(config), use_cache=False, device="cpu", dtype=dtype).open()
 
 
+@pytest.mark.parametrize("model_type", ["inkling2_text", "xlstm"])
+async def test_a_model_that_fails_in_its_dtype_alone_is_refused_before_its_first_request(model_type: str) -> None:
+    """These multiply float32 by weights of another dtype; xLSTM only where a prompt fills a chunk."""
+    config = tiny_config(model_type)
+    await TransformersWorker(None, model=deepcopy(config), use_cache=False, device="cpu").open()
+    worker = TransformersWorker(None, model=config, use_cache=False, device="cpu", dtype="bfloat16")
+    with pytest.raises(ConfigMismatch, match=r"cannot run this .* model in torch\.bfloat16: RuntimeError"):
+        await worker.open()
+    await worker.close()
+
+
 async def test_windows_that_are_long_are_filled_nevertheless() -> None:
     """Moshi forgets tokens when its window is full, which takes 3,000 tokens by default."""
     config = MoshiConfig(**COMMON, num_hidden_layers=2, sliding_window=3000)
