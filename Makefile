@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-core test-long test-trace bench lint clean
+.PHONY: help venv demo test test-core test-long test-trace bench models lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -53,6 +53,11 @@ bench: $(STAMP)  ## every measurement in one table, as `make bench ARGS="core sc
 	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(BIN)/python -m benchmarks $(ARGS)
 	$(if $(ARGS),,RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks/test_owner_death.py tests/benchmarks/test_report.py \
 		tests/service/test_overload.py -s)
+
+# Written aside first: a page that is half done is none.
+models: $(STAMP)  ## make examples/models.md again: how each model of the installed transformers is served; takes an hour
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m model_table > examples/models.md.new
+	mv examples/models.md.new examples/models.md
 
 lint: $(DEV)  ## ruff, its formatter, mypy (strict for the packages)
 	$(BIN)/ruff check .

@@ -242,6 +242,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
         "rope_parameters": PER_LAYER_ROPE,
     },
+    "doge": {"keep_window_size": 32},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_top_k": 2},
