@@ -59,7 +59,7 @@ class ModelTraits:
     decodes_alike: bool = True
 
 
-class ModelFails(ConfigMismatch):
+class ModelFails(Exception):
     """One pass without a cache raises an error."""
 
 

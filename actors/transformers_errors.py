@@ -13,8 +13,8 @@ _LONGEST = 300  # characters of a reason
 
 
 @contextmanager
-def refusing(failure: str, raises: type[ConfigMismatch] = ConfigMismatch) -> Iterator[None]:
-    """Raise a ConfigMismatch for any error of the code inside, which makes or runs a model.
+def refusing(failure: str, raises: type[Exception] = ConfigMismatch) -> Iterator[None]:
+    """Raise one error for any error of the code inside, which makes or runs a model.
 
     transformers has no common class of errors: a model that it cannot make or run raises any of Python's. Errors of a
     cache and a lack of memory pass.
@@ -25,7 +25,7 @@ def refusing(failure: str, raises: type[ConfigMismatch] = ConfigMismatch) -> Ite
     """
     try:
         yield
-    except (CacheError, MemoryError, torch.OutOfMemoryError):
+    except (raises, CacheError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise raises(f"{failure}: {type(error).__name__}: {_short(error)}") from error

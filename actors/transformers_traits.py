@@ -51,13 +51,20 @@ def traits_of(
     with _lock:
         found = _kept.get(key) or _traits_of_twin(config, device, dtype)
         if found is None:
-            return None if itself is None else ModelCheck(itself, config).traits()
+            return None if itself is None else _traits_of_itself(config, itself)
         _kept[key] = found
         while len(_kept) > _MAX_KEPT:
             _kept.popitem(last=False)
     if isinstance(found, str):
         raise ConfigMismatch(found)
     return found
+
+
+def _traits_of_itself(config: PreTrainedConfig, forward: ForwardPass) -> ModelTraits:
+    try:
+        return ModelCheck(forward, config).traits()
+    except ModelFails as error:
+        raise ConfigMismatch(str(error)) from error
 
 
 def _traits_of_twin(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> ModelTraits | str | None:

@@ -27,13 +27,12 @@ from raydix.actors import transformers_twin_rules as rules
 from raydix.actors.transformers_errors import refusing
 from raydix.actors.transformers_twin_layers import select_layers
 from raydix.actors.transformers_twin_tokens import move_token_ids, ropes_of, shorten
-from raydix.schemas import ConfigMismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-class TwinUnavailable(ConfigMismatch):
+class TwinUnavailable(Exception):
     """No small twin can be made of a configuration; the message says why."""
 
 
