@@ -29,7 +29,7 @@ from raydix.actors.transformers_errors import refusing
 from raydix.actors.transformers_forward import ForwardPass, Positions
 from raydix.actors.transformers_layers import ModelLayers, StateTensor
 from raydix.actors.transformers_lengths import ModelLengths
-from raydix.actors.transformers_measure import check_used
+from raydix.actors.transformers_measure import measure_run
 from raydix.actors.transformers_pool import PoolShape
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, ConfigMismatch, PoolConfig
@@ -57,6 +57,15 @@ class ModelTraits:
     cannot_share: str | None = None
     has_own_cache: bool = False
     decodes_alike: bool = True
+
+    def check_can_share(self) -> None:
+        """Check that KV and states can be reused from a pool.
+
+        Raises:
+            ConfigMismatch: they cannot.
+        """
+        if self.cannot_share is not None:
+            raise ConfigMismatch(f"{self.cannot_share} (serve it with use_cache=False)")
 
 
 class ModelFails(Exception):
@@ -125,10 +134,10 @@ class ModelCheck:
 
     def _num_tokens(self) -> int:
         """Return a length that fills a window twice, if the model takes it."""
-        longest, limit = self._lengths.ranges[0].longest, self._lengths.max_positions
-        if limit is not None and self._pad is not None:  # positions may begin behind it
-            limit = max(limit - self._pad - 1, min(limit, _FEWEST))
-        return min(end for end in (2 * self._span + _AFTER, longest, limit) if end is not None)
+        num_tokens, limit = self._lengths.first(2 * self._span + _AFTER), self._lengths.max_positions
+        if limit is None or self._pad is None:
+            return num_tokens
+        return min(num_tokens, max(limit - self._pad - 1, min(limit, _FEWEST)))  # positions may begin behind the pad
 
     def _sequence(self, num_tokens: int, *, longer_than: int = 0, pads: bool = False) -> _Sequence:
         """Return a random sequence with repeated tokens, run in one pass.
@@ -152,13 +161,16 @@ class ModelCheck:
         return _Sequence(tokens, whole)
 
     def _cuts(self, num_tokens: int, start: int = 0) -> list[int]:
-        """Return the ends of the parts of a prompt: none is a single token, which would be run as in decoding."""
+        """Return the ends of the parts of a prompt, the first of them longer than `start`; 0 comes first.
+
+        None is a single token, which would be run as in decoding.
+        """
         middle = (start + num_tokens) // 2
         ends = [start]
         for end in sorted({min(start + _FIRST, middle), start + self._span + _BEFORE, num_tokens - _REST}):
             if ends[-1] + 2 <= end <= num_tokens - 2:
                 ends.append(end)
-        return [*ends, num_tokens]
+        return [0, *ends[1:], num_tokens]
 
     def _decoding_cuts(self, num_tokens: int) -> list[int]:
         """Return the ends of the parts where a window is left in decoding, one token at a time."""
@@ -189,7 +201,6 @@ class ModelCheck:
                 return ModelTraits(way, cannot_share)
             reasons.append(reason)
         if cannot_share is None:
-            self._pool = None
             return self._find_positions(plain, f"{self._model} cannot continue from cached KV or states: {reasons[0]}")
         self._forward.positions = Positions.OWN
         return ModelTraits(Positions.OWN, cannot_share)
@@ -264,25 +275,17 @@ class ModelCheck:
         """
         layers = self._layers = ModelLayers.of(self._config)
         self._span = min(layers.window or _SPAN, _LONGEST_SPAN)
-        num_tokens = num_tokens or self._num_tokens()
-        cache = DynamicCache(config=self._config)
         with refusing(f"{self._model} does not run with a cache"):
-            self._forward.logits(np.ones(2, np.int64), 0, cache, 1)
-        check_used(self._config, layers, layers.unused_in(cache))
-        kv, dtypes = layers.kv_in(cache), layers.dtypes_in(cache)
-        if kv is None or len(dtypes) > 1:
-            raise ConfigMismatch(f"{self._model} keeps KV of several dtypes: {sorted(map(str, dtypes))}")
-        self._states = layers.states_in(cache)
-        shape = PoolShape.of_model(layers, kv, self._states, dtypes.pop())
-        self._pool = KVPool(layout_of(_cache_config(shape, layers, num_tokens)), self._forward.device)
+            shape, self._states = measure_run(self._run_two, self._config, layers)
+        config = _cache_config(shape, layers, num_tokens or self._num_tokens())
+        self._pool = KVPool(layout_of(config), self._forward.device)
+
+    def _run_two(self, cache: Cache) -> None:
+        self._forward.logits(np.ones(2, np.int64), 0, cache, 1)
 
     def _run_parts(self, tokens: NDArray[np.int64], ends: Sequence[int]) -> torch.Tensor:
-        """Return the logits of a sequence run in parts through the pool; the first end is the start, or the first part.
-
-        With a start above 0, the first part runs to the next end.
-        """
+        """Return the logits of a sequence run in parts, which end there, through the pool."""
         assert self._pool is not None and self._layers is not None, "there is no pool"
-        ends = [0, *ends[1:]]
         slots = torch.from_numpy(np.random.default_rng(1).permutation(len(tokens)) + 1)
         logits = []
         for start, end in pairwise(ends):

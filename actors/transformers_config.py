@@ -86,7 +86,6 @@ def cache_config_for(
         ConfigMismatch, InvalidRequest, ImportError: as for `pool_config_for`.
     """
     config = load_config(model)
-    layers = ModelLayers.of(config)
     pool = pool_config_for(
         config,
         num_slots,
@@ -95,6 +94,7 @@ def cache_config_for(
         dtype=dtype,
         device=device,
     )
+    layers = ModelLayers.of(config)
     return CacheConfig(
         kind="mamba" if layers.has_states else "radix",
         sliding_window_size=layers.window,
@@ -120,8 +120,8 @@ def _check_traits(config: PreTrainedConfig, dtype: torch.dtype) -> None:
 
     run_in = torch.float32 if dtype is torch.float16 else dtype  # a CPU lacks some of a GPU's float16
     traits = traits_of(config, torch.device("cpu"), run_in)
-    if traits is not None and traits.cannot_share is not None:
-        raise ConfigMismatch(f"{traits.cannot_share} (serve it with use_cache=False)")
+    if traits is not None:
+        traits.check_can_share()
 
 
 def load_config(model: ModelSource) -> PreTrainedConfig:

@@ -84,6 +84,10 @@ class ModelLengths:
         """Return the range of a sequence length."""
         return next(each for each in self.ranges if each.longest is None or num_tokens <= each.longest)
 
+    def first(self, num_tokens: int) -> int:
+        """Return so many tokens, or those of the longest sequence in the first range if that is shorter."""
+        return min(end for end in (num_tokens, self.ranges[0].longest, self.max_positions) if end is not None)
+
     def check(self, num_tokens: int) -> None:
         """Check that the model takes a sequence of so many tokens.
 

@@ -1,4 +1,4 @@
-"""The shapes that a transformers model keeps, measured without its weights. Loads transformers when called.
+"""The shapes that a transformers model keeps, measured with its weights or without. Loads transformers when called.
 
 Configurations name the sizes of KV and states in many ways, and some not at all. One token through the model on the
 "meta" device, which computes shapes alone, shows them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ import torch
 
 from raydix.actors.transformers_errors import refusing
 from raydix.actors.transformers_layers import KVShape, ModelLayers, StateTensor
+from raydix.actors.transformers_pool import PoolShape
 from raydix.schemas import ConfigMismatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import Cache, PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,32 @@ def measure(config: PreTrainedConfig, layers: ModelLayers, dtype: torch.dtype) -
             check_used(config, layers, layers.unused_in(cache))
     kv = layers.kv_in(cache) or (_named_kv(config, failure),) * len(layers.kinds)
     return Kept(kv, layers.states_in(cache))
+
+
+def measure_run(
+    run: Callable[[Cache], object], config: PreTrainedConfig, layers: ModelLayers
+) -> tuple[PoolShape, tuple[StateTensor, ...]]:
+    """Return the pool that a model needs, and the tensors of a layer's state, as one pass shows.
+
+    Args:
+        run: runs the model with the cache that it is given, which is the model's own and empty.
+        config, layers: the model's.
+
+    Raises:
+        ConfigMismatch: a pool has no place for the KV or states of the model.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    run(cache)
+    check_used(config, layers, layers.unused_in(cache))
+    kv, dtypes = layers.kv_in(cache), layers.dtypes_in(cache)
+    if kv is None or len(dtypes) > 1:
+        raise ConfigMismatch(
+            f"the layers of this {config.model_type} model keep KV of several dtypes: {sorted(map(str, dtypes))}"
+        )
+    states = layers.states_in(cache)
+    return PoolShape.of_model(layers, kv, states, dtypes.pop()), states
 
 
 def check_used(config: PreTrainedConfig, layers: ModelLayers, unused: list[int]) -> None:

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import ray
@@ -22,12 +23,15 @@ from raydix.actors.transformers_errors import refusing
 from raydix.actors.transformers_forward import ForwardPass, Positions, pad_token_id
 from raydix.actors.transformers_layers import ModelLayers, StateTensor
 from raydix.actors.transformers_lengths import ModelLengths
-from raydix.actors.transformers_measure import check_used
+from raydix.actors.transformers_measure import measure_run
 from raydix.actors.transformers_pool import PoolShape
 from raydix.actors.transformers_traits import traits_of
 from raydix.cache_core.memory_pool import wait_for_device
-from raydix.schemas import ConfigMismatch, InvalidRequest
+from raydix.schemas import InvalidRequest
 from raydix.schemas.shown import brief
+
+if TYPE_CHECKING:
+    from raydix.actors.transformers_generation import GreedyDecoding
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,16 +129,16 @@ class CausalModel:
             await self.run(self._find_traits)
         return self.traits
 
-    async def step(self, tokens: NDArray[np.int64], num_cached: int, cache: Cache | None, *, keep_logits: bool) -> Step:
-        """Run a sequence, and return the logits of its tokens from `num_cached` on.
+    async def advance(self, decoding: GreedyDecoding, cache: Cache | None, stop: int | None = None) -> None:
+        """Run the known tokens of a request that have no KV yet, or those before `stop`, and note the outcome.
 
         Args:
-            tokens: all ids, from the first on.
-            num_cached: tokens whose KV is in the cache; that of the others is there afterwards.
-            cache: None runs all tokens without one.
-            keep_logits: whether to return logits, and not the next token alone.
+            decoding: the request.
+            cache: has the KV of its computed tokens, and afterwards that of the others. None runs all tokens.
+            stop: the end of the tokens to run; None: all known ones.
         """
-        return await self.run(self._forward, tokens, num_cached, cache, keep_logits)
+        step = await self.run(self._forward, decoding.known(stop), decoding.num_computed, cache, decoding.keep_logits)
+        decoding.note(step, stop)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `work` on the model's thread.
@@ -205,20 +209,11 @@ class CausalModel:
     def _measure(self) -> PoolShape:
         self._find_traits()
         layers = ModelLayers.of(self.config)
-        if (why := self.traits.cannot_share) is not None:
-            raise ConfigMismatch(f"{why} (serve it with use_cache=False)")
-        cache = DynamicCache(config=self.config)
-        self._forward(np.zeros(1, np.int64), 0, cache, keep_logits=False)
-        check_used(self.config, layers, layers.unused_in(cache))
-        kv, dtypes = layers.kv_in(cache), layers.dtypes_in(cache)
-        if kv is None or len(dtypes) > 1:
-            raise ConfigMismatch(
-                f"the layers of this {self.config.model_type} model keep KV of several dtypes: "
-                f"{sorted(map(str, dtypes))}"
-            )
-        self._states = layers.states_in(cache)
+        self.traits.check_can_share()
+        one_token = partial(self._forward, np.zeros(1, np.int64), 0, keep_logits=False)
+        shape, self._states = measure_run(one_token, self.config, layers)
         self._layers = layers
-        return PoolShape.of_model(layers, kv, self._states, dtypes.pop())
+        return shape
 
 
 def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> Any:

@@ -77,7 +77,7 @@ class LeasedRequest:
         while not decoding.done:
             await self._step()
             await self._leave_window()
-            if publishes and len(decoding.computed) == last_page_end and not decoding.done:
+            if publishes and decoding.num_computed == last_page_end and not decoding.done:
                 await self._publish(with_state=True)
 
     async def _decode_unpublished(self) -> None:
@@ -87,11 +87,7 @@ class LeasedRequest:
         await self._lease.release()
 
     async def _step(self, stop: int | None = None) -> None:
-        decoding = self._decoding
-        step = await self._model.step(
-            decoding.known(stop), decoding.num_computed, self._cache, keep_logits=decoding.keep_logits
-        )
-        decoding.note(step, stop)
+        await self._model.advance(self._decoding, self._cache, stop)
 
     # ---------------------------------------------------------------- states
 
@@ -113,7 +109,7 @@ class LeasedRequest:
 
     def _at_page_end(self) -> bool:
         """Whether the tokens so far end a page, and their state is not published yet."""
-        num_computed = len(self._decoding.computed)
+        num_computed = self._decoding.num_computed
         return (
             self._model.layers.has_states
             and num_computed == self._floor(num_computed)
@@ -127,7 +123,7 @@ class LeasedRequest:
         window, lease = self._model.layers.window, self._lease
         if window is None:
             return
-        attended_from = max(0, len(self._decoding.computed) - window + 1)
+        attended_from = max(0, self._decoding.num_computed - window + 1)
         freed_to = self._floor(attended_from) - self._page_size  # the cache keeps one page more
         if freed_to - max(lease.published_len, self._window_from) >= max(self._page_size, window // 4):
             await lease.release_window(attended_from)
@@ -163,7 +159,7 @@ class LeasedRequest:
 
     async def _publish(self, *, with_state: bool = False, release: bool = False) -> None:
         decoding, lease = self._decoding, self._lease
-        stop = len(decoding.computed)
+        stop = decoding.num_computed
         if not isinstance(self._cache, PooledCache):
             k, v = await self._model.run(self._cache.take_computed)
             await self._pool.write_kv(lease, lease.slots[stop - k.shape[1] : stop], k, v)

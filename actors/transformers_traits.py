@@ -94,9 +94,7 @@ def _check_dtype(twin: PreTrainedConfig, device: torch.device, dtype: torch.dtyp
     """
     forward = ForwardPass(build_twin(twin, dtype=dtype).to(device), pad_token_id(twin))
     forward.positions = traits.positions
-    lengths = ModelLengths.of(twin)
-    limits = (lengths.ranges[0].longest, lengths.max_positions)
-    num_tokens = min([_LONGEST, *(limit for limit in limits if limit is not None)])
+    num_tokens = ModelLengths.of(twin).first(_LONGEST)
     tokens = np.full(num_tokens, forward.pad_token_id or 0)  # RoBERTa's positions of other tokens end sooner
     with refusing(f"transformers {transformers.__version__} cannot run this {twin.model_type} model in {dtype}"):
         forward.logits(tokens, 0, None, 1)

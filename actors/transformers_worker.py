@@ -238,10 +238,7 @@ class TransformersWorker(WatchedActor):
     async def _decode_alone(self, decoding: GreedyDecoding, cache: Cache | None) -> None:
         """Decode in a cache of the model's own, or with all tokens in each pass."""
         while not decoding.done:
-            step = await self._model.step(
-                decoding.known(), decoding.num_computed, cache, keep_logits=decoding.keep_logits
-            )
-            decoding.note(step)
+            await self._model.advance(decoding, cache)
 
     # ---------------------------------------------------------------- parts
 
