@@ -140,3 +140,14 @@ def running_cache(ray_cluster: None) -> Iterator[Callable[[Any], Any]]:
     yield running
     for actor in actors.values():
         shutdown_cache(actor)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one thread: small models are slower on several, and workers on Ray have one each."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tiny_llama import random_prompt
@@ -22,6 +22,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+if TYPE_CHECKING:
+    from raydix.actors.transformers_worker import Generation
+
 __all__ = [
     "BAMBA",
     "FALCON_H1",
@@ -31,6 +34,7 @@ __all__ = [
     "MOSHI",
     "QWEN3_NEXT",
     "WINDOW",
+    "check_same",
     "continuation",
     "random_model",
     "random_prompt",
@@ -139,3 +143,15 @@ def continuation(
         logits.append(model(torch.tensor([generated[-1:]]), past_key_values=cache).logits[0])
     generated.append(int(logits[-1][-1].argmax()))
     return torch.cat(logits)[min(cuts, default=0) if start is None else start :], generated
+
+
+def check_same(found: Generation, logits: torch.Tensor, token_ids: list[int]) -> None:
+    """Check a worker's answer against the logits after each token but the last, and the ids, of passes without a cache.
+
+    Logits may differ by a thousandth of their standard deviation.
+    """
+    expected = logits[found.prefix_len :]
+    assert found.logits is not None
+    assert list(found.token_ids) == token_ids
+    assert found.logits.shape == expected.shape
+    assert (found.logits - expected).abs().max() < 1e-3 * expected.std()

@@ -25,6 +25,8 @@ from raydix.cache_core import MambaPool
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, EvictionConfig, InvalidRequest, LeaseResponse
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = random_prompt(24)
 OTHER = [95 - PROMPT[-1]]  # parts from the prompt anywhere, so that a state is published there
 PAGE_SIZE = 4
@@ -42,15 +44,6 @@ def config_of(model: PreTrainedConfig, page_size: int, **options: Any) -> CacheC
         eviction=EvictionConfig(high_watermark=1.0),  # nothing is evicted but in need
         **options,
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The arithmetic of the workers on Ray, whose processes have one thread each."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 async def reuse_changes_no_bit(config: PreTrainedConfig, **options: Any) -> None:

@@ -6,7 +6,6 @@ part every model, with every size of pages, and at every page boundary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -22,6 +21,8 @@ from raydix.actors.transformers_worker import Generation
 from raydix.cache_core import MambaPool
 from raydix.cache_core.lease_table import LeaseRecord
 from raydix.schemas import LeaseResponse
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CUTS = (4, 20)  # of a prompt of 40 tokens: within the windows of 12, and beyond
 QUICK = [
@@ -98,14 +99,6 @@ ALL = [
     pytest.param(name, page_size, dtype, id=f"{name}-{page_size}-{dtype}".replace(" ", "_"))
     for name, dtype, page_size in product(NAMES, ("float32", "bfloat16"), PAGE_SIZES)
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

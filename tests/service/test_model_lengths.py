@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import COMMON, random_model, random_prompt
+from tiny_models import COMMON, check_same, random_model, random_prompt
 from transformers import DogeConfig, LlamaConfig, MptConfig, Phi3Config, PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_lengths import LONG_KEY, LengthRange, ModelLengths
-from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
+from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
 from raydix.schemas import EvictionConfig, InvalidRequest
 
 LONGEST = 32  # tokens in the first range of each model here
@@ -77,7 +77,7 @@ async def workers(cache: LocalPrefixCache, model: Any) -> AsyncIterator[list[Tra
 
 
 @torch.inference_mode()
-def stepwise(config: PreTrainedConfig, prompt: list[int], num_new: int) -> tuple[list[torch.Tensor], list[int]]:
+def stepwise(config: PreTrainedConfig, prompt: list[int], num_new: int) -> tuple[torch.Tensor, list[int]]:
     """Generate with one pass of a new model over all tokens for each token.
 
     Returns the logits after the prompt's tokens, and after each generated token but the last; and the ids.
@@ -87,15 +87,7 @@ def stepwise(config: PreTrainedConfig, prompt: list[int], num_new: int) -> tuple
         rows = random_model(config)(torch.tensor([tokens]), use_cache=False).logits[0]
         logits += [rows] if not logits else [rows[-1:]]
         tokens.append(int(rows[-1].argmax()))
-    return logits, tokens[len(prompt) :]
-
-
-def check(found: Generation, expected: tuple[list[torch.Tensor], list[int]]) -> None:
-    logits = torch.cat(expected[0])[found.prefix_len :]
-    assert found.logits is not None
-    assert list(found.token_ids) == expected[1]
-    assert found.logits.shape == logits.shape
-    assert (found.logits - logits).abs().max() < 1e-3 * logits.std()
+    return torch.cat(logits), tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("num_tokens", [20, LONGEST - 6, LONGEST - 1, LONGEST, LONGEST + 1, 50])
@@ -110,7 +102,7 @@ async def test_sequences_of_each_length_get_the_logits_of_one_pass(
     alone = await workers[1].generate(prompt, 8, return_logits=True, reuse=False)
 
     for found in (first, second, alone):
-        check(found, expected)
+        check_same(found, *expected)
     reusable = ModelLengths.of(model.config).range_of(num_tokens).reusable
     assert (first.prefix_len, second.prefix_len > 0, alone.prefix_len) == (0, reusable, 0)
 
@@ -120,7 +112,7 @@ async def test_a_conversation_crosses_the_range_and_comes_back(workers: list[Tra
     long, short = random_prompt(60), random_prompt(LONGEST - 2)
     for i, prompt in enumerate((long, short, long, long[: LONGEST - 8], [*short, 7, 8, 9, 10])):
         found = await workers[i % 2].generate(prompt, 4, return_logits=True)
-        check(found, stepwise(model.config, prompt, 4))
+        check_same(found, *stepwise(model.config, prompt, 4))
 
 
 async def test_kv_of_a_short_sequence_is_not_reused_for_a_long_one() -> None:

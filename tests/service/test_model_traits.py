@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_zoo import tiny_config
 from tiny_llama import LLAMA
-from tiny_models import BAMBA, COMMON, JAMBA, MOSHI, random_model, random_prompt
+from tiny_models import BAMBA, COMMON, JAMBA, MOSHI, check_same, random_model, random_prompt
 from transformers import (
     AutoConfig,
     BertConfig,
@@ -27,7 +27,7 @@ from transformers import (
 from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_forward import Positions
 from raydix.actors.transformers_model import CausalModel
-from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
+from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
 
 PAD = 1
@@ -55,13 +55,6 @@ def one_pass(model: Any, prompt: list[int], num_new: int) -> tuple[torch.Tensor,
     return rows, tokens[len(prompt) :]
 
 
-def check(found: Generation, expected: tuple[torch.Tensor, list[int]]) -> None:
-    logits = expected[0][found.prefix_len :]
-    assert found.logits is not None
-    assert list(found.token_ids) == expected[1]
-    assert (found.logits - logits).abs().max() < 1e-3 * logits.std()
-
-
 def name(config: PreTrainedConfig) -> str:
     return config.model_type
 
@@ -77,7 +70,7 @@ async def test_a_worker_without_a_cache_gives_the_logits_of_one_pass(config: Pre
         found = await worker.generate(random_prompt(40), 12, return_logits=True)
 
     assert found.prefix_len == 0
-    check(found, expected)
+    check_same(found, *expected)
 
 
 @pytest.mark.parametrize("config", [LLAMA, ROBERTA, BAMBA], ids=name)
@@ -87,7 +80,7 @@ async def test_reuse_off_gives_the_logits_of_one_pass(config: PreTrainedConfig) 
         found = await worker.generate(random_prompt(40), 12, return_logits=True, reuse=False)
 
         assert found.prefix_len == 0
-        check(found, one_pass(random_model(config), random_prompt(40), 12))
+        check_same(found, *one_pass(random_model(config), random_prompt(40), 12))
 
 
 # ---------------------------------------------------------------- positions
@@ -118,7 +111,7 @@ async def test_cut_prompts_with_pad_tokens_get_the_logits_of_one_pass(config: Pr
             await writer.generate([*prompt[:cut], 95 - prompt[cut]], 1, extra_key=f"{cut}")
             found = await reader.generate(prompt, 12, extra_key=f"{cut}", return_logits=True)
             assert found.prefix_len == cut
-            check(found, expected)
+            check_same(found, *expected)
         await writer.close()
         await reader.close()
 
@@ -194,7 +187,7 @@ async def test_the_next_turn_computes_the_states_that_decoding_made(model_type: 
         assert second.prefix_len == 24  # the prompt, which a prefill computed
         assert third.prefix_len == (len(turn) - 2) // 4 * 4  # a part of one token would be run as in decoding
         for found in (second, third):
-            check(found, one_pass(random_model(config), turn, 1))
+            check_same(found, *one_pass(random_model(config), turn, 1))
         await writer.close()
         await reader.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from copy import deepcopy
 from typing import Any
 
@@ -16,7 +16,7 @@ from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, InvalidRequest
 
-pytestmark = pytest.mark.figures
+pytestmark = [pytest.mark.figures, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = random_prompt(24)
 NUM_NEW = 6
@@ -38,14 +38,6 @@ def config_of(model: PreTrainedConfig, page_size: int, num_state_slots: int = 12
 @pytest.fixture(scope="module", params=[FALCON_H1, QWEN3_NEXT], ids=["falcon_h1", "qwen3_next"])
 def model(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(params=[1, 4], ids=["page1", "page4"])

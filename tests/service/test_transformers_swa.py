@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from copy import deepcopy
 from itertools import count
 from typing import Any
@@ -17,7 +17,7 @@ from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, ConfigMismatch, EvictionConfig, PoolExhausted
 
-pytestmark = pytest.mark.figures
+pytestmark = [pytest.mark.figures, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = random_prompt(3 * WINDOW)
 NUM_NEW = 12  # decoding leaves a window behind, too
@@ -38,14 +38,6 @@ def config_of(model: PreTrainedConfig, page_size: int, num_swa_slots: int = 512)
 @pytest.fixture(scope="module", params=[MISTRAL, GEMMA_3], ids=["mistral", "gemma3"])
 def model(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(params=[1, 4], ids=["page1", "page4"])

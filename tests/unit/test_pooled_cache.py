@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -28,17 +28,10 @@ from raydix.cache_core import KVPool
 from raydix.cache_core.memory_pool import PoolLayout
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_ROWS = 64
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """More only get into each other's way with models as small as these."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
