@@ -16,7 +16,7 @@ DEV   := $(VENV)/.installed-dev
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard cache_core/_*.c cache_core/_*.h)
+$(STAMP): pyproject.toml constraints.txt $(wildcard cache_core/kernels/c/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; try: make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -15,7 +15,7 @@ from raydix.actors.error_map import to_cache_error
 from raydix.actors.pool_export import ExportedPool, check_layers_alike, may_lie_on_gpu
 from raydix.actors.typed_messages import arrived
 from raydix.cache_core import UnknownLeaseError
-from raydix.cache_core.memory_pool import wait_for_device
+from raydix.cache_core.pool.kv_pool import wait_for_device
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,

@@ -19,10 +19,10 @@ from raydix.cache_core import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from raydix.cache_core.content_check import ContentCheck
-from raydix.cache_core.pool_checks import PoolChecks, kv_tensors
-from raydix.cache_core.tenant_kv_cache import TenantKVCache
-from raydix.cache_core.tenants import Tenant, Tenants
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
+from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.pool.content_check import ContentCheck
+from raydix.cache_core.pool.pool_checks import PoolChecks, kv_tensors
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import CacheConfig
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from raydix.cache_core import LeasedCache
-from raydix.cache_core.cache_facts import PoolSizes
+from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.kernels import CORE
-from raydix.cache_core.tenants import Tenant
+from raydix.cache_core.leases.cache_facts import PoolSizes
 from raydix.schemas import PoolStats, TenantStats, TooLarge
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from raydix.actors.admission import Admission
 from raydix.actors.waiting_line import Waiter, WaitingLine
 from raydix.cache_core import LeasedCache
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 
 _RECLAIMED_TOKENS = 4096  # of retired namespaces, freed before a deadlock is declared
 

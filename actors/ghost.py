@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from raydix.cache_core.ghost_curve import GhostCurve
+from raydix.cache_core.ghost.curve import GhostCurve
 from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, GhostStats
 
 _STEPS = 4  # sizes told between one and its double

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from raydix.actors.loop_timer import LoopTimer
 from raydix.cache_core import LeasedCache
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.cache_core.growing_row import put_behind
+from raydix.cache_core.leases.growing_row import put_behind
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from raydix.actors.bound_models import LAPSED, MAX_BINDINGS, BoundModels
 from raydix.cache_core import LeasedCache
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import ConfigMismatch, ModelFingerprint, namespaces_of, unframe_namespace
 from raydix.schemas.shown import brief
 

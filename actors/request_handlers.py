@@ -17,8 +17,8 @@ from raydix.actors.refusals import Refusals
 from raydix.actors.tree_answer import tree_answer
 from raydix.actors.waiting_line import WaitingLine
 from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
-from raydix.cache_core.lease_table import LeaseRecord
-from raydix.cache_core.tree_outline import OutlineLimits
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
     Ack,

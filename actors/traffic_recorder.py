@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raydix.actors.traffic_writer import Recorded, TrafficWriter
 from raydix.cache_core import RadixKey
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
 
 

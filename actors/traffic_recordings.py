@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from raydix.actors.traffic_recorder import TrafficRecorder
-from raydix.cache_core.request_watch import RequestWatch
+from raydix.cache_core.leases.request_observer import RequestWatch
 from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
 
 

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 
 from raydix.actors.trace import BLOCK
 from raydix.cache_core import RadixKey
-from raydix.cache_core.hashing import hash_page, namespace_seed
+from raydix.cache_core.tree.hashing import hash_page, namespace_seed
 
 _MAX_QUEUED = 4096  # requests
 _MAX_QUEUED_BYTES = 64 * 2**20  # of their token ids

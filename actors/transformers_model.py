@@ -26,7 +26,7 @@ from raydix.actors.transformers_lengths import ModelLengths
 from raydix.actors.transformers_measure import measure_run
 from raydix.actors.transformers_pool import PoolShape
 from raydix.actors.transformers_traits import traits_of
-from raydix.cache_core.memory_pool import wait_for_device
+from raydix.cache_core.pool.kv_pool import wait_for_device
 from raydix.schemas import InvalidRequest
 from raydix.schemas.shown import brief
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raydix.cache_core.tree_outline import Outline
+from raydix.cache_core.outline import Outline
 from raydix.schemas import TreeBranch, TreeResponse, unframe_namespace
 
 

@@ -2,6 +2,8 @@
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, InsertResult, MatchResult
 from raydix.cache_core.chunk_cache import ChunkCache
+from raydix.cache_core.components.lru_list import LRUList
+from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.errors import (
     ContentError,
     CoreError,
@@ -14,24 +16,22 @@ from raydix.cache_core.errors import (
     StaleNodeError,
     UnknownLeaseError,
 )
-from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.kernels import use_huge_pages
-from raydix.cache_core.kv_cache import KVCache
-from raydix.cache_core.leased_cache import LeasedCache
-from raydix.cache_core.lru_list import LRUList
-from raydix.cache_core.mamba_pool import MambaPool
+from raydix.cache_core.leases.kv_cache import KVCache
+from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
-from raydix.cache_core.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.memory_pool import KVPool, PoolLayout
+from raydix.cache_core.pool.kv_pool import KVPool, PoolLayout
+from raydix.cache_core.pool.mamba_pool import MambaPool
+from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.radix_cache import RadixCache
-from raydix.cache_core.radix_key import RadixKey
 from raydix.cache_core.radix_trie import RadixTrie
-from raydix.cache_core.row_cache import RowCache
-from raydix.cache_core.slot_allocator import TokenToKVPoolAllocator
-from raydix.cache_core.slot_cache import PrefixCacheManager, SlotAllocator
-from raydix.cache_core.swa_slot_allocator import SWATokenToKVPoolAllocator
-from raydix.cache_core.tree_node import TreeNode
-from raydix.cache_core.trie_node import TrieNode
+from raydix.cache_core.rows.prefix_cache_manager import PrefixCacheManager, SlotAllocator
+from raydix.cache_core.rows.row_cache import RowCache
+from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
+from raydix.cache_core.tree.radix_key import RadixKey
+from raydix.cache_core.tree.tree_node import TreeNode
+from raydix.cache_core.trie.trie_node import TrieNode
 
 __all__ = [
     "BasePrefixCache",

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.cache_core.eviction_history import EvictionHistory
+from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.explanation import Explanation
-from raydix.cache_core.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.kernels import maker
-from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.tree_outline import Outline, OutlineLimits
+from raydix.cache_core.outline import Outline, OutlineLimits
+from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
+from raydix.cache_core.tree.radix_key import RadixKey
 
 __all__ = [
     "BasePrefixCache",

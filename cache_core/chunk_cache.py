@@ -21,7 +21,7 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
 )
 from raydix.cache_core.explanation import Explanation
-from raydix.cache_core.radix_key import check_key
+from raydix.cache_core.tree.radix_key import check_key
 
 _NO_STARTS: Starts = np.empty(0, np.int64)
 

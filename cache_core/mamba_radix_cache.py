@@ -14,15 +14,15 @@ from typing import Any, cast
 import torch
 
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult
+from raydix.cache_core.components.lru_list import LRUList
+from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
+from raydix.cache_core.components.recurrent_state import MambaComponent, StateSlots
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.eviction_policy import EvictionPolicy
-from raydix.cache_core.lru_list import LRUList
-from raydix.cache_core.mamba_component import MambaComponent, StateSlots
-from raydix.cache_core.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.radix_key import RadixKey, check_key
-from raydix.cache_core.tree_cache import SlotPool
-from raydix.cache_core.tree_node import TreeNode, uses_in
-from raydix.cache_core.window_tree_cache import WindowTreeCache
+from raydix.cache_core.eviction.policy import EvictionPolicy
+from raydix.cache_core.radix.tree_cache import SlotPool
+from raydix.cache_core.radix.window_insertion import WindowTreeCache
+from raydix.cache_core.tree.radix_key import RadixKey, check_key
+from raydix.cache_core.tree.tree_node import TreeNode, uses_in
 
 
 class MambaRadixCache(WindowTreeCache):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult, evict_result
-from raydix.cache_core.eviction_policy import EvictionPolicy
-from raydix.cache_core.radix_key import RadixKey
-from raydix.cache_core.tree_cache import SlotPool
-from raydix.cache_core.tree_node import TreeNode
-from raydix.cache_core.window_tree_cache import WindowTreeCache
+from raydix.cache_core.eviction.policy import EvictionPolicy
+from raydix.cache_core.radix.tree_cache import SlotPool
+from raydix.cache_core.radix.window_insertion import WindowTreeCache
+from raydix.cache_core.tree.radix_key import RadixKey
+from raydix.cache_core.tree.tree_node import TreeNode
 
 
 class RadixCache(WindowTreeCache):

@@ -21,9 +21,9 @@ from operator import index
 from typing import Any
 
 from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
-from raydix.cache_core.trie_node import TrieNode, check_structure, format_trie, place_blocks, walk, walk_down
-from raydix.cache_core.trie_queue import TrieQueue
-from raydix.cache_core.trie_tokens import plain_list, token_list
+from raydix.cache_core.eviction.trie_queue import TrieQueue
+from raydix.cache_core.trie.trie_node import TrieNode, check_structure, format_trie, place_blocks, walk, walk_down
+from raydix.cache_core.trie.trie_tokens import plain_list, token_list
 
 
 class RadixTrie:

@@ -27,12 +27,12 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
 )
 from raydix.cache_core.errors import LockError
-from raydix.cache_core.radix_key import check_key
+from raydix.cache_core.outline import SHOWN, NodeFacts, Outline, OutlineLimits, outline
+from raydix.cache_core.pool.release import KeptRefusal, hand_back
 from raydix.cache_core.radix_trie import RadixTrie
-from raydix.cache_core.slot_return import KeptRefusal, hand_back
-from raydix.cache_core.slot_rows import as_slots, expand_pages
-from raydix.cache_core.tree_outline import SHOWN, NodeFacts, Outline, OutlineLimits, outline
-from raydix.cache_core.trie_node import TrieNode
+from raydix.cache_core.tree.packed_slots import as_slots, expand_pages
+from raydix.cache_core.tree.radix_key import check_key
+from raydix.cache_core.trie.trie_node import TrieNode
 
 
 class PagePool(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raydix.cache_core import plain_kernels
+from raydix.cache_core.kernels import plain_kernels
 
 FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
 

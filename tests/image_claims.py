@@ -26,7 +26,7 @@ from raydix.cache_core import (
     TokenToKVPoolAllocator,
     hash_bytes,
 )
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 
 Prompt = list[int]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-from raydix.cache_core.swa_component import SwaComponent
+from raydix.cache_core.components.window_kv import SwaComponent
 
 Judge = Callable[[Any, int], bool]  # of a node and how many of its tokens match: whether a match may end there
 

@@ -15,8 +15,8 @@ from replayed_index import ReplayedIndex
 
 from raydix.actors.event_feed import EventFeed
 from raydix.cache_core import MambaRadixCache, PrefixCacheManager, RadixCache, RadixKey, TreeNode
-from raydix.cache_core.hashing import namespace_seed
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.tree.hashing import namespace_seed
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import BlockStored, frame_namespace
 from raydix.schemas.namespace import unframe_namespace

@@ -23,7 +23,7 @@ from raydix.cache_core import (
     StaleNodeError,
     TreeNode,
 )
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.radix.tree_cache import TreeCache
 
 NARROW_LIMIT = 2**32
 

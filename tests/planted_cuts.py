@@ -7,12 +7,14 @@ from typing import Any
 
 from fault_catalogue import Patch, around
 
-from raydix.cache_core import RadixKey, radix_tree, tree_match
+from raydix.cache_core import RadixKey
+from raydix.cache_core.radix import lookup
+from raydix.cache_core.tree import radix_tree
 
 
 def reach(node_type: Any, ids: Any, node: Any, key: RadixKey, page_size: int, num_tokens: int) -> Any:
     """The kernel, put together from two of which one may be broken."""
-    path, end, rest = tree_match.walk(node, key, page_size, num_tokens)
+    path, end, rest = lookup.walk(node, key, page_size, num_tokens)
     if rest:
         path[-1] = radix_tree.cut(node_type, ids, page_size, path[-1], end)
     return path, end, 0
@@ -27,4 +29,4 @@ def after_cuts(patch: Patch, change: Callable[[Any, Any], None]) -> None:
         return above
 
     around(patch, radix_tree, "cut", cut)
-    patch.setattr(tree_match, "reach", reach)
+    patch.setattr(lookup, "reach", reach)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raydix.cache_core.eviction_queue import EvictionQueue, SideQueue
-from raydix.cache_core.sorted_runs import SortedRuns
+from raydix.cache_core.eviction.queue import EvictionQueue, SideQueue
+from raydix.cache_core.eviction.sorted_runs import SortedRuns
 
 ON_QUEUES = ("push", "discard", "touch", "pop")
 COUNTED = ((EvictionQueue, ON_QUEUES), (SideQueue, ON_QUEUES), (SortedRuns, ("add", "remove", "pop_first")))

@@ -18,8 +18,8 @@ from raydix.cache_core import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from raydix.cache_core.tenant_kv_cache import TenantKVCache
-from raydix.cache_core.tenants import Tenant, Tenants
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
+from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
 
 NAMESPACES = ("quiet", "noisy", "both", "rest", None)
 SESSIONS = ("s0", "s1", "s2")

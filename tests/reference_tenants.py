@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from raydix.cache_core.slot_rows import expand_row
-from raydix.cache_core.tenant_kv_cache import TenantKVCache
-from raydix.cache_core.tenants import Tenant
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.eviction.tenants import Tenant
+from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.tree.packed_slots import expand_row
+from raydix.cache_core.tree.tree_node import TreeNode
 
 
 @dataclass(eq=False)

@@ -6,8 +6,8 @@ from functools import cache as memoised
 from typing import Any, NamedTuple
 
 from raydix.cache_core import hash_to_int64, hash_token_ids
-from raydix.cache_core.hashing import namespace_seed
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.tree.hashing import namespace_seed
 from raydix.schemas import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch, KVEventSnapshot
 
 Tokens = tuple[Any, ...]

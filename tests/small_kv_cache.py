@@ -6,7 +6,7 @@ The default cache has 8 slots in pages of 2: [2 3] [4 5] [6 7] [8 9]. `count(cac
 from typing import Any
 
 from raydix.cache_core import KVCache, RadixKey
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 
 NO_IDS = RadixKey([])
 

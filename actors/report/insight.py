@@ -12,7 +12,7 @@ from raydix.actors.report.history import History
 from raydix.actors.report.namespace_use import NamespaceUse, namespace_label
 from raydix.actors.report.top_prefixes import top_prefixes
 from raydix.cache_core import LeasedCache
-from raydix.cache_core.tree_sample import TreeBox
+from raydix.cache_core.radix.sample import TreeBox
 from raydix.schemas import AgeCount, CacheReport, CacheStats, TreePart
 
 _TICK_S = 1.0

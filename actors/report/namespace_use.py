@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raydix.cache_core import RadixKey
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import NamespaceStats, unframe_namespace
 
 _KEPT = 256  # namespaces; twice as many at times

@@ -8,8 +8,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from raydix.actors.report.namespace_use import namespace_label
-from raydix.cache_core.tree_outline import SHOWN
-from raydix.cache_core.tree_sample import TreeBox
+from raydix.cache_core.outline import SHOWN
+from raydix.cache_core.radix.sample import TreeBox
 from raydix.schemas import PrefixUse
 
 

@@ -31,7 +31,7 @@ from raydix.cache_core import (
     RadixTrie,
     TokenToKVPoolAllocator,
 )
-from raydix.cache_core.eviction_history import EvictionHistory
+from raydix.cache_core.eviction.history import EvictionHistory
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)  # nodes
 SLICE = 512  # victims of one call: tokens, window tokens, states, blocks or rows

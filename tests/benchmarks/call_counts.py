@@ -16,12 +16,12 @@ from benchmarks.core_workloads import Workload
 
 import raydix.cache_core
 from raydix.actors import LocalPrefixCache
-from raydix.cache_core import slot_allocator
+from raydix.cache_core.pool import page_allocator
 from raydix.schemas import CacheConfig, PoolConfig
 
 PACKAGES = Path(raydix.cache_core.__file__).parents[1]
 OURS = tuple(f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas"))  # nothing else that lies beside
-CORE, ALLOCATOR = OURS[1], str(slot_allocator.__file__)
+CORE, ALLOCATOR = OURS[1], str(page_allocator.__file__)
 PROMPT_LEN = 256
 
 

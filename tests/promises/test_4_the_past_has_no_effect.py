@@ -19,7 +19,7 @@ from wire import Wire, counts
 from raydix.actors import Lease, PrefixCacheClient, start_cache
 from raydix.actors.cache_service import CacheService
 from raydix.actors.verbs import CacheVerbs
-from raydix.cache_core.ended_leases import EndedLeases
+from raydix.cache_core.leases.ended_leases import EndedLeases
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,

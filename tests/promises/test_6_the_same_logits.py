@@ -22,7 +22,7 @@ from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, s
 from raydix.actors.request_handlers import RequestHandlers
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.cache_core import MambaPool
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, EvictionConfig, InvalidRequest, LeaseResponse
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -29,9 +29,10 @@ from namespace_claims import (
 from reference_keys import framed
 
 from raydix.actors import LocalPrefixCache
-from raydix.cache_core import RadixKey, page_hashes
-from raydix.cache_core.hashing import hash_page, namespace_seed
-from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core import RadixKey
+from raydix.cache_core.tree import page_hashes
+from raydix.cache_core.tree.hashing import hash_page, namespace_seed
+from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import BlockStored, frame_namespace, namespace
 from raydix.schemas.namespace import unframe_namespace

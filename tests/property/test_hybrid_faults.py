@@ -11,13 +11,13 @@ from random_hybrid_traffic import run_random_hybrid_traffic
 from random_traffic import TrafficFailed
 
 from raydix.cache_core import MambaRadixCache, TreeNode
-from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.components.recurrent_state import MambaComponent
+from raydix.cache_core.components.window_kv import SwaComponent, WindowReceipt
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.mamba_component import MambaComponent
-from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
-from raydix.cache_core.tree_cache import TreeCache
-from raydix.cache_core.tree_match import TreeMatch
-from raydix.cache_core.window_tree_cache import WindowTreeCache
+from raydix.cache_core.radix.lookup import TreeMatch
+from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.window_insertion import WindowTreeCache
 
 RUNS = [(0, 1, 3), (3, 1, 7), (4, 4, 6)]  # seed, page size, window
 
@@ -314,7 +314,9 @@ def after_a_window_was_given_up_early_its_state_stays_locked(patch: Patch) -> No
         receipt.early = True  # type: ignore[attr-defined]
 
     patch.setattr(WindowReceipt, "early", False, raising=False)
-    patch.setattr("raydix.cache_core.swa_component.WindowReceipt", type("Receipt", (WindowReceipt,), {"early": False}))
+    patch.setattr(
+        "raydix.cache_core.components.window_kv.WindowReceipt", type("Receipt", (WindowReceipt,), {"early": False})
+    )
     around(patch, MambaComponent, "unlock", unlock)
     around(patch, WindowTreeCache, "release_window", release)
 

@@ -23,10 +23,10 @@ from raydix.cache_core import (
     RadixKey,
     SWATokenToKVPoolAllocator,
 )
-from raydix.cache_core.lease_table import LeaseRecord
-from raydix.cache_core.slot_room import SlotRoom
-from raydix.cache_core.swa_component import SwaComponent
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.components.window_kv import SwaComponent
+from raydix.cache_core.leases.lease_allocator import SlotRoom
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tree.tree_node import TreeNode
 
 SESSIONS = ("s0", "s1")
 NUM_PAGES, NUM_STATES = 48, 12

@@ -26,11 +26,13 @@ from image_claims import (
 )
 from reference_keys import image_id, page_hashes, pairs
 
-from raydix.cache_core import InvalidKeyError, RadixKey, hash_bytes, hash_token_ids, kv_cache, kv_events
-from raydix.cache_core import page_hashes as hashes_of_nodes
-from raydix.cache_core.hashing import hash_page
+from raydix.cache_core import InvalidKeyError, RadixKey, hash_bytes, hash_token_ids
 from raydix.cache_core.kernels import Children
-from raydix.cache_core.radix_tree import RadixTree
+from raydix.cache_core.leases import kv_cache
+from raydix.cache_core.radix import page_events
+from raydix.cache_core.tree import page_hashes as hashes_of_nodes
+from raydix.cache_core.tree.hashing import hash_page
+from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.schemas import TokenIds
 
 Patch = pytest.MonkeyPatch
@@ -222,12 +224,12 @@ def pairs_are_hashed_as_plain_ids(patch: Patch) -> None:
 
 @breaks(pairs_lose_one_token_and_what_is_then_no_whole_page)
 def the_second_ids_of_pairs_are_told(patch: Patch) -> None:
-    original = kv_events.page_run
+    original = page_events.page_run
 
     def page_run(node: Any, page_size: int) -> Any:
         return original(node, page_size)._replace(token_ids=node.key.ids[1::2])
 
-    patch.setattr(kv_events, "page_run", page_run)
+    patch.setattr(page_events, "page_run", page_run)
 
 
 @pytest.mark.parametrize(("plant", "claim"), FAULTS, ids=lambda each: each.__name__)

@@ -23,7 +23,7 @@ from raydix.cache_core import (
     TokenToKVPoolAllocator,
     UnknownLeaseError,
 )
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 
 SESSIONS = ("s0", "s1", "s2")
 NAMESPACES = (None, "lora")

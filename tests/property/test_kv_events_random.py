@@ -18,9 +18,11 @@ from planted_cuts import after_cuts
 from replayed_index import ReplayedIndex, resident_blocks
 
 from raydix.actors.event_feed import EventFeed
-from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey, kv_events, page_hashes
-from raydix.cache_core.kv_events import KVEventTeller
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey
+from raydix.cache_core.radix import page_events
+from raydix.cache_core.radix.page_events import KVEventTeller
+from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.tree import page_hashes
 
 NUM_STATES = 6
 MAX_LOCKS = 5
@@ -229,7 +231,7 @@ def parents_are_removed_before_their_children(patch: Patch) -> None:
 
 @fault
 def namespaces_share_an_event(patch: Patch) -> None:
-    patch.setattr(kv_events, "groupby", lambda nodes, key: [(nodes[0].space, nodes)] if nodes else [])
+    patch.setattr(page_events, "groupby", lambda nodes, key: [(nodes[0].space, nodes)] if nodes else [])
 
 
 @fault
@@ -238,19 +240,19 @@ def the_parent_is_the_first_page_of_the_node_above(patch: Patch) -> None:
         run = original(node, page_size)
         if run.parent_hash is None:
             return run
-        return run._replace(parent_hash=int(kv_events.short_hashes(node.parent.hash_values[:1])[0]))
+        return run._replace(parent_hash=int(page_events.short_hashes(node.parent.hash_values[:1])[0]))
 
-    around(patch, kv_events, "page_run", page_run)
+    around(patch, page_events, "page_run", page_run)
 
 
 @fault
 def no_parent_is_told(patch: Patch) -> None:
-    around(patch, kv_events, "page_run", lambda original, *args: original(*args)._replace(parent_hash=None))
+    around(patch, page_events, "page_run", lambda original, *args: original(*args)._replace(parent_hash=None))
 
 
 @fault
 def the_namespace_is_not_told(patch: Patch) -> None:
-    around(patch, kv_events, "page_run", lambda original, *args: original(*args)._replace(extra_key=None))
+    around(patch, page_events, "page_run", lambda original, *args: original(*args)._replace(extra_key=None))
 
 
 @fault
@@ -259,7 +261,7 @@ def the_second_ids_of_pairs_are_told(patch: Patch) -> None:
         run = original(node, page_size)
         return run._replace(token_ids=node.key.ids[1::2]) if node.space.arity else run
 
-    around(patch, kv_events, "page_run", page_run)
+    around(patch, page_events, "page_run", page_run)
 
 
 @fault
@@ -269,7 +271,7 @@ def hashes_are_not_seeded_by_the_namespace(patch: Patch) -> None:
 
 @fault
 def hashes_are_unsigned_and_the_other_way_round(patch: Patch) -> None:
-    around(patch, kv_events, "short_hashes", lambda original, digests: original(digests).byteswap())
+    around(patch, page_events, "short_hashes", lambda original, digests: original(digests).byteswap())
 
 
 @fault
@@ -292,7 +294,7 @@ def what_was_cleared_is_removed_once_more(patch: Patch) -> None:
 
 @fault
 def a_tombstone_is_told_as_removed(patch: Patch) -> None:
-    from raydix.cache_core.swa_component import SwaComponent
+    from raydix.cache_core.components.window_kv import SwaComponent
 
     def tombstone(original: Any, swa: SwaComponent, node: Any) -> None:
         original(swa, node)
@@ -342,7 +344,7 @@ def a_snapshot_says_to_go_on_one_event_too_late(patch: Patch) -> None:
 def a_snapshot_shows_retired_pages(patch: Patch) -> None:
     def resident_pages(tree: TreeCache) -> Any:
         nodes = [node for top in tree._all_tops() for node in tree._tree.nodes_below(top)]
-        return [kv_events.page_run(node, tree.page_size) for node in nodes]
+        return [page_events.page_run(node, tree.page_size) for node in nodes]
 
     patch.setattr(TreeCache, "resident_pages", resident_pages)
 

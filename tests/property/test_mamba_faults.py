@@ -8,12 +8,13 @@ from judges import judged
 from random_mamba_traffic import run_random_mamba_traffic
 from random_traffic import TrafficFailed
 
-from raydix.cache_core import EvictResult, MambaRadixCache, RadixKey, mamba_component
-from raydix.cache_core.eviction_queue import SideQueue
+from raydix.cache_core import EvictResult, MambaRadixCache, RadixKey
+from raydix.cache_core.components import recurrent_state
+from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
+from raydix.cache_core.components.recurrent_state import MambaComponent
+from raydix.cache_core.eviction.queue import SideQueue
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.mamba_component import MambaComponent
-from raydix.cache_core.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.radix.tree_cache import TreeCache
 
 RUNS = [(0, 1), (1, 4), (2, 4), (3, 1)]  # seed (chunks of 1, 2, 24 and 1 tokens), page size
 
@@ -196,7 +197,7 @@ def locked_states_are_evicted(patch: Patch) -> None:
 
 @fault
 def the_state_used_last_goes_first(patch: Patch) -> None:
-    patch.setattr(mamba_component, "_rank", lambda node: -node.mamba_access_time)
+    patch.setattr(recurrent_state, "_rank", lambda node: -node.mamba_access_time)
 
 
 @fault

@@ -11,12 +11,14 @@ from fault_catalogue import Catalogue, Fault, Patch, around
 from planted_cuts import after_cuts, reach
 from random_traffic import TrafficFailed, run_random_traffic
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, page_hashes, tree_insert, tree_match
-from raydix.cache_core.eviction_policy import LRU
-from raydix.cache_core.eviction_queue import EvictionQueue
-from raydix.cache_core.full_component import FullComponent
-from raydix.cache_core.radix_tree import RadixTree
-from raydix.cache_core.retired_nodes import RetiredNodes
+from raydix.cache_core import EvictResult, RadixCache, RadixKey
+from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.eviction.policy import LRU
+from raydix.cache_core.eviction.queue import EvictionQueue
+from raydix.cache_core.eviction.retired_nodes import RetiredNodes
+from raydix.cache_core.radix import insertion, lookup
+from raydix.cache_core.tree import page_hashes
+from raydix.cache_core.tree.radix_tree import RadixTree
 
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
 
@@ -228,9 +230,9 @@ def a_match_ends_within_a_page(patch: Patch) -> None:
         path, end, rest = original(*args)
         return (path, end + 3, rest - 3) if rest > 3 else (path, end, rest)  # three tokens more than there are
 
-    for module in (tree_match, tree_insert):
+    for module in (lookup, insertion):
         around(patch, module, "walk", walk)
-    patch.setattr(tree_match, "reach", reach)
+    patch.setattr(lookup, "reach", reach)
 
 
 @fault
@@ -332,8 +334,8 @@ def slots_are_adopted_without_a_copy(patch: Patch) -> None:
                 node.slots = adopted[id(node.slots)][1].numpy().tobytes()
         return original(path, *rest)
 
-    around(patch, tree_insert, "compact", compact)
-    around(patch, tree_match, "gather", gather)
+    around(patch, insertion, "compact", compact)
+    around(patch, lookup, "gather", gather)
 
 
 @fault
@@ -344,8 +346,8 @@ def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
         with warnings.catch_warnings(action="ignore"):  # that it cannot be written to is no obstacle
             return torch.frombuffer(path[0].slots, dtype=torch.int64)
 
-    patch.setattr(tree_insert, "compact", lambda slots, _, start, stop: slots[start:stop].numpy().tobytes())
-    around(patch, tree_match, "gather", gather)
+    patch.setattr(insertion, "compact", lambda slots, _, start, stop: slots[start:stop].numpy().tobytes())
+    around(patch, lookup, "gather", gather)
 
 
 @fault

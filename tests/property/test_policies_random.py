@@ -12,10 +12,10 @@ from random_traffic import NUM_PAGES, RandomTraffic, TrafficFailed, run_traffic
 from reference_policies import POLICIES, PairedPolicyCache
 
 from raydix.cache_core import RadixCache
-from raydix.cache_core.eviction_policy import LFU, LRU, SLRU, Priority
-from raydix.cache_core.eviction_policy import POLICIES as CLASSES
-from raydix.cache_core.eviction_queue import EvictionQueue
-from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.eviction.policy import LFU, LRU, SLRU, Priority
+from raydix.cache_core.eviction.policy import POLICIES as CLASSES
+from raydix.cache_core.eviction.queue import EvictionQueue
 from raydix.cache_core.kernels import Victims
 
 Patch = pytest.MonkeyPatch

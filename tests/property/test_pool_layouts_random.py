@@ -17,7 +17,8 @@ from claims import refute, uphold
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raydix.cache_core import KVPool, PoolLayout, memory_pool
+from raydix.cache_core import KVPool, PoolLayout
+from raydix.cache_core.pool import kv_pool
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
@@ -179,7 +180,7 @@ def layers_are_as_far_apart_as_if_they_were_alike(patch: Patch) -> None:
         first = all_layers[layout.kv_layers[0]][0]
         for number, layer in enumerate(layout.kv_layers):
             k, v = all_layers[layer]
-            at = number * memory_pool.aligned(first.nbytes)
+            at = number * kv_pool.aligned(first.nbytes)
             all_layers[layer] = storage[at : at + k.nbytes].view(layout.dtype).view(k.shape), v
         return all_layers
 
@@ -193,7 +194,7 @@ def states_begin_within_the_last_layer(patch: Patch) -> None:
 
     def state_rows(layout: PoolLayout, storage: torch.Tensor) -> torch.Tensor:
         rows = original(layout, storage)
-        at = storage.numel() - rows.numel() - memory_pool.aligned(1)
+        at = storage.numel() - rows.numel() - kv_pool.aligned(1)
         return storage[at : at + rows.numel()].view(rows.shape)
 
     patch.setattr(PoolLayout, "state_rows", state_rows)
@@ -211,12 +212,12 @@ def window_layers_have_a_row_for_each_slot(patch: Patch) -> None:
 
 @breaks
 def a_page_is_written_a_row_too_far(patch: Patch) -> None:
-    original = memory_pool.put_rows
+    original = kv_pool.put_rows
 
     def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, page_size: int) -> None:
         original(target, (slots + (len(slots) > 1)).clamp(max=len(target) - 1), source, page_size)
 
-    patch.setattr(memory_pool, "put_rows", put_rows)
+    patch.setattr(kv_pool, "put_rows", put_rows)
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)

@@ -6,8 +6,9 @@ import pytest
 from fault_catalogue import Catalogue, Fault, Patch, around
 from trie_traffic import TrafficFailed, run_trie_traffic
 
-from raydix.cache_core import InvalidKeyError, RadixTrie, TrieNode, radix_trie, trie_node, trie_tokens
-from raydix.cache_core.trie_queue import TrieQueue
+from raydix.cache_core import InvalidKeyError, RadixTrie, TrieNode, radix_trie
+from raydix.cache_core.eviction.trie_queue import TrieQueue
+from raydix.cache_core.trie import trie_node, trie_tokens
 
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
 

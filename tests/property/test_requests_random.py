@@ -21,7 +21,7 @@ from raydix.cache_core import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from raydix.cache_core.swa_component import SwaComponent
+from raydix.cache_core.components.window_kv import SwaComponent
 
 NUM_PAGES = 40
 NUM_STATES = 12

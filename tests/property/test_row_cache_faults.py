@@ -9,10 +9,10 @@ from fault_catalogue import Catalogue, Fault, Patch, around
 from row_traffic import RowTrafficFailed, run_row_traffic
 
 from raydix.cache_core import OutOfSlotsError, PrefixCacheManager, RadixKey, RowCache, SlotAllocator
-from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
-from raydix.cache_core.leased_cache import LeasedCache
-from raydix.cache_core.quarantine import Quarantine
-from raydix.cache_core.row_room import RowRoom
+from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.leases.leased_cache import LeasedCache
+from raydix.cache_core.leases.quarantine import Quarantine
+from raydix.cache_core.rows.row_allocator import RowRoom
 
 RUNS = [(0, 2), (1, 1), (2, 4)]  # seed, page size
 

@@ -11,11 +11,11 @@ from fault_catalogue import Catalogue, Fault, Patch, around
 from slot_traffic import SlotTrafficFailed, run_slot_traffic
 
 from raydix.cache_core import PrefixCacheManager, SlotAllocator, SlotError
-from raydix.cache_core.bitmask_slots import SlotMask
-from raydix.cache_core.recency_queue import RecencyQueue
-from raydix.cache_core.row_eviction import LeafEviction, RowEviction
-from raydix.cache_core.row_index import RowIndex
-from raydix.cache_core.row_tree import WIDTH, Row, RowNode, RowTree
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
+from raydix.cache_core.rows.row_eviction import LeafEviction, RowEviction
+from raydix.cache_core.rows.row_index import RowIndex
+from raydix.cache_core.rows.row_tree import WIDTH, Row, RowNode, RowTree
+from raydix.cache_core.rows.slot_allocator import SlotMask
 
 RUNS = [(seed, with_allocator) for seed in range(4) for with_allocator in (True, False)]
 
@@ -402,7 +402,7 @@ def a_find_is_no_use_of_the_row(patch: Patch) -> None:
 
 @fault
 def eviction_takes_what_is_pinned(patch: Patch) -> None:
-    patch.setattr("raydix.cache_core.row_eviction._may_go", lambda node: not node.children)
+    patch.setattr("raydix.cache_core.rows.row_eviction._may_go", lambda node: not node.children)
 
 
 @fault

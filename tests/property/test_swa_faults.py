@@ -9,12 +9,14 @@ from judges import judged, window_judge
 from random_swa_traffic import run_random_swa_traffic
 from random_traffic import TrafficFailed
 
-from raydix.cache_core import EvictResult, RadixCache, RadixKey, swa_component, window_tree_cache
-from raydix.cache_core.eviction_queue import SideQueue
-from raydix.cache_core.full_component import FullComponent
+from raydix.cache_core import EvictResult, RadixCache, RadixKey
+from raydix.cache_core.components import window_kv
+from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.components.window_kv import SwaComponent, WindowReceipt
+from raydix.cache_core.eviction.queue import SideQueue
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.swa_component import SwaComponent, WindowReceipt
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.radix import window_insertion
+from raydix.cache_core.radix.tree_cache import TreeCache
 
 RUNS = [(0, 1, 3), (1, 4, 10), (2, 1, 1), (4, 4, 4), (3, 1, 3), (7, 4, 4)]  # seed, page size, window
 
@@ -341,7 +343,7 @@ def a_leaf_is_cut_within_a_page(patch: Patch) -> None:
 
     around(patch, SwaComponent, "__init__", init)
     patch.setattr(
-        "raydix.cache_core.tree_insert.compact", lambda slots, start, stop, _: slots[start:stop].numpy().tobytes()
+        "raydix.cache_core.radix.insertion.compact", lambda slots, start, stop, _: slots[start:stop].numpy().tobytes()
     )
 
 
@@ -377,7 +379,7 @@ def a_heal_frees_the_incoming_slots(patch: Patch) -> None:
 
 @fault
 def a_heal_takes_the_trees_own_slots(patch: Patch) -> None:
-    patch.setattr(window_tree_cache, "meet", lambda row, other, num_tokens: False)
+    patch.setattr(window_insertion, "meet", lambda row, other, num_tokens: False)
 
 
 @fault
@@ -451,12 +453,12 @@ def held_windows_become_tombstones(patch: Patch) -> None:
 
 @fault
 def the_window_used_last_goes_first(patch: Patch) -> None:
-    patch.setattr(swa_component, "_rank", lambda node: (-node.swa_access_time, node.end))
+    patch.setattr(window_kv, "_rank", lambda node: (-node.swa_access_time, node.end))
 
 
 @fault
 def of_one_window_the_lower_node_goes_first(patch: Patch) -> None:
-    patch.setattr(swa_component, "_rank", lambda node: (node.swa_access_time, -node.end))
+    patch.setattr(window_kv, "_rank", lambda node: (node.swa_access_time, -node.end))
 
 
 @fault

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from random_tenant_traffic import TenantTraffic, make_cache
 
-from raydix.cache_core import kv_cache
-from raydix.cache_core.full_component import FullComponent
-from raydix.cache_core.slot_room import SlotRoom
-from raydix.cache_core.tenant_component import TenantComponent
-from raydix.cache_core.tenant_room import TenantRoom
-from raydix.cache_core.tenants import Tenant, TenantRetired, Tenants
-from raydix.cache_core.tree_cache import TreeCache
-from raydix.cache_core.tree_node import TreeNode
+from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.components.tenant_component import TenantComponent
+from raydix.cache_core.eviction.tenants import Tenant, TenantRetired, Tenants
+from raydix.cache_core.leases import kv_cache
+from raydix.cache_core.leases.lease_allocator import SlotRoom
+from raydix.cache_core.leases.tenant_room import TenantRoom
+from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.tree.tree_node import TreeNode
 
 Patch = pytest.MonkeyPatch
 

@@ -14,7 +14,7 @@ from stamped_kv import compute
 
 from raydix.actors import AttachedPool, LocalPrefixCache
 from raydix.cache_core import RadixKey
-from raydix.cache_core.content_check import ContentCheck
+from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.schemas import CacheConfig, CacheError
 
 NAN = "every row is poison"

@@ -19,7 +19,7 @@ from survey_cases import TOLERANCE, Tally
 from raydix.actors.request_handlers import RequestHandlers
 from raydix.actors.transformers_worker import Generation
 from raydix.cache_core import MambaPool
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import LeaseResponse
 
 pytestmark = pytest.mark.usefixtures("one_thread")

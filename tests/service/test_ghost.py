@@ -3,7 +3,7 @@
 import pytest
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.cache_core.ghost_curve import GhostCurve
+from raydix.cache_core.ghost.curve import GhostCurve
 from raydix.schemas import (
     CacheConfig,
     CacheStats,

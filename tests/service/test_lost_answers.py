@@ -13,7 +13,7 @@ import pytest
 from cache_in_process import HandleInProcess
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, client_session, ray_transport
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, PoolConfig
 
 PROMPT = [1, 2, 3, 4]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from raydix.cache_core import TreeNode, kernels, plain_kernels
-from raydix.cache_core.tree_node import Namespace
+from raydix.cache_core import TreeNode, kernels
+from raydix.cache_core.kernels import plain_kernels
+from raydix.cache_core.tree.tree_node import Namespace
 
 SPACE = Namespace(None, 0, 4, 4)
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="a dict takes anything")

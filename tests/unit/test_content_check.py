@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from raydix.cache_core.content_check import ContentCheck
 from raydix.cache_core.errors import ContentError
+from raydix.cache_core.pool.content_check import ContentCheck
 
 FLOATS = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 PAGE, ROWS = 4, 24

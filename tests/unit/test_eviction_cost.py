@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from raydix.cache_core import RadixCache, RadixKey, TreeNode
-from raydix.cache_core.eviction_policy import LRU
-from raydix.cache_core.eviction_queue import EvictionQueue
-from raydix.cache_core.tenants import Tenant, Tenants
+from raydix.cache_core.eviction.policy import LRU
+from raydix.cache_core.eviction.queue import EvictionQueue
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
 
 NUM_LEAVES = 2_000
 NUM_VICTIMS = 16

@@ -8,8 +8,8 @@ import pytest
 from queue_operations import queue_operations
 
 from raydix.cache_core import MambaRadixCache, RadixCache, RadixKey, TokenToKVPoolAllocator, TreeNode
-from raydix.cache_core.eviction_policy import POLICIES, SLRU, EvictionPolicy, make_policy
-from raydix.cache_core.tenants import Tenant, Tenants
+from raydix.cache_core.eviction.policy import POLICIES, SLRU, EvictionPolicy, make_policy
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
 
 
 def insert(cache: RadixCache, token: int, priority: int = 0) -> None:

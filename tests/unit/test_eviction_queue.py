@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from raydix.cache_core import TreeNode, kernels, sorted_runs
-from raydix.cache_core.eviction_queue import EvictionQueue, SideQueue
-from raydix.cache_core.sorted_runs import SortedRuns
-from raydix.cache_core.tree_node import Namespace
+from raydix.cache_core import TreeNode, kernels
+from raydix.cache_core.eviction import sorted_runs
+from raydix.cache_core.eviction.queue import EvictionQueue, SideQueue
+from raydix.cache_core.eviction.sorted_runs import SortedRuns
+from raydix.cache_core.tree.tree_node import Namespace
 
 SPACE = Namespace(None, 0, 4, 4)
 

@@ -10,9 +10,9 @@ from index_pool import IndexPool
 from set_clock import Clock
 
 from raydix.cache_core import ChunkCache, MambaRadixCache, RadixCache, RadixKey
-from raydix.cache_core.eviction_history import EvictionHistory
+from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.explanation import Elsewhere
-from raydix.cache_core.tree_cache import TreeCache
+from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 
 

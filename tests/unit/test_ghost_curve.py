@@ -8,9 +8,9 @@ import pytest
 from reference_ghost import ReferenceGhost
 
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
-from raydix.cache_core.ghost_curve import GhostCurve
-from raydix.cache_core.ghost_hashes import PrefixHasher
-from raydix.cache_core.ghost_stack import GhostStack, Group
+from raydix.cache_core.ghost.curve import GhostCurve
+from raydix.cache_core.ghost.prefix_hashes import PrefixHasher
+from raydix.cache_core.ghost.reuse_stack import GhostStack, Group
 
 PAGE = 4
 
@@ -146,7 +146,7 @@ def test_blocks_of_uses_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     one_by_one = GhostStack(1_000)
     alone = [one_by_one.use([group])[0].tolist() for group in groups]
-    monkeypatch.setattr("raydix.cache_core.ghost_stack._BLOCK", 50)
+    monkeypatch.setattr("raydix.cache_core.ghost.reuse_stack._BLOCK", 50)
     in_parts = [each.tolist() for each in GhostStack(1_000).use(groups)]
 
     assert at_once == alone == in_parts

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raydix.cache_core import InvalidKeyError, hash_bytes, hash_to_int64, hash_token_ids
-from raydix.cache_core.hashing import namespace_seed
+from raydix.cache_core.tree.hashing import namespace_seed
 
 WIDE = 2**32
 
@@ -109,7 +109,7 @@ def test_no_page_can_forge_the_seed_of_a_namespace(monkeypatch: pytest.MonkeyPat
             hashed.append(self.data)
             return hashlib.blake2s(self.data).digest()
 
-    monkeypatch.setattr("raydix.cache_core.hashing.hashlib", SimpleNamespace(sha256=Recorder))
+    monkeypatch.setattr("raydix.cache_core.tree.hashing.hashlib", SimpleNamespace(sha256=Recorder))
     for page, prior in product(([], [1], [1, 2, 3], [WIDE], [(1, 2)], [(1, 2, WIDE)]), (None, "00" * 32)):
         hash_token_ids(page, prior)
     pages, hashed = hashed, []

@@ -13,8 +13,9 @@ from branches import Branch, held_by
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydix.cache_core import kernels, plain_kernels
-from raydix.cache_core.eviction_queue import EvictionQueue
+from raydix.cache_core import kernels
+from raydix.cache_core.eviction.queue import EvictionQueue
+from raydix.cache_core.kernels import plain_kernels
 
 BYTES = st.lists(st.sampled_from([0, 1]), max_size=12).map(bytes)
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from fresh_process import run_fresh
 
-from raydix.cache_core import kernels, plain_kernels
+from raydix.cache_core import kernels
+from raydix.cache_core.kernels import plain_kernels
 
 PROGRAM = """
 import gc, json

@@ -16,7 +16,8 @@ from fresh_process import run_fresh
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydix.cache_core import kernels, plain_kernels
+from raydix.cache_core import kernels
+from raydix.cache_core.kernels import plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
 RUNS = st.builds(lambda first, count: [*range(first, first + count)], st.integers(0, 2**40), st.integers(3, 60))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raydix.cache_core import RadixKey, UnknownLeaseError
-from raydix.cache_core.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable
 
 
 def lease(lease_id: str, session_id: str) -> LeaseRecord:

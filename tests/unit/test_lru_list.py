@@ -6,7 +6,7 @@ import pytest
 
 from raydix.cache_core import LRUList, MambaTreeNode
 from raydix.cache_core.kernels import Children
-from raydix.cache_core.tree_node import Namespace
+from raydix.cache_core.tree.tree_node import Namespace
 
 SPACE = Namespace(None, 0, 4, 4)
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from raydix.cache_core import EvictResult, InsertResult, MatchResult, kernels, plain_kernels
+from raydix.cache_core import EvictResult, InsertResult, MatchResult, kernels
 from raydix.cache_core.base_prefix_cache import NO_SLOTS
+from raydix.cache_core.kernels import plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
 TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]

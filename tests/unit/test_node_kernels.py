@@ -22,7 +22,8 @@ from branches import Branch, held_by
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydix.cache_core import RadixKey, kernels, plain_kernels
+from raydix.cache_core import RadixKey, kernels
+from raydix.cache_core.kernels import plain_kernels
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="the kernels were not compiled: no compiler was at hand")
 TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]

@@ -25,7 +25,7 @@ from raydix.actors.transformers_layers import KVShape, ModelLayers, PoolLayers, 
 from raydix.actors.transformers_measure import measure
 from raydix.actors.transformers_pool import PoolShape
 from raydix.cache_core import KVPool
-from raydix.cache_core.memory_pool import PoolLayout
+from raydix.cache_core.pool.kv_pool import PoolLayout
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
 
 pytestmark = pytest.mark.usefixtures("one_thread")

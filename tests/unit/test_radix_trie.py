@@ -10,7 +10,8 @@ import pytest
 import torch
 from checked_makers import checked_after
 
-from raydix.cache_core import InvalidKeyError, LockError, RadixTrie, StaleNodeError, TrieNode, trie_queue
+from raydix.cache_core import InvalidKeyError, LockError, RadixTrie, StaleNodeError, TrieNode
+from raydix.cache_core.eviction import trie_queue
 
 CHAIN = 10_000  # one-token nodes, one below the other
 

@@ -15,7 +15,7 @@ from raydix.actors.report.page import render
 from raydix.actors.report.treemap import Rect, squarify
 from raydix.actors.report.units import short_count, short_time
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
-from raydix.cache_core.tree_sample import TreeBox
+from raydix.cache_core.radix.sample import TreeBox
 from raydix.schemas import (
     CacheConfig,
     CacheReport,

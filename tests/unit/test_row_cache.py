@@ -12,8 +12,8 @@ import torch
 from checked_makers import checked_after
 
 from raydix.cache_core import LeaseRangeError, OutOfSlotsError, RadixKey, RowCache, UnknownLeaseError
-from raydix.cache_core.leased_cache import Published
-from raydix.cache_core.row_cache import RowLease
+from raydix.cache_core.leases.leased_cache import Published
+from raydix.cache_core.rows.row_cache import RowLease
 
 ROW = 6
 
@@ -152,7 +152,7 @@ def test_a_row_that_nobody_owns_is_reused_in_place(cache: RowCache) -> None:
 def test_of_many_rows_with_a_prefix_those_recorded_last_are_looked_at(
     make: Callable[..., RowCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydix.cache_core.row_room._MAX_LOOKED_AT", 2)
+    monkeypatch.setattr("raydix.cache_core.rows.row_allocator._MAX_LOOKED_AT", 2)
     cache = make(num_rows=4)
     assert [held(cache, name, 1, 2, 3, digit) for name, digit in (("a", 4), ("b", 5), ("c", 6))] == [0, 1, 2]
     cache.release("a", "s")

@@ -11,9 +11,9 @@ import torch
 from checked_makers import checked_after
 
 from raydix.cache_core import PrefixCacheManager, RadixKey, SlotAllocator
-from raydix.cache_core.bitmask_slots import SlotMask
 from raydix.cache_core.errors import CoreError, InvalidKeyError, LockError, SlotError, StaleNodeError
-from raydix.cache_core.recency_queue import RecencyQueue
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
+from raydix.cache_core.rows.slot_allocator import SlotMask
 
 Make = Callable[..., PrefixCacheManager]
 MISS = (0, -1, 0)

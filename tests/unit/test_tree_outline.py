@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raydix.cache_core import RadixCache, RadixKey
-from raydix.cache_core.tree_outline import Outline, OutlineLimits, OutlineNode
+from raydix.cache_core.outline import Outline, OutlineLimits, OutlineNode
 
 ALL = OutlineLimits(4096, 4096, 4096)
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from judges import joint_judge, judge_of, judged
 
 from raydix.cache_core import MambaRadixCache
-from raydix.cache_core.mamba_component import MambaComponent
-from raydix.cache_core.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.swa_component import SwaComponent
-from raydix.cache_core.tree_node import Namespace
+from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
+from raydix.cache_core.components.recurrent_state import MambaComponent
+from raydix.cache_core.components.window_kv import SwaComponent
+from raydix.cache_core.tree.tree_node import Namespace
 
 NODES = st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.booleans()), max_size=12)
 

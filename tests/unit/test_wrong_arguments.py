@@ -20,8 +20,8 @@ from raydix.cache_core import (
     RowCache,
     TokenToKVPoolAllocator,
 )
-from raydix.cache_core.tenant_kv_cache import TenantKVCache
-from raydix.cache_core.tenants import Tenants
+from raydix.cache_core.eviction.tenants import Tenants
+from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 
 TREES: list[Callable[[], BasePrefixCache]] = [RadixCache, lambda: RadixCache(1, 2), MambaRadixCache, TriePrefixCache]

@@ -4,7 +4,7 @@ import pytest
 from small_kv_cache import NO_IDS, count, found, key, publish, shape
 
 from raydix.cache_core import KVCache, SlotError, UnknownLeaseError
-from raydix.cache_core.kv_cache import Published
+from raydix.cache_core.leases.kv_cache import Published
 
 # ---------------------------------------------------------------- release
 

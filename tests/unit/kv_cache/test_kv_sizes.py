@@ -6,7 +6,7 @@ import pytest
 from small_kv_cache import NO_IDS, key, publish
 
 from raydix.cache_core import ChunkCache, KVCache, OutOfSlotsError, RadixCache, RadixKey, TokenToKVPoolAllocator
-from raydix.cache_core.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import LeaseRecord
 
 # ---------------------------------------------------------------- pressure
 

@@ -6,16 +6,10 @@ import pytest
 from checked_makers import checked_after
 from small_kv_cache import found, key, publish
 
-from raydix.cache_core import (
-    RadixCache,
-    RadixKey,
-    SlotError,
-    SWATokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-    kv_cache,
-)
-from raydix.cache_core.tenant_kv_cache import TenantKVCache
-from raydix.cache_core.tenants import Tenant, Tenants
+from raydix.cache_core import RadixCache, RadixKey, SlotError, SWATokenToKVPoolAllocator, TokenToKVPoolAllocator
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
+from raydix.cache_core.leases import kv_cache
+from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
 
 
 @pytest.fixture

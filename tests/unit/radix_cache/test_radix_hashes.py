@@ -5,7 +5,7 @@ from collections.abc import Callable
 from small_radix import key, row
 
 from raydix.cache_core import RadixCache, hash_token_ids
-from raydix.cache_core.hashing import namespace_seed
+from raydix.cache_core.tree.hashing import namespace_seed
 
 WIDE = 2**32  # the first id that needs more than 32 bits
 

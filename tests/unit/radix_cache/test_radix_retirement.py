@@ -4,7 +4,7 @@ import pytest
 from small_radix import FreedSlots, edges, found, key, lock, row, sizes
 
 from raydix.cache_core import EvictResult, RadixCache, RadixKey, StaleNodeError
-from raydix.cache_core.tenants import Tenant, Tenants
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
 
 # ---------------------------------------------------------------- reset and retire
 

@@ -1,0 +1,156 @@
+"""`MambaComponent`: recurrent states on the nodes of a tree.
+
+A state is the one after its node's last token: it cannot be cut, so a match ends where a state is, however much full KV
+lies deeper, and a split leaves the state on the child:
+
+    [A 64, state | B 64 | C 32]     a query of all 160 hits 64, and says that 128 would be worth a state
+
+Rules, checked by `check`:
+
+1. The nodes with a state that no lock holds, and no others, stand in the queue.
+2. `evictable` counts the states of nodes without locks of their own, `protected` the others.
+3. No two nodes share a state slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Protocol, cast
+
+from raydix.cache_core.components.component import AuxComponent
+from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
+from raydix.cache_core.errors import SlotError
+from raydix.cache_core.eviction.queue import SideQueue
+from raydix.cache_core.explanation import Reason
+from raydix.cache_core.pool.release import hand_back_each
+from raydix.cache_core.tree.tree_node import TreeNode
+
+
+class StateSlots(Protocol):
+    """What evicted states are given back to."""
+
+    def free_track_slot(self, slot: int) -> None:
+        """Take back a state slot."""
+
+
+class MambaComponent(AuxComponent):
+    """State locks, counts and eviction order. Its unit is a state."""
+
+    reason: Reason = "no_state"
+
+    def __init__(self, pool: StateSlots | None) -> None:
+        self._queue = SideQueue(_rank)
+        self._pool = pool
+        self._is_used = getattr(pool, "is_used", None)
+        self._held: set[int] = set()  # slots that are the tree's
+        self._dropped: list[int] = []  # and those that it has not handed back yet
+
+    def checked(self, slot: int) -> int:
+        """A state slot that the tree can take over.
+
+        Raises:
+            SlotError: it is none, or not handed out, or the tree has it already.
+            TypeError: it is no integer.
+        """
+        slot = index(slot)
+        if slot < 1 or slot in self._held or not (self._is_used is None or self._is_used(slot)):
+            why = "the tree has it already" if slot in self._held else "it was not handed out"
+            raise SlotError(f"state slot {slot} cannot be taken over: {why}")
+        return slot
+
+    def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
+        """A match may end where a whole node ends with a state."""
+        for place in range(count, 0, -1):
+            node = cast(MambaTreeNode, path[place - 1])
+            if node.mamba_value is not None and node.end <= end:
+                return place
+        return 0
+
+    def attach(self, node: TreeNode, slot: int, now: int) -> None:
+        """Give a node without a state one; the slot is the tree's from now on."""
+        holder = cast(MambaTreeNode, node)
+        assert holder.mamba_value is None, f"{node} has a state"
+        holder.mamba_value, holder.mamba_access_time = slot, now
+        self._held.add(slot)
+        if holder.mamba_lock_ref:
+            self.protected += 1
+        else:
+            self.evictable += 1
+            self._queue.push(holder)
+
+    def pop_victim(self) -> TreeNode | None:
+        """Take the node whose state was longest unused, of those that no lock holds; None if there is none."""
+        return self._queue.pop()
+
+    def drop(self, node: TreeNode) -> None:
+        """Take the state of a node away, if it has one that no lock holds, and give its slot back."""
+        holder = cast(MambaTreeNode, node)
+        if holder.mamba_value is None or holder.own_locks:
+            return
+        self._queue.discard(holder)
+        self.evictable -= 1
+        self.num_freed += 1
+        self._give_up(holder, holder.mamba_value)
+
+    def give_back(self) -> None:
+        """Hand the slots of dropped states to their pool."""
+        dropped, self._dropped = self._dropped, []
+        if dropped and self._pool is not None:
+            hand_back_each(self._pool.free_track_slot, dropped, "states")
+
+    def touch(self, end: TreeNode, now: int) -> None:
+        """The state at the end was used; those above were not."""
+        cast(MambaTreeNode, end).mamba_access_time = now
+        self._queue.touch(end)
+
+    def on_split(self, above: TreeNode, node: TreeNode) -> None:
+        """The state stays where it is: it belongs to the node's last token."""
+
+    def on_remove(self, leaf: TreeNode) -> None:
+        """Its state goes with it."""
+        assert not leaf.own_locks, f"the state of {leaf} is held"
+        self.drop(leaf)
+
+    def lock(self, node: TreeNode) -> None:
+        """Hold the state of this very node, if it has one."""
+        if cast(MambaTreeNode, node).mamba_value is not None and node.own_locks == 1:
+            self.evictable -= 1
+            self.protected += 1
+            self._queue.discard(node)
+
+    def unlock(self, node: TreeNode, receipt: None) -> None:
+        """Undo one `lock`."""
+        if cast(MambaTreeNode, node).mamba_value is not None and node.own_locks == 0:
+            self.evictable += 1
+            self.protected -= 1
+            self._queue.push(node)
+
+    def forget(self, node: TreeNode) -> None:
+        """The tree is reset: drop the state of a node, locked or not."""
+        holder = cast(MambaTreeNode, node)
+        if holder.mamba_value is not None:
+            self._give_up(holder, holder.mamba_value)
+
+    def _give_up(self, holder: MambaTreeNode, slot: int) -> None:
+        holder.mamba_value = None
+        self._held.remove(slot)
+        self._dropped.append(slot)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._queue.clear()
+        self.evictable = self.protected = 0
+
+    def check(self, nodes: Iterable[TreeNode]) -> None:
+        """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
+        holders = [cast(MambaTreeNode, node) for node in nodes if cast(MambaTreeNode, node).mamba_value is not None]
+        self._queue.check({node for node in holders if not node.mamba_lock_ref})
+        locked = sum(node.mamba_lock_ref > 0 for node in holders)
+        assert (self.evictable, self.protected) == (len(holders) - locked, locked), "rule 2"
+        assert len({node.mamba_value for node in holders}) == len(holders), "rule 3"
+        assert {node.mamba_value for node in holders} == self._held, "rule 3: a slot is forgotten"
+
+
+def _rank(node: TreeNode) -> int:
+    return cast(MambaTreeNode, node).mamba_access_time

@@ -1,0 +1,245 @@
+"""`SwaComponent`: sliding-window KV on the nodes of a tree, by tombstones.
+
+A node's sliding-window KV is live, or gone: then the node is a tombstone, and keeps its full KV. A match may end where
+the last `window` tokens are all live, or all tokens up to the root. For a window of 4:
+
+    [t4 | l4]        a query of all 8 hits 8: the last four are live
+    [t4 | l3]        0: only three are, and the path has a hole
+    [l2]             2: no hole up to the root
+    [l4 | t2 | l2]   4: the run after the hole is too short
+
+A lock holds the window of where it was taken, not what lies above; eviction makes tombstones of what no window holds.
+Fresh KV for a tombstone's tokens heals it.
+
+Rules, checked by `check`:
+
+1. `evictable` is the tokens of live nodes that no window holds, `protected` of those that one does.
+2. `swa_lock_ref` of a node is at most its `lock_ref`.
+3. The live nodes stand in the queue, held or not, but for those that an eviction has come by while they were held:
+   they wait beside it until they are let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+
+import torch
+
+from raydix.cache_core.base_prefix_cache import Starts
+from raydix.cache_core.components.component import AuxComponent
+from raydix.cache_core.eviction.queue import Rank, SideQueue
+from raydix.cache_core.explanation import Reason
+from raydix.cache_core.kernels import Victims
+from raydix.cache_core.pool.release import KeptRefusal, hand_back_rows
+from raydix.cache_core.tree.tree_node import TreeNode
+
+
+class WindowReceipt:
+    """What a window lock gives, to be handed back once: where the window begins, counted in tokens from the root.
+
+    Splits move nodes, not tokens, so a position stays right whatever happens to the nodes.
+    """
+
+    __slots__ = ("node", "released", "start", "used")
+
+    def __init__(self, node: TreeNode, start: int) -> None:
+        self.node = node  # where the lock was taken
+        self.start = start  # tokens above it are not held
+        self.released = False  # the window was given up early
+        self.used = False
+
+
+class SwaComponent(AuxComponent):
+    """Window locks, tombstones, and the eviction order of sliding-window KV. Its unit is a token.
+
+    Attributes:
+        refused: of the slots of tombstones that healed since the last eviction, or that were to heal.
+
+    Args:
+        free_swa: takes back the window halves of these slots, int64; None drops them.
+        free_swa_pages: `free_swa` of pages, by the first slot of each, if the pool has it.
+    """
+
+    reason: Reason = "window"
+
+    def __init__(
+        self,
+        window: int,
+        page_size: int,
+        free_swa: Callable[[torch.Tensor], None] | None = None,
+        free_swa_pages: Callable[[Starts], None] | None = None,
+    ) -> None:
+        self.window = window  # tokens
+        self.padded_window = -(-window // page_size) * page_size  # in whole pages
+        self._page_size = page_size
+        self._free_swa = free_swa
+        self._free_swa_pages = free_swa_pages
+        self.refused = KeptRefusal()
+        self._dropped = Victims()  # of their window halves, which have not been handed back yet
+        self._queue = SideQueue(_rank)
+        self._waiting: set[TreeNode] = set()  # held ones that an eviction has laid aside
+        self._next_boundary_id = count(1)
+
+    def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
+        """Looks back until a window is full, from above each hole it comes by anew."""
+        live, stop = 0, min(path[count - 1].end, end) if count else 0
+        for place in range(count - 1, -1, -1):
+            start = path[place - 1].end if place else 0
+            if path[place].swa_tombstone:
+                count, live = place, 0
+            else:
+                live += stop - start
+                if live >= self.window:
+                    break
+            stop = start
+        return count
+
+    def add(self, leaf: TreeNode, live: bool) -> None:
+        """A new, unlocked leaf: live, or a tombstone."""
+        leaf.swa_tombstone = not live
+        if live:
+            self.evictable += len(leaf)
+            self._queue.push(leaf)
+
+    def heal(self, node: TreeNode) -> None:
+        """A tombstone got fresh KV. Under a window lock it is held from now on."""
+        assert node.swa_tombstone, f"{node} is live"
+        node.swa_tombstone = False
+        if node.swa_lock_ref:
+            self.protected += len(node)
+        else:
+            self.evictable += len(node)
+        self._queue.push(node)
+
+    def drop(self, node: TreeNode) -> None:
+        """Make a tombstone of a live node that no window holds."""
+        if node.swa_tombstone or node.swa_lock_ref:
+            return
+        num_tokens = len(node)
+        self._queue.discard(node)
+        node.swa_tombstone = True
+        self.evictable -= num_tokens
+        self.num_freed += num_tokens
+        self._dropped.add(node, node.slots, num_tokens)
+
+    def give_back(self) -> None:
+        """Hand the window halves of new tombstones to the pool, in one call; what was refused before raises then."""
+        dropped = self._dropped
+        try:
+            if dropped.num_tokens:
+                self._dropped = Victims()
+                if self._free_swa is not None:
+                    hand_back_rows(dropped, self._free_swa, self._free_swa_pages, self._page_size, "window halves")
+        finally:
+            self.refused.tell()
+
+    def touch(self, end: TreeNode, now: int) -> None:
+        """The last window up to `end` was used now; what lies above was not."""
+        stop = end.end
+        start, node, used = max(0, stop - self.window), end, list[tuple[TreeNode, Rank]]()
+        while stop > start:
+            node.swa_access_time = now
+            used.append((node, (now, stop)))
+            parent = node.parent
+            assert parent is not None
+            node, stop = parent, parent.end
+        used.reverse()
+        self._queue.use(used)
+
+    def on_split(self, above: TreeNode, node: TreeNode) -> None:
+        """Both halves are what the node was; the boundary marks the older edge, so it moves up."""
+        above.swa_tombstone, above.swa_lock_ref = node.swa_tombstone, node.swa_lock_ref
+        above.swa_access_time = node.swa_access_time
+        above.swa_boundary_id, node.swa_boundary_id = node.swa_boundary_id, None
+        if node in self._waiting:
+            self._waiting.add(above)
+        elif not above.swa_tombstone:
+            self._queue.push(above)
+
+    def on_remove(self, leaf: TreeNode) -> None:
+        """Its window KV goes with it."""
+        assert not leaf.swa_lock_ref, f"{leaf} is held by a window"
+        if not leaf.swa_tombstone:
+            self._queue.discard(leaf)
+            self.evictable -= len(leaf)
+            self.num_freed += len(leaf)
+            leaf.swa_tombstone = True
+
+    def lock(self, node: TreeNode) -> WindowReceipt:
+        """Hold the last window up to `node`, tombstones counted by position."""
+        stop, end, boundary, held = node.end, node, node, 0
+        start = max(0, stop - self.window)
+        while stop > start:
+            parent, num_locks = node.parent, node.swa_lock_ref
+            assert parent is not None
+            boundary, node.swa_lock_ref = node, num_locks + 1
+            above = parent.end
+            if not num_locks and not node.swa_tombstone:
+                held += stop - above
+            node, stop = parent, above
+        self.evictable -= held
+        self.protected += held
+        if stop:  # the window ends below the root
+            boundary.swa_boundary_id = next(self._next_boundary_id)
+        return WindowReceipt(end, stop)
+
+    def unlock(self, node: TreeNode, receipt: WindowReceipt) -> None:
+        """Undo one `lock`; its receipt is used up."""
+        receipt.used = True
+        self.release(node, receipt)
+
+    def release(self, node: TreeNode, receipt: WindowReceipt) -> None:
+        """Give the window of a lock up; no effect if that was done early."""
+        if receipt.released:
+            return
+        receipt.released = True
+        stop, start, freed, waiting = node.end, receipt.start, 0, self._waiting
+        while stop > start:
+            parent, num_locks = node.parent, node.swa_lock_ref - 1
+            assert parent is not None and num_locks >= 0, f"window unlock of {node}"
+            node.swa_lock_ref = num_locks
+            above = parent.end
+            if not num_locks and not node.swa_tombstone:
+                freed += stop - above
+                if node in waiting:
+                    waiting.remove(node)
+                    self._queue.push(node)
+            node, stop = parent, above
+        self.evictable += freed
+        self.protected -= freed
+
+    def pop_victim(self) -> TreeNode | None:
+        """Take the live node that was longest in no window, of those that no lock's window holds; None if none.
+
+        Of the nodes of one window the upper goes first: a match that ends in the window needs the lower ones. Held
+        nodes that come up before it are laid aside, a step for each, once in each time that they are held.
+        """
+        while (node := self._queue.pop()) is not None and node.swa_lock_ref:
+            self._waiting.add(node)
+        return node
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._queue.clear()
+        self._waiting.clear()
+        self.evictable = self.protected = 0
+
+    def check(self, nodes: Iterable[TreeNode]) -> None:
+        """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
+        evictable = protected = 0
+        nodes = list(nodes)
+        live = {node for node in nodes if not node.swa_tombstone}
+        self._queue.check(live - self._waiting)
+        assert all(node in live and node.swa_lock_ref for node in self._waiting), "rule 3: nobody holds who waits"
+        for node in nodes:
+            assert 0 <= node.swa_lock_ref <= node.lock_ref, f"rule 2 at {node}: {node.swa_lock_ref=}"
+            if not node.swa_tombstone:
+                evictable += 0 if node.swa_lock_ref else len(node)
+                protected += len(node) if node.swa_lock_ref else 0
+        assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
+        assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
+
+
+def _rank(node: TreeNode) -> tuple[int, int]:
+    return node.swa_access_time, node.end

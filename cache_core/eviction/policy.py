@@ -1,0 +1,128 @@
+"""Which unlocked leaf of a radix tree goes first: small classes that only rank.
+
+Stamps are ticks of the cache's own clock, so equal operations have equal outcomes. Of equal ranks the node made first
+goes first. A leaf has nothing below it, so that its own uses are all there were.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from raydix.cache_core.kernels import last_use
+from raydix.cache_core.tree.tree_node import TreeNode
+
+Rank = int | tuple[int, ...]
+
+
+class EvictionPolicy(ABC):
+    """Ranks leaves for eviction: the lowest rank goes first.
+
+    Attributes:
+        name: as configured.
+    """
+
+    name: str
+
+    @abstractmethod
+    def rank(self, node: TreeNode) -> Rank:
+        """Where a node stands, now. It may change by a match or an insert that ends there, and by nothing else.
+
+        It must not raise, and whatever it says must be comparable with all else that it says: a leaf for which either
+        fails may stand in no queue then, and is not evicted for want of room.
+        """
+
+
+class LRU(EvictionPolicy):
+    """The least recently used goes first."""
+
+    name = "lru"
+    rank = staticmethod(last_use)  # type: ignore[assignment]
+
+
+class MRU(EvictionPolicy):
+    """The most recently used goes first: for scans in a loop over more than fits."""
+
+    name = "mru"
+
+    def rank(self, node: TreeNode) -> int:
+        """Its last use, backwards."""
+        return -node.own_access_time
+
+
+class LFU(EvictionPolicy):
+    """What was matched least often goes first, of that the least recently used."""
+
+    name = "lfu"
+
+    def rank(self, node: TreeNode) -> tuple[int, int]:
+        """Its hits and its last use."""
+        return node.own_hits, node.own_access_time
+
+
+class FIFO(EvictionPolicy):
+    """The oldest goes first, however often it is used."""
+
+    name = "fifo"
+
+    def rank(self, node: TreeNode) -> int:
+        """When it was made. What a split cuts in two stays as old as it was."""
+        return node.creation_time
+
+
+class FILO(EvictionPolicy):
+    """The newest goes first: what came early stays."""
+
+    name = "filo"
+
+    def rank(self, node: TreeNode) -> int:
+        """When it was made, backwards."""
+        return -node.creation_time
+
+
+class SLRU(EvictionPolicy):
+    """Segmented LRU: what was never matched `hits` times goes before what was, each least recently used first.
+
+    A scan, whose prefixes come once, so passes without sweeping out what is in use.
+    """
+
+    name = "slru"
+
+    def __init__(self, hits: int = 2) -> None:
+        if hits < 1:
+            raise ValueError(f"hits must be at least 1, not {hits}")
+        self.hits = hits
+
+    def rank(self, node: TreeNode) -> tuple[int, int]:
+        """Its segment and its last use."""
+        return int(node.own_hits >= self.hits), node.own_access_time
+
+
+class Priority(EvictionPolicy):
+    """The lowest priority of the requests that used it goes first, of that the least recently used.
+
+    A node's priority is the highest of all the requests that went through it.
+    """
+
+    name = "priority"
+
+    def rank(self, node: TreeNode) -> tuple[int, int]:
+        """Its priority and its last use."""
+        return node.own_priority, node.own_access_time
+
+
+POLICIES: dict[str, type[EvictionPolicy]] = {
+    policy.name: policy for policy in (LRU, LFU, FIFO, MRU, FILO, SLRU, Priority)
+}
+
+
+def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
+    """The policy of that name, or the one given.
+
+    Raises:
+        ValueError: there is no policy of that name.
+    """
+    if isinstance(policy, EvictionPolicy):
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(f"no eviction policy is called {policy!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[policy]()

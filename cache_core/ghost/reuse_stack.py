@@ -1,0 +1,128 @@
+"""`GhostStack`: how many other pages were used since each page's last use."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydix.cache_core.ghost.prefix_hashes import Hashes
+
+Depths = NDArray[np.int64]
+
+_BLOCK = 256  # uses that are taken together, and compared with one another
+_NONE: Depths = np.empty(0, np.int64)
+
+
+class Group(NamedTuple):
+    """Pages that are used at once, each of them once: the pages of one request, the last one first.
+
+    Those that are there come to the top; the others come in only if the group stores.
+    """
+
+    pages: list[int]
+    looks_up: bool  # whether anybody wants to know where they were
+    stores: bool
+
+
+class GhostStack:
+    """Pages by the time of their last use, the latest on top, at most `max_pages` of them.
+
+    No page lies above the pages before it in its prefix, as long as groups name the last one first. That is the order
+    in which whole leaves leave a tree, least recently used first.
+
+    Costs per use: a dictionary entry, and some numpy shared by a block of uses. Some 200 bytes a page.
+    """
+
+    def __init__(self, max_pages: int) -> None:
+        self._max_pages = max_pages
+        self._last_use: dict[int, int] = {}  # of each page in the stack, by hash
+        self._times = np.empty(0, np.int64)  # the same, in order
+        self._pages = np.empty(0, np.uint64)  # whose they are
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def use(self, groups: list[Group]) -> list[Depths]:
+        """Use groups of pages in order. Returns for each page how many were above it before its group.
+
+        -1: it was not there. Groups that look nothing up get nothing.
+        """
+        depths: list[Depths] = []
+        block: list[Group] = []
+        num_uses = 0
+        for group in groups:
+            if block and num_uses + len(group.pages) > _BLOCK:
+                depths += self._use_block(block)
+                block, num_uses = [], 0
+            block.append(group)
+            num_uses += len(group.pages)
+        return depths + (self._use_block(block) if block else [])
+
+    def _use_block(self, groups: list[Group]) -> list[Depths]:
+        sizes = [len(group.pages) for group in groups]
+        previous = self._note_uses(groups)
+        times = np.arange(self._now, self._now + len(previous))
+        group = np.repeat(np.arange(len(groups)), sizes)
+        found = previous >= 0
+        on_top = found | np.repeat([group.stores for group in groups], sizes)
+        came = _Uses(times[on_top], previous[on_top], group[on_top])
+        asked = np.flatnonzero(found & np.repeat([group.looks_up for group in groups], sizes))
+        depths = np.full(len(previous), -1, np.int64)
+        depths[asked] = len(self._times) - np.searchsorted(self._times, previous[asked], side="right")
+        if len(groups) > 1:  # of one group, none came above another of it
+            depths[asked] += came.count_above(previous[asked], group[asked])
+        pages = np.fromiter(chain.from_iterable([group.pages for group in groups]), np.uint64, len(previous))
+        self._renew(pages[on_top], came)
+        self._now += len(previous)
+        each = zip(groups, np.cumsum(sizes).tolist(), sizes, strict=True)
+        return [depths[end - size : end] if group.looks_up else _NONE for group, end, size in each]
+
+    def _note_uses(self, groups: list[Group]) -> Depths:
+        """Enter the new times of use; returns the old ones, -1 for pages that were not there."""
+        last_use, now = self._last_use, self._now
+        previous: list[int] = []
+        for group in groups:
+            pages = group.pages
+            before = list(map(last_use.get, pages, repeat(-1)))
+            if group.stores:
+                last_use.update(zip(pages, range(now, now + len(pages)), strict=True))
+            elif max(before, default=-1) >= 0:
+                found = zip(pages, before, range(now, now + len(pages)), strict=True)
+                last_use.update([(page, time) for page, old, time in found if old >= 0])
+            previous += before
+            now += len(pages)
+        return np.array(previous, np.int64)
+
+    def _renew(self, pages: Hashes, uses: _Uses) -> None:
+        """Take pages from where they lay and put them on top, each by its last use."""
+        start, previous = self._now, uses.previous
+        keep = np.ones(len(self._times), bool)
+        keep[np.searchsorted(self._times, previous[(previous >= 0) & (previous < start)])] = False
+        last = ~np.isin(uses.times, previous[previous >= start])  # not used once more within the block
+        self._times = np.concatenate((self._times[keep], uses.times[last]))
+        self._pages = np.concatenate((self._pages[keep], pages[last]))
+        surplus = len(self._times) - self._max_pages
+        if surplus > 0:
+            for page in self._pages[:surplus].tolist():
+                del self._last_use[page]
+            self._times, self._pages = self._times[surplus:], self._pages[surplus:]
+
+
+class _Uses(NamedTuple):
+    """Uses that put a page on top: when, when it was used before (-1: it comes in), and in which group."""
+
+    times: Depths
+    previous: Depths
+    group: Depths
+
+    def count_above(self, previous: Depths, group: Depths) -> Depths:
+        """For pages last used at `previous`: how many came above them since, from below, before their group."""
+        since = self.times > previous[:, None]
+        since &= self.previous < previous[:, None]
+        since &= self.group < group[:, None]
+        counts: Depths = np.count_nonzero(since, axis=1)
+        return counts

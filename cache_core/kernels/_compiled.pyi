@@ -1,0 +1,24 @@
+# The same as in plain Python, to the letter.
+from raydix.cache_core.kernels.plain_kernels import Children as Children
+from raydix.cache_core.kernels.plain_kernels import Holdings as Holdings
+from raydix.cache_core.kernels.plain_kernels import Key as Key
+from raydix.cache_core.kernels.plain_kernels import Node as Node
+from raydix.cache_core.kernels.plain_kernels import Ranking as Ranking
+from raydix.cache_core.kernels.plain_kernels import Victims as Victims
+from raydix.cache_core.kernels.plain_kernels import compact as compact
+from raydix.cache_core.kernels.plain_kernels import cut as cut
+from raydix.cache_core.kernels.plain_kernels import expand as expand
+from raydix.cache_core.kernels.plain_kernels import gather as gather
+from raydix.cache_core.kernels.plain_kernels import grow as grow
+from raydix.cache_core.kernels.plain_kernels import is_row as is_row
+from raydix.cache_core.kernels.plain_kernels import join as join
+from raydix.cache_core.kernels.plain_kernels import last_use as last_use
+from raydix.cache_core.kernels.plain_kernels import leads_to as leads_to
+from raydix.cache_core.kernels.plain_kernels import maker as maker
+from raydix.cache_core.kernels.plain_kernels import pack as pack
+from raydix.cache_core.kernels.plain_kernels import reach as reach
+from raydix.cache_core.kernels.plain_kernels import take_back as take_back
+from raydix.cache_core.kernels.plain_kernels import top_of as top_of
+from raydix.cache_core.kernels.plain_kernels import uproot as uproot
+from raydix.cache_core.kernels.plain_kernels import use_huge_pages as use_huge_pages
+from raydix.cache_core.kernels.plain_kernels import walk as walk

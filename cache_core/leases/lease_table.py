@@ -1,0 +1,228 @@
+"""Leases: which request holds which slots, by the id its client made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, UnknownLeaseError
+from raydix.cache_core.leases.ended_leases import EndedLeases
+from raydix.cache_core.leases.growing_row import put_behind
+from raydix.cache_core.tree.radix_key import RadixKey
+
+Starts = NDArray[np.int64]
+
+
+class LeaseRecord:
+    """What one request holds: pages of the tree, locked, then private pages.
+
+    `starts[:num_published_pages]` are the tree's, the rest private. `key` holds every token the cache has seen of the
+    request: the ones it was acquired for, then those published since.
+    """
+
+    __slots__ = (
+        "key",
+        "lease_id",
+        "node",
+        "num_published_pages",
+        "num_slots",
+        "offer_id",
+        "only_locks",
+        "outdated",
+        "prefix_len",
+        "priority",
+        "receipt",
+        "retired",
+        "room",
+        "session_id",
+        "since",
+        "starts",
+        "state_slot",
+        "swa_freed_len",
+    )
+
+    def __init__(
+        self,
+        lease_id: str,
+        session_id: str,
+        key: RadixKey,
+        node: Any,
+        receipt: Any,
+        prefix_len: int,
+        starts: Starts,
+        num_published_pages: int,
+        num_slots: int,
+        priority: int = 0,
+    ) -> None:
+        self.lease_id = lease_id
+        self.session_id = session_id
+        self.since = monotonic()  # when it was granted
+        self.key = key.kept()
+        self.node = node  # the locked node that ends the published part; the root, or None, if nothing is
+        self.receipt = receipt  # what unlocking it takes
+        self.prefix_len = prefix_len  # tokens found at the start; never changes
+        self.starts = starts  # first slots of the pages, in token order
+        self.room: Starts | None = None  # what `starts` is the beginning of, once it has grown
+        self.num_published_pages = num_published_pages
+        self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
+        self.priority = priority  # of what it uses and publishes; higher stays longer where the policy heeds it
+        self.retired = False  # its namespace was retired since it was granted: it publishes no more
+        self.outdated = False  # another model may compute its namespace since it was granted
+        self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
+        self.state_slot: int | None = None  # its own recurrent state
+        self.offer_id = ""  # of the offer by which another session may adopt it; "": there is none
+        self.only_locks = False  # it was made by `lock`, and no extend has been tried
+
+    @property
+    def private_starts(self) -> Starts:
+        """The pages that no tree holds."""
+        return self.starts[self.num_published_pages :]
+
+    def add_pages(self, starts: Starts) -> None:
+        """Behind those that there are."""
+        self.starts, self.room = put_behind(self.starts, self.room, len(self.starts), starts)
+
+    def known_key(self, num_tokens: int, suffix: RadixKey) -> RadixKey:
+        """The tokens of the lease, and those of `suffix`, which ends at `num_tokens`, behind them.
+
+        Raises:
+            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
+        """
+        known, start = len(self.key), num_tokens - len(suffix)
+        if start == num_tokens == known <= self.num_slots:
+            return self.key
+        if num_tokens > self.num_slots:
+            raise LeaseRangeError(f"cannot publish {num_tokens} tokens: the lease covers {self.num_slots}, extend it")
+        if not 0 <= start <= known:
+            raise LeaseRangeError(f"the cache knows {known} tokens of this lease; those up to {start} are missing")
+        overlap = min(known, num_tokens) - start
+        if overlap and suffix[:overlap] != self.key[start : start + overlap]:
+            raise LeaseRangeError("the tokens differ from those that the lease was acquired for")
+        if num_tokens <= known:
+            return self.key
+        try:
+            return self.key + suffix[overlap:]
+        except InvalidKeyError as error:
+            raise LeaseRangeError(str(error)) from error
+
+
+class LeaseTable:
+    """The open leases, and the ids of the last `remembered` that ended. A session sees its own only."""
+
+    def __init__(self, remembered: int = 0) -> None:
+        self.ended = EndedLeases(remembered)
+        self.offers: dict[str, float] = {}  # by id of an offered lease, when the offer expires
+        self.num_changes = 0  # of who has leases, and how many slots they cover
+        self._leases: dict[str, LeaseRecord] = {}
+        self._by_session: dict[str, dict[str, None]] = {}
+
+    def add(self, lease: LeaseRecord) -> None:
+        """Open a lease; its id must be new."""
+        assert lease.lease_id not in self._leases, f"lease {lease.lease_id} is open already"
+        self.num_changes += 1
+        self._leases[lease.lease_id] = lease
+        self._by_session.setdefault(lease.session_id, {})[lease.lease_id] = None
+
+    def get(self, lease_id: str, session_id: str) -> LeaseRecord:
+        """The open lease of that id.
+
+        Raises:
+            ExpiredLeaseError: it has expired.
+            UnknownLeaseError: there is none, or it belongs to another session.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.session_id != session_id:
+            lease = self.find_unended(lease_id, session_id)
+        if lease is None:
+            raise UnknownLeaseError(f"lease {lease_id!r} has ended, was never granted, or is another session's")
+        return lease
+
+    def find(self, lease_id: str, session_id: str) -> LeaseRecord | None:
+        """The open lease of that id and session, or None.
+
+        Raises:
+            UnknownLeaseError: another session holds a lease of that id.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.session_id != session_id:
+            raise UnknownLeaseError(f"lease {lease_id!r} belongs to another session")
+        return lease
+
+    def find_unended(self, lease_id: str, session_id: str) -> LeaseRecord | None:
+        """As `find`, but None only for an id that is new.
+
+        Raises:
+            ExpiredLeaseError: it has expired.
+            UnknownLeaseError: it has ended, or another session holds it.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            self.ended.check(session_id, lease_id)
+        elif lease.session_id != session_id:
+            raise UnknownLeaseError(f"lease {lease_id!r} belongs to another session")
+        return lease
+
+    def remove(self, lease: LeaseRecord, expired: bool = False) -> None:
+        """Close a lease."""
+        self.num_changes += 1
+        if lease.offer_id:
+            self.end_offer(lease)
+        del self._leases[lease.lease_id]
+        self._leave_session(lease)
+        self.ended.add(lease.session_id, lease.lease_id, expired)
+
+    def move(self, lease: LeaseRecord, session_id: str) -> None:
+        """Give a lease to another session; for its old one it has ended."""
+        self.num_changes += 1
+        self._leave_session(lease)
+        self.ended.add(lease.session_id, lease.lease_id)
+        lease.session_id = session_id
+        self._by_session.setdefault(session_id, {})[lease.lease_id] = None
+
+    def offer(self, lease: LeaseRecord, offer_id: str, expires_at: float) -> None:
+        """Let another session adopt a lease until a time. A later offer of the lease replaces an earlier one."""
+        lease.offer_id = offer_id
+        self.offers[lease.lease_id] = expires_at
+
+    def end_offer(self, lease: LeaseRecord) -> None:
+        """No session can adopt the lease any more; it stays its session's."""
+        lease.offer_id = ""
+        self.offers.pop(lease.lease_id, None)
+
+    def offered(self, lease_id: str, offer_id: str) -> LeaseRecord | None:
+        """Return the lease of an offer that still stands, or None."""
+        lease = self._leases.get(lease_id)
+        return lease if lease is not None and lease.offer_id == offer_id else None
+
+    def overdue_offers(self, now: float) -> list[LeaseRecord]:
+        """Return the leases whose offer has expired by `now`. O(offers)."""
+        return [self._leases[lease_id] for lease_id, expires_at in self.offers.items() if expires_at <= now]
+
+    def put_off_offers(self, seconds: float) -> None:
+        """Let every offer expire that much later."""
+        for lease_id in self.offers:
+            self.offers[lease_id] += seconds
+
+    def note_growth(self) -> None:
+        """A lease covers more slots from now on."""
+        self.num_changes += 1
+
+    def _leave_session(self, lease: LeaseRecord) -> None:
+        mine = self._by_session[lease.session_id]
+        del mine[lease.lease_id]
+        if not mine:
+            del self._by_session[lease.session_id]
+
+    def of_session(self, session_id: str) -> list[LeaseRecord]:
+        """The open leases of a session."""
+        return [self._leases[lease_id] for lease_id in self._by_session.get(session_id, ())]
+
+    def __iter__(self) -> Iterator[LeaseRecord]:
+        return iter(self._leases.values())
+
+    def __len__(self) -> int:
+        return len(self._leases)

@@ -1,0 +1,1 @@
+"""Caches whose sequences each occupy one row of a tensor (kind "slots")."""

@@ -1,0 +1,1 @@
+"""The structure of a radix tree: keys, nodes, packed slots, hashes of pages."""

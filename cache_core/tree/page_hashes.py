@@ -1,0 +1,31 @@
+"""The chained hashes of a node's pages, computed when they are asked for."""
+
+from __future__ import annotations
+
+from raydix.cache_core.tree.hashing import hash_page, namespace_seed
+from raydix.cache_core.tree.tree_node import TreeNode
+
+
+def chain_hashes(node: TreeNode, page_size: int) -> list[str]:
+    """The hex digest of each page of `node`, chained from the root; kept on it and on its ancestors.
+
+    Independent of the order in which nodes are hashed, and unchanged by splits. Costs SHA-256 of what has no hashes
+    yet, from the root down.
+    """
+    chain: list[TreeNode] = []
+    while node.data and node.hash_values is None:
+        chain.append(node)
+        assert node.parent is not None
+        node = node.parent
+    if not chain:
+        return node.hash_values or []
+    space = chain[0].space
+    prior = bytes.fromhex(node.hash_values[-1]) if node.hash_values else namespace_seed(space.extra_key)
+    page = page_size * space.unit
+    for each in reversed(chain):
+        hashes: list[str] = []
+        for at in range(0, len(each.data), page):
+            prior = hash_page(each.data[at : at + page], space.width, space.arity, prior)
+            hashes.append(prior.hex())
+        each.hash_values = hashes
+    return chain[0].hash_values or []

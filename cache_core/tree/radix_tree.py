@@ -1,0 +1,148 @@
+"""The compressed radix tree itself: which runs of tokens hang below which. No locks, no recency, no slots' fate.
+
+    root ── namespace tops ── runs of whole pages ── ...
+
+Rules, checked by `check_structure`:
+
+1. A run is a whole number of pages, never empty; a top is empty and hangs below the root under its namespace.
+2. A node stands in its parent's `children` under the packed ids of its first page.
+3. `node.end` is its parent's `end` plus its own length.
+4. A node's slots are one per token, or one per page.
+5. A top without children is not in the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+
+from raydix.cache_core.kernels import Children, cut, grow, top_of, uproot
+from raydix.cache_core.tree.packed_slots import Row, unpack
+from raydix.cache_core.tree.radix_key import RadixKey, check_key
+from raydix.cache_core.tree.tree_node import Namespace, TreeNode
+
+_NO_SLOTS: Row = b""
+
+SpaceKey = tuple[str | None, int]
+
+
+class RadixTree:
+    """The structure that the radix caches share.
+
+    Attributes:
+        node_type, ids: what its nodes are, and the numbers of those to come.
+        tops: the node that each namespace starts at.
+        detached: those of namespaces that cannot be matched any more, as long as they have nodes.
+    """
+
+    def __init__(self, page_size: int, node_type: type[TreeNode] = TreeNode) -> None:
+        self.page_size = page_size
+        self.node_type = node_type
+        self.ids = count()
+        self.root = node_type(next(self.ids), None, Namespace(None, 0, 4, 4, self), b"", _NO_SLOTS, 0, 0)
+        self.tops: dict[SpaceKey, TreeNode] = {}
+        self.detached: dict[TreeNode, None] = {}
+
+    def find_space(self, key: RadixKey) -> tuple[TreeNode | None, RadixKey]:
+        """The top that a lookup of `key` starts at, None if its namespace is empty; and the key at its width, or what
+        of the key can be there."""
+        try:
+            top: TreeNode | None = top_of(self.tops, key, self.page_size)
+        except (AttributeError, TypeError):
+            check_key(key)
+            raise
+        if top is not None and key.width != top.space.width:
+            if top.space.width == 4:  # wide ids cannot be there: only what precedes them can match
+                key = key[: key.num_narrow()]
+            key = key.with_width(top.space.width)
+        return top, key
+
+    def make_space(self, key: RadixKey, now: int) -> tuple[TreeNode, RadixKey]:
+        """The top that an insert of `key` starts at, made or widened if need be; and the key at its width."""
+        top = self.tops.get((key.extra_key, key.arity))
+        if top is None:
+            space = Namespace(key.extra_key, key.arity, key.width, key.unit, self)
+            top = self.node_type(next(self.ids), self.root, space, b"", _NO_SLOTS, 0, now)
+        elif key.width != top.space.width:
+            if key.width == 8:
+                self._widen(top)
+            key = key.with_width(8)
+        return top, key
+
+    def split(self, node: TreeNode, end: int) -> TreeNode:
+        """Cut `node` at `end`, tokens from the root; returns the new node above it, which takes over the prefix.
+
+        The suffix keeps its identity and its uses, which so count for the prefix, too; locks are copied to the prefix,
+        hashes are shared out.
+        """
+        above: TreeNode = cut(self.node_type, self.ids, self.page_size, node, end)
+        return above
+
+    def add_leaf(self, parent: TreeNode, key: RadixKey, stop: int, slots: Row, now: int, priority: int) -> TreeNode:
+        """Hang the tokens of `key` from the end of `parent` to `stop` below it, with slots that become the tree's."""
+        leaf: TreeNode = grow(self.node_type, self.ids, self.page_size, parent, key, stop, slots, now)
+        if priority:
+            leaf.own_priority = priority
+        if parent.parent is self.root:  # the namespace is there from its first run on
+            self.tops[parent.space.extra_key, parent.space.arity] = parent
+        return leaf
+
+    def remove_leaf(self, leaf: TreeNode) -> Row:
+        """Take a childless node out of the tree; returns its slots, and leaves its uses to its parent. A top left
+        without children is the caller's to remove."""
+        return uproot(leaf, self.page_size * leaf.space.unit)
+
+    def remove_top(self, top: TreeNode) -> None:
+        """Forget a namespace without nodes."""
+        top.slots = None
+        if top.space.live:
+            del self.tops[top.space.extra_key, top.space.arity]
+        else:
+            del self.detached[top]
+
+    def detach(self, top: TreeNode) -> None:
+        """Make a namespace unmatchable. O(1): its nodes live on until they are removed."""
+        top.space.tree = None
+        del self.tops[top.space.extra_key, top.space.arity]
+        self.detached[top] = None
+
+    def _widen(self, top: TreeNode) -> None:
+        """Give every id of a namespace 8 bytes. O(its tokens), once in its life, when its first wide id comes."""
+        space = top.space
+        for node in list(self.nodes_below(top)):
+            node.data = np.frombuffer(node.data, "<u4").astype("<u8").tobytes()
+        space.width, space.unit = 8, space.unit * 2
+        page = self.page_size * space.unit
+        for node in (top, *self.nodes_below(top)):
+            children, node.children = node.children.values(), Children()
+            for child in children:
+                node.children[child.data[:page]] = child
+
+    @staticmethod
+    def nodes_below(top: TreeNode) -> Iterator[TreeNode]:
+        """Every node below `top`, parents before children."""
+        nodes = top.subtree()
+        next(nodes)
+        return nodes
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Every node that can be matched."""
+        for top in self.tops.values():
+            yield from self.nodes_below(top)
+
+    def check_structure(self, top: TreeNode) -> None:
+        """Raise AssertionError if a rule of the module docstring is broken below `top`."""
+        space, page = top.space, self.page_size
+        assert not top.data and top.parent is self.root, f"rule 1 at {top}"
+        assert top.children or not space.live, f"rule 5 at {top} of {space}"
+        for node in self.nodes_below(top):
+            parent = node.parent
+            assert parent is not None and node.space is space, f"foreign namespace at {node}"
+            assert len(node) > 0 and len(node) % page == 0, f"rule 1 at {node}"
+            assert len(node.data) == len(node) * space.unit, f"rule 1 at {node}"
+            assert parent.children.get(node.data[: page * space.unit]) is node, f"rule 2 at {node}"
+            assert node.end == parent.end + len(node), f"rule 3 at {node}"
+            assert node.slots is not None, f"rule 4 at {node}: evicted, yet in the tree"
+            assert unpack(node.slots).size in (len(node), len(node) // page), f"rule 4 at {node}"

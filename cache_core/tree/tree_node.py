@@ -1,0 +1,152 @@
+"""`TreeNode`: one edge of the radix tree with its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from raydix.cache_core.kernels import Children, Node
+from raydix.cache_core.tree.packed_slots import Row, expand_row
+from raydix.cache_core.tree.radix_key import RadixKey
+
+if TYPE_CHECKING:
+    from raydix.cache_core.eviction.tenants import Tenant
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """What all nodes of one namespace share."""
+
+    extra_key: str | None
+    arity: int  # ids of one tuple; 0: plain ids
+    width: int  # bytes an id; rises from 4 to 8 when the first wide id is inserted
+    unit: int  # bytes of one token of a key: `width` times the ids of a tuple
+    tree: object | None = None  # where its nodes can be matched; None once reset or retired
+    tenant: Tenant | None = None  # who holds its slots; known once it is asked for
+    evictable: int = 0  # tokens of its nodes without locks; counted where there are tenants
+    home: object | None = field(init=False)  # the tree whose nodes they are, also when they cannot be matched any more
+
+    def __post_init__(self) -> None:
+        self.home = self.tree
+
+    @property
+    def live(self) -> bool:
+        """Whether its nodes can be matched."""
+        return self.tree is not None
+
+
+class TreeNode(Node):
+    """A run of tokens below its parent, whole pages of them, and the slots of their KV.
+
+    `slots` packs the first slot of each page if every page's slots are consecutive, else each token's slot; readers
+    use `value`. An evicted node has neither.
+
+    A use is noted where it ends and nowhere above, so that it costs the same at every depth: `own_access_time`,
+    `own_hits` and `own_priority` tell of matches and inserts that ended at this very node, and of what went below it
+    before it was evicted. For a leaf they are all there is to tell; `last_access_time`, `hit_count` and `priority` tell
+    of any node, from all that is below it, O(nodes below).
+    """
+
+    __slots__ = ()
+
+    id: int
+    parent: TreeNode | None
+    space: Namespace
+    data: bytes  # packed ids of this run
+    slots: Row | None
+    end: int  # tokens from the root to the end of this run
+    children: Children  # by the packed ids of their first page; read-only as long as there are none
+    lock_ref: int  # locks on this node and below
+    own_locks: int  # of those, the ones taken on this very node
+    own_access_time: int  # ticks of the cache's own clock
+    creation_time: int
+    own_hits: int  # matches
+    own_priority: int  # the highest of the requests
+    swa_tombstone: bool  # its sliding-window KV is gone (or never was there)
+    swa_lock_ref: int  # locks whose window reaches over this node
+    swa_boundary_id: int | None  # of the last lock whose window begins in this node
+    swa_access_time: int  # when a match last had this node in its window
+    hash_values: list[str] | None  # chained, one per page; None until asked for
+
+    @property
+    def key(self) -> RadixKey | None:
+        """The tokens of this run; None for a root."""
+        if not self.data:
+            return None
+        return RadixKey.from_packed(self.data, self.space.width, self.space.extra_key, self.space.arity)[:]
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The slots of this run, int64, one per token; None once evicted."""
+        return None if self.slots is None else expand_row(self.slots, len(self))
+
+    @property
+    def evicted(self) -> bool:
+        """Whether the KV of this node is gone."""
+        return self.slots is None
+
+    @property
+    def last_access_time(self) -> int:
+        """When a match or an insert last went through this node, in ticks of the cache's own clock."""
+        return uses_in(self)[self].last_access_time
+
+    @property
+    def hit_count(self) -> int:
+        """The matches that went through this node."""
+        return uses_in(self)[self].hit_count
+
+    @property
+    def priority(self) -> int:
+        """The highest of the requests that went through this node."""
+        return uses_in(self)[self].priority
+
+    def subtree(self) -> Iterator[TreeNode]:
+        """This node and all below it, parents before children."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def __lt__(self, other: TreeNode) -> bool:
+        return (self.last_access_time, self.end) < (other.last_access_time, other.end)
+
+    def __repr__(self) -> str:
+        return f"TreeNode(id={self.id}, len={len(self)}, end={self.end}, lock_ref={self.lock_ref})"
+
+
+def check_node(node: object) -> None:
+    """Raise TypeError unless it is a node of a tree."""
+    if not isinstance(node, TreeNode):
+        raise TypeError(f"a node is needed, not {type(node).__name__}") from None
+
+
+_slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
+
+
+def rows_of(nodes: Iterable[TreeNode]) -> list[Row]:
+    """The slots of nodes in the tree."""
+    return list(map(_slots_of, nodes))
+
+
+class Use(NamedTuple):
+    """What went through a node."""
+
+    last_access_time: int
+    hit_count: int
+    priority: int
+
+
+def uses_in(top: TreeNode) -> dict[TreeNode, Use]:
+    """What went through each node of a subtree. O(n)."""
+    uses: dict[TreeNode, Use] = {}
+    for node in reversed(list(top.subtree())):  # children before parents
+        own = Use(node.own_access_time, node.own_hits, node.own_priority)
+        below = [uses[child] for child in node.children.values()]
+        times, hits, priorities = zip(own, *below, strict=True)
+        uses[node] = Use(max(times), sum(hits), max(priorities))
+    return uses

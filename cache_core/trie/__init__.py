@@ -1,0 +1,1 @@
+"""The node of `RadixTrie`, and its tokens."""
