@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raydix.actors.attached_pool import AttachedPool
-    from raydix.actors.cache_actor import PrefixCacheActor
-    from raydix.actors.client import PrefixCacheClient
+    from raydix.actors.client.attached_pool import AttachedPool
+    from raydix.actors.client.lease import Lease
+    from raydix.actors.client.local_prefix_cache import LocalPrefixCache
+    from raydix.actors.client.prefix_cache_client import PrefixCacheClient
     from raydix.actors.deploy import connect, shutdown_cache, start_cache, start_cache_async
-    from raydix.actors.lease import Lease
-    from raydix.actors.local_cache import LocalPrefixCache
-    from raydix.actors.watched_actor import WatchedActor
+    from raydix.actors.service.cache_actor import PrefixCacheActor
+    from raydix.actors.sessions.watched_actor import WatchedActor
 
 __all__ = [
     "AttachedPool",
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AttachedPool": "attached_pool",
-    "Lease": "lease",
-    "LocalPrefixCache": "local_cache",
-    "PrefixCacheActor": "cache_actor",
-    "PrefixCacheClient": "client",
-    "WatchedActor": "watched_actor",
+    "AttachedPool": "client.attached_pool",
+    "Lease": "client.lease",
+    "LocalPrefixCache": "client.local_prefix_cache",
+    "PrefixCacheActor": "service.cache_actor",
+    "PrefixCacheClient": "client.prefix_cache_client",
+    "WatchedActor": "sessions.watched_actor",
     "connect": "deploy",
     "shutdown_cache": "deploy",
     "start_cache": "deploy",

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from raydix.actors.client import PrefixCacheClient
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.demo_workload import (
     MAX_POSITIONS,
     PAGE_SIZE,

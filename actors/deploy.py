@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
-from raydix.actors.cache_actor import PrefixCacheActor
-from raydix.actors.call_arguments import config_from, name_from
-from raydix.actors.config_difference import config_difference
-from raydix.actors.pool_export import may_lie_on_gpu
-from raydix.actors.ray_calls import from_ray
-from raydix.actors.typed_messages import seconds
+from raydix.actors.service.cache_actor import PrefixCacheActor
+from raydix.actors.service.config_difference import config_difference
+from raydix.actors.transport.call_arguments import config_from, name_from
+from raydix.actors.transport.pool_memory import may_lie_on_gpu
+from raydix.actors.transport.ray_calls import from_ray
+from raydix.actors.transport.validation import seconds
 from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest
 from raydix.schemas.shown import brief, cut
 

@@ -11,8 +11,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raydix.actors.deploy import NAMESPACE, StartOptions, check_handle, connect, find, start_cache
-from raydix.actors.ray_calls import from_ray
-from raydix.actors.typed_messages import seconds
+from raydix.actors.transport.ray_calls import from_ray
+from raydix.actors.transport.validation import seconds
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, PoolHandle
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.actors.client import PrefixCacheClient
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.trace import BLOCK
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig, PoolExhausted
 
 if TYPE_CHECKING:
-    from raydix.actors.lease import Lease
+    from raydix.actors.client.lease import Lease
     from raydix.actors.trace import TracedRequest
 
 _STEP = 64  # requests between two signs of progress
@@ -144,7 +144,7 @@ async def _running_cache(config: CacheConfig, on_ray: bool) -> AsyncIterator[Pre
         finally:
             await asyncio.to_thread(shutdown_cache, actor)
         return
-    from raydix.actors.local_cache import LocalPrefixCache
+    from raydix.actors.client.local_prefix_cache import LocalPrefixCache
 
     async with LocalPrefixCache(config) as cache, PrefixCacheClient(cache) as client:
         yield client

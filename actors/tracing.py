@@ -11,9 +11,9 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from raydix.actors.lease import Lease
-from raydix.actors.pending_lease import pending
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors.client.lease import Lease
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.client.pending_lease import pending
 from raydix.schemas import InsertResponse, MatchResponse
 
 VERBS = ("match", "lock", "acquire", "insert", "extend", "release", "abort")

@@ -28,22 +28,22 @@ try:
 except ImportError as error:
     raise ImportError("the transformers worker needs the extra: pip install raydix[transformers]") from error
 
-from raydix.actors.client import PrefixCacheClient
-from raydix.actors.error_map import has_failed
-from raydix.actors.running_requests import RunningRequests
-from raydix.actors.transformers_binding import Fingerprint, WorkerBinding, check_fingerprint
-from raydix.actors.transformers_config import ModelSource, cache_config_for, pool_config_for
-from raydix.actors.transformers_fingerprint import model_fingerprint
-from raydix.actors.transformers_generation import Generation, GreedyDecoding, end_tokens
-from raydix.actors.transformers_model import CausalModel
-from raydix.actors.transformers_pool import PoolShape
-from raydix.actors.transformers_request import LeasedRequest
-from raydix.actors.watched_actor import WatchedActor
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.huggingface.causal_model import CausalModel
+from raydix.actors.huggingface.fingerprint import model_fingerprint
+from raydix.actors.huggingface.generation import Generation, GreedyDecoding, end_tokens
+from raydix.actors.huggingface.leased_request import LeasedRequest
+from raydix.actors.huggingface.model_config import ModelSource, cache_config_for, pool_config_for
+from raydix.actors.huggingface.pool_shape import PoolShape
+from raydix.actors.huggingface.running_requests import RunningRequests
+from raydix.actors.huggingface.worker_binding import Fingerprint, WorkerBinding, check_fingerprint
+from raydix.actors.sessions.watched_actor import WatchedActor
+from raydix.actors.transport.error_map import has_failed
 from raydix.schemas import ConfigMismatch, InvalidRequest, StaleEpoch
 
 if TYPE_CHECKING:
-    from raydix.actors.attached_pool import AttachedPool
-    from raydix.actors.lease import Lease
+    from raydix.actors.client.attached_pool import AttachedPool
+    from raydix.actors.client.lease import Lease
 
 __all__ = ["Generation", "TransformersWorker", "cache_config_for", "model_fingerprint", "pool_config_for"]
 

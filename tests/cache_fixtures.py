@@ -8,7 +8,7 @@ from cache_kinds import Access, KindUnderTest, radix, reached_kinds
 from cache_under_test import CacheUnderTest, Reached
 from wire import Scene, counts
 
-from raydix.actors.channel import SWITCH
+from raydix.actors.transport.unix_socket import SWITCH
 
 
 @asynccontextmanager

@@ -8,9 +8,9 @@ from random import Random
 from typing import Any
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.cache_actor import PrefixCacheActor
-from raydix.actors.channel_server import ChannelServer
-from raydix.actors.death_watch import DeathWatch
+from raydix.actors.service.cache_actor import PrefixCacheActor
+from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.sessions.death_watch import DeathWatch
 from raydix.schemas import CacheUnavailable
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cache_kinds import NUM_PAGES, Access, KindUnderTest, radix
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.schemas import CacheConfig, CacheStats, InsertResponse, PoolStats
 
 

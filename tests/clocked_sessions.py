@@ -7,7 +7,7 @@ from typing import Any
 from cache_under_test import small_config
 from set_clock import Clock
 
-from raydix.actors.cache_service import CacheService
+from raydix.actors.service.cache_service import CacheService
 from raydix.schemas import AcquireRequest, LeaseConfig, OpenSession
 
 TTL_S, GRACE_S = 10.0, 100.0

@@ -8,7 +8,7 @@ from cache_under_test import CacheUnderTest, check_sizes
 from stamped_kv import check_kv, check_state, compute
 
 from raydix.actors import AttachedPool, Lease
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.schemas import PoolExhausted
 
 

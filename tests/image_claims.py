@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reference_keys import Token, event_hashes, page_hashes, pairs
 from replayed_index import ReplayedIndex
 
-from raydix.actors.event_feed import EventFeed
+from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import (
     KVCache,
     MambaRadixCache,

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from raydix.actors.transformers_twin import small_twin
+from raydix.actors.huggingface.small_twin import small_twin
 
 __all__ = ["MODEL_TYPES", "NO_CONFIG", "UNBUILDABLE", "tiny_config"]
 

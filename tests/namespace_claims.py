@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference_keys import Token, Triple, event_hashes, framed, page_hashes, seed_of
 from replayed_index import ReplayedIndex
 
-from raydix.actors.event_feed import EventFeed
+from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaRadixCache, PrefixCacheManager, RadixCache, RadixKey, TreeNode
 from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.tree.hashing import namespace_seed

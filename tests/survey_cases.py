@@ -17,8 +17,8 @@ from survey_references import Passes, difference, is_dynamic, make_model, run_ow
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_forward import pad_token_id
-from raydix.actors.transformers_layers import ModelLayers
+from raydix.actors.huggingface.forward_pass import pad_token_id
+from raydix.actors.huggingface.layer_mapping import ModelLayers
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig
 

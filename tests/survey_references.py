@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
-from raydix.actors.transformers_forward import ForwardPass, Positions, pad_token_id
+from raydix.actors.huggingface.forward_pass import ForwardPass, Positions, pad_token_id
 
 __all__ = ["Passes", "difference", "is_dynamic", "make_model", "run_own_cache"]
 

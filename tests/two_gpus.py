@@ -11,8 +11,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raydix.actors import shutdown_cache, start_cache
+from raydix.actors.huggingface.causal_model import _has_a_gpu
 from raydix.actors.placement import beside, remove_placement, start_on_own_gpu
-from raydix.actors.transformers_model import _has_a_gpu
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=64))

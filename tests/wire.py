@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from cache_under_test import CacheUnderTest
 
-from raydix.actors import Lease, LocalPrefixCache, wire
-from raydix.actors.ray_calls import call
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors import Lease, LocalPrefixCache
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.transport.ray_calls import call
+from raydix.actors.transport.transport import batch_codec
 from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
 
 COUNTED_ANYWAY = {
@@ -44,8 +45,11 @@ class Wire:
     async def call(self, method: str, *arguments: Any) -> Any:
         """The cache's answer; a batch goes packed."""
         if method == "execute":
-            packed = [wire.in_parts(wire.pack(each)) if isinstance(each, Message) else [each] for each in arguments]
-            return wire.unpack(await self._call("execute", *chain.from_iterable(packed)))
+            packed = [
+                batch_codec.in_parts(batch_codec.pack(each)) if isinstance(each, Message) else [each]
+                for each in arguments
+            ]
+            return batch_codec.unpack(await self._call("execute", *chain.from_iterable(packed)))
         return await self._call(method, *arguments)
 
     async def _call(self, method: str, *arguments: Any) -> Any:

@@ -48,7 +48,7 @@ def failure_of(error: Exception) -> Failure | None:
     if isinstance(error, SettingsError):
         return Failure(kind, str(error), error.advice, USAGE)
     if "ray" in sys.modules and isinstance(error, sys.modules["ray"].exceptions.RayError):
-        from raydix.actors.ray_calls import from_ray
+        from raydix.actors.transport.ray_calls import from_ray
 
         error = from_ray(error)
         kind = type(error).__name__

@@ -51,7 +51,7 @@ def start(
     settings = load_settings(file, options=options or (), name=name)
     join(address, namespace)
     from raydix.actors.placement import num_gpus
-    from raydix.actors.pool_export import may_lie_on_gpu
+    from raydix.actors.transport.pool_memory import may_lie_on_gpu
 
     on_gpu = may_lie_on_gpu(settings.config) and num_gpus() > 0
     there = set(cache_names(namespace))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raydix.actors.client import PrefixCacheClient
-from raydix.actors.local_cache import LocalPrefixCache
+from raydix.actors.client.local_prefix_cache import LocalPrefixCache
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.replay import replay_on
 from raydix.actors.trace import TracedRequest
 from raydix.schemas import CacheConfig, CacheReport

@@ -7,7 +7,7 @@ from heapq import nlargest
 from operator import attrgetter
 from typing import NamedTuple
 
-from raydix.actors.report.namespace_use import namespace_label
+from raydix.actors.observe.namespace_hits import namespace_label
 from raydix.cache_core.outline import SHOWN
 from raydix.cache_core.radix.sample import TreeBox
 from raydix.schemas import PrefixUse

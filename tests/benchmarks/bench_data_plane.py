@@ -20,7 +20,7 @@ from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from benchmarks.local_ray import ray_started
 
 from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache
-from raydix.actors.attached_pool import AttachedPool
+from raydix.actors.client.attached_pool import AttachedPool
 from raydix.cache_core import MambaPool, PrefixCacheManager, RadixKey
 from raydix.cache_core.pool.kv_pool import KVPool, PoolLayout
 from raydix.schemas import CacheConfig, PoolConfig

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from raydix.actors.cache_service import CacheService
 from raydix.actors.report.page import render
+from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import RadixKey
 from raydix.schemas import CacheConfig, PoolConfig
 

@@ -28,7 +28,7 @@ from board import IDLE, NUM_ACTORS, NUM_PLACES, PID, WAITING, WRITING, Board, Ma
 from swarm_client import CACHE, NUM_LAYERS, SwarmActor, compare
 
 from raydix.actors import PrefixCacheClient, start_cache_async
-from raydix.actors.channel import SWITCH
+from raydix.actors.transport.unix_socket import SWITCH
 from raydix.schemas import (
     CacheConfig,
     CacheStats,

@@ -18,7 +18,7 @@ import torch
 from board import DETAILS, IDLE, NUM_PLACES, OUTCOMES, PID, WAITING, WRITING, Board, Mailbox
 
 from raydix.actors import AttachedPool, Lease, PrefixCacheClient, WatchedActor
-from raydix.actors.transport import Transport
+from raydix.actors.transport.transport import Transport
 from raydix.schemas import CacheUnavailable, LeaseGrant, Message, WaitingResponse
 
 CACHE = "swarm"

@@ -14,8 +14,8 @@ from cache_kinds import TIGHT_STATES, TIGHT_WINDOW, KindUnderTest, radix
 from cache_under_test import CacheUnderTest, Reached, unchecked
 from computing_workers import work
 
-from raydix.actors import call_arguments
-from raydix.actors.request_handlers import RequestHandlers
+from raydix.actors.service.request_handlers import RequestHandlers
+from raydix.actors.transport.transport import call_arguments
 from raydix.cache_core import KVCache, RadixKey
 from raydix.schemas import MatchRequest, MatchResponse
 

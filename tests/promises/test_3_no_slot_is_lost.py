@@ -23,8 +23,8 @@ from interleaved_workers import OF_A_LEASE, OTHERS, Floor
 from shuffled_loop import ShuffledLoop
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.cache_service import CacheService
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import KVCache, LeasedCache
 from raydix.schemas import EvictionConfig, LeaseConfig
 

@@ -17,8 +17,8 @@ from cache_under_test import CacheUnderTest, small_config, unchecked
 from wire import Wire, counts
 
 from raydix.actors import Lease, PrefixCacheClient, start_cache
-from raydix.actors.cache_service import CacheService
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core.leases.ended_leases import EndedLeases
 from raydix.schemas import (
     AbortRequest,

@@ -20,9 +20,9 @@ from client_processes import Doing, all_free, kill_while, start_client, until
 from clocked_sessions import GRACE_S, TTL_S, Scene
 
 from raydix.actors import PrefixCacheClient
-from raydix.actors.process_life import ProcessLife
-from raydix.actors.session_keeper import SessionKeeper
-from raydix.actors.session_table import SessionTable
+from raydix.actors.sessions.session_reaper import SessionKeeper
+from raydix.actors.sessions.session_table import SessionTable
+from raydix.actors.transport.process_liveness import ProcessLife
 from raydix.schemas import CacheConfig, LeaseConfig
 
 Patch = pytest.MonkeyPatch
@@ -49,7 +49,7 @@ async def watched_actor_dies(scene: Scene) -> None:
 
 
 async def process_on_the_caches_node_dies(scene: Scene) -> None:
-    show = "from raydix.actors.process_life import own_life_path; print(own_life_path(), flush=True); input()"
+    show = "from raydix.actors.transport.process_liveness import own_life_path; print(own_life_path(), flush=True); input()"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", show, stdin=PIPE, stdout=PIPE)
     assert process.stdout is not None
     scene.open("s", life_path=(await process.stdout.readline()).decode().strip())

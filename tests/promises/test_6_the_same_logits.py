@@ -19,7 +19,7 @@ from tiny_models import FALCON_H1, MISTRAL, continuation, random_model, random_p
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
-from raydix.actors.request_handlers import RequestHandlers
+from raydix.actors.service.request_handlers import RequestHandlers
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.cache_core import MambaPool
 from raydix.cache_core.leases.lease_table import LeaseRecord

@@ -17,7 +17,7 @@ from index_pool import IndexPool
 from planted_cuts import after_cuts
 from replayed_index import ReplayedIndex, resident_blocks
 
-from raydix.actors.event_feed import EventFeed
+from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey
 from raydix.cache_core.radix import page_events
 from raydix.cache_core.radix.page_events import KVEventTeller

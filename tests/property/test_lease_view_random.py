@@ -16,7 +16,7 @@ from cache_in_process import HandleInProcess
 from fault_catalogue import Catalogue, Fault, Patch, around
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.lease_slots import LeaseSlots
+from raydix.actors.client.lease_slots import LeaseSlots
 from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, InvalidRequest, PoolConfig, WindowResponse
 
 PAGE_SIZE = 2

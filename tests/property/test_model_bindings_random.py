@@ -13,7 +13,9 @@ from random import Random
 import pytest
 from reference_bindings import NAMES, SALTS, Client, Held, Name, ReferenceBindings, Refused
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, bound_models, model_bindings
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.actors.client.prefix_cache_client import bound_models
+from raydix.actors.service import model_bindings
 from raydix.schemas import CacheConfig, ConfigMismatch, LeaseGrant, ModelFingerprint, PoolConfig
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=4096, device="cpu"))

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from wire import Scene
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, connect, start_cache
-from raydix.actors.attached_pool import AttachedPool
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors.client.attached_pool import AttachedPool
+from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -689,7 +689,7 @@ async def test_the_index_of_a_pool_without_layers_must_fit_in_memory(
     config: CacheConfig, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(free: int) -> LocalPrefixCache:
-        monkeypatch.setattr("raydix.actors.pool_export.available_memory", lambda: free)
+        monkeypatch.setattr("raydix.actors.transport.pool_memory.available_memory", lambda: free)
         return LocalPrefixCache(config)
 
     with pytest.raises(CacheUnavailable, match=NAMES_BOTH):

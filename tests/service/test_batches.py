@@ -12,9 +12,11 @@ from cache_fixtures import over_calls
 from cache_under_test import CacheUnderTest, Pages, small_config
 from ray.exceptions import PendingCallsLimitExceeded, RaySystemError
 
-from raydix.actors import PrefixCacheClient, cache_service, ray_transport, wire
-from raydix.actors.cache_service import CacheService
-from raydix.actors.typed_messages import arrived
+from raydix.actors import PrefixCacheClient
+from raydix.actors.service import cache_service
+from raydix.actors.service.cache_service import CacheService
+from raydix.actors.transport.transport import batch_codec, ray_transport
+from raydix.actors.transport.validation import arrived
 from raydix.schemas import (
     AbortRequest,
     Ack,
@@ -363,12 +365,12 @@ class SlowHandle(RefusingHandle):
         return Remote(self._execute) if method == "execute" else super().__getattr__(method)
 
     def _execute(self, *parts: bytes) -> asyncio.Future[bytes]:
-        self.batches.append((arrived(Batch, wire.unpack(*parts)), asyncio.get_running_loop().create_future()))
+        self.batches.append((arrived(Batch, batch_codec.unpack(*parts)), asyncio.get_running_loop().create_future()))
         return self.batches[-1][1]
 
     def answer(self, number: int) -> None:
         batch, answer = self.batches[number]
-        answer.set_result(wire.pack(BatchResponse(epoch="e", responses=tuple(Ack() for _ in batch.requests))))
+        answer.set_result(batch_codec.pack(BatchResponse(epoch="e", responses=tuple(Ack() for _ in batch.requests))))
 
 
 async def test_each_batch_names_the_one_that_must_go_before_it() -> None:
@@ -514,8 +516,8 @@ async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(
 def test_a_batch_travels_in_parts_that_ray_carries_within_the_call(service: CacheService) -> None:
     sent = batch(service, 1, 0, *[MatchRequest(tokens=range(number, 60_000)) for number in range(3)], LOOK)
 
-    parts = wire.in_parts(wire.pack(sent))
+    parts = batch_codec.in_parts(batch_codec.pack(sent))
 
     assert len(parts) == 9  # of 720 KB and a little
-    assert max(map(len, parts)) <= wire.MAX_PART_BYTES
-    assert wire.unpack(*parts) == sent
+    assert max(map(len, parts)) <= batch_codec.MAX_PART_BYTES
+    assert batch_codec.unpack(*parts) == sent

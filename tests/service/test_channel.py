@@ -19,9 +19,10 @@ from cache_in_process import HandleInProcess
 from cache_under_test import small_config
 from pydantic import ValidationError
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, wire
-from raydix.actors.channel import Channel
-from raydix.actors.channel_server import ChannelServer
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.transport.transport import batch_codec
+from raydix.actors.transport.unix_socket import Channel
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -88,7 +89,7 @@ def framed(number: int, payload: bytes) -> bytes:
 async def next_frame(peer: socket.socket) -> tuple[int, Any]:
     """The number of a batch, and what has become of it."""
     number, size = HEADER.unpack(await received(peer, HEADER.size))
-    return number, wire.unpack(await received(peer, size))
+    return number, batch_codec.unpack(await received(peer, size))
 
 
 async def received(peer: socket.socket, size: int) -> bytes:
@@ -107,7 +108,7 @@ async def received(peer: socket.socket, size: int) -> bytes:
 async def test_batches_are_whole_however_the_stream_is_cut(listening: Listening, longest: int) -> None:
     rng = Random(longest)
     sent = [listening.batch(seq, seq - 1, *[PROBE] * rng.randint(0, 20), LOOK) for seq in range(1, 12)]
-    stream = b"".join(framed(100 + batch.seq, wire.pack(batch)) for batch in sent)
+    stream = b"".join(framed(100 + batch.seq, batch_codec.pack(batch)) for batch in sent)
     peer = await listening.connected()
 
     while stream:
@@ -127,14 +128,14 @@ async def test_batches_are_whole_however_the_stream_is_cut(listening: Listening,
 
 
 async def test_what_is_no_batch_is_refused_and_the_next_one_served(listening: Listening) -> None:
-    torn = wire.pack(listening.batch(1, 0, LOOK))[:-5]
+    torn = batch_codec.pack(listening.batch(1, 0, LOOK))[:-5]
     past = Batch(session_id="s", epoch="another", requests=(LOOK,), seq=1, after=0)
     peer = await listening.connected()
 
-    for number, payload in enumerate([torn, wire.pack(LOOK), b"", wire.pack(past)]):
+    for number, payload in enumerate([torn, batch_codec.pack(LOOK), b"", batch_codec.pack(past)]):
         await asyncio.get_running_loop().sock_sendall(peer, framed(number, payload))
     answers = [await asyncio.wait_for(next_frame(peer), 30) for _ in range(4)]
-    await asyncio.get_running_loop().sock_sendall(peer, framed(9, wire.pack(listening.batch(1, 0, LOOK))))
+    await asyncio.get_running_loop().sock_sendall(peer, framed(9, batch_codec.pack(listening.batch(1, 0, LOOK))))
 
     assert [number for number, _ in answers] == [0, 1, 2, 3]
     assert [type(answer) for _, answer in answers] == [InvalidRequest] * 3 + [StaleEpoch]
@@ -159,7 +160,7 @@ async def test_a_frame_larger_than_any_batch_ends_its_connection_and_no_other(
     large, small = await listening.connected(), await listening.connected()
 
     await asyncio.get_running_loop().sock_sendall(large, framed(1, bytes(4097))[:100])  # it is not waited for
-    await asyncio.get_running_loop().sock_sendall(small, framed(1, wire.pack(listening.batch(1, 0, LOOK))))
+    await asyncio.get_running_loop().sock_sendall(small, framed(1, batch_codec.pack(listening.batch(1, 0, LOOK))))
 
     with pytest.raises((AssertionError, ConnectionError)):
         await asyncio.wait_for(next_frame(large), 30)
@@ -178,16 +179,16 @@ async def test_a_batch_of_too_many_requests_is_refused_before_any_of_them_is_loo
         looked_at += 1
         return receive(*row)
 
-    monkeypatch.setattr(wire, "receive", counted)
+    monkeypatch.setattr(batch_codec, "receive", counted)
     fields = {"session_id": "s", "epoch": listening.service.epoch, "seq": 1, "after": 0}
     too_many = Batch.model_construct(requests=(PROBE,) * (MAX_REQUESTS + 1), **fields)
     most = Batch(requests=(PROBE,) * (MAX_REQUESTS - 1) + (LOOK,), **fields)  # type: ignore[arg-type]
     peer = await listening.connected()
 
-    await asyncio.get_running_loop().sock_sendall(peer, framed(1, wire.pack(too_many)))
+    await asyncio.get_running_loop().sock_sendall(peer, framed(1, batch_codec.pack(too_many)))
     _, refused = await asyncio.wait_for(next_frame(peer), 30)
     assert looked_at == 0
-    await asyncio.get_running_loop().sock_sendall(peer, framed(2, wire.pack(most)))
+    await asyncio.get_running_loop().sock_sendall(peer, framed(2, batch_codec.pack(most)))
     _, answer = await asyncio.wait_for(next_frame(peer), 30)
 
     assert isinstance(refused, InvalidRequest)
@@ -206,13 +207,13 @@ def test_no_batch_of_too_many_requests_can_be_made(seq: int) -> None:
 async def test_between_the_batches_of_one_client_others_are_served(listening: Listening) -> None:
     greedy, other = await listening.connected(), await listening.connected()
     for peer in (greedy, other):  # so that both are known
-        await asyncio.get_running_loop().sock_sendall(peer, framed(0, wire.pack(LOOK)))
+        await asyncio.get_running_loop().sock_sendall(peer, framed(0, batch_codec.pack(LOOK)))
         await asyncio.wait_for(next_frame(peer), 30)
-    batches = [wire.pack(listening.batch(seq, seq - 1, *[PROBE] * 20, LOOK)) for seq in range(1, 31)]
+    batches = [batch_codec.pack(listening.batch(seq, seq - 1, *[PROBE] * 20, LOOK)) for seq in range(1, 31)]
     stream = b"".join(framed(seq, packed) for seq, packed in enumerate(batches, 1))
 
     assert greedy.send(stream) == len(stream)  # both can be read in the next turn
-    other.send(framed(1, wire.pack(Batch(session_id="s", epoch=listening.service.epoch, requests=(LOOK,)))))
+    other.send(framed(1, batch_codec.pack(Batch(session_id="s", epoch=listening.service.epoch, requests=(LOOK,)))))
     _, answer = await asyncio.wait_for(next_frame(other), 30)
 
     assert answer.responses[0].probes <= 2 * 20  # of 30 * 20
@@ -225,8 +226,8 @@ async def test_between_the_batches_of_one_client_others_are_served(listening: Li
 
 async def test_a_batch_that_overtakes_one_that_came_as_a_call_waits_for_it(listening: Listening) -> None:
     peer = await listening.connected()
-    late = wire.pack(listening.batch(2, 1, LOOK, PROBE))
-    await asyncio.get_running_loop().sock_sendall(peer, framed(2, late) + framed(3, wire.pack(LOOK)))
+    late = batch_codec.pack(listening.batch(2, 1, LOOK, PROBE))
+    await asyncio.get_running_loop().sock_sendall(peer, framed(2, late) + framed(3, batch_codec.pack(LOOK)))
     assert (await asyncio.wait_for(next_frame(peer), 30))[0] == 3  # it has been read, and waits
 
     await listening.service.execute_in_turn(listening.batch(1, 0, PROBE, PROBE))
@@ -240,7 +241,8 @@ async def test_of_a_client_that_does_not_read_its_answers_no_more_is_taken_until
     num_batches = 2000
     peer = await listening.connected()
     stream = b"".join(
-        framed(seq, wire.pack(listening.batch(seq, seq - 1, *[PROBE] * 50, LOOK))) for seq in range(1, num_batches + 1)
+        framed(seq, batch_codec.pack(listening.batch(seq, seq - 1, *[PROBE] * 50, LOOK)))
+        for seq in range(1, num_batches + 1)
     )
     sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(peer, stream))
 
@@ -265,7 +267,7 @@ async def test_many_clients_connect_while_the_cache_is_busy(listening: Listening
         peers[-1].setblocking(False)
         peers[-1].connect(address)  # no connection is taken meanwhile
     for peer in peers:
-        await asyncio.get_running_loop().sock_sendall(peer, framed(1, wire.pack(LOOK)))
+        await asyncio.get_running_loop().sock_sendall(peer, framed(1, batch_codec.pack(LOOK)))
     for peer in peers:
         assert (await asyncio.wait_for(next_frame(peer), 30))[0] == 1
         peer.close()
@@ -274,7 +276,7 @@ async def test_many_clients_connect_while_the_cache_is_busy(listening: Listening
 async def test_a_client_that_comes_when_too_many_connect_is_told_so_and_calls(
     listening: Listening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("raydix.actors.channel_server._BACKLOG", 1)
+    monkeypatch.setattr("raydix.actors.service.unix_socket_server._BACKLOG", 1)
     address, peers = await listening.address(), []
     with pytest.raises(BlockingIOError):
         while True:
@@ -307,7 +309,7 @@ async def test_another_users_process_is_refused(listening: Listening) -> None:
         await asyncio.wait_for(next_frame(stranger), 30)
     stranger.close()
     peer = await listening.connected()
-    await asyncio.get_running_loop().sock_sendall(peer, framed(1, wire.pack(listening.batch(1, 0, LOOK))))
+    await asyncio.get_running_loop().sock_sendall(peer, framed(1, batch_codec.pack(listening.batch(1, 0, LOOK))))
     assert isinstance((await asyncio.wait_for(next_frame(peer), 30))[1], BatchResponse)
     peer.close()
 
@@ -373,7 +375,7 @@ async def test_an_answer_may_be_larger_than_a_batch(handle: CountingHandle, monk
     async with PrefixCacheClient(handle) as client:
         told = await asyncio.gather(*[client.stats() for _ in range(100)])
 
-        assert len(wire.pack(BatchResponse(epoch="e", responses=tuple(told)))) > 2 * 2 * 2048  # in two frames
+        assert len(batch_codec.pack(BatchResponse(epoch="e", responses=tuple(told)))) > 2 * 2 * 2048  # in two frames
         there = channel_of(client)
         assert there is not None and there.is_open
 

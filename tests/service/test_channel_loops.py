@@ -11,9 +11,10 @@ import pytest
 from cache_under_test import small_config
 from fresh_process import run_fresh
 
-from raydix.actors import LocalPrefixCache, wire
-from raydix.actors.channel import Channel
-from raydix.actors.channel_server import ChannelServer
+from raydix.actors import LocalPrefixCache
+from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.transport.transport import batch_codec
+from raydix.actors.transport.unix_socket import Channel
 from raydix.schemas import Batch, BatchResponse, OpenSession, StatsRequest
 
 uvloop = pytest.importorskip("uvloop")
@@ -51,7 +52,7 @@ def test_a_batch_is_answered_on_every_loop(new_loop: Callable[[], asyncio.Abstra
             assert channel is not None, "it cannot connect"
             batch = Batch(session_id="s", epoch=service.epoch, requests=(StatsRequest(),), seq=1, after=0)
             told: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-            channel.ask(1, wire.pack(batch), lambda answer: told.set_result(wire.unpack(answer)))
+            channel.ask(1, batch_codec.pack(batch), lambda answer: told.set_result(batch_codec.unpack(answer)))
             answer = await asyncio.wait_for(told, 30)
             channel.close()
             server.close()

@@ -15,8 +15,8 @@ import pytest
 from cache_fixtures import over_calls
 from cache_under_test import CacheUnderTest, Pages, small_config
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, wire
-from raydix.actors.transport import Transport, settle
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.actors.transport.transport import Transport, batch_codec, settle
 from raydix.schemas import (
     CacheConfig,
     CacheError,
@@ -116,8 +116,8 @@ async def test_a_fault_in_sending_fails_the_requests_and_leaves_nobody_waiting(
         def broken(message: Message) -> bytes:
             raise TypeError("cannot be pickled")
 
-        with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "raydix.actors.ray_transport"):
-            patch.setattr(wire, "pack", broken)
+        with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "raydix.actors.transport.ray_transport"):
+            patch.setattr(batch_codec, "pack", broken)
             for verb in (client.match([1]), client.acquire([1])):
                 with pytest.raises(CacheError, match="internal error of the client: TypeError: cannot be pickled"):
                     await asyncio.wait_for(verb, 30)

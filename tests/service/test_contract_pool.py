@@ -11,7 +11,7 @@ from cache_kinds import only, shares, shares_slots
 from cache_under_test import CacheUnderTest
 from stamped_kv import check_kv, compute, stamped_kv
 
-from raydix.actors import attached_pool
+from raydix.actors.client.prefix_cache_client import attached_pool
 from raydix.schemas import InvalidRequest, UnknownLease
 
 # ---------------------------------------------------------------- one writes, another reads

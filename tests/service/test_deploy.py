@@ -31,8 +31,8 @@ from raydix.actors import (
     start_cache,
     start_cache_async,
 )
-from raydix.actors.cache_actor import PrefixCacheActor
 from raydix.actors.placement import beside
+from raydix.actors.service.cache_actor import PrefixCacheActor
 from raydix.cache_core.kernels import CORE
 from raydix.schemas import (
     CacheConfig,

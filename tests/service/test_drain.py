@@ -15,9 +15,10 @@ from cache_fixtures import ON_RAY
 from cache_kinds import Access
 from cache_under_test import small_config
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, request_handlers, shutdown_cache, start_cache
-from raydix.actors.process_life import ProcessLife
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.service import request_handlers
+from raydix.actors.transport.process_liveness import ProcessLife
 from raydix.schemas import CacheUnavailable, InvalidRequest
 
 

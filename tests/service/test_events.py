@@ -15,10 +15,10 @@ from cache_under_test import Access, CacheUnderTest, small_config
 from replayed_index import ReplayedIndex
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.cache_host import CacheHost, local_device
-from raydix.actors.event_feed import EventFeed
-from raydix.actors.transport import LocalTransport
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.service.cache_host import CacheHost, local_device
+from raydix.actors.service.event_feed import EventFeed
+from raydix.actors.transport.transport import LocalTransport
 from raydix.cache_core import hash_to_int64, hash_token_ids
 from raydix.schemas import (
     AllBlocksCleared,

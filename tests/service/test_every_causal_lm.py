@@ -16,7 +16,7 @@ from model_variants import NAMES, VARIANTS, config_named
 from model_zoo import MODEL_TYPES, NO_CONFIG
 from survey_cases import TOLERANCE, Tally
 
-from raydix.actors.request_handlers import RequestHandlers
+from raydix.actors.service.request_handlers import RequestHandlers
 from raydix.actors.transformers_worker import Generation
 from raydix.cache_core import MambaPool
 from raydix.cache_core.leases.lease_table import LeaseRecord

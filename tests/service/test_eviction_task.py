@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import raydix.actors.eviction_task as eviction_module
+import raydix.actors.service.eviction_task as eviction_module
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.eviction_task import EvictionTask, Steps
+from raydix.actors.service.eviction_task import EvictionTask, Steps
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig
 
 HIGH, LOW = 0.8, 0.5  # of ten slots: woken by the ninth in use, done at five
@@ -232,7 +232,7 @@ async def test_a_round_that_fails_is_logged_and_counted_and_the_next_one_works(
     monkeypatch.setattr(core_of(cache), "evict", lambda n, cause: (outcomes.pop() if outcomes else evict)(n))
     await publish(cache, *range(1, 9))
 
-    with caplog.at_level(logging.ERROR, "raydix.actors.eviction_task"):
+    with caplog.at_level(logging.ERROR, "raydix.actors.service.eviction_task"):
         first = await cache.acquire([9])
         stats = await settle(cache)
     assert (stats.eviction_task.failures, stats.eviction_task.rounds, stats.eviction_task.alive) == (1, 0, True)

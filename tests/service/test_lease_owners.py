@@ -9,7 +9,7 @@ import pytest
 from cache_under_test import CacheUnderTest, small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.lease_owners import LeaseOwners
+from raydix.actors.sessions.lease_owners import LeaseOwners
 from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig, PoolExhausted
 
 

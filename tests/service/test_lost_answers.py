@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from cache_in_process import HandleInProcess
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, client_session, ray_transport
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.actors.client.prefix_cache_client import client_session
+from raydix.actors.transport.transport import ray_transport
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, PoolConfig
 

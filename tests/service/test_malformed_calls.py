@@ -28,9 +28,9 @@ from raydix.actors import (
     shutdown_cache,
     start_cache,
 )
-from raydix.actors.attached_pool import _NUMBERS
+from raydix.actors.client.attached_pool import _NUMBERS
+from raydix.actors.client.sync_client import SyncClient, SyncLease, SyncPool
 from raydix.actors.placement import beside
-from raydix.actors.sync_client import SyncClient, SyncLease, SyncPool
 from raydix.cache_core import InvalidKeyError, RadixKey
 from raydix.schemas import (
     CacheConfig,

@@ -10,8 +10,10 @@ import pytest
 from cache_under_test import CacheUnderTest, Pages, small_config
 from wire import Scene, Wire
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, bound_models, model_bindings
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.client.prefix_cache_client import bound_models
+from raydix.actors.service import model_bindings
 from raydix.schemas import (
     AcquireRequest,
     BindModelRequest,

@@ -12,7 +12,7 @@ from tiny_models import COMMON, check_same, random_model, random_prompt
 from transformers import DogeConfig, LlamaConfig, MptConfig, Phi3Config, PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_lengths import LONG_KEY, LengthRange, ModelLengths
+from raydix.actors.huggingface.sequence_lengths import LONG_KEY, LengthRange, ModelLengths
 from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
 from raydix.schemas import EvictionConfig, InvalidRequest
 

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_forward import Positions
-from raydix.actors.transformers_model import CausalModel
+from raydix.actors.huggingface.causal_model import CausalModel
+from raydix.actors.huggingface.forward_pass import Positions
 from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
 

@@ -120,7 +120,7 @@ async def test_a_client_in_an_actor_that_is_not_watched_logs_how_long_its_slots_
             lines: list[str] = []
             handler = logging.Handler()
             handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-            logging.getLogger("raydix.actors.watched_actor").addHandler(handler)
+            logging.getLogger("raydix.actors.sessions.watched_actor").addHandler(handler)
             for _ in range(2):
                 async with PrefixCacheClient(cache, owner=owner):
                     pass

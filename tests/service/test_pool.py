@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, attached_pool, shutdown_cache, start_cache
-from raydix.actors.ray_transport import RayTransport
-from raydix.actors.transport import LocalTransport
+from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
+from raydix.actors.client.prefix_cache_client import attached_pool
+from raydix.actors.transport.ray_transport import RayTransport
+from raydix.actors.transport.transport import LocalTransport
 from raydix.schemas import CacheConfig, CacheUnavailable, EvictionConfig, PoolConfig
 
 PAGE, NUM_LAYERS, NUM_HEADS, K_DIM, V_DIM = 4, 3, 2, 8, 4
@@ -271,7 +272,7 @@ async def test_who_does_not_insist_copies_and_the_log_says_so(
 ) -> None:
     k, v = random_kv(10, "bfloat16", seed=2)
 
-    with caplog.at_level(logging.WARNING, "raydix.actors.attached_pool"):
+    with caplog.at_level(logging.WARNING, "raydix.actors.client.attached_pool"):
         pool = await far_client.attach_pool()
     async with await far_client.acquire(PROMPT) as lease:
         await pool.write_kv(lease, lease.slots, k, v)

@@ -19,11 +19,11 @@ from command_line import run, run_json
 from set_clock import Clock
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache_async
-from raydix.actors.cache_service import CacheService
+from raydix.actors.observe.trace_writer import Recorded, TrafficWriter
 from raydix.actors.replay import index_config
 from raydix.actors.report.of_trace import report_of_trace
+from raydix.actors.service.cache_service import CacheService
 from raydix.actors.trace import read_trace
-from raydix.actors.traffic_writer import Recorded, TrafficWriter
 from raydix.cache_core import RadixKey
 from raydix.schemas import (
     CacheConfig,
@@ -295,7 +295,7 @@ async def test_a_cache_without_ray_records_too(tmp_path: Path) -> None:
 
 def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = Recorded(0, RadixKey(A), 0)
-    monkeypatch.setattr("raydix.actors.traffic_writer._MAX_QUEUED_BYTES", len(request.prompt.data) - 1)
+    monkeypatch.setattr("raydix.actors.observe.trace_writer._MAX_QUEUED_BYTES", len(request.prompt.data) - 1)
     writer = TrafficWriter(tmp_path / "t.jsonl")
 
     taken = [writer.take(request) for _ in range(3)]

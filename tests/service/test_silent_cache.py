@@ -16,7 +16,9 @@ from cache_fixtures import ON_RAY, over_calls
 from cache_under_test import CacheUnderTest, Pages, small_config
 from client_processes import all_free, until
 
-from raydix.actors import PrefixCacheClient, client_session, ray_transport
+from raydix.actors import PrefixCacheClient
+from raydix.actors.client.prefix_cache_client import client_session
+from raydix.actors.transport.transport import ray_transport
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, LeaseExpired
 
 pytestmark = pytest.mark.ray

@@ -16,9 +16,10 @@ import pytest
 import torch
 from cache_under_test import small_config
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, sync_client
-from raydix.actors.sync_client import SyncClient
-from raydix.actors.verbs import CacheVerbs
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.client.prefix_cache_client import sync_client
+from raydix.actors.client.sync_client import SyncClient
 from raydix.schemas import (
     AcquireRequest,
     EvictionConfig,

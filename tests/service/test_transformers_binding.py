@@ -13,7 +13,8 @@ import torch
 from tiny_llama import LLAMA, random_llama, random_prompt
 from transformers import LlamaConfig, Qwen3Config
 
-from raydix.actors import Lease, LocalPrefixCache, transformers_binding
+from raydix.actors import Lease, LocalPrefixCache
+from raydix.actors.huggingface import worker_binding
 from raydix.actors.transformers_worker import TransformersWorker, model_fingerprint, pool_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, ModelFingerprint
 
@@ -237,8 +238,8 @@ async def test_a_worker_that_bound_the_base_must_bind_it_again_to_serve_adapters
 
 async def test_requests_at_the_same_time_bind_again_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, computed = await scene.worker(), []
-    original = transformers_binding.model_fingerprint
-    monkeypatch.setattr(transformers_binding, "model_fingerprint", lambda m: computed.append(m) or original(m))
+    original = worker_binding.model_fingerprint
+    monkeypatch.setattr(worker_binding, "model_fingerprint", lambda m: computed.append(m) or original(m))
     await asyncio.gather(*(answer(worker, lora_id) for lora_id in (None, "x", "y", "x")))
     assert not computed  # it was when the worker opened
 
@@ -253,8 +254,8 @@ async def test_a_refusal_that_comes_late_is_not_followed_by_another_fingerprint(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, computed, bound_again = await scene.worker(), [], asyncio.Event()
-    original = transformers_binding.model_fingerprint
-    monkeypatch.setattr(transformers_binding, "model_fingerprint", lambda m: computed.append(m) or original(m))
+    original = worker_binding.model_fingerprint
+    monkeypatch.setattr(worker_binding, "model_fingerprint", lambda m: computed.append(m) or original(m))
     await answer(worker)
     await scene.cache.reset()
     client = worker._client

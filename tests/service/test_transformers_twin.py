@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 
-from raydix.actors.transformers_twin import TwinUnavailable, build_twin, small_twin
+from raydix.actors.huggingface.small_twin import TwinUnavailable, build_twin, small_twin
 
 PHI_3_LONG: dict[str, Any] = {
     "model_type": "phi3",

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.attached_pool import AttachedPool
-from raydix.actors.transformers_forward import ForwardPass
-from raydix.actors.transformers_lengths import LengthRange, ModelLengths
-from raydix.actors.transformers_model import CausalModel
+from raydix.actors.client.attached_pool import AttachedPool
+from raydix.actors.huggingface.causal_model import CausalModel
+from raydix.actors.huggingface.forward_pass import ForwardPass
+from raydix.actors.huggingface.sequence_lengths import LengthRange, ModelLengths
 from raydix.actors.transformers_worker import TransformersWorker, cache_config_for, pool_config_for
 from raydix.schemas import (
     CacheConfig,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.attached_pool import AttachedPool
-from raydix.actors.transport import Transport
+from raydix.actors.client.attached_pool import AttachedPool
+from raydix.actors.transport.transport import Transport
 from raydix.schemas import (
     CacheConfig,
     CacheError,
@@ -185,7 +185,7 @@ async def test_where_it_cannot_be_mapped_the_client_learns_it_at_once(
     def fails(handle: PoolHandle) -> None:
         raise OSError(f"it lies on node {handle.node_id}")
 
-    monkeypatch.setattr("raydix.actors.attached_pool.map_pool", fails)
+    monkeypatch.setattr("raydix.actors.client.attached_pool.map_pool", fails)
     client, transport = LocalPrefixCache(config_of()), cast(Transport, FarTransport())
 
     with pytest.raises(CacheUnavailable, match="cannot be mapped from here: it lies on node elsewhere"):

@@ -13,10 +13,11 @@ import torch
 from fresh_process import run_fresh
 from torch.multiprocessing import reductions
 
-from raydix.actors import LocalPrefixCache, attached_pool, pool_export
-from raydix.actors.attached_pool import AttachedPool
-from raydix.actors.pool_export import ExportedPool, layout_of, open_cuda_pool, open_shared_pool
-from raydix.actors.transport import Transport
+from raydix.actors import LocalPrefixCache
+from raydix.actors.client.attached_pool import AttachedPool
+from raydix.actors.client.prefix_cache_client import attached_pool
+from raydix.actors.transport.pool_memory import ExportedPool, layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.transport.transport import Transport, pool_memory
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig, PoolHandle
 
@@ -27,7 +28,7 @@ SLOTS = torch.tensor([1, 2])
 @pytest.fixture
 def other() -> Iterator["subprocess.Popen[str]"]:
     """Another process, which told the path of its lock."""
-    show = "from raydix.actors.process_life import own_life_path; print(own_life_path(), flush=True); input()"
+    show = "from raydix.actors.transport.process_liveness import own_life_path; print(own_life_path(), flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", show], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         yield process
@@ -101,7 +102,7 @@ def test_where_cuda_ipc_fails_the_pool_cannot_be_mapped(monkeypatch: pytest.Monk
         raise RuntimeError("CUDA error: invalid argument")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(pool_export, "gpu_uuid_of", lambda device: "GPU-0")
+    monkeypatch.setattr(pool_memory, "gpu_uuid_of", lambda device: "GPU-0")
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", fails)
 
     with pytest.raises(OSError, match="CUDA: CUDA error"):
@@ -151,7 +152,7 @@ async def test_who_has_no_addresses_for_the_pool_copies_unless_he_insists(
 NO_ADDRESSES = """
 import os, resource
 import torch
-from raydix.actors.pool_export import ExportedPool
+from raydix.actors.transport.pool_memory import ExportedPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
 config = CacheConfig(pool=PoolConfig(num_slots=2**17, num_layers=4, num_kv_heads=4, head_dim=64, device="cpu"))

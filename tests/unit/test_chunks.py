@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from raydix.actors.attached_pool import _for_each
+from raydix.actors.client.attached_pool import _for_each
 from raydix.schemas import UnknownLease
 
 CHUNKS = [(start, start + 2) for start in range(0, 10, 2)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from raydix.actors.config_difference import config_difference
+from raydix.actors.service.config_difference import config_difference
 from raydix.schemas import (
     CacheConfig,
     EvictionConfig,

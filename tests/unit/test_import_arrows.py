@@ -108,7 +108,7 @@ def test_nobody_imports_a_package_by_its_bare_folder_name() -> None:
         ("from ray.util import queue", {"ray"}),
         ("def f():\n    import asyncio.events", {"asyncio"}),
         ("if TYPE_CHECKING:\n    from torch import Tensor", {"torch"}),
-        ("import raydix.actors.client", {"raydix.actors"}),
+        ("import raydix.actors.client.prefix_cache_client", {"raydix.actors"}),
         ("from raydix import actors", {"raydix.actors"}),
         ("from raydix.actors import connect", {"raydix.actors"}),
         ("from .config import PoolConfig", {"raydix.cache_core"}),

@@ -13,8 +13,8 @@ from index_pool import IndexPool
 from pydantic import ValidationError
 from replayed_index import ReplayedIndex, resident_blocks
 
-from raydix.actors import event_feed
-from raydix.actors.event_feed import EventFeed
+from raydix.actors.service import event_feed
+from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey, hash_to_int64, hash_token_ids
 from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.tree import page_hashes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raydix.actors.lease_slots import LeaseSlots
+from raydix.actors.client.lease_slots import LeaseSlots
 
 
 def packed(*starts: int) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from raydix.actors.loop_lag import LoopLag
+from raydix.actors.observe.loop_lag import LoopLag
 
 
 def lag_after(*ticks: float) -> LoopLag:

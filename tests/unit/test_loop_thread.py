@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.loop_thread import LoopThread
+from raydix.actors.client.loop_thread import LoopThread
 
 MAIN = threading.main_thread().ident or 0  # the thread that a signal interrupts; others may be there, as Ray's
 

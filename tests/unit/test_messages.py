@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from raydix import schemas
-from raydix.actors import wire
+from raydix.actors.transport.transport import batch_codec
 from raydix.schemas import (
     AcquireRequest,
     Batch,
@@ -395,7 +395,7 @@ def test_an_answer_of_another_version_says_that_versions_differ() -> None:
         pickle.loads(packed)
     for answer in (packed, row_of_one_more):
         with pytest.raises(CacheError, match="the versions of raydix differ on both sides"):
-            wire.unpack(answer, torn=CacheError)
+            batch_codec.unpack(answer, torn=CacheError)
 
 
 class Remade:

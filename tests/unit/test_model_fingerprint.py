@@ -13,7 +13,7 @@ from tiny_llama import LLAMA, random_llama, random_prompt
 from tiny_models import FALCON_H1, GEMMA_3
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from raydix.actors.transformers_fingerprint import (
+from raydix.actors.huggingface.fingerprint import (
     _CHUNK,
     _sums,
     _sums_of_rows,

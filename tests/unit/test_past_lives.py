@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from raydix.actors import past_lives
-from raydix.actors.cache_service import Restarts
-from raydix.actors.past_lives import cause_of_exit, cause_of_node_death
+from raydix.actors.service import past_lives
+from raydix.actors.service.cache_service import Restarts
+from raydix.actors.service.past_lives import cause_of_exit, cause_of_node_death
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_where_the_tables_of_ray_cannot_be_read_the_cache_starts_all_the_same(
 
     monkeypatch.setattr(past_lives, "_restarts", moved)
 
-    with caplog.at_level(logging.WARNING, "raydix.actors.past_lives"):
+    with caplog.at_level(logging.WARNING, "raydix.actors.service.past_lives"):
         assert past_lives.restarts_of_this_actor() == Restarts(0, "")
 
     assert "Ray does not say how often this cache was restarted" in caplog.text

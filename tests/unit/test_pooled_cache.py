@@ -17,13 +17,13 @@ from tiny_models import FALCON_H1, GEMMA_3, MISTRAL, QWEN3_NEXT, WINDOW, random_
 from tiny_models import continuation as continuation_of
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 
-from raydix.actors.pool_export import layout_of
-from raydix.actors.pooled_cache import PooledCache
-from raydix.actors.pooled_copy import CopiedCache
-from raydix.actors.transformers_config import cache_config_for, pool_config_for
-from raydix.actors.transformers_layers import KVShape, ModelLayers, PoolLayers, StateTensor
-from raydix.actors.transformers_measure import measure
-from raydix.actors.transformers_pool import PoolShape
+from raydix.actors.huggingface.copied_cache import CopiedCache
+from raydix.actors.huggingface.layer_mapping import KVShape, ModelLayers, PoolLayers, StateTensor
+from raydix.actors.huggingface.measure import measure
+from raydix.actors.huggingface.model_config import cache_config_for, pool_config_for
+from raydix.actors.huggingface.pool_shape import PoolShape
+from raydix.actors.huggingface.pooled_cache import PooledCache
+from raydix.actors.transport.pool_memory import layout_of
 from raydix.cache_core import KVPool
 from raydix.cache_core.pool.kv_pool import PoolLayout
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
@@ -240,9 +240,9 @@ def test_states_are_measured_where_kernels_for_gpus_are_installed(tmp_path: Path
     program = """
 import torch
 from tiny_models import FALCON_H1, QWEN3_NEXT
-from raydix.actors.transformers_layers import ModelLayers
-from raydix.actors.transformers_measure import measure
-from raydix.actors.transformers_pool import PoolShape
+from raydix.actors.huggingface.layer_mapping import ModelLayers
+from raydix.actors.huggingface.measure import measure
+from raydix.actors.huggingface.pool_shape import PoolShape
 for config in (FALCON_H1, QWEN3_NEXT):
     print([tuple(state) for state in measure(config, ModelLayers.of(config), torch.float32).states])
 """

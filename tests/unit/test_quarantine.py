@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from checked_makers import checked_after
 
-from raydix.actors.core_factory import build_core
+from raydix.actors.service.core_factory import build_core
 from raydix.cache_core import ExpiredLeaseError, KVCache, OutOfSlotsError, RadixKey, RowCache, UnknownLeaseError
 from raydix.cache_core.leases.ended_leases import EndedLeases
 from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig

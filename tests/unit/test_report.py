@@ -8,12 +8,12 @@ import pytest
 from set_clock import Clock
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.cache_service import CacheService
-from raydix.actors.report.history import History
-from raydix.actors.report.namespace_use import NamespaceUse, namespace_label
+from raydix.actors.observe.count_history import History
+from raydix.actors.observe.namespace_hits import NamespaceUse, namespace_label
 from raydix.actors.report.page import render
 from raydix.actors.report.treemap import Rect, squarify
 from raydix.actors.report.units import short_count, short_time
+from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.radix.sample import TreeBox
 from raydix.schemas import (

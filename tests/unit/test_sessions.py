@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 from clocked_sessions import GRACE_S, TTL_S, Life, Scene
 
-from raydix.actors.process_life import ProcessLife, own_life_path
+from raydix.actors.transport.process_liveness import ProcessLife, own_life_path
 from raydix.schemas import (
     CloseSession,
     InvalidRequest,
@@ -252,7 +252,7 @@ def test_this_process_lives() -> None:
 
 
 def test_a_lock_that_the_kernel_let_go_of_tells_that_its_process_has_ended() -> None:
-    show = "from raydix.actors.process_life import own_life_path; print(own_life_path(), flush=True); input()"
+    show = "from raydix.actors.transport.process_liveness import own_life_path; print(own_life_path(), flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", show], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     path = process.stdout.readline().strip()

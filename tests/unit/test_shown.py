@@ -21,8 +21,8 @@ from raydix.actors.cli.cluster import cache_handle
 from raydix.actors.cli.failures import CommandError
 from raydix.actors.cli.output import show
 from raydix.actors.json_logs import JsonFormatter
-from raydix.actors.ray_calls import from_ray
 from raydix.actors.report.page import render
+from raydix.actors.transport.ray_calls import from_ray
 from raydix.schemas import (
     CacheConfig,
     LeaseOwner,

@@ -8,8 +8,8 @@ import pytest
 from cache_under_test import small_config
 
 from raydix.actors import LocalPrefixCache
+from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.actors.tracing import VERBS, stop_tracing, trace_verbs
-from raydix.actors.verbs import CacheVerbs
 from raydix.schemas import PoolExhausted
 
 export = pytest.importorskip(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydix.actors.waiting_line import Place, WaitingLine
+from raydix.actors.sessions.wait_queue import Place, WaitingLine
 from raydix.cache_core import OutOfSlotsError
 from raydix.schemas import Ack, Message, UnknownLease
 

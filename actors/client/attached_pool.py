@@ -1,0 +1,349 @@
+"""`AttachedPool`: a worker's way to the pool's tensors, mapped or by copying."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from operator import index
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.actors.transport.pool_memory import check_layers_alike, layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.transport.process_liveness import ProcessLife
+from raydix.cache_core import KVPool
+from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
+from raydix.schemas.shown import brief
+
+if TYPE_CHECKING:
+    from raydix.actors.client.lease import Lease
+    from raydix.actors.client.lease_verbs import CacheVerbs
+    from raydix.actors.transport.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+_INTEGERS = frozenset(
+    (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
+)
+_NUMBERS = _INTEGERS | {
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+}
+
+Chunk = tuple[int, int]  # the first of its slots, and the one after its last
+
+_CHUNK_BYTES = 8 * 2**20  # copied by one message, so that the cache's loop is never held for long
+_NUM_IN_FLIGHT = 2  # messages: one is on its way while the other one is copied
+
+
+class AttachedPool:
+    """The pool as seen from here. Get one by `attach_pool`; it holds the mapping as long as it lives.
+
+    Mapped, `write`, `gather`, `k` and `v` work on the cache's own memory: the caller answers for holding the slots.
+    `write_kv` and `read_kv` work everywhere, and are checked against the lease.
+    """
+
+    def __init__(self, client: CacheVerbs, handle: PoolHandle, pool: KVPool | None) -> None:
+        self._client = client
+        self._pool = pool
+        self._life = None if pool is None or handle.life_path is None else ProcessLife.find(handle.life_path)
+        self._lost: CacheError | None = None
+        self.epoch = handle.epoch  # the life of the cache that it belongs to
+        self.layout = layout_of(handle.config)
+
+    @classmethod
+    async def attach(cls, client: CacheVerbs, transport: Transport, mapped: bool | None) -> AttachedPool:
+        """Attach to the pool at the other end of a client's transport; see `CacheVerbs.attach_pool`."""
+        if not (mapped is None or isinstance(mapped, bool)):
+            raise InvalidRequest(f"mapped must be True, False or None, not {brief(mapped)}")
+        handle = await transport.pool_handle()
+        pool: KVPool | None = None
+        if mapped is not False:
+            pool = transport.local_pool()
+            try:
+                pool = pool or map_pool(handle)
+            except OSError as error:
+                if mapped:
+                    raise CacheUnavailable(f"the pool cannot be mapped from here: {error}") from error
+                if difference := layout_of(handle.config).difference:
+                    reason = f"{error}; and its layers differ, so that KV cannot be copied: {difference}"
+                    raise CacheUnavailable(f"the pool cannot be mapped from here: {reason}") from error
+                logger.warning("the pool cannot be mapped from here (%s): KV is copied through the cache", error)
+        return cls(client, handle, pool)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the cache's own memory is reached directly."""
+        return self._pool is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the cache has restarted or died: its memory is gone, and `attach_pool` gives the new one."""
+        return self._lost is not None
+
+    def drop(self, error: CacheError) -> None:
+        """Let go of the memory of a life of the cache that is over; what is used of it from now on raises."""
+        self._lost, self._pool = error, None
+
+    def drop_if_orphaned(self) -> None:
+        """Let go of mapped memory whose cache's process has ended: a cache that restarts may need the room."""
+        if self._pool is not None and self._life is not None and self._life.has_ended():
+            self.drop(CacheUnavailable("the cache's process has ended, and the pool with it: attach_pool again"))
+
+    @property
+    def k(self) -> list[torch.Tensor]:
+        """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`; in kind "slots" `[num_slots, ...]`.
+
+        With `PoolConfig.kv_shapes` each layer has its own shape. Window layers have `num_swa_slots`.
+        """
+        return self._mapped_pool().k
+
+    @property
+    def v(self) -> list[torch.Tensor]:
+        """Each layer's V, likewise with `v_head_dim`."""
+        return self._mapped_pool().v
+
+    def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of the same memory.
+
+        Raises:
+            InvalidRequest: the cache is not of kind "slots", or the pool is not mapped.
+        """
+        if self.layout.max_seq_len is None:
+            raise InvalidRequest("this cache's slots come in pages: only kind 'slots' has them by sequence")
+        return self._mapped_pool().by_sequence()
+
+    def state(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; the caller's row: `lease.state_slot`.
+
+        Raises:
+            InvalidRequest: there is no such layer, or the pool is not mapped.
+        """
+        return self._mapped_pool().state(self._known(layer))
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write KV of one layer, `[n, num_kv_heads, dim]` each, into slots that the caller holds privately.
+
+        A sliding-window layer takes the lease's `swa_slots`.
+
+        Raises:
+            InvalidRequest: there is no such layer or slot, a shape does not fit, or the pool is not mapped.
+        """
+        pool, slots = self._mapped_pool(), _row_of(slots)
+        k, v = _values_of(k), _values_of(v)
+        try:
+            pool.write(self._known(layer), slots, k, v)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            _refuse(error, pool.k[layer], slots, k, v)
+            raise
+
+    def gather(
+        self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V of slots in one layer, `[n, num_kv_heads, dim]` each, in `out` where it is given.
+
+        They are those of the lease's tokens if the lease has not expired by then: its next verb tells.
+        New memory costs several times the copy where it is large, so who gathers often keeps its own.
+
+        Raises:
+            InvalidRequest: there is no such layer or slot, `out` does not fit, or the pool is not mapped.
+        """
+        pool, slots = self._mapped_pool(), _row_of(slots)
+        if out is not None:
+            if not isinstance(out, (tuple, list)) or len(out) != 2:
+                raise InvalidRequest("out must be two tensors, of K and of V")
+            for each in out:
+                _check_values(each)
+        try:
+            return pool.gather(self._known(layer), slots, out)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            _refuse(error, pool.k[layer], slots)
+            raise
+
+    async def write_kv(self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write KV of all layers, `[num_layers, n, num_kv_heads, dim]` each, into private slots of a lease.
+
+        Raises:
+            InvalidRequest: the lease does not hold all the slots privately, a shape does not fit, or the pool's layers
+                differ in shape.
+            UnknownLease: the lease has ended.
+            StaleEpoch: the cache has restarted since the pool was attached.
+        """
+        transport, slots = await self._transport_of(lease), _row_of(slots)
+        _check_dense(slots)
+        k, v = _values_of(k), _values_of(v)
+        layout = self.layout
+        shape = (layout.num_layers, len(slots), layout.num_kv_heads)
+        for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
+            if tuple(tensor.shape) != (*shape, dim):
+                raise InvalidRequest(f"{name} must be of shape {(*shape, dim)}, not {tuple(tensor.shape)}")
+
+        async def write(start: int, stop: int) -> None:
+            request = WriteKV(
+                session_id=transport.session_id,
+                epoch=self.epoch,
+                lease_id=lease.lease_id,
+                slots=slots[start:stop].cpu().numpy(),
+                k=_raw_bytes(k[:, start:stop].to(layout.dtype)),
+                v=_raw_bytes(v[:, start:stop].to(layout.dtype)),
+            )
+            await transport.write_kv(request)
+
+        await _for_each(self._chunks(len(slots)), write)
+
+    async def read_kv(self, lease: Lease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V of slots that a lease covers, all layers, `[num_layers, n, num_kv_heads, dim]` each.
+
+        Raises:
+            InvalidRequest: the lease does not cover all the slots, or the pool's layers differ in shape.
+            UnknownLease: the lease has ended.
+            StaleEpoch: the cache has restarted since the pool was attached.
+        """
+        transport, slots = await self._transport_of(lease), _row_of(slots)
+        _check_dense(slots)
+        layout = self.layout
+        k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
+        v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
+
+        async def read(start: int, stop: int) -> None:
+            request = ReadKV(
+                session_id=transport.session_id,
+                epoch=self.epoch,
+                lease_id=lease.lease_id,
+                slots=slots[start:stop].cpu().numpy(),
+            )
+            response = await transport.read_kv(request)
+            for target, data in ((k, response.k), (v, response.v)):
+                part = target[:, start:stop].view(torch.uint8).numpy()
+                part[:] = data.reshape(part.shape)
+
+        await _for_each(self._chunks(len(slots)), read)
+        return k, v
+
+    async def _transport_of(self, lease: Lease) -> Transport:
+        """The session of a lease, which this pool serves as well, if all layers can be copied at once."""
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args)
+        check_layers_alike(self.layout)
+        await self._client._check_mine(lease)
+        return lease.transport
+
+    def _mapped_pool(self) -> KVPool:
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args)
+        if self._pool is None:
+            check_layers_alike(self.layout)
+            raise InvalidRequest("this pool is not mapped: use `await write_kv(...)` and `await read_kv(...)`")
+        return self._pool
+
+    def _known(self, layer: int) -> int:
+        with suppress(Exception):  # whatever a value raises that is asked to be a number
+            if 0 <= index(layer) < self.layout.num_layers:
+                return index(layer)
+        raise InvalidRequest(f"layer must be one of the pool's {self.layout.num_layers}, not {brief(layer)}")
+
+    def _chunks(self, num_slots: int) -> list[Chunk]:
+        layout = self.layout
+        row = layout.num_layers * layout.num_kv_heads * (layout.head_dim + layout.v_head_dim) * layout.dtype.itemsize
+        step = max(1, _CHUNK_BYTES // max(1, row))
+        return [(start, min(start + step, num_slots)) for start in range(0, num_slots, step)]
+
+
+async def _for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitable[None]]) -> None:
+    """Do some work for each chunk, few at a time, in order. After an error none begins, and what has begun is waited
+    for: a message that is under way takes effect, whoever has ceased to wait for it."""
+    left = deque(chunks)
+
+    async def go_on() -> None:
+        try:
+            while left:
+                await work(*left.popleft())
+        except BaseException:
+            left.clear()
+            raise
+
+    tasks = [asyncio.create_task(go_on()) for _ in range(_NUM_IN_FLIGHT)]
+    try:
+        await asyncio.wait(tasks)
+    finally:  # who is cancelled waits no longer
+        left.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        task.result()
+
+
+def map_pool(handle: PoolHandle) -> KVPool:
+    """Map the pool of another process.
+
+    Raises:
+        OSError: it lies on another node or card, or cannot be seen from here.
+    """
+    import ray
+
+    node_id = ray.get_runtime_context().get_node_id()
+    if node_id != handle.node_id:
+        raise OSError(f"it lies on node {handle.node_id}, this is node {node_id}")
+    storage = open_cuda_pool(handle) if handle.device_type == "cuda" else open_shared_pool(handle)
+    return KVPool(layout_of(handle.config), storage=storage)
+
+
+def _row_of(slots: torch.Tensor) -> torch.Tensor:
+    """Slots as int64; InvalidRequest unless they are a 1-D tensor of integers."""
+    if not isinstance(slots, torch.Tensor):
+        raise InvalidRequest(f"slots must be a tensor, a 1-D row of integers, not a {type(slots).__name__}")
+    if slots.ndim == 1 and slots.dtype is torch.int64 and not slots.is_neg():
+        return slots
+    _check_dense(slots)
+    if slots.ndim != 1 or slots.dtype not in _INTEGERS:
+        raise InvalidRequest(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {tuple(slots.shape)}")
+    return slots.resolve_neg().to(torch.int64)
+
+
+def _values_of(given: torch.Tensor) -> torch.Tensor:
+    """Return K or V as values alone: a gradient or a pending negation would go into the pool's own tensors."""
+    _check_values(given)
+    return given.detach().resolve_neg() if given.requires_grad or given.is_neg() else given
+
+
+def _check_values(given: torch.Tensor) -> None:
+    """Raise InvalidRequest unless this is a dense tensor of real numbers."""
+    if not isinstance(given, torch.Tensor):
+        raise InvalidRequest(f"K and V must be tensors, not a {type(given).__name__}")
+    _check_dense(given)
+    if given.dtype not in _NUMBERS:
+        raise InvalidRequest(f"K and V must be tensors of real numbers, not of {given.dtype}")
+
+
+def _check_dense(*given: torch.Tensor) -> None:
+    for each in given:
+        if each.layout is not torch.strided or each.is_nested or each.is_quantized or each.is_meta:
+            raise InvalidRequest("slots, K and V must be dense tensors that have values")
+
+
+def _refuse(error: Exception, rows: torch.Tensor, slots: torch.Tensor, *given: torch.Tensor) -> None:
+    """Raise InvalidRequest of what was wrong with a use of a mapped pool's layer, if it is its caller's fault."""
+    if isinstance(error, ValueError):
+        raise InvalidRequest(str(error)) from error
+    _check_dense(slots, *given)
+    if isinstance(error, IndexError):
+        found = f"{int(slots.min())} to {int(slots.max())}"
+        raise InvalidRequest(f"slots must be rows of the pool, 0 to {len(rows) - 1}, not {found}") from error
+
+
+def _raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return array

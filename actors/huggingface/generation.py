@@ -1,0 +1,178 @@
+"""`Generation`, the answer of a worker, and `GreedyDecoding`, which collects it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from raydix.actors.transport.call_arguments import positive
+from raydix.schemas import InvalidRequest, Message, TokenIds
+from raydix.schemas.shown import brief
+
+if TYPE_CHECKING:
+    from raydix.actors.huggingface.causal_model import Step
+
+
+class Generation(Message):
+    """The tokens that a worker has generated, and what they cost."""
+
+    token_ids: tuple[int, ...] = Field(description="generated ones, the end token included")
+    prefix_len: int = Field(description="leading tokens of the prompt whose KV came from the cache")
+    num_computed: int = Field(
+        description="tokens run through the model: the rest, and all generated but the last; a token that is run again "
+        "counts again"
+    )
+    time_to_first_token_s: float = Field(description="from the call on, waiting for room included")
+    total_s: float = Field(description="from the call to the answer, publishing included")
+    logits: torch.Tensor | None = Field(
+        default=None,
+        description="if asked for: [tokens from prefix_len on but the last, vocabulary], on the CPU, in the model's "
+        "dtype; row i follows token prefix_len + i",
+    )
+
+
+class GreedyDecoding:
+    """One request as it is decoded: the tokens that are known, and those of them that have their KV.
+
+    A request that grows out of a model's range of lengths begins again, with all known tokens as its prompt.
+
+    Attributes:
+        num_prompt: tokens that are known when it begins: those of the prompt, and those generated before it began
+            again.
+        keep_logits: whether the logits of every computed token are kept.
+    """
+
+    def __init__(self, tokens: Any, max_new_tokens: int, ends: frozenset[int], keep_logits: bool) -> None:
+        self._started = time.perf_counter()
+        self._tokens = _prompt(tokens)  # then the generated ones, and room for more of them
+        self.num_prompt = self._num_given = len(self._tokens)
+        self.keep_logits = keep_logits
+        self._max_len = self._stop_len = self.num_prompt + positive(max_new_tokens, "max_new_tokens")
+        self._num_known = self.num_prompt
+        self._num_computed = 0  # leading tokens that have their KV
+        self._num_run = 0  # through the model, those before it began again included
+        self._num_logits = 0  # leading tokens whose logits are kept, or were not asked for
+        self._first_prefix_len: int | None = None
+        self._ends = ends
+        self._ended = False
+        self._first_token_at = 0.0
+        self._logits: list[torch.Tensor] = []
+
+    def begin(self, longest: int | None) -> None:
+        """Begin with the known tokens as the prompt, and stop when `longest` have been computed. None: no limit."""
+        self.num_prompt = self._num_known
+        self._num_computed = 0
+        self._stop_len = self._max_len if longest is None else min(self._max_len, longest + 1)
+
+    @property
+    def prompt(self) -> NDArray[np.int64]:
+        """The prompt's ids."""
+        return self._tokens[: self.num_prompt]
+
+    @property
+    def max_computed(self) -> int:
+        """Tokens, from the first, that need a slot at most: all but the last one generated."""
+        return self._stop_len - 1
+
+    @property
+    def computed(self) -> NDArray[np.int64]:
+        """The ids, from the first, of the tokens that have their KV."""
+        return self._tokens[: self._num_computed]
+
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens that have their KV."""
+        return self._num_computed
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the prompt, and those generated."""
+        return self._num_known
+
+    def known(self, stop: int | None = None) -> NDArray[np.int64]:
+        """Return the ids up to the ones to run next, which end at the last known one, or before `stop`."""
+        return self._tokens[: self._num_known if stop is None else stop]
+
+    @property
+    def done(self) -> bool:
+        """Whether all is generated, or as much as was to be since the last `begin`."""
+        return self.complete or self._num_known == self._stop_len
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is generated."""
+        return self._ended or self._num_known == self._max_len
+
+    def reuse(self, prefix_len: int) -> None:
+        """Count so many leading tokens as computed: their KV is there."""
+        self._num_computed = prefix_len
+        if self._first_prefix_len is None:
+            self._first_prefix_len = self._num_logits = prefix_len
+
+    def note(self, step: Step, stop: int | None = None) -> None:
+        """Take the outcome of running `known(stop)` from the first token without KV on."""
+        end = self._num_known if stop is None else stop
+        self._num_run += end - self._num_computed
+        if step.logits is not None and end > self._num_logits:
+            self._logits.append(step.logits[self._num_logits - end :])
+            self._num_logits = end
+        if stop is not None and stop < self._num_known:
+            self._num_computed = stop
+            return
+        if self._num_known == self._num_given:
+            self._first_token_at = time.perf_counter()
+        self._num_computed = self._num_known
+        if self._num_known == len(self._tokens):
+            self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
+        self._tokens[self._num_known] = step.next_token
+        self._num_known += 1
+        self._ended = step.next_token in self._ends
+
+    def result(self) -> Generation:
+        """Return the answer, as of now."""
+        return Generation(
+            token_ids=tuple(self._tokens[self._num_given : self._num_known].tolist()),
+            prefix_len=self._first_prefix_len or 0,
+            num_computed=self._num_run,
+            time_to_first_token_s=self._first_token_at - self._started,
+            total_s=time.perf_counter() - self._started,
+            logits=torch.cat(self._logits) if self._logits else None,
+        )
+
+
+def _prompt(tokens: Any) -> NDArray[np.int64]:
+    try:
+        packed = TokenIds.pack(tokens)
+    except ValueError as error:
+        raise InvalidRequest(f"tokens: {error}") from None
+    if not len(packed):
+        raise InvalidRequest("tokens: at least one token id is needed")
+    if packed.width > 4:
+        raise InvalidRequest("tokens: an id of 2**32 or more is in no model's vocabulary")
+    return packed.ids.astype(np.int64)
+
+
+def end_tokens(given: Any) -> frozenset[int]:
+    """Return the ids that `eos_token_id` names: one, or those in a collection, array or tensor.
+
+    Raises:
+        InvalidRequest: it names none of these.
+    """
+    with suppress(TypeError):
+        if not isinstance(given, (bool, str, bytes)):
+            return frozenset(_ids_in(given))
+    raise InvalidRequest(f"eos_token_id must be a token id or a collection of some, not {brief(given)}")
+
+
+def _ids_in(given: Any) -> list[int]:
+    try:
+        return [index(given)]
+    except TypeError:  # no integer itself
+        return [index(each) for each in given]

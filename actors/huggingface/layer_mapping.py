@@ -1,0 +1,203 @@
+"""`ModelLayers`: which layers of a pool each layer of a transformers model uses. Loads transformers when called.
+
+A layer of a model keeps KV of all tokens, or of a window, or a recurrent state, or KV and a state, or nothing. A layer
+of a pool keeps one thing, so a model's layer that keeps two uses two:
+
+    Gemma 3     swa swa full            0: swa          1: swa          2: full
+    Qwen3-Next  state state full        0: state        1: state        2: full
+    Falcon-H1   (full, state) twice     0: full, state                  1: full, state
+    Nemotron-H  state, nothing, full    0: state        1:              2: full
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from raydix.actors.huggingface.errors import refusing
+from raydix.schemas import ConfigMismatch
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
+
+Kind: TypeAlias = Literal["full", "swa", "state"]
+
+
+class PoolLayers(NamedTuple):
+    """The layers of the pool that one layer of a model uses."""
+
+    kv: int | None = None  # the layer of its K and V
+    window: int | None = None  # tokens that it attends to, if that is not all
+    state: int | None = None  # the layer of its recurrent state
+
+
+class KVShape(NamedTuple):
+    """Shape of the K and V of one token in a layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+NO_KV = KVShape(0, 0, 0)
+"""The shape in a layer of the pool that keeps a state."""
+
+
+class StateTensor(NamedTuple):
+    """One tensor of a layer's recurrent state."""
+
+    name: str  # "conv" or "recurrent"
+    number: int  # among those with this name in the layer, from 0 on
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pool_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Return the shape in a pool of this dtype: the same bits, so a wider state takes more elements.
+
+        Raises:
+            ConfigMismatch: an element of the pool does not divide one of the state.
+        """
+        ratio, rest = divmod(self.dtype.itemsize, dtype.itemsize)
+        if rest:
+            raise ConfigMismatch(f"a state in {self.dtype} does not fit into a pool of {dtype}")
+        return (*self.shape[:-1], self.shape[-1] * ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers:
+    """The layers of a model, in its order."""
+
+    layers: tuple[PoolLayers, ...]
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ModelLayers:
+        """Return the layers of a model, by the layers of its own cache.
+
+        Raises:
+            ConfigMismatch: a layer keeps something that a pool has no place for.
+        """
+        layers: list[PoolLayers] = []
+        num_used = 0
+        for index, layer in enumerate(_own_cache(config).layers):
+            uses = _pool_layers(layer, num_used)
+            if uses is None:
+                raise ConfigMismatch(
+                    f"layer {index} of this {config.model_type} model keeps a {type(layer).__name__}: "
+                    "a cache serves full attention, sliding windows and recurrent states"
+                )
+            layers.append(uses)
+            num_used += (uses.kv is not None) + (uses.state is not None)
+        if all(uses.kv is None for uses in layers):
+            raise ConfigMismatch(f"this {config.model_type} model keeps no KV: there is nothing to share")
+        return cls(tuple(layers))
+
+    @classmethod
+    def full(cls, num_layers: int) -> ModelLayers:
+        """Return layers of full attention only."""
+        return cls(tuple(PoolLayers(kv=layer) for layer in range(num_layers)))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer of the pool."""
+        kinds: list[Kind] = []
+        for uses in self.layers:
+            if uses.kv is not None:
+                kinds.append("full" if uses.window is None else "swa")
+            if uses.state is not None:
+                kinds.append("state")
+        return tuple(kinds)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the sliding-window layers attend to, the widest of them; None: there are none."""
+        return max((uses.window for uses in self.layers if uses.window is not None), default=None)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are recurrent states."""
+        return any(uses.state is not None for uses in self.layers)
+
+    def kv_in(self, cache: Cache) -> tuple[KVShape, ...] | None:
+        """Return the KV shape of each layer of the pool, from a cache of the model's own after a forward pass.
+
+        Layers that the pass has not reached count as others of their kind. None: no layer has KV.
+        """
+        found = [_kv_shape(cache.layers[i]) if uses.kv is not None else None for i, uses in enumerate(self.layers)]
+        pairs = list(zip(self.layers, found, strict=True))
+        of_kind = {uses.window is None: shape for uses, shape in pairs if shape is not None}
+        if not of_kind:
+            return None
+        any_shape = next(iter(of_kind.values()))
+        shapes: list[KVShape] = []
+        for uses, shape in pairs:
+            if uses.kv is not None:
+                shapes.append(shape or of_kind.get(uses.window is None, any_shape))
+            if uses.state is not None:
+                shapes.append(NO_KV)
+        return tuple(shapes)
+
+    def unused_in(self, cache: Cache) -> list[int]:
+        """Return the layers of the model that should have KV, but have none after a forward pass."""
+        return [i for i, uses in enumerate(self.layers) if uses.kv is not None and _kv_shape(cache.layers[i]) is None]
+
+    def dtypes_in(self, cache: Cache) -> set[torch.dtype]:
+        """Return the dtypes of the KV there."""
+        kept: list[Any] = [cache.layers[i] for i, uses in enumerate(self.layers) if uses.kv is not None]
+        return {layer.keys.dtype for layer in kept if layer.is_initialized}
+
+    def states_in(self, cache: Cache) -> tuple[StateTensor, ...]:
+        """Return the tensors of a layer's state, from a cache of the model's own after a forward pass.
+
+        Raises:
+            ConfigMismatch: the layers differ, or the cache holds no states.
+        """
+        kept = {_state_tensors(cache.layers[i]) for i, uses in enumerate(self.layers) if uses.state is not None}
+        if () in kept:
+            raise ConfigMismatch("this model keeps its recurrent states outside the layers of its cache")
+        if len(kept) > 1:
+            raise ConfigMismatch(f"the recurrent states of this model's layers differ: {sorted(map(str, kept))}")
+        return kept.pop() if kept else ()
+
+
+def _own_cache(config: PreTrainedConfig) -> Cache:
+    from transformers import DynamicCache
+
+    with refusing(f"transformers has no cache for this {config.model_type} model"):
+        return DynamicCache(config=config)
+
+
+def _pool_layers(layer: Any, first: int) -> PoolLayers | None:
+    """Return the layers of the pool for one of the model's own cache, from `first` on. None: it cannot be served."""
+    from transformers import cache_utils as own
+
+    kind = type(layer)
+    if kind is own.DummyLayer:
+        return PoolLayers()
+    if kind is own.DynamicLayer:
+        return PoolLayers(kv=first)
+    if kind is own.DynamicSlidingWindowLayer:
+        return PoolLayers(kv=first, window=layer.sliding_window)
+    if kind is own.LinearAttentionLayer:
+        return PoolLayers(state=first)
+    if kind is own.LinearAttentionAndFullAttentionLayer:
+        return PoolLayers(kv=first, state=first + 1)
+    if kind is own.LinearAttentionAndSlidingWindowAttentionLayer:
+        return PoolLayers(kv=first, window=layer.sliding_window, state=first + 1)
+    return None
+
+
+def _kv_shape(layer: Any) -> KVShape | None:
+    k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return None if k is None or v is None else KVShape(k.shape[1], k.shape[3], v.shape[3])
+
+
+def _state_tensors(layer: Any) -> tuple[StateTensor, ...]:
+    held = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+    return tuple(
+        StateTensor(name, number, tuple(tensor.shape[1:]), tensor.dtype)
+        for name, tensors in held.items()
+        for number, tensor in sorted(tensors.items())
+        if tensor is not None
+    )

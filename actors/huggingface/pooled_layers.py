@@ -1,0 +1,219 @@
+"""The layers of a `PooledCache`: KV in slots, KV of a window in slots, a state in a row, KV and a state, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from raydix.actors.huggingface.layer_mapping import StateTensor
+
+StateRows = Sequence[tuple[StateTensor, torch.Tensor]]
+"""The rows of a sequence in the tensors of a layer's state, `[1, *shape]` each, in the state's own dtype."""
+
+
+class PooledSlots:
+    """The slots of one sequence, and the place of each head of them in a layer seen as rows of `[dim]`."""
+
+    def __init__(self, slots: torch.Tensor, device: torch.device, live_from: int = 0) -> None:
+        self.live_from = live_from  # tokens from here on have their KV
+        self.ids = slots.to(device)  # [capacity]
+        self._rows: dict[int, torch.Tensor] = {}  # by number of heads
+
+    def rows(self, num_kv_heads: int) -> torch.Tensor:
+        """Return the row of each head of each slot, `[num_kv_heads, capacity]`, in a layer of so many heads."""
+        rows = self._rows.get(num_kv_heads)
+        if rows is None:
+            heads = torch.arange(num_kv_heads, device=self.ids.device)
+            rows = self._rows[num_kv_heads] = self.ids * num_kv_heads + heads[:, None]
+        return rows
+
+
+class PooledKV:
+    """How the layers of one sequence reach their KV: one row of slots for all full layers, one for all windows."""
+
+    full: PooledSlots
+    window: PooledSlots | None
+
+    def __init__(self, write: Callable[..., None], device: torch.device) -> None:
+        self.write = write  # layer, slots, k, v
+        self._device = device
+
+    def point(self, slots: torch.Tensor, swa_slots: torch.Tensor | None) -> None:
+        """These are the slots from now on."""
+        self.full = PooledSlots(slots, self._device)
+        self.window = None
+        if swa_slots is not None:
+            gone = (swa_slots == 0).nonzero()
+            live_from = int(gone[-1]) + 1 if len(gone) else 0
+            self.window = PooledSlots(swa_slots, self._device, live_from)
+
+
+class _Leased:
+    """What a lease holds is not the model's to clear or to reorder."""
+
+    def reset(self) -> NoReturn:
+        """Refused: the prefix is shared."""
+        raise NotImplementedError("the slots of a pooled cache belong to a lease: make a new cache instead")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
+        """Refused: there is one sequence."""
+        raise NotImplementedError("a pooled cache holds one sequence: beam search needs one cache per beam")
+
+
+class PooledLayer(_Leased, CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Full attention: all tokens so far."""
+
+    is_sliding = False
+
+    def __init__(self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int) -> None:
+        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
+        self._place_kv(kv, layer, k, v, num_tokens)
+
+    def _place_kv(self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int) -> None:
+        self._kv = kv
+        self._layer = layer
+        self._k, self._v = k, v
+        self._num_tokens = num_tokens  # whose KV is in the pool
+        self.is_initialized = True
+
+    @property
+    def _slots(self) -> PooledSlots:
+        return self._kv.full
+
+    @property
+    def _first(self) -> int:
+        """The first of the tokens so far that the next ones attend to."""
+        return 0
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the pool is there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the KV of new tokens, `[1, num_kv_heads, n, dim]` each; returns what they attend to, new ones last.
+
+        Raises:
+            ValueError: the batch is larger than 1, there are more tokens than slots, or KV that is attended to is
+                gone. Nothing was written.
+        """
+        batch_size, _, num_new, _ = key_states.shape
+        first, start, stop = self._first, self._num_tokens, self._num_tokens + num_new
+        slots = self._slots
+        if batch_size != 1 or stop > len(slots.ids):
+            raise ValueError(f"{batch_size} sequences, {stop} tokens: there are slots for 1, {len(slots.ids)}")
+        if first < slots.live_from:
+            raise ValueError(f"token {first} is attended to, but the KV of those before {slots.live_from} is gone")
+        k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        self._kv.write(self._layer, slots.ids[start:stop], k, v)
+        self._num_tokens = stop
+        rows = slots.rows(self._k.shape[1])[:, first:stop]
+        return _gather(self._k, rows), _gather(self._v, rows)
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return self._num_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the KV that `query_length` new tokens attend to."""
+        first = self._first
+        return self._num_tokens + query_length - first, first
+
+    def get_max_length(self) -> int:
+        """-1: as long as the lease."""
+        return -1
+
+
+class PooledWindowLayer(PooledLayer):  # type: ignore[no-untyped-call]
+    """A sliding window: the last `window - 1` tokens, and the new ones."""
+
+    is_sliding = True
+
+    def __init__(
+        self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int, window: int
+    ) -> None:
+        super().__init__(kv, layer, k, v, num_tokens)
+        self._window = window
+
+    @property
+    def _slots(self) -> PooledSlots:
+        if self._kv.window is None:
+            raise ValueError("a sliding-window layer needs window slots")
+        return self._kv.window
+
+    @property
+    def _first(self) -> int:
+        return max(0, self._num_tokens - self._window + 1)
+
+
+class PooledStateLayer(_Leased, LinearAttentionLayer):
+    """A recurrent state, in rows that the model updates in place.
+
+    Args:
+        rows: the rows of the state.
+        has_state: whether they hold the state after some tokens; else the model begins.
+    """
+
+    def __init__(self, rows: StateRows, has_state: bool) -> None:
+        LinearAttentionLayer.__init__(self, _num_states(rows))
+        _place_state(self, rows, has_state)
+
+
+class PooledHybridLayer(PooledLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, misc, override]
+    """Full attention and a recurrent state, side by side."""
+
+    def __init__(
+        self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int, rows: StateRows
+    ) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, _num_states(rows))
+        self._place_kv(kv, layer, k, v, num_tokens)
+        _place_state(self, rows, num_tokens > 0)
+
+
+class PooledHybridWindowLayer(PooledWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc, override]
+    """A sliding window and a recurrent state, side by side."""
+
+    def __init__(
+        self,
+        kv: PooledKV,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        num_tokens: int,
+        window: int,
+        rows: StateRows,
+    ) -> None:
+        LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, window, _num_states(rows))
+        self._place_kv(kv, layer, k, v, num_tokens)
+        self._window = window
+        _place_state(self, rows, num_tokens > 0)
+
+
+def _num_states(rows: StateRows) -> int:
+    return 1 + max(state.number for state, _ in rows)
+
+
+def _place_state(layer: Any, rows: StateRows, has_state: bool) -> None:
+    for state, row in rows:
+        getattr(layer, f"{state.name}_states")[state.number] = row
+        getattr(layer, f"is_{state.name}_states_initialized")[state.number] = True
+        layer.dtype, layer.device = row.dtype, row.device
+        if state.name == "conv":
+            layer.conv_kernel_size[state.number] = row.shape[-1]
+        layer.has_previous_state[state.number] = has_state
+
+
+def _gather(layer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`[1, num_kv_heads, n, dim]`, contiguous, of a layer `[slots, num_kv_heads, dim]`."""
+    num_kv_heads, num_tokens = rows.shape
+    dim = layer.shape[-1]
+    gathered = layer.view(-1, dim).index_select(0, rows.reshape(-1))
+    return gathered.view(1, num_kv_heads, num_tokens, dim)

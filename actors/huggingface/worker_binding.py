@@ -1,0 +1,108 @@
+"""`WorkerBinding`: binds a worker's session to its model, before it takes leases and again where it must."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from raydix.actors.client.bound_models import BoundModels
+from raydix.actors.huggingface.fingerprint import model_fingerprint, weights_version
+from raydix.schemas import ConfigMismatch, InvalidRequest, ModelFingerprint
+from raydix.schemas.shown import brief
+
+if TYPE_CHECKING:
+    from raydix.actors.client.lease import Lease
+    from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+    from raydix.actors.huggingface.causal_model import CausalModel
+
+Fingerprint: TypeAlias = ModelFingerprint | Literal["auto"] | None
+Take: TypeAlias = "Callable[[], Awaitable[Lease]]"
+
+_MOST_TRIES = 16  # to take one lease, each after a retirement that came in between
+
+
+def check_fingerprint(given: Any) -> None:
+    """Check what a worker is given as its fingerprint.
+
+    Raises:
+        InvalidRequest: it is neither "auto" nor a fingerprint nor None.
+    """
+    if not (given is None or isinstance(given, ModelFingerprint) or (isinstance(given, str) and given == "auto")):
+        raise InvalidRequest(f'fingerprint must be "auto", a ModelFingerprint or None, not {brief(given)}')
+
+
+class WorkerBinding:
+    """The fingerprint of a worker's model, and the `lora_id`s that it has bound.
+
+    The cache refuses a session that is behind, as after `retire` and `reset`, and the session after one that was lost.
+    The worker then binds again, with a fingerprint that is computed anew.
+
+    Args:
+        model: the worker's.
+        given: its fingerprint; "auto" computes it; None binds nothing.
+    """
+
+    def __init__(self, model: CausalModel, given: Fingerprint) -> None:
+        self._model = model
+        self._given = given
+        self._computed: ModelFingerprint | None = None
+        self._version = 0  # of the weights that it was computed of
+        self._bound = BoundModels()  # since the cache refused the worker the last time
+        self._binds_base = False  # it did before
+        self._busy = asyncio.Lock()
+
+    async def prepare(self) -> ModelFingerprint | None:
+        """Return the fingerprint to bind, computed if it is to be and torch does not know that no weight has changed.
+
+        torch counts changes in place, as by `load_state_dict`, but not those made through `.data`.
+        """
+        if self._given != "auto":
+            return self._given
+        version = await self._model.run(weights_version, self._model.module)
+        if self._computed is None or version != self._version:
+            self._computed, self._version = await self._model.run(model_fingerprint, self._model.module), version
+        return self._computed
+
+    async def lease(self, client: PrefixCacheClient, lora_id: str | None, take: Take) -> Lease:
+        """Return the lease that `take` gives, once the session is bound to the model for that `lora_id`.
+
+        Raises:
+            ConfigMismatch: another model is bound; the message names the difference.
+        """
+        if self._given is None:
+            return await take()
+        for tries_left in reversed(range(_MOST_TRIES)):
+            bound = self._bound
+            if self._binds_base or lora_id not in bound.generations:
+                async with self._busy:
+                    await self._bind(client, lora_id)
+                bound = self._bound
+            try:
+                return await take()
+            except ConfigMismatch:
+                if not tries_left:
+                    raise
+                if bound is self._bound:  # no other request was refused before
+                    self._start_again()
+        raise AssertionError("the last try returns or raises")
+
+    async def _bind(self, client: PrefixCacheClient, lora_id: str | None) -> None:
+        """Bind the `lora_id`, and the base if it was bound before: requests for any `lora_id` need that."""
+        bound = self._bound
+        try:
+            for each in (None, lora_id) if self._binds_base else (lora_id,):
+                if each not in bound.generations:
+                    fingerprint = await self.prepare()
+                    assert fingerprint is not None, "a worker without a fingerprint binds nothing"
+                    bound.note(each, await client.bind_model(fingerprint, lora_id=each))
+        except ConfigMismatch:
+            self._computed = None  # the weights may be others by the next request
+            raise
+        if bound is self._bound:
+            self._binds_base = False
+
+    def _start_again(self) -> None:
+        """All is to be bound again, and the weights may have been replaced."""
+        self._binds_base = self._binds_base or None in self._bound.generations
+        self._bound, self._computed = BoundModels(), None

@@ -1,0 +1,1 @@
+"""Observers of a running cache: counts over time, the miss-ratio curve, traffic recordings."""

@@ -1,0 +1,223 @@
+"""`PrefixCacheActor`: the Ray actor that owns a cache and its tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+
+from raydix.actors.json_logs import log_as_json
+from raydix.actors.service.cache_host import CacheHost, local_device
+from raydix.actors.service.cache_service import Restarts
+from raydix.actors.service.past_lives import restarts_of_this_actor
+from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.sessions.death_watch import DeathWatch
+from raydix.actors.sessions.watched_actor import check_watchable
+from raydix.cache_core import use_huge_pages
+from raydix.cache_core.kernels import CORE
+from raydix.schemas import (
+    CacheConfig,
+    CacheReport,
+    CacheStats,
+    CacheUnavailable,
+    CloseSession,
+    KVEventBatch,
+    KVResponse,
+    Message,
+    NextEvents,
+    OpenSession,
+    PoolHandle,
+    ReadKV,
+    RecordingStatus,
+    SessionRef,
+    SessionResponse,
+    StartRecording,
+    WaitRequest,
+    WriteKV,
+)
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from raydix.actors.metrics.publisher import MetricsPublisher
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_TIMEOUT_S = 20.0  # for the memory of this actor's last life to be given back
+_MEMORY_POLL_S = 0.25
+_FAREWELL_S = 0.5  # for the answer to a shutdown to leave
+_BUNDLE = re.compile(r"bundle_group_(?P<bundle>\d+)_(?P<group>\w+)")  # what Ray calls a place in a bundle
+
+
+class PrefixCacheActor:
+    """A translator between Ray calls and one `CacheHost`. Deploy it with `start_cache`.
+
+    A plain class: `ray.remote` is applied where it is placed. All methods run on the actor's one event loop; each
+    changes the cache without awaiting in between, so each is atomic.
+
+    Raises:
+        CacheUnavailable: the pool does not fit in memory, or `device` asks for a GPU that the actor does not have.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
+        use_huge_pages()  # the process is the cache's alone
+        node_id = ray.get_runtime_context().get_node_id()
+        has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # cards may be visible that were not given to it
+        device = local_device(config) if has_gpu else torch.device("cpu")
+        restarts = restarts_of_this_actor()
+        self._host = _make_host(config, device, node_id, restarts)
+        self._channels = ChannelServer(self._host.service)
+        self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
+        self._host.service.keeper.on_end = self._watch.unwatch
+        if config.json_logs:
+            log_as_json(cache=_own_name(), epoch=self._host.service.epoch)
+        self._metrics = self._make_metrics(config)
+        gc.collect()
+        gc.freeze()  # what was imported and made until here stays: collections need not look at it each time
+        logger.info("cache ready: epoch %s, core %s, %s", self._host.service.epoch, CORE, config)
+
+    def _make_metrics(self, config: CacheConfig) -> MetricsPublisher | None:
+        if config.metrics is None:
+            return None
+        from raydix.actors.metrics.publisher import MetricsPublisher
+
+        return MetricsPublisher(self._host.service.stats, _own_name(), config.metrics.interval_s)
+
+    async def config_digest(self) -> str:
+        """Which configuration this cache runs with; also says that it is ready.
+
+        Raises:
+            CacheUnavailable: it is shutting down.
+        """
+        self._host.service.check_taking()
+        self._start_metrics()
+        return self._host.service.config.digest()
+
+    async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
+        """Open a client's session, which ends with the actor that owns it, if one does."""
+        if owner is not None:
+            check_watchable(owner)
+        channel = await self._channels.address()
+        response = self._host.service.open_session(request)
+        self._start_metrics()  # after a restart nobody asks for the digest
+        if owner is not None:
+            self._watch.watch(owner, request.session_id)
+        return response.model_copy(update={"channel": channel})
+
+    def _start_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.start()
+
+    async def close_session(self, request: CloseSession) -> None:
+        """Close a client's session and end its leases."""
+        self._host.service.close_session(request)
+
+    async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
+        """A sign of life; takes `stay_s`, so that the client notices at once if its session ends, or this actor."""
+        await self._host.service.heartbeat(request, stay_s)
+
+    @ray.method(enable_task_events=False)
+    async def execute(self, *parts: bytes) -> bytes:
+        """Execute a packed batch of requests in order, once those before it have been; a packed `BatchResponse`."""
+        return await self._host.service.execute_packed(*parts)
+
+    async def wait(self, request: WaitRequest) -> Message:
+        """Wait for the outcome of a request that stands in line."""
+        return await self._host.service.wait(request)
+
+    async def next_events(self, request: NextEvents) -> KVEventBatch:
+        """Wait for events."""
+        return await self._host.service.next_events(request)
+
+    async def pool_handle(self) -> PoolHandle:
+        """How to reach the pool's tensors."""
+        return self._host.exported.handle
+
+    async def placement(self) -> tuple[PlacementGroup, int] | None:
+        """The placement group that this actor stands in, if it does, and its bundle there."""
+        group = get_current_placement_group()
+        return None if group is None else (group, _own_bundle(group))
+
+    async def read_kv(self, request: ReadKV) -> KVResponse:
+        """Copy KV out of the pool."""
+        return self._host.read_kv(request)
+
+    async def write_kv(self, request: WriteKV) -> None:
+        """Copy KV into the pool."""
+        self._host.write_kv(request)
+
+    async def stats(self) -> CacheStats:
+        """A snapshot, without a session."""
+        return self._host.service.stats()
+
+    async def start_recording(self, request: StartRecording) -> None:
+        """Record requests to a file on this node from now on."""
+        self._host.service.recordings.start(request)
+
+    async def recording(self) -> RecordingStatus | None:
+        """How the recording fares; None if there is none."""
+        return self._host.service.recordings.status()
+
+    async def stop_recording(self) -> RecordingStatus:
+        """End the recording; its file is whole then."""
+        return await self._host.service.recordings.stop()
+
+    async def report(self) -> CacheReport:
+        """What the cache has been doing, for people; without a session."""
+        return self._host.service.report()
+
+    async def noop(self) -> None:
+        """Nothing: the floor that benchmarks compare with."""
+
+    async def shutdown(self, drain_s: float) -> int:
+        """Grant nothing new, give open leases `drain_s` to end, then end them; returns how many were cut short.
+
+        The process ends soon after, whether the caller still lives or not, and is not restarted.
+        """
+        cut_short = await self._host.service.drain(drain_s)
+        try:
+            if self._metrics is not None:
+                self._metrics.stop()
+            self._channels.close()
+            await self._host.service.close()
+        finally:
+            asyncio.get_running_loop().call_later(_FAREWELL_S, _end)
+        return cut_short
+
+
+def _end() -> None:
+    """End this actor for good. Ray's `exit_actor` would wait for calls that are still open."""
+    ray.kill(ray.get_runtime_context().current_actor)
+
+
+def _make_host(config: CacheConfig, device: torch.device, node_id: str, restarts: Restarts) -> CacheHost:
+    """The host. After a restart the pool of the life before may still be mapped by clients that do not know yet."""
+    deadline = time.monotonic() + _MEMORY_TIMEOUT_S
+    while True:
+        try:
+            return CacheHost(config, device, node_id, share=True, restarts=restarts)
+        except CacheUnavailable as error:
+            if time.monotonic() > deadline or not restarts.times:
+                raise
+            logger.warning("waiting for memory: %s", error)
+            time.sleep(_MEMORY_POLL_S)
+
+
+def _own_bundle(group: PlacementGroup) -> int:
+    """The bundle of a group whose resources this actor has: one is marked as taken, by its number."""
+    taken = (_BUNDLE.fullmatch(each) for each in ray.get_runtime_context().worker.core_worker.resource_ids())
+    return next((int(each["bundle"]) for each in taken if each and each["group"] == group.id.hex()), 0)
+
+
+def _own_name() -> str:
+    """The name that others find this actor by; its id if it has none."""
+    context = ray.get_runtime_context()
+    return context.get_actor_name() or context.get_actor_id() or ""

@@ -1,0 +1,138 @@
+"""`CacheHost`: a service and the pool it hands out, in one process: what the actor and the local cache both are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.actors.service.cache_service import NEVER_RESTARTED, CacheService, Restarts
+from raydix.actors.transport.error_map import to_cache_error
+from raydix.actors.transport.pool_memory import ExportedPool, check_layers_alike, may_lie_on_gpu
+from raydix.actors.transport.validation import arrived
+from raydix.cache_core import UnknownLeaseError
+from raydix.cache_core.pool.kv_pool import wait_for_device
+from raydix.schemas import (
+    CacheConfig,
+    CacheUnavailable,
+    InvalidRequest,
+    KVResponse,
+    ReadKV,
+    WriteKV,
+)
+
+
+class CacheHost:
+    """The cache of one process: its bookkeeping and its tensors.
+
+    Raises:
+        CacheUnavailable: the pool does not fit in this machine's memory.
+    """
+
+    def __init__(
+        self, config: CacheConfig, device: torch.device, node_id: str, share: bool, restarts: Restarts = NEVER_RESTARTED
+    ) -> None:
+        epoch = uuid.uuid4().hex
+        self.exported = ExportedPool(config, device, epoch, node_id, share)
+        medium = "GPU" if device.type == "cuda" else "CPU"
+        self.service = CacheService(config, epoch, self.exported.pool, medium, restarts=restarts)
+        self._loop: asyncio.AbstractEventLoop | None = None  # that it is used on
+        self._loop_lock = threading.Lock()
+
+    def stay_on_loop(self) -> None:
+        """Be used on the running loop from now on, until that is closed.
+
+        Raises:
+            InvalidRequest: it is used on another one: two threads may not run one cache.
+        """
+        loop = asyncio.get_running_loop()
+        with self._loop_lock:
+            if self._loop is not None and self._loop.is_closed():
+                self._loop = None
+                self.service.change_loop()
+            if self._loop is None:
+                self._loop = loop
+            if self._loop is not loop:
+                raise InvalidRequest(
+                    "a local cache is used on one event loop, and this one is used on another event loop: make all its "
+                    "clients there; for plain calls, from several threads as well, share one client's `sync`"
+                )
+
+    def read_kv(self, request: ReadKV) -> KVResponse:
+        """Copy the KV of slots that a lease covers out of the pool.
+
+        Raises:
+            UnknownLease: no such open lease of that session.
+            InvalidRequest: the lease does not cover all of the slots, or the pool's layers differ in shape.
+        """
+        self._check(arrived(ReadKV, request), private=False)
+        slots = torch.from_numpy(request.slots.copy())
+        k, v = self.exported.pool.read_all(slots, self.service.core.swa_slots(slots))
+        return KVResponse(k=_to_bytes(k), v=_to_bytes(v))
+
+    def write_kv(self, request: WriteKV) -> None:
+        """Copy KV into slots that a lease holds privately.
+
+        Raises:
+            UnknownLease: no such open lease of that session.
+            InvalidRequest: the lease does not hold all of the slots privately, the sizes do not fit, or the pool's
+                layers differ in shape.
+        """
+        self._check(arrived(WriteKV, request), private=True)
+        layout = self.exported.layout
+        shape = (layout.num_layers, len(request.slots), layout.num_kv_heads)
+        k = _from_bytes(request.k, (*shape, layout.head_dim), layout.dtype)
+        v = _from_bytes(request.v, (*shape, layout.v_head_dim), layout.dtype)
+        device = self.exported.device
+        slots = torch.from_numpy(request.slots.copy())
+        self.exported.pool.write_all(slots, k.to(device), v.to(device), self.service.core.swa_slots(slots))
+        wait_for_device(self.exported.pool.storage)  # who is told may publish, and others read at once
+
+    def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
+        check_layers_alike(self.exported.layout)
+        session, core = self.service.session(request.session_id, request.epoch), self.service.core
+        try:
+            lease = core.leases.get(request.lease_id, session.session_id)
+        except UnknownLeaseError as error:
+            raise to_cache_error(error) from error
+        slots = request.slots
+        if slots.ndim != 1 or slots.dtype != np.int64:
+            raise InvalidRequest(f"slots must be a 1-D row of int64, not {slots.dtype} of shape {slots.shape}")
+        if not (core.holds_privately(lease, slots) if private else core.covers(lease, slots)):
+            raise InvalidRequest(
+                f"lease {request.lease_id!r} does not {'hold' if private else 'cover'} all of these slots"
+                f"{' privately: only slots that were not published yet can be written' if private else ''}"
+            )
+
+
+def local_device(config: CacheConfig) -> torch.device:
+    """Where the pool of this process goes: "auto" is the GPU if one is visible and there are tensors, else the CPU.
+
+    Raises:
+        CacheUnavailable: a GPU is asked for that is not visible here.
+    """
+    wanted = config.pool.device
+    if wanted == "auto":
+        on_gpu = may_lie_on_gpu(config) and torch.cuda.is_available()
+        return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count() or "no"
+        raise CacheUnavailable(f"PoolConfig.device is {wanted!r}, but {seen} GPU is visible here: use 'auto' or 'cpu'")
+    return device
+
+
+def _to_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _from_bytes(data: NDArray[np.uint8], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    needed = int(np.prod(shape)) * dtype.itemsize
+    if data.dtype != np.uint8 or data.nbytes != needed:
+        raise InvalidRequest(f"KV of shape {shape} in {dtype} needs {needed} bytes, not {data.nbytes}")
+    return torch.from_numpy(data.copy()).view(dtype).view(shape) if needed else torch.empty(shape, dtype=dtype)

@@ -1,0 +1,406 @@
+"""`CacheService`: sessions, verbs, waiting and background eviction around one `LeasedCache`.
+
+Both the Ray actor and `LocalPrefixCache` drive it. All state lives on one event loop, and no operation awaits between
+its first look at the cache and its last change of it: each is atomic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from raydix.actors.observe.ghost import Ghost
+from raydix.actors.observe.insight import Insight
+from raydix.actors.observe.loop_lag import LoopLag
+from raydix.actors.observe.recordings import Recordings
+from raydix.actors.service.core_factory import build_core
+from raydix.actors.service.distribution import BATCH_SIZES, Distribution
+from raydix.actors.service.event_feed import EventFeed
+from raydix.actors.service.eviction_task import EvictionTask
+from raydix.actors.service.model_bindings import ModelBindings
+from raydix.actors.service.request_handlers import DRAINING, RequestHandlers
+from raydix.actors.service.stats import core_stats
+from raydix.actors.sessions.deadlocks import Deadlocks
+from raydix.actors.sessions.lease_offers import LeaseOffers
+from raydix.actors.sessions.lease_owners import LeaseOwners
+from raydix.actors.sessions.refusals import Refusals
+from raydix.actors.sessions.session_reaper import SessionKeeper
+from raydix.actors.sessions.session_table import Session
+from raydix.actors.sessions.wait_queue import WaitingLine
+from raydix.actors.transport.error_map import to_cache_error
+from raydix.actors.transport.transport import batch_codec
+from raydix.actors.transport.validation import arrived, seconds
+from raydix.cache_core import KVPool
+from raydix.schemas import (
+    AdoptRequest,
+    Batch,
+    BatchResponse,
+    BindModelRequest,
+    CacheConfig,
+    CacheError,
+    CacheReport,
+    CacheStats,
+    CacheUnavailable,
+    CloseSession,
+    ConfigMismatch,
+    EventSnapshotRequest,
+    ExtendRequest,
+    GrantRequest,
+    InsertRequest,
+    InvalidRequest,
+    KVEventBatch,
+    KVEventSnapshot,
+    Message,
+    NextEvents,
+    OpenSession,
+    ReleaseWindowRequest,
+    SessionRef,
+    SessionResponse,
+    StaleEpoch,
+    StatsRequest,
+    WaitRequest,
+)
+from raydix.schemas.message import assemble
+
+_NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
+_SHUT_DOWN = "the cache has been shut down"
+_DRAIN_POLL_S = 0.05
+_SERVED_HERE = {StatsRequest, EventSnapshotRequest, AdoptRequest}  # the last if it was granted in another life
+_NOT_LATE = (AdoptRequest, BindModelRequest, ExtendRequest, GrantRequest, InsertRequest, ReleaseWindowRequest)
+_NUM_OWNERS = 32  # told in statistics
+_TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
+
+
+class Restarts(NamedTuple):
+    """How often a cache was restarted, and the cause of the last restart, in one line."""
+
+    times: int = 0
+    last_cause: str = ""
+
+
+NEVER_RESTARTED = Restarts()
+
+
+class CacheService:
+    """A cache as its callers know it: requests in, responses or `CacheError`s out.
+
+    Attributes:
+        clock: see below.
+
+    Args:
+        config: everything about it.
+        epoch: names this life of it.
+        pool: the tensors, of which the cache copies states and rows; None: there are none.
+        medium: where the KV is, for events: "GPU" or "CPU".
+        clock: seconds, of any origin; by it sessions expire.
+        restarts: of this cache, before this life of it.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        epoch: str,
+        pool: KVPool | None = None,
+        medium: str = "CPU",
+        clock: Callable[[], float] = time.monotonic,
+        restarts: Restarts = NEVER_RESTARTED,
+    ) -> None:
+        self.config = config
+        self._restarts = restarts
+        self.epoch = epoch
+        self._closed = False
+        self.clock = clock
+        self._batch_size = Distribution(BATCH_SIZES)
+        self.line = WaitingLine(config.leases.max_waiters, clock)
+        self.core, gauges = build_core(config, pool, self._on_pressure)
+        self.bindings = ModelBindings(self.core, config.fingerprint)
+        self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
+        self.sessions = self.keeper.sessions
+        self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self._serve_line)
+        self.offers = LeaseOffers(self.core, config.leases.grant_timeout_s, self._serve_line, clock)
+        self._owners = LeaseOwners(self.core, self.sessions)
+        self.lag = LoopLag()
+        refusals = Refusals(self.core, self._owners)
+        self._handlers = RequestHandlers(
+            self.core,
+            self.line,
+            refusals,
+            self.offers,
+            self.bindings,
+            config.leases.acquire_timeout_s,
+            lambda tick: self.insight.unused_s(tick),
+        )
+        self._deadlocks = Deadlocks(self.core, self.line, self._handlers.admission)
+        self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
+        if self.feed is not None:
+            self.core.tell_events(self.feed)
+
+        self.core.use_clock(clock)
+        self.insight = Insight(self.core, clock)
+        self.recordings = Recordings(self.core.watches, clock, config.page_size)
+        self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
+        if self.ghost is not None:
+            self.core.watches.append(self.ghost.curve)
+
+    def _on_pressure(self) -> None:
+        self.eviction_task.wake()
+
+    # ---------------------------------------------------------------- sessions
+
+    def open_session(self, request: OpenSession) -> SessionResponse:
+        """Begin a session (again, if it is open) and start the background task on the running loop."""
+        self.check_taking()
+        arrived(OpenSession, request)
+        if request.config_digest not in (None, self.config.digest()):
+            raise ConfigMismatch(
+                f"the cache runs with configuration {self.config.digest()}, not {request.config_digest!r:.80}: "
+                "`raydix describe` prints it"
+            )
+        has_come_back = bool(request.bound) and request.session_id not in self.sessions
+        self.keeper.open(request)
+        if has_come_back:
+            self.bindings.lapse(request.session_id, request.bound, request.bound_more)
+        self.eviction_task.start()
+        self.lag.start()
+        self.insight.start()
+        self.offers.start()
+        return SessionResponse(epoch=self.epoch, config=self.config)
+
+    def change_loop(self) -> None:
+        """The loop before was closed: what ran on it by itself begins with the next session on another."""
+        self.keeper.stop()
+        self.offers.stop()
+        self.lag.stop()
+        self.insight.stop()
+        self.line.change_loop()
+        self.recordings.change_loop()
+        if self.feed is not None:
+            self.feed.change_loop()
+        self.eviction_task.change_loop()
+
+    def close_session(self, request: CloseSession) -> None:
+        """End a session with all its leases; no effect if it is not open."""
+        self.keeper.close(arrived(CloseSession, request).session_id)
+
+    async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
+        """A client lives. Takes `stay_s`.
+
+        Raises:
+            CacheError: its session is over, or ends meanwhile.
+        """
+        arrived(SessionRef, request)
+        if await self.keeper.ends_within(self.session(request.session_id, request.epoch), seconds(stay_s)):
+            self.session(request.session_id, request.epoch)
+
+    def _after_session(self, session_id: str) -> None:
+        """A session has ended: its reader of events may be waiting, and others may find room."""
+        self.bindings.forget(session_id)
+        if self.feed is not None:
+            self.feed.wake()
+        self._serve_line()
+
+    def _serve_line(self) -> None:
+        """Slots may have become free, or no lease that holds some may be about to end."""
+        self.line.serve()
+        self._deadlocks.resolve()
+
+    def session(self, session_id: str, epoch: str) -> Session:
+        """The open session that a message names.
+
+        Raises:
+            CacheUnavailable: the cache has been shut down.
+            StaleEpoch: the message belongs to an earlier life of the cache.
+            LeaseExpired: the session was silent for too long.
+            InvalidRequest: no such session is open.
+        """
+        if self._closed:
+            raise CacheUnavailable(_SHUT_DOWN)
+        if epoch != self.epoch:
+            raise StaleEpoch(epoch, self.epoch)
+        return self.sessions.heard_of(session_id)
+
+    def check_taking(self) -> None:
+        """Whether new sessions are welcome.
+
+        Raises:
+            CacheUnavailable: it drains, or was shut down.
+        """
+        if self._closed:
+            raise CacheUnavailable(_SHUT_DOWN)
+        if self._handlers.draining:
+            raise CacheUnavailable(DRAINING)
+
+    async def drain(self, drain_s: float) -> int:
+        """Refuse new sessions, new leases, growing ones and all who wait for room, for good.
+
+        Open leases can be read, published and ended: returns when none is left, or after `drain_s`, how many are.
+        """
+        deadline = time.monotonic() + seconds(drain_s)
+        self._handlers.draining = True
+        self.line.refuse_all(CacheUnavailable(DRAINING))
+        while len(self.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return len(self.core.leases)
+
+    async def close(self) -> None:
+        """Refuse new sessions, end the open ones, stop the background task."""
+        self._closed = True
+        self.keeper.close_all(CacheUnavailable(_SHUT_DOWN))
+        if self.feed is not None:
+            self.feed.close()
+        self.offers.stop()
+        self.lag.stop()
+        self.insight.stop()
+        if self.recordings.status() is not None:
+            await self.recordings.stop()
+        await self.eviction_task.stop()
+
+    # ---------------------------------------------------------------- execution
+
+    async def execute_packed(self, *parts: bytes) -> bytes:
+        """Execute a numbered batch that a call brought; a packed `BatchResponse`."""
+        arrived_at = self.clock()
+        return batch_codec.pack(await self.execute_in_turn(arrived(Batch, batch_codec.unpack(*parts)), arrived_at))
+
+    async def execute_in_turn(self, batch: Batch, arrived_at: float | None = None) -> BatchResponse:
+        """Execute a numbered batch after the one that it names. It arrived at that time of the clock; None: now."""
+        if arrived_at is None:
+            arrived_at = self.clock()
+        if (response := self.execute_if_due(batch, arrived_at)) is not None:
+            return response
+        session = self.session(batch.session_id, batch.epoch)
+        turn = session.turns.setdefault(batch.after, asyncio.get_running_loop().create_future())
+        await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
+        session.turns.pop(batch.after, None)
+        return self._execute_numbered(batch, session, arrived_at)
+
+    def execute_if_due(self, batch: Batch, arrived_at: float) -> BatchResponse | None:
+        """Execute a numbered batch now; None if the one that it names has not been executed yet."""
+        session = self.session(batch.session_id, batch.epoch)
+        return self._execute_numbered(batch, session, arrived_at) if batch.after <= session.executed_seq else None
+
+    def _execute_numbered(self, batch: Batch, session: Session, arrived_at: float) -> BatchResponse:
+        try:
+            if 0 < batch.seq < session.executed_seq:  # 0: in no order
+                return self._execute_overtaken(batch)
+            return self.execute(batch.session_id, batch.epoch, batch.requests, arrived_at)
+        finally:
+            session.executed_seq = max(session.executed_seq, batch.seq)
+            if (turn_of_next := session.turns.pop(batch.seq, None)) is not None:
+                turn_of_next.set_result(None)
+
+    def _execute_overtaken(self, batch: Batch) -> BatchResponse:
+        """Execute a batch that comes after a later one, but for what its client may have given up by now.
+
+        Nobody would know of leases that were its own from now on, nor that pages of one are not any more: it may have
+        been told of them by an answer since; and a growth would take a newer one of its lease out of line. What else it
+        may have given up says so by itself, as the lease that it was for has ended.
+        """
+        kept = tuple([request for request in batch.requests if not isinstance(request, _NOT_LATE)])
+        done = self.execute(batch.session_id, batch.epoch, kept)
+        responses = iter(done.responses)
+        refused = CacheUnavailable("the request came too late, after later ones of its client: ask again")
+        answers = [refused if isinstance(each, _NOT_LATE) else next(responses) for each in batch.requests]
+        return assemble(BatchResponse, {"epoch": done.epoch, "responses": tuple(answers)})
+
+    def execute(
+        self, session_id: str, epoch: str, requests: Sequence[Message], arrived_at: float | None = None
+    ) -> BatchResponse:
+        """Execute requests in order; one that fails leaves its error in its place.
+
+        `arrived_at` is the clock's time at which they arrived; None: now.
+
+        Raises:
+            CacheError: the session is over; or with `CacheConfig.validate` a rule of the cache is broken afterwards.
+        """
+        session_id = self.session(session_id, epoch).session_id
+        if arrived_at is None:
+            arrived_at = self.clock()
+        self._batch_size.add(len(requests))
+        num_acquires = self._handlers.num_acquires
+        responses = tuple([self._respond(session_id, request) for request in requests])
+        if self.line.waiting:
+            self._serve_line()
+        if num_acquires != self._handlers.num_acquires:
+            self.line.acquire_latency.add(self.clock() - arrived_at, self._handlers.num_acquires - num_acquires)
+        if self.config.validate:
+            try:
+                self.core.check_invariants()
+            except AssertionError as error:
+                raise to_cache_error(error) from error
+        return assemble(BatchResponse, {"epoch": self.epoch, "responses": responses})
+
+    def _respond(self, session_id: str, request: Message) -> Message | CacheError:
+        if type(request) not in _SERVED_HERE:
+            return self._handlers.handle(session_id, request)
+        match request:
+            case StatsRequest():
+                return self.stats()
+            case EventSnapshotRequest():
+                return self._event_snapshot()
+            case AdoptRequest() if request.granted_epoch != self.epoch:
+                return StaleEpoch(request.granted_epoch, self.epoch)
+        return self._handlers.handle(session_id, request)
+
+    async def wait(self, request: WaitRequest) -> Message:
+        """The outcome of a request that was put in line."""
+        session = self.session(arrived(WaitRequest, request).session_id, request.epoch)
+        return await self.line.outcome(session.session_id, request.ticket)
+
+    async def next_events(self, request: NextEvents) -> KVEventBatch:
+        """The events after those that a client has seen, or none after its timeout.
+
+        Raises:
+            InvalidRequest: this cache tells no events.
+        """
+        self.session(arrived(NextEvents, request).session_id, request.epoch)
+        if self.feed is None:
+            raise InvalidRequest(_NO_EVENTS)
+        return await self.feed.next_batch(request.after_seq, request.timeout_s)
+
+    def _event_snapshot(self) -> KVEventSnapshot | InvalidRequest:
+        if self.feed is None:
+            return InvalidRequest(_NO_EVENTS)
+        return self.feed.snapshot(self.core.resident_pages())
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Time evictions and the history by this clock, in seconds, as that of a trace; before the first request."""
+        self.core.use_clock(clock)
+        self.insight.use_clock(clock)
+
+    def report(self) -> CacheReport:
+        """What the cache has been doing. O(1): a few ms."""
+        return self.insight.report(self.stats())
+
+    def stats(self) -> CacheStats:
+        """A snapshot of every count."""
+        batch_size = self._batch_size.histogram()
+        stats = CacheStats(
+            epoch=self.epoch,
+            uptime_s=self.insight.history.now_s,
+            restarts=self._restarts.times,
+            last_restart_cause=self._restarts.last_cause,
+            owners=self._owners.largest(_NUM_OWNERS),
+            open_sessions=len(self.sessions),
+            bindings=len(self.bindings),
+            model_fingerprint="" if self.bindings.base is None else str(self.bindings.base),
+            waiters=len(self.line),
+            expired_sessions=self.keeper.num_expired,
+            dead_sessions=self.keeper.num_dead,
+            exhausted=self._handlers.admission.num_exhausted,
+            deadlocks=self._deadlocks.num_broken,
+            grants_expired=self.offers.num_expired,
+            refusals=dict(self._handlers.admission.refusals),
+            waited=self.line.num_waited,
+            wait_time=self.line.wait_time.histogram(),
+            acquire_latency=self.line.acquire_latency.histogram(),
+            batch_size=batch_size,
+            batches=batch_size.count,
+            requests=int(batch_size.sum),
+            loop_lag_ms=self.lag.longest_ms,
+            eviction_task=self.eviction_task.stats(),
+            **core_stats(self.core),
+        )
+        return stats if self.ghost is None else stats.model_copy(update={"ghost": self.ghost.stats(stats.hit_rate)})

@@ -1,0 +1,137 @@
+"""The core that a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from raydix.actors.service.eviction_task import PoolGauge
+from raydix.cache_core import (
+    BasePrefixCache,
+    ChunkCache,
+    KVCache,
+    KVPool,
+    LeasedCache,
+    MambaPool,
+    MambaRadixCache,
+    RadixCache,
+    RowCache,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
+from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.pool.content_check import ContentCheck
+from raydix.cache_core.pool.pool_checks import PoolChecks, kv_tensors
+from raydix.cache_core.trie_prefix_cache import TriePrefixCache
+from raydix.schemas import CacheConfig
+
+
+def build_core(
+    config: CacheConfig, pool: KVPool | None, on_pressure: Callable[[], None]
+) -> tuple[LeasedCache, list[PoolGauge]]:
+    """The core of a cache, and a gauge for each of its pools, for the eviction task.
+
+    Args:
+        config: everything about it.
+        pool: the tensors, of which the core copies states and rows; None: there are none.
+        on_pressure: told that slots run short.
+    """
+    if config.max_seq_len is not None:
+        return _build_rows(config, config.max_seq_len, pool, on_pressure)
+    return _build_tree(config, pool, on_pressure)
+
+
+def _build_rows(
+    config: CacheConfig, max_seq_len: int, pool: KVPool | None, on_pressure: Callable[[], None]
+) -> tuple[RowCache, list[PoolGauge]]:
+    num_slots, kv_cache = config.pool.num_slots, None if pool is None else pool.by_sequence()
+    gauge = PoolGauge(config.eviction, num_slots, lambda: core.free_slots, lambda num: core.evict(num, "watermark"))
+    core = RowCache(
+        num_slots,
+        max_seq_len,
+        config.page_size,
+        kv_cache,
+        gauge.pressure_floor,
+        on_pressure,
+        config.leases.remembered_leases,
+        ContentCheck(kv_tensors(pool, "full"), config.page_size)
+        if pool is not None and _checks(config, pool)
+        else None,
+    )
+    return core, [gauge]
+
+
+def _build_tree(
+    config: CacheConfig, kv_pool: KVPool | None, on_pressure: Callable[[], None]
+) -> tuple[KVCache, list[PoolGauge]]:
+    pool, marks = config.pool, config.eviction
+    allocator = _make_allocator(config)
+    states = _make_states(config, kv_pool)
+    tree = _make_tree(config, allocator, states)
+    gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num, "watermark"))]
+    swa_floor = state_floor = 0
+    if isinstance(allocator, SWATokenToKVPoolAllocator):
+        window = PoolGauge(marks, allocator.num_swa_slots, allocator.swa_available_size, lambda n: core.evict_window(n))
+        gauges.append(window)
+        swa_floor = window.pressure_floor
+    if states is not None:
+        state = PoolGauge(marks, states.num_slots, states.available_size, lambda num: core.evict_states(num))
+        gauges.append(state)
+        state_floor = state.pressure_floor
+    core = _kind_of_core(config)(
+        tree,
+        allocator,
+        gauges[0].pressure_floor,
+        on_pressure,
+        states=states,
+        bigram=config.bigram,
+        swa_pressure_floor=swa_floor,
+        state_pressure_floor=state_floor,
+        remembered_leases=config.leases.remembered_leases,
+        checks=PoolChecks(kv_pool, allocator, states) if kv_pool is not None and _checks(config, kv_pool) else None,
+    )
+    return core, gauges
+
+
+def _kind_of_core(config: CacheConfig) -> Callable[..., KVCache]:
+    """What to make of a tree and its allocator."""
+    if not config.tenants:
+        return KVCache
+    tenants = (Tenant(each.name, each.namespace, each.floor_slots, each.cap_slots) for each in config.tenants)
+    return partial(TenantKVCache, tenants=Tenants(tenants))
+
+
+def _checks(config: CacheConfig, pool: KVPool) -> bool:
+    """Whether to check what the slots hold."""
+    return config.validate and pool.storage.device.type == "cpu"
+
+
+def _make_allocator(config: CacheConfig) -> TokenToKVPoolAllocator:
+    num_slots, page_size = config.pool.num_slots, config.page_size
+    if config.sliding_window_size is None:
+        return TokenToKVPoolAllocator(num_slots, page_size)
+    return SWATokenToKVPoolAllocator(num_slots, config.pool.num_swa_slots or num_slots, page_size)
+
+
+def _make_states(config: CacheConfig, kv_pool: KVPool | None) -> MambaPool | None:
+    """The slots of the pool's recurrent states, if the kind has any."""
+    if config.kind != "mamba":
+        return None
+    if kv_pool is None:
+        return MambaPool(config.pool.num_state_slots)
+    layers = [kv_pool.state(layer) for layer in range(config.pool.num_layers)]
+    return MambaPool(
+        config.pool.num_state_slots, layers=[tensors for tensors in layers if tensors], rows=kv_pool.state_rows()
+    )
+
+
+def _make_tree(config: CacheConfig, allocator: TokenToKVPoolAllocator, states: MambaPool | None) -> BasePrefixCache:
+    if config.kind == "chunk":
+        return ChunkCache(config.page_size)
+    if config.kind == "trie":
+        return TriePrefixCache(config.page_size, allocator)
+    window, policy = config.sliding_window_size, config.eviction.policy
+    if config.kind == "mamba":
+        return MambaRadixCache(config.page_size, allocator, states, sliding_window_size=window, eviction_policy=policy)
+    return RadixCache(config.page_size, window, allocator, eviction_policy=policy)

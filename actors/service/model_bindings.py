@@ -1,0 +1,181 @@
+"""`ModelBindings`: which model computes the KV of each `lora_id`, and which sessions are bound to it.
+
+    generation 3 of "french"                  generation 7
+    ├ the first bind sets fingerprint A       ├ the first bind sets B
+    ├ A joins, B is refused                   ├ B joins, A is refused
+    └ retire(lora_id="french") or reset() ──> └ who is bound to 3 must bind again
+
+Sessions that have bound nothing are not checked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import NamedTuple
+
+from raydix.actors.client.bound_models import LAPSED, MAX_BINDINGS, BoundModels
+from raydix.cache_core import LeasedCache
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.schemas import ConfigMismatch, ModelFingerprint, namespaces_of, unframe_namespace
+from raydix.schemas.shown import brief
+
+
+class _Binding(NamedTuple):
+    generation: int
+    fingerprint: ModelFingerprint
+
+
+class ModelBindings:
+    """The bindings of a cache, and of its sessions.
+
+    At most `MAX_BINDINGS` are kept: the one used least recently is retired with its pages. The base's is not: what
+    sessions bound to it computed for any `lora_id` depends on it.
+
+    Attributes:
+        sessions: by id, what each session that has bound anything has bound.
+
+    Args:
+        core: the cache.
+        configured: `CacheConfig.fingerprint`.
+    """
+
+    def __init__(self, core: LeasedCache, configured: str) -> None:
+        self.sessions: dict[str, BoundModels] = {}
+        self._core = core
+        self._configured = configured
+        self._numbers = count(LAPSED + 1)
+        self._bindings: OrderedDict[str | None, _Binding] = OrderedDict()  # by `lora_id`, used least recently first
+
+    def __len__(self) -> int:
+        return len(self._bindings)
+
+    @property
+    def base(self) -> ModelFingerprint | None:
+        """The base model's fingerprint, if one is bound."""
+        binding = self._bindings.get(None)
+        return None if binding is None else binding.fingerprint
+
+    # ---------------------------------------------------------------- sessions
+
+    def bind(self, session_id: str, lora_id: str | None, fingerprint: ModelFingerprint) -> int:
+        """Bind a session to the current generation, whose fingerprint this becomes if it has none. Return its number.
+
+        Raises:
+            ConfigMismatch: the generation has another fingerprint, or the cache is configured for another base.
+        """
+        self._check_configured(lora_id, fingerprint)
+        binding = self._bindings.get(lora_id)
+        if binding is None:
+            binding = self._bindings[lora_id] = _Binding(next(self._numbers), self._with_shared_fields(fingerprint))
+            self._drop_surplus()
+        elif difference := fingerprint.difference(binding.fingerprint):
+            raise ConfigMismatch(
+                f"{_name(lora_id)} is bound to another model in this cache: {difference}. If every worker has the "
+                f"new weights, call {_ending(lora_id)}; else use another cache, another lora_id, or "
+                "TransformersWorker(..., fingerprint=None), which binds nothing"
+            )
+        else:
+            self._bindings.move_to_end(lora_id)
+        if session_id not in self.sessions:
+            self.sessions[session_id] = BoundModels()
+        self.sessions[session_id].note(lora_id, binding.generation)
+        return binding.generation
+
+    def lapse(self, session_id: str, lora_ids: Iterable[str | None], more: bool) -> None:
+        """A client has come back in a new session, and must bind again what it had bound in those before."""
+        self.sessions[session_id] = bound = BoundModels()
+        bound.forgot = more
+        for lora_id in lora_ids:
+            bound.note(lora_id, LAPSED)
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended."""
+        self.sessions.pop(session_id, None)
+
+    # ---------------------------------------------------------------- checks
+
+    def check(self, session_id: str, extra_key: str | None, lease_id: str) -> None:
+        """Whether a session that has bound anything may take a lease of this namespace, or has taken it already.
+
+        Raises:
+            ConfigMismatch: it has to bind again first.
+        """
+        bound = self.sessions[session_id]
+        lora_id = None if extra_key is None else unframe_namespace(extra_key)[1]
+        behind = []
+        for each in (lora_id, None) if lora_id is not None else (None,):
+            generation, binding = bound.generations.get(each), self._bindings.get(each)
+            if binding is not None and binding.generation == generation:
+                self._bindings.move_to_end(each)
+            elif bound.may_have_bound(each):
+                behind.append(each)
+        if behind and self._core.leases.find(lease_id, session_id) is None:
+            raise ConfigMismatch(
+                f"{' and '.join(map(_name, behind))} may have another model by now: the cache was reset, it was "
+                "retired, or the session is a new one. Bind again, with the weights as they are now: "
+                f"{', '.join(map(_binding, behind))}"
+            )
+
+    def check_adoption(self, session_id: str, lease: LeaseRecord) -> None:
+        """`check`, and whether the lease is of a generation that has not ended.
+
+        Raises:
+            ConfigMismatch: it has, or the session has to bind again first.
+        """
+        self.check(session_id, lease.key.extra_key, "")
+        if lease.outdated:
+            raise ConfigMismatch(
+                f"lease {lease.lease_id!r} was acquired before a reset or a retirement of its lora_id: its KV may be "
+                "of another model than this session is bound to. Acquire anew"
+            )
+
+    def _check_configured(self, lora_id: str | None, fingerprint: ModelFingerprint) -> None:
+        if lora_id is None and self._configured not in ("", str(fingerprint)):
+            raise ConfigMismatch(
+                f"the cache is configured for the base model {brief(self._configured)} (CacheConfig.fingerprint), not "
+                f"{str(fingerprint)!r}: use another cache, or a lora_id"
+            )
+
+    # ---------------------------------------------------------------- generations
+
+    def end_generation(self, lora_id: str) -> None:
+        """The next generation of a `lora_id` begins, without a fingerprint. The caller retires what it holds."""
+        self._bindings.pop(lora_id, None)
+        self._outdate(namespaces_of(None, lora_id, None))
+
+    def end_all(self) -> None:
+        """The next generation of every `lora_id` and of the base begins."""
+        self._bindings.clear()
+        self._outdate(lambda _: True)
+
+    def _outdate(self, is_meant: Callable[[str | None], bool]) -> None:
+        for lease in self._core.leases:
+            lease.outdated = lease.outdated or is_meant(lease.key.extra_key)
+
+    def _drop_surplus(self) -> None:
+        if len(self._bindings) > MAX_BINDINGS:
+            lora_id = next(each for each in self._bindings if each is not None)
+            self.end_generation(lora_id)
+            self._core.retire(namespaces_of(None, lora_id, None))
+
+    def _with_shared_fields(self, fingerprint: ModelFingerprint) -> ModelFingerprint:
+        """The same, with the dict of the binding used last if that is equal: many models differ in weights alone."""
+        if self._bindings:
+            fields = next(reversed(self._bindings.values())).fingerprint.fields
+            if fields == fingerprint.fields:
+                return fingerprint.model_copy(update={"fields": fields})
+        return fingerprint
+
+
+def _name(lora_id: str | None) -> str:
+    return "the base model" if lora_id is None else f"lora_id {brief(lora_id)}"
+
+
+def _ending(lora_id: str | None) -> str:
+    return "reset()" if lora_id is None else f"retire(lora_id={brief(lora_id)})"
+
+
+def _binding(lora_id: str | None) -> str:
+    return "bind_model(fingerprint)" if lora_id is None else f"bind_model(fingerprint, lora_id={brief(lora_id)})"

@@ -1,0 +1,1 @@
+"""Sessions and their leases' owners: opening, expiry, death, the wait queue and admission."""

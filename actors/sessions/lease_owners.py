@@ -1,0 +1,89 @@
+"""Whose leases they are: for statistics, and for who finds no room."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from heapq import nlargest
+from math import inf
+from typing import NamedTuple
+
+from raydix.actors.sessions.session_table import SessionTable
+from raydix.cache_core import LeasedCache
+from raydix.schemas import LeaseOwner
+
+_FEW = 256  # leases that are counted anew after each change
+_LASTS = 50  # times as long as it took, a count of more is told: so counting takes a fiftieth of the time at most
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one owner has."""
+
+    leases: int = 0
+    slots: int = 0
+    since: float = inf  # of the oldest lease
+
+
+class _Count(NamedTuple):
+    """What was counted, and when."""
+
+    changes: int  # of the leases, until then
+    good_until: float  # whatever has changed, if there are many
+    held: dict[str, _Held]
+
+
+class LeaseOwners:
+    """The owners of a cache's open leases. What was counted is known until a lease comes, goes, grows or moves.
+
+    Where there are many leases it is told for a while longer: who finds a full pool must not look at each of them.
+
+    Args:
+        core: whose leases they are.
+        sessions: whose names their owners have.
+    """
+
+    def __init__(self, core: LeasedCache, sessions: SessionTable) -> None:
+        self._core = core
+        self._sessions = sessions
+        self._known: dict[str | None, _Count] = {}  # by tenant; None: of all leases
+
+    def largest(self, limit: int, tenant: str | None = None) -> tuple[LeaseOwner, ...]:
+        """Those whose leases hold the most slots, of all or of a tenant's. O(owners), at times O(pages of leases)."""
+        now = time.monotonic()
+        owners = nlargest(limit, self._by_owner(tenant).items(), key=lambda each: each[1].slots)
+        return tuple(
+            LeaseOwner(owner=owner, leases=held.leases, slots=held.slots, oldest_s=now - held.since)
+            for owner, held in owners
+        )
+
+    def num_leases(self, tenant: str | None = None) -> int:
+        """How many leases are open, in all or of a tenant's."""
+        if tenant is None:
+            return len(self._core.leases)
+        return sum(held.leases for held in self._by_owner(tenant).values())
+
+    def _by_owner(self, tenant: str | None) -> dict[str, _Held]:
+        leases, known = self._core.leases, self._known.get(tenant)
+        if known is None or (known.changes != leases.num_changes and self._is_over(known)):
+            began_at = time.monotonic()
+            held = self._count(tenant)
+            ended_at = time.monotonic()
+            known = self._known[tenant] = _Count(leases.num_changes, ended_at + _LASTS * (ended_at - began_at), held)
+        return known.held
+
+    def _is_over(self, known: _Count) -> bool:
+        return len(self._core.leases) <= _FEW or time.monotonic() >= known.good_until
+
+    def _count(self, tenant: str | None) -> dict[str, _Held]:
+        core, by_owner = self._core, defaultdict[str, _Held](_Held)
+        leases = [each for each in core.leases if tenant is None or core.tenant_of(each.key.extra_key) == tenant]
+        leases.sort(key=lambda lease: lease.since)
+        for lease, num_slots in zip(leases, core.lease_sizes(leases), strict=True):
+            session = self._sessions.find(lease.session_id)
+            held = by_owner[lease.session_id if session is None else session.owner]
+            held.leases += 1
+            held.slots += num_slots
+            held.since = min(held.since, lease.since)
+        return by_owner

@@ -1,0 +1,150 @@
+"""`SessionKeeper`: ends the sessions of clients that close, fall silent or die, and frees what they held."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.sessions.session_table import Session, SessionTable
+from raydix.actors.sessions.wait_queue import WaitingLine
+from raydix.cache_core import LeasedCache
+from raydix.schemas import CacheError, LeaseConfig, LeaseExpired, OpenSession
+from raydix.schemas.shown import shown
+
+logger = logging.getLogger(__name__)
+
+_MAX_TICK_S = 1.0  # between two looks at the clock
+_DEATH_TICK_S = 0.02  # while a process is about to end
+
+
+class SessionKeeper:
+    """The sessions of a cache, and what becomes of their leases when they end.
+
+    Args:
+        config: how long a client may be silent, and how long its slots are withheld afterwards.
+        core: whose leases they are.
+        line: where they may be waiting.
+        after_end: called with the id of each session that has ended; slots may have become free.
+        clock: seconds, of any origin.
+    """
+
+    def __init__(
+        self,
+        config: LeaseConfig,
+        core: LeasedCache,
+        line: WaitingLine,
+        after_end: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sessions = SessionTable(config, clock)
+        self.num_expired = 0  # sessions that were silent for too long
+        self.num_dead = 0  # sessions whose owner was seen to die
+        self.on_end: Callable[[str], None] | None = None  # told of each session that is gone
+        self._core = core
+        self._line = line
+        self._after_end = after_end
+        self._clock = clock
+        self._ttl_s = config.session_ttl_s
+        self._tick_s = min(_MAX_TICK_S, config.session_ttl_s / 4)
+        self._next_tick = clock()
+        self._timer = LoopTimer(self._tick)
+
+    def open(self, request: OpenSession) -> None:
+        """Begin a session, or go on with it if it is open. One that it replaces has come back: it is gone.
+
+        Raises:
+            LeaseExpired: it was open and has expired.
+        """
+        self.sessions.open(request)
+        if request.replaces is not None:
+            self.close(request.replaces)
+        if not self._timer.is_set:
+            self._set_timer(self._tick_s)
+
+    def close(self, session_id: str, error: CacheError | None = None) -> None:
+        """Free all that a session holds, and what is withheld of it. No effect if it is gone.
+
+        Those of it who wait for room are told `error`; None: that they were given up.
+        """
+        if self.sessions.close(session_id) is not None:
+            self._line.withdraw(session_id, error=error)
+            self._core.end_session(session_id)
+            self._core.free_withheld(session_id)
+            self._after_end(session_id)
+            if self.on_end is not None:
+                self.on_end(session_id)
+
+    def close_all(self, error: CacheError) -> None:
+        """Close every session, and stop looking at the clock."""
+        for session_id in self.sessions.ids:
+            self.close(session_id, error)
+        self.stop()
+
+    def stop(self) -> None:
+        """Look at the clock no more, until the next session begins."""
+        self._timer.stop()
+
+    async def ends_within(self, session: Session, seconds: float) -> bool:
+        """Wait whether a session ends, whatever ends it."""
+        if session.end is None:
+            session.end = asyncio.get_running_loop().create_future()
+        await asyncio.wait((session.end,), timeout=seconds)
+        return session.end.done()
+
+    def owner_unavailable(self, session_id: str, is_dead: bool) -> bool:
+        """The actor that owns a session does not answer any more; returns whether the session has ended.
+
+        Its leases end at once. What could still be written through them is freed as soon as its process has ended, as
+        far as that can be seen from here: Ray may report a death seconds before it.
+
+        Args:
+            is_dead: Ray says that it has died; else it may only be out of reach.
+        """
+        session = self.sessions.find(session_id)
+        if session is None:
+            return True
+        if not is_dead and session.life is not None and not session.life.has_ended():
+            return False
+        session.is_dead = True
+        if session_id in self.sessions:
+            self.num_dead += 1
+            self._vanish(session, LeaseExpired(f"the owner of session {session_id!r} has died"))
+        self.reap()
+        if self.sessions.any_dead:
+            self._set_timer(_DEATH_TICK_S)
+        return True
+
+    def reap(self) -> None:
+        """End sessions that were silent for too long, and free what need not be withheld any longer."""
+        for session in self.sessions.overdue():
+            self.num_expired += 1
+            self._vanish(session, LeaseExpired(f"session {session.session_id!r} was silent for {self._ttl_s:g} s"))
+        for session_id in self.sessions.gone():
+            self.close(session_id)
+
+    def _vanish(self, session: Session, error: LeaseExpired) -> None:
+        about = {"session": session.session_id, "owner": session.owner}
+        logger.warning("%s (%s): its leases have ended", error, shown(session.owner), extra=about)
+        self.sessions.vanish(session)
+        self._line.withdraw(session.session_id, error=error)
+        self._core.quarantine_session(session.session_id)
+        self._after_end(session.session_id)
+
+    def _tick(self) -> float | None:
+        """Look at the clock; returns when to look again."""
+        late_s = self._clock() - self._next_tick
+        if late_s > self._tick_s:
+            self.sessions.put_off(late_s)  # messages may have come meanwhile that this loop has not seen
+        self.reap()
+        if not len(self.sessions) and not self.sessions.any_vanished:
+            return None
+        tick_s = _DEATH_TICK_S if self.sessions.any_dead else self._tick_s
+        self._next_tick = self._clock() + tick_s
+        return tick_s
+
+    def _set_timer(self, tick_s: float) -> None:
+        self._next_tick = self._clock() + tick_s
+        self._timer.set(tick_s)

@@ -1,0 +1,146 @@
+"""`SessionTable`: who uses a cache, and who has not been heard of for too long.
+
+    open ──── closes ─────────────────────────────> gone
+      └─ silent, or its owner died ─> vanished ───> gone: its process has ended, it came back, or a time has passed
+
+A vanished session has no leases any more; what it could still be writing is in quarantine until it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from raydix.actors.transport.process_liveness import ProcessLife
+from raydix.schemas import InvalidRequest, LeaseConfig, LeaseExpired, OpenSession
+
+_MAX_REMEMBERED = 16_384  # sessions that expired: their messages are answered LeaseExpired
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One client: the owner of leases."""
+
+    session_id: str
+    owner: str  # for people
+    deadline: float  # by the table's clock: silent until then, it expires
+    life: ProcessLife | None  # of its process; None: not known here
+    executed_seq: int = 0  # the last of its numbered batches that was executed
+    turns: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by the batch that is waited for
+    end: asyncio.Future[None] | None = None  # what its client waits for
+    is_dead: bool = False  # its owner was seen to die
+
+    def note_end(self) -> None:
+        """Tell its client, if it waits for that."""
+        if self.end is not None and not self.end.done():
+            self.end.set_result(None)
+
+
+class SessionTable:
+    """The sessions of a cache.
+
+    Args:
+        config: how long they may be silent, and how long their slots are withheld afterwards.
+        clock: seconds, of any origin.
+    """
+
+    def __init__(self, config: LeaseConfig, clock: Callable[[], float]) -> None:
+        self._ttl_s = config.session_ttl_s
+        self._grace_s = config.quarantine_grace_s
+        self._clock = clock
+        self._open: dict[str, Session] = {}
+        self._vanished: dict[str, tuple[Session, float]] = {}  # with the time at which they are gone at the latest
+        self._expired: OrderedDict[str, None] = OrderedDict()  # ids, the oldest first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._open
+
+    @property
+    def ids(self) -> list[str]:
+        """The open sessions."""
+        return list(self._open)
+
+    @property
+    def any_vanished(self) -> bool:
+        """Whether anybody has vanished and is not gone yet."""
+        return bool(self._vanished)
+
+    @property
+    def any_dead(self) -> bool:
+        """Whether a process is about to end whose slots are withheld until then."""
+        return any(session.is_dead for session, _ in self._vanished.values())
+
+    def open(self, request: OpenSession) -> Session:
+        """The session that a client asks for; the one that is open, if it asks again."""
+        session = self._open.get(request.session_id)
+        if session is None:
+            self._check_not_expired(request.session_id)
+            life = ProcessLife.find(request.life_path) if request.life_path is not None else None
+            session = Session(request.session_id, request.owner, 0.0, life)
+            self._open[request.session_id] = session
+        session.deadline = self._clock() + self._ttl_s
+        return session
+
+    def heard_of(self, session_id: str) -> Session:
+        """The open session of that id, which has just sent a message.
+
+        Raises:
+            LeaseExpired: it was silent for too long, or its owner died.
+            InvalidRequest: no such session is known.
+        """
+        session = self._open.get(session_id)
+        if session is None:
+            self._check_not_expired(session_id)
+            raise InvalidRequest(f"session {session_id!r} is not open: open a client first")
+        session.deadline = self._clock() + self._ttl_s
+        return session
+
+    def find(self, session_id: str) -> Session | None:
+        """The session of that id, open or vanished."""
+        if session_id in self._vanished:
+            return self._vanished[session_id][0]
+        return self._open.get(session_id)
+
+    def close(self, session_id: str) -> Session | None:
+        """A session ends by its own wish, or comes back: it is gone. None if it was."""
+        session = self._open.pop(session_id, None) or self._vanished.pop(session_id, (None, 0.0))[0]
+        if session is not None:
+            session.note_end()
+        return session
+
+    def vanish(self, session: Session) -> None:
+        """A session was silent for too long, or its owner died."""
+        del self._open[session.session_id]
+        self._vanished[session.session_id] = (session, self._clock() + self._grace_s)
+        self._expired[session.session_id] = None
+        while len(self._expired) > _MAX_REMEMBERED:
+            self._expired.popitem(last=False)
+        session.note_end()
+
+    def overdue(self) -> list[Session]:
+        """The open sessions that were silent for too long."""
+        now = self._clock()
+        return [session for session in self._open.values() if session.deadline <= now]
+
+    def gone(self) -> list[str]:
+        """The vanished sessions that write nothing any more, or that nobody need wait for any longer."""
+        now = self._clock()
+        return [
+            session_id
+            for session_id, (session, gone_at) in self._vanished.items()
+            if gone_at <= now or (session.is_dead if session.life is None else session.life.has_ended())
+        ]
+
+    def put_off(self, seconds: float) -> None:
+        """Give everybody more time: it was the cache that was silent."""
+        for session in self._open.values():
+            session.deadline += seconds
+
+    def _check_not_expired(self, session_id: str) -> None:
+        if session_id in self._expired:
+            raise LeaseExpired(f"session {session_id!r} has expired: it was silent for {self._ttl_s:g} s, or died")

@@ -1,0 +1,244 @@
+"""The memory of a pool, allocated so that workers on the same node, or on the same card, can map it."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+
+from raydix.actors.transport.process_liveness import own_life_path
+from raydix.cache_core import KVPool, PoolLayout
+from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolHandle
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_OF_A_PAGE, _OF_A_PAGE_WITH_A_WINDOW, _OF_A_ROW, _OF_A_STATE = 12, 8, 9, 41  # bytes of the allocators' tables
+
+
+def may_lie_on_gpu(config: CacheConfig) -> bool:
+    """Whether a pool has tensors, and is not told to have them on the CPU."""
+    return config.pool.device != "cpu" and layout_of(config).num_bytes > 0
+
+
+def layout_of(config: CacheConfig) -> PoolLayout:
+    """The layout that a configuration asks for."""
+    pool = config.pool
+    return PoolLayout(
+        num_slots=pool.num_slots,
+        page_size=config.page_size,
+        max_seq_len=config.max_seq_len,
+        num_layers=pool.num_layers,
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        v_head_dim=pool.head_dim if pool.v_head_dim is None else pool.v_head_dim,
+        dtype=getattr(torch, pool.dtype),
+        layer_kinds=pool.layer_kinds,
+        num_swa_slots=pool.num_swa_slots or (pool.num_slots if config.sliding_window_size else 0),
+        num_state_slots=pool.num_state_slots,
+        state_shapes=pool.state_shapes,
+        kv_shapes=pool.kv_shapes,
+    )
+
+
+def check_layers_alike(layout: PoolLayout) -> None:
+    """Raise InvalidRequest unless all layers keep K and V of one shape, as copies of all layers at once need."""
+    if difference := layout.difference:
+        raise InvalidRequest(
+            f"this pool's layers differ: {difference}. read_kv and write_kv copy layers that are alike: map the pool "
+            "(attach_pool(mapped=True), on the node or card of the cache), and use write and gather, layer by layer"
+        )
+
+
+class ExportedPool:
+    """A pool and how others reach it.
+
+    A CPU pool lies in anonymous shared memory (a memfd), which others open through `/proc`: it has no name in any
+    folder, so nothing is left behind however its owner ends. It is reserved in full here, so that a later write cannot
+    fail for want of memory. A GPU pool is one allocation, exported by CUDA IPC. Where a pool cannot be shared
+    (`share` is False, a CPU pool elsewhere than on Linux, memory that CUDA IPC cannot export), others copy through its
+    owner.
+
+    Raises:
+        CacheUnavailable: this machine has too little memory for the pool.
+    """
+
+    def __init__(self, config: CacheConfig, device: torch.device, epoch: str, node_id: str, share: bool) -> None:
+        self.layout = layout_of(config)
+        self.device = device
+        self._fd: int | None = None
+        if sys.platform == "linux":
+            _check_room(_index_bytes(config) + (self.layout.num_bytes if device.type == "cpu" else 0))
+        if device.type == "cuda" or not share or sys.platform != "linux":
+            self.pool = _own_pool(self.layout, device)
+        else:
+            self.pool = KVPool(self.layout, storage=self._shared_storage(epoch))
+        self.handle = self._make_handle(config, epoch, node_id, share)
+
+    def _shared_storage(self, epoch: str) -> torch.Tensor:
+        num_bytes = self.layout.num_bytes
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        self._fd = os.memfd_create(f"raydix-{epoch}", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self._fd, 0, num_bytes)
+            return map_shared_file(f"/proc/self/fd/{self._fd}", num_bytes)
+        except OSError as error:
+            os.close(self._fd)
+            raise CacheUnavailable(f"{_too_large(num_bytes, available_memory())} ({error})") from error
+
+    def _make_handle(self, config: CacheConfig, epoch: str, node_id: str, share: bool) -> PoolHandle:
+        gpu_uuid, ipc_handle = None, None
+        if self.device.type == "cuda" and self.layout.num_bytes and share:
+            try:
+                gpu_uuid, ipc_handle = gpu_uuid_of(self.device), export_cuda(self.pool.storage)
+            except RuntimeError as error:
+                logger.warning("CUDA IPC cannot export the pool (%s): workers copy KV through the cache", error)
+        return PoolHandle(
+            epoch=epoch,
+            config=config,
+            device_type="cuda" if self.device.type == "cuda" else "cpu",
+            node_id=node_id,
+            path=None if self._fd is None else f"/proc/{os.getpid()}/fd/{self._fd}",
+            life_path=own_life_path(),
+            num_bytes=self.layout.num_bytes,
+            gpu_uuid=gpu_uuid,
+            ipc_handle=ipc_handle,
+        )
+
+
+def _own_pool(layout: PoolLayout, device: torch.device) -> KVPool:
+    try:
+        return KVPool(layout, device)
+    except RuntimeError as error:
+        needed = f"{layout.num_bytes} bytes ({layout.num_bytes / _GIB:.2f} GiB)"
+        said = str(error).strip().splitlines()[0]
+        raise CacheUnavailable(f"no room for the pool of {needed}: {said}; lower PoolConfig.num_slots") from error
+
+
+def map_shared_file(path: str, num_bytes: int) -> torch.Tensor:
+    """A file's bytes as a tensor that shares them with everyone who maps it.
+
+    Raises:
+        OSError: it cannot be mapped; this process may have no more addresses.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mmap.mmap(fd, num_bytes).close()  # tried first: torch leaves the file open if it fails
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error).strip().splitlines()[0]) from error
+    finally:
+        os.close(fd)
+
+
+def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
+    """Map the CPU pool of another process on this node.
+
+    Raises:
+        OSError: its process is gone, or cannot be seen from here (another container, say), or it cannot be mapped.
+    """
+    if handle.num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if handle.path is None:
+        raise OSError("the pool of this cache cannot be mapped")
+    fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if f"raydix-{handle.epoch}" not in name or os.fstat(fd).st_size != handle.num_bytes:
+            raise FileNotFoundError(f"{handle.path} is no longer the pool of epoch {handle.epoch}")
+        return map_shared_file(f"/proc/self/fd/{fd}", handle.num_bytes)
+    finally:
+        os.close(fd)
+
+
+def available_memory() -> int:
+    """Bytes that this process could still take: what the machine has, within its control group's limit."""
+    available = _fields("/proc/meminfo")["MemAvailable"] * 1024
+    for folder, limit, usage in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        group = Path(folder)
+        if (group / limit).is_file() and (text := (group / limit).read_text().strip()).isdigit():
+            stat = _fields(str(group / "memory.stat"))
+            file_cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)  # given back on demand
+            available = min(available, int(text) - int((group / usage).read_text()) + file_cache)
+    return available
+
+
+def _fields(path: str) -> dict[str, int]:
+    """The first number of each line of a file of names and numbers."""
+    rows = (line.replace(":", " ").split() for line in Path(path).read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _index_bytes(config: CacheConfig) -> int:
+    """What it takes to tell which slots are free, whatever they hold; the tree comes on top as it grows."""
+    pool, num_runs = config.pool, config.pool.num_slots // config.run_len
+    if config.kind == "slots":
+        return _OF_A_ROW * num_runs
+    needed = _OF_A_PAGE * num_runs + _OF_A_STATE * pool.num_state_slots
+    if config.sliding_window_size is not None:
+        window_pages = (pool.num_swa_slots or pool.num_slots) // config.page_size
+        needed += _OF_A_PAGE_WITH_A_WINDOW * num_runs + _OF_A_PAGE * window_pages
+    return needed
+
+
+def _check_room(needed: int) -> None:
+    available = available_memory()
+    if needed > available:
+        raise CacheUnavailable(_too_large(needed, available))
+
+
+def _too_large(needed: int, available: int) -> str:
+    return (
+        f"the pool needs {needed} bytes ({needed / _GIB:.2f} GiB) with its tables of slots, but {available} "
+        f"({available / _GIB:.2f} GiB) are free: lower PoolConfig.num_slots, or raise the memory limit of the "
+        "machine or container (the pool is not bound by --shm-size)"
+    )
+
+
+def gpu_uuid_of(device: torch.device) -> str:
+    """The identity of a card, the same in every process whatever index it has there."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def export_cuda(storage: torch.Tensor) -> bytes:
+    """A CUDA IPC handle of a tensor, for `open_cuda_pool`. The tensor must outlive every mapping."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(storage)  # type: ignore[no-untyped-call]
+    return pickle.dumps(arguments)
+
+
+def open_cuda_pool(handle: PoolHandle) -> torch.Tensor:
+    """Map the GPU pool of another process, on the card that this process sees under any index.
+
+    Raises:
+        OSError: no visible card is the pool's, its process is gone, or CUDA IPC does not work from here.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    if handle.num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if handle.ipc_handle is None:
+        raise OSError("the pool of this cache cannot be mapped")
+    try:
+        for index in range(torch.cuda.device_count()):
+            if gpu_uuid_of(torch.device("cuda", index)) == handle.gpu_uuid:
+                arguments = list(pickle.loads(handle.ipc_handle))
+                arguments[_DEVICE_ARGUMENT] = index
+                storage: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+                return storage
+    except RuntimeError as error:
+        raise OSError(f"CUDA: {error}") from error
+    raise OSError(f"this process does not see the card {handle.gpu_uuid} of the pool")
+
+
+_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the index of the card in the process that maps it

@@ -1,0 +1,302 @@
+"""Requests to a cache actor, in batches.
+
+A Ray call costs a hundred times what the cache does for it, so a client's requests travel together: those of one tick
+of its loop, and those that gather while others are on their way. At most two batches are in flight, one travelling
+while the other is executed: that pushes back on its own. They are numbered, because async actors start calls in any
+order. Where client and cache share a machine, batches travel by a `Channel` instead of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError
+
+from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
+from raydix.actors.transport.transport import Note, batch_codec, settle
+from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, Channel
+from raydix.actors.transport.validation import expect
+from raydix.cache_core import KVPool
+from raydix.schemas import (
+    AbortRequest,
+    Batch,
+    BatchResponse,
+    CacheBusy,
+    CacheError,
+    CacheUnavailable,
+    CloseSession,
+    InvalidRequest,
+    KVEventBatch,
+    KVResponse,
+    LeaseExpired,
+    Message,
+    NextEvents,
+    OpenSession,
+    PoolHandle,
+    ReadKV,
+    ReleaseRequest,
+    SessionRef,
+    SessionResponse,
+    StaleEpoch,
+    TakeBackRequest,
+    TokenIds,
+    WaitRequest,
+    WithdrawRequest,
+    WriteKV,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 2  # batches
+MAX_BATCH_REQUESTS = 512  # half of what a cache takes, so that others are served between
+MAX_BATCH_BYTES = 2**20  # of token ids; with the request that exceeds it a batch is full: more only takes more memory
+MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
+MAX_QUEUED_REQUESTS = 16_384
+_ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, TakeBackRequest, WithdrawRequest)  # what ends or gives up
+_ANSWER_S = 5.0  # a heartbeat is given up after so long
+_CLOSE_S = 30.0  # and so is the end of a session
+
+T = TypeVar("T")
+Entry = tuple[Message, "asyncio.Future[Message]", Note | None]
+
+
+class RayTransport:
+    """The requests of one session to one actor.
+
+    Args:
+        actor: the cache.
+        owner: the handle of the actor whose death ends the session; None: nobody's.
+        by_name: whether the actor was found by a name, which may lead to another once it has died for good: then that
+            is `StaleEpoch`, as a restart is, and not `CacheUnavailable`.
+    """
+
+    def __init__(
+        self,
+        actor: ray.actor.ActorHandle[Any],
+        owner: ray.actor.ActorHandle[Any] | None = None,
+        *,
+        by_name: bool = False,
+    ) -> None:
+        self._actor = actor
+        self._owner = owner
+        self._by_name = by_name
+        self.session_id = ""
+        self.epoch = ""
+        self.lost: StaleEpoch | LeaseExpired | None = None
+        self._queue: deque[Entry] = deque()
+        self._pump_scheduled = False
+        self._last_seq = 0
+        self._in_flight: dict[int, list[Entry]] = {}  # by seq
+        self._landed = asyncio.Event()  # set whenever a batch has come back
+        self._silence: asyncio.Future[str] | None = None  # what those are told who wait for a call, once it is given up
+        self._channel: Channel | None = None
+
+    async def open(self, request: OpenSession) -> SessionResponse:
+        response: SessionResponse = await self._call(self._actor.open_session, request, self._owner)
+        self.session_id, self.epoch = request.session_id, response.epoch
+        self._channel = await Channel.open(response.channel, self)
+        return response
+
+    async def beat(self, stay_s: float) -> None:
+        request = SessionRef(session_id=self.session_id, epoch=self.epoch)
+        try:
+            async with asyncio.timeout(stay_s + _ANSWER_S):
+                await self._noting_loss(self._answer_to(self._actor.heartbeat, request, stay_s))
+        except InvalidRequest as error:  # the cache has even forgotten that the session expired
+            self.lost = LeaseExpired(str(error))
+            raise
+        except TimeoutError:
+            raise CacheUnavailable(f"the cache has not answered a heartbeat for {_ANSWER_S:g} s") from None
+
+    async def _call(self, method: Any, *arguments: Any) -> Any:
+        """The result of an actor call, unless the cache is given up meanwhile."""
+        loop = asyncio.get_running_loop()
+        silence = self._silence = self._silence or loop.create_future()
+        answer = loop.create_task(self._answer_to(method, *arguments))
+        try:
+            await asyncio.wait((answer, silence), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise CacheUnavailable(silence.result())
+            return answer.result()
+        finally:
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # it is told, or came too late
+
+    async def _answer_to(self, method: Any, *arguments: Any) -> Any:
+        return await call(method, *arguments, told_as=self._told_as)
+
+    def give_up(self, why: str) -> None:
+        given_up = [entry for entries in (*self._in_flight.values(), self._queue) for entry in entries]
+        self._in_flight = {seq: [] for seq in self._in_flight}  # they will land, or break
+        self._queue.clear()
+        silence, self._silence = self._silence, None
+        if silence is not None:
+            silence.set_result(why)
+        for _, future, note in given_up:
+            settle(future, note, CacheUnavailable(why))
+
+    def _told_as(self, error: RayError | CacheError) -> CacheError:
+        """What a call failed with, in the cache's terms. Who is dead to Ray is dead to the channel, too."""
+        if isinstance(error, RayActorError) and self._channel is not None:
+            self._channel.abort()
+        if isinstance(error, ActorDiedError) and self._by_name and self.epoch:  # not one that restarts
+            self.lost = StaleEpoch(self.epoch, "")
+            return self.lost
+        return from_ray(error)
+
+    async def _noting_loss(self, answer: Coroutine[Any, Any, T]) -> T:
+        """The answer to a call that names the session; if that is over, note so."""
+        try:
+            return await answer
+        except (StaleEpoch, LeaseExpired) as error:
+            self._loss_noted(error)
+            raise
+
+    def _loss_noted(self, error: CacheError) -> CacheError:
+        """What a call that names the session failed with; if that is over, note so."""
+        if isinstance(error, (StaleEpoch, LeaseExpired)):
+            self.lost = error
+        return error
+
+    def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
+        if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, _ALWAYS_QUEUED):
+            raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", RETRY_AFTER_S)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Message] = loop.create_future()
+        self._queue.append((request, future, note))
+        if not self._pump_scheduled and len(self._in_flight) < MAX_IN_FLIGHT:
+            self._schedule_pump(loop)
+        return future
+
+    def _schedule_pump(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send at the end of this tick of the loop: whoever else runs in it joins the batch."""
+        self._pump_scheduled = True
+        loop.call_soon(self._pump, loop)
+
+    def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send what is queued, as far as the bound on batches in flight allows.
+
+        A long queue is shared between the free places, so that one batch is on its way while the other is executed.
+        """
+        self._pump_scheduled = False
+        while self._queue and (places := MAX_IN_FLIGHT - len(self._in_flight)) > 0:
+            share = -(-len(self._queue) // places) if len(self._queue) >= MIN_SHARED_REQUESTS else len(self._queue)
+            entries = self._next_entries(min(share, MAX_BATCH_REQUESTS))
+            if entries:
+                self._send(entries, loop)
+
+    def _send(self, entries: list[Entry], loop: asyncio.AbstractEventLoop) -> None:
+        """Send a batch here and now."""
+        after, self._last_seq = max(self._in_flight, default=0), self._last_seq + 1
+        seq = self._last_seq
+        self._in_flight[seq] = entries
+        requests = tuple([request for request, _, _ in entries])
+        batch = Batch.of(self.session_id, self.epoch, requests, seq, after)
+        tell = partial(self._land, seq)
+        try:
+            packed, channel = batch_codec.pack(batch), self._channel
+            if channel is not None and channel.is_open and len(packed) <= MAX_FRAME_BYTES:
+                channel.ask(seq, packed, tell)
+            else:
+                when_answered(self._actor.execute.remote(*batch_codec.in_parts(packed)), loop, tell)
+        except Exception as error:  # told as if it were the answer
+            loop.call_soon(tell, error)
+
+    def _land(self, seq: int, answer: Answer) -> None:
+        """Tell those whose requests travelled together what has become of them."""
+        entries = self._in_flight[seq]
+        outcomes: Sequence[Any]
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            outcomes = _responses(batch_codec.unpack(answer, torn=CacheError)) if entries else ()
+            assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
+        except (RayError, CacheError) as error:
+            outcomes = [self._loss_noted(self._told_as(error))] * len(entries)
+        except (asyncio.CancelledError, CancelledError):
+            outcomes = [CacheUnavailable("the request was given up on its way")] * len(entries)
+        except Exception as error:  # a fault of this package: it must not leave anybody waiting
+            logger.exception("a batch of requests could not be sent")
+            outcomes = [CacheError(f"internal error of the client: {type(error).__name__}: {error}")] * len(entries)
+        del self._in_flight[seq]
+        for (_, future, note), outcome in zip(entries, outcomes, strict=True):
+            settle(future, note, outcome)
+        if not self._pump_scheduled:
+            self._schedule_pump(asyncio.get_running_loop())  # after those who were told have gone on
+        self._landed.set()
+
+    def _next_entries(self, limit: int) -> list[Entry]:
+        """The next requests in order; those given up before they were sent are dropped."""
+        entries: list[Entry] = []
+        num_bytes = 0
+        while self._queue and len(entries) < limit and num_bytes < MAX_BATCH_BYTES:
+            entry = self._queue.popleft()
+            request, future, note = entry
+            if note is not None or not future.cancelled():
+                entries.append(entry)
+                fields = request.__dict__
+                tokens = fields.get("tokens", fields.get("suffix"))  # which are what makes a request long
+                if type(tokens) is TokenIds:
+                    num_bytes += len(tokens.data)
+        return entries
+
+    async def wait(self, ticket: int) -> Message:
+        request = WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket)
+        response: Message = await self._noting_loss(self._call(self._actor.wait, request))
+        return response
+
+    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
+        request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
+        batch: KVEventBatch = await self._noting_loss(self._call(self._actor.next_events, request))
+        return batch
+
+    async def pool_handle(self) -> PoolHandle:
+        handle: PoolHandle = await self._call(self._actor.pool_handle)
+        return handle
+
+    def local_pool(self) -> KVPool | None:
+        return None
+
+    async def read_kv(self, request: ReadKV) -> KVResponse:
+        response: KVResponse = await self._noting_loss(self._call(self._actor.read_kv, request))
+        return response
+
+    async def write_kv(self, request: WriteKV) -> None:
+        await self._noting_loss(self._call(self._actor.write_kv, request))
+
+    async def close(self) -> None:
+        request = CloseSession(session_id=self.session_id)
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._finish()
+                await self._call(self._actor.close_session, request)
+        except TimeoutError:
+            self._actor.close_session.remote(request)  # it obeys, should it ever go on
+            why = f"the cache has not answered for {_CLOSE_S:g} s"
+            self.give_up(why)
+            raise CacheUnavailable(why) from None
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+
+    async def _finish(self) -> None:
+        """Wait until all that was submitted has been answered."""
+        while self._queue or self._in_flight:
+            await asyncio.sleep(0)  # what is queued is sent at the end of this tick
+            if self._in_flight:
+                self._landed.clear()
+                await self._landed.wait()
+
+
+def _responses(answer: object) -> Sequence[Any]:
+    """What has become of each request of a batch, unless the batch was refused."""
+    if isinstance(answer, CacheError):
+        raise answer
+    return expect(BatchResponse, answer).responses
