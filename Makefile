@@ -52,11 +52,11 @@ test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the fi
 bench: $(STAMP)  ## every measurement in one table, as `make bench ARGS="core scale --quick"`; fails where a gate is missed
 	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(BIN)/python -m benchmarks $(ARGS)
 	$(if $(ARGS),,RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks/test_owner_death.py tests/benchmarks/test_report.py \
-		tests/service/test_overload.py -s)
+		tests/service/failures/test_overload.py -s)
 
 # Written aside first: a page that is half done is none.
 models: $(STAMP)  ## make examples/models.md again: how each model of the installed transformers is served; takes an hour
-	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m model_table > examples/models.md.new
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m support.models.model_table > examples/models.md.new
 	mv examples/models.md.new examples/models.md
 
 lint: $(DEV)  ## ruff, its formatter, mypy (strict for the packages)

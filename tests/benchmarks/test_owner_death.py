@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import ray
-from cache_under_test import small_config
-from client_processes import all_free, kill_while, start_client, until
+from support.caches.cache_under_test import small_config
+from support.processes.client_processes import all_free, kill_while, start_client, until
 
 from raydix.actors import PrefixCacheClient
 from raydix.schemas import CacheConfig, LeaseConfig

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from benchmarks.bench_service import CONFIG, TINY, figures, lines
 from benchmarks.service_rates import ServiceBenchmark, median_of
-from cache_in_process import HandleInProcess
+from support.caches.cache_in_process import HandleInProcess
 
 from raydix import actors, schemas
 from raydix.actors import LocalPrefixCache, PrefixCacheClient

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import run
 from rich.console import Console
 from rich.table import Table
+from support.processes.command_line import run
 
 from raydix.actors.cli.demo import closing, table_of
 from raydix.actors.demo import broken_promises

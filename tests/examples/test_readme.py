@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from command_line import run
 from ray.scripts.scripts import cli as ray_commands
+from support.processes.command_line import run
 
 from raydix.actors.cli.app import COMMANDS
 
@@ -62,7 +62,7 @@ def test_the_commands_run_as_they_stand_there(
 
 
 def test_the_walk_begins_with_a_clone_and_ends_the_cluster_that_it_starts() -> None:
-    """What it does in between is run by tests/service/test_guides.py."""
+    """What it does in between is run by tests/service/command/test_guides.py."""
     section = README.read_text().partition("\n## From nothing to a report\n")[2].partition("\n## ")[0]
     lines = "".join(re.findall(r"^```sh\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)).splitlines()
     commands = [each for line in lines for each in line.partition(" #")[0].split(" && ")]

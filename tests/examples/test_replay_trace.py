@@ -7,7 +7,7 @@ from pathlib import Path
 from runpy import run_path
 
 import pytest
-from traces import EVICTED, PROMPT_TOKENS, REUSED, write_trace
+from support.models.sample_trace import EVICTED, PROMPT_TOKENS, REUSED, write_trace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replay_trace.py"
 main = run_path(str(EXAMPLE))["main"]

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cache_kinds import TIGHT_STATES, TIGHT_WINDOW, KindUnderTest, radix
-from cache_under_test import CacheUnderTest, Reached, unchecked
-from computing_workers import work
+from support.caches.cache_kinds import TIGHT_STATES, TIGHT_WINDOW, KindUnderTest, radix
+from support.caches.cache_under_test import CacheUnderTest, Reached, unchecked
+from support.processes.kv_workers import work
 
 from raydix.actors.service.request_handlers import RequestHandlers
 from raydix.actors.transport.transport import call_arguments

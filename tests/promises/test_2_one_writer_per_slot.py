@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from cache_kinds import NUM_LAYERS, radix
-from cache_under_test import CacheUnderTest, unchecked
+from support.caches.cache_kinds import NUM_LAYERS, radix
+from support.caches.cache_under_test import CacheUnderTest, unchecked
 
 from raydix.actors import AttachedPool, Lease
 from raydix.cache_core import KVCache, SlotError, TokenToKVPoolAllocator

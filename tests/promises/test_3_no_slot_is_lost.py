@@ -17,10 +17,10 @@ from random import Random
 from typing import Any, TypeVar
 
 import pytest
-from cache_in_process import HandleInProcess
-from cache_kinds import TIGHT_STATES, KindUnderTest, hybrid, radix, slots
-from interleaved_workers import OF_A_LEASE, OTHERS, Floor
-from shuffled_loop import ShuffledLoop
+from support.caches.cache_in_process import HandleInProcess
+from support.caches.cache_kinds import TIGHT_STATES, KindUnderTest, hybrid, radix, slots
+from support.processes.cancelled_workers import OF_A_LEASE, OTHERS, Floor
+from support.processes.shuffled_loop import ShuffledLoop
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.client.lease_verbs import CacheVerbs

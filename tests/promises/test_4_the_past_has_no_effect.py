@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import ray
 import torch
-from cache_kinds import radix
-from cache_under_test import CacheUnderTest, small_config, unchecked
-from wire import Wire, counts
+from support.caches.cache_kinds import radix
+from support.caches.cache_under_test import CacheUnderTest, small_config, unchecked
+from support.caches.raw_calls import Wire, counts
 
 from raydix.actors import Lease, PrefixCacheClient, start_cache
 from raydix.actors.client.lease_verbs import CacheVerbs

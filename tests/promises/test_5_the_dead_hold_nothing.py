@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import ray
-from cache_under_test import small_config
-from client_processes import Doing, all_free, kill_while, start_client, until
-from clocked_sessions import GRACE_S, TTL_S, Scene
+from support.caches.cache_under_test import small_config
+from support.caches.clocked_sessions import GRACE_S, TTL_S, Scene
+from support.processes.client_processes import Doing, all_free, kill_while, start_client, until
 
 from raydix.actors import PrefixCacheClient
 from raydix.actors.sessions.session_reaper import SessionKeeper
@@ -49,7 +49,7 @@ async def watched_actor_dies(scene: Scene) -> None:
 
 
 async def process_on_the_caches_node_dies(scene: Scene) -> None:
-    show = "from raydix.actors.transport.process_liveness import own_life_path; print(own_life_path(), flush=True); input()"
+    show = "from raydix.actors.transport import process_liveness as p; print(p.own_life_path(), flush=True); input()"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", show, stdin=PIPE, stdout=PIPE)
     assert process.stdout is not None
     scene.open("s", life_path=(await process.stdout.readline()).decode().strip())

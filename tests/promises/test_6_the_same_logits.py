@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import ray
 import torch
-from tiny_llama import LLAMA
-from tiny_models import FALCON_H1, MISTRAL, continuation, random_model, random_prompt
+from support.models.tiny_llama import LLAMA
+from support.models.tiny_models import FALCON_H1, MISTRAL, continuation, random_model, random_prompt
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache

@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from cache_kinds import only, pages_of_several, shares
-from cache_under_test import CacheUnderTest, small_config
-from claims import refute, uphold
 from hypothesis import strategies as st
-from namespace_claims import (
+from support.caches.cache_kinds import only, pages_of_several, shares
+from support.caches.cache_under_test import CacheUnderTest, small_config
+from support.claims.hypothesis_claims import refute, uphold
+from support.claims.namespaces import (
     TREES,
     frames_meet_only_if_triples_are_equal,
     page_sizes,
@@ -26,7 +26,7 @@ from namespace_claims import (
     spaces_share_no_row,
     spaces_share_nothing,
 )
-from reference_keys import framed
+from support.reference.keys import framed
 
 from raydix.actors import LocalPrefixCache
 from raydix.cache_core import RadixKey

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from checked_makers import checked_after
-from small_radix import FreedSlots
+from support.caches.invariant_fixtures import checked_after
+from support.caches.small_radix import FreedSlots
 
 from raydix.cache_core import RadixCache
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from queue_operations import queue_operations
-from small_radix import FreedSlots, edges, found, key, lock, row, sizes
+from support.caches.small_radix import FreedSlots, edges, found, key, lock, row, sizes
+from support.faults.count_queue_operations import queue_operations
 
 from raydix.cache_core import EvictResult, RadixCache, SlotError, TokenToKVPoolAllocator
 

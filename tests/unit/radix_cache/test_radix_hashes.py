@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from small_radix import key, row
+from support.caches.small_radix import key, row
 
 from raydix.cache_core import RadixCache, hash_token_ids
 from raydix.cache_core.tree.hashing import namespace_seed

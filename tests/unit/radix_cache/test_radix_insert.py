@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from small_radix import FreedSlots, edges, found, key, row, runs, sizes
+from support.caches.small_radix import FreedSlots, edges, found, key, row, runs, sizes
 
 from raydix.cache_core import InvalidKeyError, RadixCache, RadixKey, StaleNodeError
 

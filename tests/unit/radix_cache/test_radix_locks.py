@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from small_radix import FreedSlots, edges, found, key, lock, row, sizes
+from support.caches.small_radix import FreedSlots, edges, found, key, lock, row, sizes
 
 from raydix.cache_core import LockError, RadixCache, StaleNodeError
 

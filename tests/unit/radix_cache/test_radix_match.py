@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from small_radix import FreedSlots, edges, found, key, row, runs, sizes
+from support.caches.small_radix import FreedSlots, edges, found, key, row, runs, sizes
 
 from raydix.cache_core import BasePrefixCache, EvictResult, InvalidKeyError, RadixCache, RadixKey
 

@@ -1,7 +1,7 @@
 """`RadixCache`: namespaces, and ids of any width, share nothing."""
 
 import pytest
-from small_radix import FreedSlots, edges, found, key, lock, row, sizes
+from support.caches.small_radix import FreedSlots, edges, found, key, lock, row, sizes
 
 from raydix.cache_core import RadixCache
 

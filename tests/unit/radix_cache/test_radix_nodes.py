@@ -5,7 +5,7 @@ from contextlib import redirect_stdout
 from os import devnull
 
 import pytest
-from small_radix import FreedSlots, edges, found, key, lock, row, runs, sizes
+from support.caches.small_radix import FreedSlots, edges, found, key, lock, row, runs, sizes
 
 from raydix.cache_core import RadixCache, RadixKey
 

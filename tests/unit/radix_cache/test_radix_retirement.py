@@ -1,7 +1,7 @@
 """`RadixCache`: a tree emptied, and namespaces that are taken out of it."""
 
 import pytest
-from small_radix import FreedSlots, edges, found, key, lock, row, sizes
+from support.caches.small_radix import FreedSlots, edges, found, key, lock, row, sizes
 
 from raydix.cache_core import EvictResult, RadixCache, RadixKey, StaleNodeError
 from raydix.cache_core.eviction.tenants import Tenant, Tenants

@@ -1,0 +1,227 @@
+"""Pools of layers that differ in kind and shape: a write into a layer's slots changes those bytes and no others.
+
+Then rules of the layout are broken one by one, and the claim must see each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from support.claims.hypothesis_claims import refute, uphold
+
+from raydix.cache_core import KVPool, PoolLayout
+from raydix.cache_core.pool import kv_pool
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+STATE_SHAPES = ((3,), (2, 2))
+MARGIN = 512  # bytes of other memory before and behind the pool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One write: into which layer, how many rows, which, and by what way."""
+
+    layer: int
+    num_rows: int
+    seed: int
+    in_whole_pages: bool
+    by_view: bool
+
+
+@st.composite
+def layouts(draw: Any) -> PoolLayout:
+    """Two KV layers that differ, among others of each kind; page sizes 1, 4 and 16."""
+    dims, page_size = st.integers(1, 9), draw(st.sampled_from([1, 4, 16]))
+    shape_of_a_layer = st.tuples(st.integers(1, 3), dims, dims)
+    first, second = draw(st.lists(shape_of_a_layer, min_size=2, max_size=2, unique=True))
+    kinds = [*draw(st.lists(st.sampled_from(["full", "swa", "state"]), max_size=4)), "full", "swa"]
+    kinds = draw(st.permutations(kinds))
+    pair = [first, second]
+    shapes = [(0, 0, 0) if kind == "state" else pair.pop() if pair else draw(shape_of_a_layer) for kind in kinds]
+    num_pages = st.integers(1, 4)
+    return PoolLayout(
+        num_slots=page_size * draw(num_pages),
+        page_size=page_size,
+        num_layers=len(kinds),
+        num_kv_heads=0,
+        head_dim=0,
+        v_head_dim=0,
+        dtype=draw(st.sampled_from(DTYPES)),
+        layer_kinds=tuple(kinds),
+        num_swa_slots=page_size * draw(num_pages),
+        num_state_slots=draw(st.integers(1, 3)),
+        state_shapes=STATE_SHAPES,
+        kv_shapes=tuple(shapes),
+    )
+
+
+some_steps = st.lists(
+    st.builds(Step, st.integers(0, 5), st.integers(1, 40), st.integers(0, 2**32), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+
+
+def tensors_of(pool: KVPool, layer: int) -> list[torch.Tensor]:
+    """A layer's K and V, or its states."""
+    return list(pool.state(layer)) or [pool.k[layer], pool.v[layer]]
+
+
+def shapes_of(layout: PoolLayout, layer: int) -> list[tuple[int, ...]]:
+    """The shapes of these tensors, as the documents of a layout say them."""
+    assert layout.layer_kinds is not None and layout.kv_shapes is not None
+    kind, (heads, head_dim, v_head_dim) = layout.layer_kinds[layer], layout.kv_shapes[layer]
+    if kind == "state":
+        return [(layout.num_state_slots + 1, *shape) for shape in STATE_SHAPES]
+    rows = layout.page_size + (layout.num_slots if kind == "full" else layout.num_swa_slots)
+    return [(rows, heads, head_dim), (rows, heads, v_head_dim)]
+
+
+def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """A copy of a tensor, `[rows, bytes]`."""
+    return tensor.contiguous().view(len(tensor), -1).view(torch.uint8).numpy().copy()
+
+
+def random_bits(generator: np.random.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    data = generator.integers(0, 256, prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def choose_rows(generator: np.random.Generator, num_rows: int, page_size: int, step: Step) -> torch.Tensor:
+    """Return distinct rows in any order, or whole pages of them."""
+    unit = page_size if step.in_whole_pages and num_rows % page_size == 0 else 1
+    starts = generator.permutation(num_rows // unit)[: max(1, step.num_rows // unit)] * unit
+    return torch.from_numpy((starts[:, None] + np.arange(unit)).ravel())
+
+
+def write(pool: KVPool, layer: int, rows: torch.Tensor, values: list[torch.Tensor], by_view: bool) -> None:
+    """Write into a layer by `write`, or through the tensors that the pool shows."""
+    if not by_view and pool.layout.kind(layer) != "state":
+        pool.write(layer, rows, values[0], values[1])
+        return
+    for tensor, value in zip(tensors_of(pool, layer), values, strict=True):
+        tensor.view(torch.uint8)[rows] = value.view(torch.uint8)
+
+
+def a_write_changes_its_place_alone(layout: PoolLayout, steps: list[Step]) -> None:
+    """Every tensor is kept as a copy of its own, so that two that share bytes are found as one changes the other."""
+    memory = random_bits(np.random.default_rng(0), torch.uint8, layout.num_bytes + 2 * MARGIN)
+    pool = KVPool(layout, storage=memory[MARGIN : MARGIN + layout.num_bytes])
+    layers = range(layout.num_layers)
+    assert [[tuple(each.shape) for each in tensors_of(pool, layer)] for layer in layers] == [
+        shapes_of(layout, layer) for layer in layers
+    ]
+    expected = [[as_bytes(each) for each in tensors_of(pool, layer)] for layer in layers]
+    for step in steps:
+        generator, layer, num_changed = np.random.default_rng(step.seed), step.layer % layout.num_layers, 0
+        shapes, before = shapes_of(layout, layer), memory.clone()
+        rows = choose_rows(generator, shapes[0][0], layout.page_size, step)
+        values = [random_bits(generator, layout.dtype, len(rows), *shape[1:]) for shape in shapes]
+
+        write(pool, layer, rows, values, step.by_view)
+
+        for place, value in zip(expected[layer], values, strict=True):
+            num_changed += int((place[rows.numpy()] != as_bytes(value)).sum())
+            place[rows.numpy()] = as_bytes(value)
+        for other in layers:
+            for tensor, place in zip(tensors_of(pool, other), expected[other], strict=True):
+                assert np.array_equal(as_bytes(tensor), place), (step, other)
+        assert int((memory != before).sum()) == num_changed, step  # nothing between tensors, or around the pool
+        if layout.kind(layer) != "state":
+            for read, value in zip(pool.gather(layer, rows), values, strict=True):
+                assert np.array_equal(as_bytes(read), as_bytes(value)), step
+
+
+def test_a_write_into_layers_that_differ_changes_its_place_alone() -> None:
+    uphold(a_write_changes_its_place_alone, layout=layouts(), steps=some_steps)
+
+
+# ---------------------------------------------------------------- planted faults
+
+FAULTS: list[Fault] = []
+
+
+def breaks(plant: Fault) -> Fault:
+    """Register a fault that the claim must see; its name says what goes wrong."""
+    FAULTS.append(plant)
+    return plant
+
+
+@breaks
+def all_layers_have_the_shape_of_the_first(patch: Patch) -> None:
+    patch.setattr(PoolLayout, "kv_shape", lambda layout, layer: layout.kv_shapes[layout.kv_layers[0]])
+
+
+@breaks
+def values_have_the_dimension_of_keys(patch: Patch) -> None:
+    def kv_shape(layout: PoolLayout, layer: int) -> tuple[int, int, int]:
+        assert layout.kv_shapes is not None
+        heads, head_dim, _ = layout.kv_shapes[layer]
+        return heads, head_dim, head_dim
+
+    patch.setattr(PoolLayout, "kv_shape", kv_shape)
+
+
+@breaks
+def layers_are_as_far_apart_as_if_they_were_alike(patch: Patch) -> None:
+    def views(layout: PoolLayout, storage: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        all_layers = original(layout, storage)
+        first = all_layers[layout.kv_layers[0]][0]
+        for number, layer in enumerate(layout.kv_layers):
+            k, v = all_layers[layer]
+            at = number * kv_pool.aligned(first.nbytes)
+            all_layers[layer] = storage[at : at + k.nbytes].view(layout.dtype).view(k.shape), v
+        return all_layers
+
+    original = PoolLayout.views
+    patch.setattr(PoolLayout, "views", views)
+
+
+@breaks
+def states_begin_within_the_last_layer(patch: Patch) -> None:
+    original = PoolLayout.state_rows
+
+    def state_rows(layout: PoolLayout, storage: torch.Tensor) -> torch.Tensor:
+        rows = original(layout, storage)
+        at = storage.numel() - rows.numel() - kv_pool.aligned(1)
+        return storage[at : at + rows.numel()].view(rows.shape)
+
+    patch.setattr(PoolLayout, "state_rows", state_rows)
+
+
+@breaks
+def window_layers_have_a_row_for_each_slot(patch: Patch) -> None:
+    original = PoolLayout.shapes
+
+    def shapes(layout: PoolLayout, layer: int) -> list[tuple[int, ...]]:
+        return [(layout.num_slots + layout.page_size, *shape[1:]) for shape in original(layout, layer)]
+
+    patch.setattr(PoolLayout, "shapes", shapes)
+
+
+@breaks
+def a_page_is_written_a_row_too_far(patch: Patch) -> None:
+    original = kv_pool.put_rows
+
+    def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, page_size: int) -> None:
+        original(target, (slots + (len(slots) > 1)).clamp(max=len(target) - 1), source, page_size)
+
+    patch.setattr(kv_pool, "put_rows", put_rows)
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_broken_rule_is_seen(plant: Fault, monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+
+    refute(a_write_changes_its_place_alone, layout=layouts(), steps=some_steps)

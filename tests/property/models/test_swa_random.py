@@ -1,0 +1,20 @@
+"""Random traffic: a cache with a sliding window does what pages with a bit each say, operation by operation."""
+
+import pytest
+from support.traffic.swa import run_random_swa_traffic
+
+WINDOWS = {1: (1, 3, 7), 4: (3, 4, 10), 16: (5, 16, 40)}  # smaller than a page (but for 1), a page, and larger
+PAGES_AND_WINDOWS = [(page_size, window) for page_size, windows in WINDOWS.items() for window in windows]
+
+
+@pytest.mark.parametrize(("page_size", "window"), PAGES_AND_WINDOWS)
+def test_3000_random_operations_per_page_size_agree_with_the_reference_model(page_size: int, window: int) -> None:
+    for seed in (0, 3):  # with a pool that moves window halves, and with one that does not
+        run_random_swa_traffic(seed, page_size, window, num_operations=500)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("page_size", "window"), PAGES_AND_WINDOWS)
+def test_100000_random_operations_per_page_size_agree_with_the_reference_model(page_size: int, window: int) -> None:
+    for seed in range(10, 22):
+        run_random_swa_traffic(seed, page_size, window, num_operations=2_800)

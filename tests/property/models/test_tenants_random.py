@@ -1,0 +1,230 @@
+"""Tenants under random traffic: what each holds, what is refused and what is evicted is what a naive model says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.traffic.tenants import TenantTraffic, make_cache
+
+from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.components.tenant_component import TenantComponent
+from raydix.cache_core.eviction.tenants import Tenant, TenantRetired, Tenants
+from raydix.cache_core.leases import kv_cache
+from raydix.cache_core.leases.lease_allocator import SlotRoom
+from raydix.cache_core.leases.tenant_room import TenantRoom
+from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.tree.tree_node import TreeNode
+
+Patch = pytest.MonkeyPatch
+
+
+def drive(traffic: TenantTraffic, num_steps: int) -> None:
+    for _ in range(num_steps):
+        traffic.step()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_floors_and_caps_hold_whatever_tenants_do(page_size: int, policy: str) -> None:
+    traffic = TenantTraffic(make_cache(page_size, policy), random.Random(page_size))
+
+    drive(traffic, 500)
+
+    assert min(traffic.done["refused by the pool"], traffic.done["refused by a cap"]) > 2, traffic.done
+    assert min(tenant.evicted for tenant in traffic.cache.tenants) > 0
+    assert len(traffic.done) == 14, f"something never happened: {traffic.done}"
+
+
+@pytest.mark.parametrize("short_of", [{"with_states": True}, {"window_pages": 40}, {"window_pages": 15}])
+def test_floors_and_caps_hold_where_windows_and_states_run_short_as_well(short_of: dict[str, Any]) -> None:
+    traffic = TenantTraffic(make_cache(1, "lru", **short_of), random.Random(3))
+
+    drive(traffic, 500)
+
+    assert len(traffic.done) == 14, f"something never happened: {traffic.done}"
+
+
+@pytest.fixture
+def unhurried(monkeypatch: Patch) -> TenantTraffic:
+    """Traffic in which what was retired waits to be reclaimed, while windows run short beside it."""
+    monkeypatch.setattr(kv_cache, "_RECLAIMED_AT_ONCE", 0)
+    cache = make_cache(1, "lru", window_pages=15)
+    return TenantTraffic(cache, random.Random(0), ("quiet", "quiet", None), retiring=2, beside=10)
+
+
+def test_floors_hold_where_what_was_retired_waits_to_be_reclaimed(unhurried: TenantTraffic) -> None:
+    drive(unhurried, 1000)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def floors_are_ignored_in_counting(patch: Patch) -> None:
+    patch.setattr(Tenant, "spare", property(lambda tenant: tenant.evictable))
+
+
+def floors_are_ignored_in_evicting(patch: Patch) -> None:
+    def next_victim(tenants: Tenants) -> Any:
+        heads = (tenant.queue.first() for tenant in tenants)
+        first = min((head for head in heads if head is not None), default=None)
+        return None if first is None else first[2]
+
+    patch.setattr(Tenants, "next_victim", next_victim)
+    patch.setattr(TenantComponent, "may_take", lambda component, leaf: True)
+
+
+def a_leaf_goes_whole_across_a_floor(patch: Patch) -> None:
+    patch.setattr(TenantComponent, "_cut_to_spare", lambda component, leaf: None)
+
+
+def a_floor_keeps_its_own_tenant_out(patch: Patch) -> None:
+    patch.setattr(Tenants, "evictable_for", lambda tenants, caller: sum(tenant.spare for tenant in tenants))
+
+
+def caps_are_ignored(patch: Patch) -> None:
+    patch.setattr(Tenant, "excess", lambda tenant, num_slots: 0)
+
+
+def who_is_at_its_cap_evicts_others(patch: Patch) -> None:
+    def take_pages(room: TenantRoom, num_pages: int) -> Any:
+        starts = SlotRoom.take_pages(room, num_pages)
+        assert room.tenants.caller is not None
+        room.tenants.caller.private += len(starts) * room._page_size
+        return starts
+
+    patch.setattr(TenantRoom, "take_pages", take_pages)
+
+
+def victims_are_chosen_by_tenant_before_rank(patch: Patch) -> None:
+    def next_victim(tenants: Tenants) -> Any:
+        for tenant in tenants:
+            if tenant is tenants.caller or tenant.held - tenant.dead > tenant.floor:
+                if (head := tenant.queue.first()) is not None:
+                    return head[2]
+        return None
+
+    patch.setattr(Tenants, "next_victim", next_victim)
+
+
+def what_is_evicted_goes_on_counting(patch: Patch) -> None:
+    def remove(component: TenantComponent, leaf: Any, victims: Any) -> None:
+        component._cut_to_spare(leaf)
+        FullComponent._remove(component, leaf, victims)
+
+    patch.setattr(TenantComponent, "_remove", remove)
+
+
+def locks_are_not_counted(patch: Patch) -> None:
+    patch.setattr(TenantComponent, "lock", FullComponent.lock)
+
+
+def a_retired_namespace_is_kept_by_its_floor(patch: Patch) -> None:
+    def add(retired: TenantRetired, top: Any) -> None:
+        retired._tenants.of_node(top).retired.add(top)
+
+    patch.setattr(TenantRetired, "add", add)
+
+
+def duplicates_stay_private(patch: Patch) -> None:
+    def note_published(room: TenantRoom, starts: Any, duplicates: Any) -> None:
+        SlotRoom.note_published(room, starts, duplicates)
+        room._give_up(starts[len(duplicates) :])
+
+    patch.setattr(TenantRoom, "note_published", note_published)
+
+
+def what_leases_held_goes_on_counting(patch: Patch) -> None:
+    patch.setattr(TenantRoom, "free_private", SlotRoom.free_private)
+
+
+def withheld_slots_are_not_counted(patch: Patch) -> None:
+    quarantine = TenantTraffic.vanish
+
+    def vanish(traffic: TenantTraffic) -> None:
+        quarantine(traffic)
+        for lease in traffic.cache.quarantine:
+            traffic.cache.tenants.of(lease.key.extra_key).private -= len(lease.private_starts)
+
+    patch.setattr(TenantTraffic, "vanish", vanish)
+
+
+def who_was_refused_is_served_for_ever(patch: Patch) -> None:
+    refuse = TenantRoom._refuse_beyond_cap
+
+    def refuse_and_stay(room: TenantRoom, needed: int) -> None:
+        served, room.tenants.serving = room.tenants.caller, lambda extra_key: _Stay(room.tenants, served)  # type: ignore[method-assign,assignment]
+        refuse(room, needed)
+
+    patch.setattr(TenantRoom, "_refuse_beyond_cap", refuse_and_stay)
+
+
+class _Stay:
+    def __init__(self, tenants: Tenants, caller: Tenant | None) -> None:
+        tenants.caller = caller
+        self.caller = caller
+
+    def __enter__(self) -> Tenant | None:
+        return self.caller
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def a_state_takes_a_leaf_below_the_floor(patch: Patch) -> None:
+    evict_aux = TreeCache._evict_aux
+
+    def evict_aux_from_all(tree: TreeCache, victims: Any, goals: Any) -> None:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(TenantComponent, "may_take", lambda component, leaf: True)
+            evict_aux(tree, victims, goals)
+
+    patch.setattr(TreeCache, "_evict_aux", evict_aux_from_all)
+
+
+FAULTS: list[Callable[[Patch], None]] = [
+    floors_are_ignored_in_counting,
+    floors_are_ignored_in_evicting,
+    a_leaf_goes_whole_across_a_floor,
+    a_floor_keeps_its_own_tenant_out,
+    caps_are_ignored,
+    who_is_at_its_cap_evicts_others,
+    victims_are_chosen_by_tenant_before_rank,
+    what_is_evicted_goes_on_counting,
+    locks_are_not_counted,
+    a_retired_namespace_is_kept_by_its_floor,
+    duplicates_stay_private,
+    what_leases_held_goes_on_counting,
+    withheld_slots_are_not_counted,
+    who_was_refused_is_served_for_ever,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    traffic = TenantTraffic(make_cache(1, "lru"), random.Random(1))
+
+    with pytest.raises(AssertionError):
+        drive(traffic, 500)
+
+
+def test_a_state_must_not_take_a_leaf_below_a_floor(monkeypatch: Patch) -> None:
+    a_state_takes_a_leaf_below_the_floor(monkeypatch)
+    traffic = TenantTraffic(make_cache(1, "lru", with_states=True), random.Random(3))
+
+    with pytest.raises(AssertionError, match="fell below its floor"):
+        drive(traffic, 500)
+
+
+def test_what_was_retired_must_not_count_for_a_floor(unhurried: TenantTraffic, monkeypatch: Patch) -> None:
+    def may_take(component: TenantComponent, leaf: TreeNode) -> bool:
+        tenant = component._tenants.of_node(leaf)
+        return tenant is component._tenants.caller or not leaf.space.live or tenant.held - len(leaf) >= tenant.floor
+
+    monkeypatch.setattr(TenantComponent, "may_take", may_take)
+
+    with pytest.raises(AssertionError, match="fell below its floor"):
+        drive(unhurried, 1000)

@@ -1,0 +1,396 @@
+"""The `raydix` command on a real cluster: each command does its work, as text and as JSON, and fails with advice."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import ray
+from rich.console import Console
+from support.processes.command_line import run, run_json
+
+from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cache_async
+from raydix.actors.cli.app import COMMANDS
+from raydix.actors.cli.failures import failure_of
+from raydix.actors.cli.start import _report
+from raydix.cache_core.kernels import CORE
+from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, LeaseConfig, ModelFingerprint, PoolConfig
+
+pytestmark = pytest.mark.ray
+
+PROMPT = list(range(1, 21))
+
+
+@pytest.fixture
+def namespace(ray_cluster: None) -> Iterator[str]:
+    """A namespace of its own, left without caches."""
+    name = f"command-{uuid4().hex[:8]}"
+    yield name
+    run("stop", "--all", "--namespace", name)
+
+
+@pytest.fixture(scope="module")
+async def busy(ray_cluster: None) -> AsyncIterator[list[str]]:
+    """How commands name a cache that nobody changes: of 64 slots, 16 hold the prompt, and 8 are a lease's."""
+    namespace = f"command-{uuid4().hex[:8]}"
+    leases = LeaseConfig(session_ttl_s=600)  # no test runs the loop on which the client beats
+    config = CacheConfig(page_size=8, pool=PoolConfig(num_slots=64, device="cpu"), leases=leases)
+    cache = await start_cache_async(config, name="kv-0", namespace=namespace)
+    async with PrefixCacheClient(cache, owner="a worker") as client:
+        async with await client.acquire(PROMPT) as lease:
+            await lease.insert(PROMPT)
+        held = await client.acquire([7] * 8)
+        yield ["kv-0", "--namespace", namespace]
+        await held.release()
+    await asyncio.to_thread(shutdown_cache, cache)
+
+
+# ---------------------------------------------------------------- every command
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_says_what_it_does_and_takes_json(command: str) -> None:
+    text = run(command, "--help").stdout
+
+    assert "Usage: " in text
+    assert "--json" in text
+
+
+def test_help_lists_every_command_with_a_line_about_it() -> None:
+    text = run("--help").stdout
+
+    assert [command for command in COMMANDS if f"│ {command} " not in text] == []
+
+
+def test_the_version_is_that_of_the_package_and_says_whether_the_core_is_compiled() -> None:
+    assert run("--version").stdout == f"raydix {version('raydix')} (core: {CORE})\n"
+
+
+# ---------------------------------------------------------------- start and stop
+
+
+def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace: str, tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("name: chat\npage_size: 8\npool: {num_slots: 64}\n")
+    where = ["--namespace", namespace]
+
+    (started,) = run_json("start", "-c", file, "--set", "pool.num_slots=128", *where)
+    (again,) = run_json("start", "-c", file, "--set", "pool.num_slots=128", *where)
+
+    assert (started["name"], started["num_slots"], started["device"]) == ("chat-0", 128, "cpu")
+    assert (started["reused"], again["reused"]) == (False, True)
+    assert again["epoch"] == started["epoch"]
+    mismatch = run_json("start", "-c", file, *where, exit_code=1)["error"]
+    assert mismatch["type"] == "ConfigMismatch"
+    assert "raydix stop NAME" in mismatch["advice"]
+    assert run_json("stop", "chat-0", *where) == [{"name": "chat-0", "answered": True, "leases_cut_short": 0}]
+    assert run_json("list", *where) == []
+
+
+def test_what_is_described_starts_a_cache_of_the_same_configuration(namespace: str, tmp_path: Path) -> None:
+    file, where = tmp_path / "cache.yaml", ["--namespace", namespace]
+    options = ("page_size=8", "pool.num_slots=128", "ghost={}", "eviction.low_watermark=0.25", "fingerprint=1e5")
+    run("start", "--name", "chat", *(part for each in options for part in ("--set", each)), *where)
+
+    file.write_text(run("describe", "chat-0", *where).stdout)
+    (same,) = run_json("start", "-c", file, *where)
+    (other,) = run_json("start", "-c", file, "--name", "other", *where)
+
+    assert (same["name"], same["reused"], other["name"], other["reused"]) == ("chat-0", True, "other-0", False)
+    first, second = (run_json("describe", name, *where) for name in ("chat-0", "other-0"))
+    assert first["digest"] == second["digest"] == CacheConfig.model_validate(first["config"]).digest()
+    assert first["config"]["leases"]["max_waiters"] == 1024
+    assert "max_waiters" not in file.read_text()
+    mismatch = run("start", "-c", file, "--set", "page_size=16", *where, exit_code=1).stderr
+    assert "page_size is 8, not 16" in mismatch
+
+
+def test_a_description_names_the_base_model_that_is_bound(namespace: str) -> None:
+    where = ["--namespace", namespace]
+    run("start", "--set", "pool.num_slots=64", *where)
+    assert "\n# base model: none is bound\n" in run("describe", "kv-0", *where).stdout
+    assert run_json("describe", "kv-0", *where)["model_fingerprint"] == ""
+    fingerprint = ModelFingerprint(fields={"model_type": "llama"}, weights="0")
+
+    with PrefixCacheClient(connect("kv-0", namespace=namespace)).sync as cache:
+        cache.bind_model(fingerprint)
+
+    assert f"\n# base model: {fingerprint}\n" in run("describe", "kv-0", *where).stdout
+    assert run_json("describe", "kv-0", *where)["model_fingerprint"] == str(fingerprint)
+
+
+def test_the_eviction_task_of_a_fresh_cache_is_said_to_start_with_the_first_session(namespace: str) -> None:
+    run("start", "--set", "pool.num_slots=64", "--namespace", namespace)
+
+    task = run_json("stats", "kv-0", "--namespace", namespace)["eviction_task"]
+
+    assert (task["enabled"], task["started"], task["alive"]) == (True, False, False)
+    assert "task starts with the first session, 0 rounds" in run("stats", "kv-0", "--namespace", namespace).stdout
+
+
+def test_a_cache_that_was_asked_for_nothing_has_no_hit_rate(namespace: str, tmp_path: Path) -> None:
+    run("start", "--set", "pool.num_slots=64", "--namespace", namespace)
+    page = tmp_path / "page.html"
+
+    assert " - of tokens, 0 of 0 requests" in run("stats", "kv-0", "--namespace", namespace).stdout
+    (row,) = [line.split() for line in run("list", "--namespace", namespace).stdout.splitlines() if "kv-0" in line]
+    assert row[6] == "-"
+    assert "hit rate - of 0 prompt tokens" in run("report", "kv-0", "--namespace", namespace, "-o", page).stdout
+    assert "<dt>hit rate</dt><dd>-</dd>" in page.read_text(encoding="utf-8")
+
+
+def test_start_says_how_to_connect_and_what_it_says_works(namespace: str) -> None:
+    text = run("start", "--count", 2, "--set", "pool.num_slots=64", "--namespace", namespace).stdout
+
+    assert f'PrefixCacheClient(connect("kv-0", namespace="{namespace}"))' in text
+    assert "raydix stop kv-0 kv-1" in text
+    assert connect("kv-1", namespace=namespace) is not None
+    assert [row["name"] for row in run_json("list", "--namespace", namespace)] == ["kv-0", "kv-1"]
+    stopped = run("stop", "--all", "--namespace", namespace).stdout
+    assert stopped == "kv-0: stopped\nkv-1: stopped\n"
+
+
+@pytest.mark.parametrize(("device", "options"), [("cpu", "(scheduling"), ("cuda", "(num_gpus=0.9, scheduling")])
+def test_start_says_that_a_worker_beside_a_gpu_pool_takes_its_share(device: str, options: str) -> None:
+    facts = {"name": "kv-0", "device": device, "node_id": "n", "num_slots": 64, "num_bytes": 64, "reused": False}
+    console = Console(record=True, width=200, file=io.StringIO())
+
+    console.print(_report([facts], "raydix"))
+
+    assert f"Worker.options{options}_strategy=beside(" in console.export_text()
+
+
+async def test_stop_drains_for_as_long_as_it_is_told_and_says_what_was_cut_short(namespace: str) -> None:
+    where = ["--namespace", namespace]
+    await asyncio.to_thread(run, "start", "--set", "pool.num_slots=64", *where)
+    client = PrefixCacheClient(connect("kv-0", namespace=namespace))
+    lease = await client.acquire([1, 2, 3])
+
+    stopped = await asyncio.to_thread(run, "stop", "kv-0", "--drain", 0.1, *where)
+
+    assert stopped.stdout == "kv-0: stopped, 1 open leases were cut short\n"
+    await lease.release()
+    await client.close()
+
+
+async def test_all_that_are_stopped_drain_at_once(namespace: str) -> None:
+    where = ["--namespace", namespace]
+    await asyncio.to_thread(run, "start", "--count", 2, "--set", "pool.num_slots=64", *where)
+    first, second = (PrefixCacheClient(connect(name, namespace=namespace)) for name in ("kv-0", "kv-1"))
+    held = await first.acquire([1, 2, 3])
+    await (await second.acquire([1, 2, 3])).release()
+    stopping = asyncio.create_task(asyncio.to_thread(run, "stop", "--all", "--drain", 500, *where))
+
+    async def until_refused() -> None:
+        while True:
+            await (await second.acquire([1, 2, 3])).release()
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(CacheUnavailable):
+        await asyncio.wait_for(until_refused(), 300)
+    assert not stopping.done()
+    await held.release()
+    assert (await stopping).stdout == "kv-0: stopped\nkv-1: stopped\n"
+    await first.close()
+    await second.close()
+
+
+def test_stop_wants_names_or_all(namespace: str) -> None:
+    assert "give --all" in run("stop", "--namespace", namespace, exit_code=2).stderr
+    assert "give --all" in run("stop", "kv-0", "--all", "--namespace", namespace, exit_code=2).stderr
+
+
+# ---------------------------------------------------------------- looking
+
+
+def test_list_tells_what_each_cache_is_and_how_full(busy: list[str]) -> None:
+    (row,) = run_json("list", *busy[1:])
+
+    assert (row["name"], row["state"], row["kind"], row["page_size"]) == ("kv-0", "ready", "radix", 8)
+    assert (row["num_slots"], row["free_slots"], row["open_leases"], row["hit_rate"]) == (64, 40, 1, 0.0)
+    text = run("list", *busy[1:]).stdout
+    assert "kv-0" in text
+    assert "38%" in text
+
+
+def test_stats_are_those_of_the_cache(busy: list[str]) -> None:
+    stats = run_json("stats", *busy)
+
+    assert (stats["num_slots"], stats["free_slots"], stats["private_slots"], stats["tree_slots"]) == (64, 40, 8, 16)
+    assert stats["used_fraction"] == pytest.approx(24 / 64)
+    assert (stats["high_watermark"], stats["low_watermark"]) == (0.9, 0.8)
+    assert stats["loop_lag_ms"] >= 0
+    text = run("stats", *busy).stdout
+    assert "37.5% of 64 slots in use; eviction above 90%, down to 80%" in text
+    assert "40 free, 8 private, 16 cached (0 locked), 0 quarantined" in text
+    assert [(each["owner"], each["leases"], each["slots"]) for each in stats["owners"]] == [("a worker", 1, 8)]
+    assert re.search(r"leases +1 open, the oldest \d+ s old; 0 wait for room", text)
+    assert re.search(r"a worker: 1 leases, 8 slots, up to \d+ s", text)
+
+
+def test_watched_stats_go_on_a_document_a_line(busy: list[str]) -> None:
+    watch = ("stats", *busy, "--watch", "--rounds", 3, "--interval", 0.1)
+
+    documents = [json.loads(line) for line in run(*watch, "--json").stdout.splitlines()]
+
+    assert [each["free_slots"] for each in documents] == [40, 40, 40]
+    assert "37.5% of 64 slots in use" in run(*watch).stdout
+
+
+def test_explain_reads_a_list_an_array_or_stdin(busy: list[str], tmp_path: Path) -> None:
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    np.save(tmp_path / "prompt.npy", np.array(PROMPT))
+    files = [tmp_path / "prompt.json", tmp_path / "prompt.npy"]
+
+    answers = [run_json("explain", *busy, "--tokens", file) for file in files]
+    answers.append(run_json("explain", *busy, "--tokens", "-", stdin=json.dumps(PROMPT)))
+
+    assert [(each["prefix_len"], each["reason"]) for each in answers] == [(16, "page_alignment")] * 3
+    elsewhere = run("explain", *busy, "--tokens", files[0], "--lora-id", "other").stdout
+    assert elsewhere == "0 of 20 tokens hit: what follows is there, but in another namespace\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[1, 2", "Expecting ',' delimiter"),
+        ('{"ids": [1]}', "not a list of token ids"),
+        ("[1, -2]", "negative"),
+        ("[]", "at least one token id"),
+    ],
+)
+def test_explain_says_what_is_wrong_with_the_tokens(busy: list[str], text: str, complaint: str) -> None:
+    exit_code = 2 if text in ("[1, 2", '{"ids": [1]}') else 1
+
+    assert complaint in run("explain", *busy, "--tokens", "-", stdin=text, exit_code=exit_code).stderr
+
+
+def test_tree_draws_what_is_cached(busy: list[str]) -> None:
+    namespace, node = run_json("tree", *busy)["branches"]
+
+    assert (namespace["num_tokens_below"], namespace["num_nodes"], namespace["is_whole"]) == (16, 2, True)
+    assert (node["parent"], node["num_tokens"], node["tokens"]) == (0, 16, list(range(1, 9)))
+    top, below, line = run("tree", *busy).stdout.splitlines()
+    assert (top, below) == ("kv-0: 1 namespaces", "└── no namespace: 16 tokens in 1 nodes")
+    assert re.fullmatch(r"    └── 16 tokens, 0 hits, last used \S+ (s|min) ago  \[1 2 3 4 ...\]", line)
+    assert run("tree", *busy, "--depth", 0).stdout.splitlines()[-1] == "    └── 1 more"
+
+
+def test_check_verifies_a_live_cache(busy: list[str]) -> None:
+    assert run_json("check", *busy)["ok"] is True
+    assert run("check", *busy).stdout.startswith("kv-0: every rule holds, verified in ")
+
+
+def test_check_tells_of_a_broken_rule(busy: list[str]) -> None:
+    name, _, namespace = busy
+    cache = connect(name, namespace=namespace)
+
+    def change_held(num_pages: int) -> None:
+        def change(actor: Any) -> None:
+            actor._host.service.core.room.private_pages += num_pages
+
+        ray.get(cache.__ray_call__.remote(change))
+
+    change_held(1)
+    result = run("check", *busy, exit_code=1)
+    change_held(-1)
+
+    assert result.stderr.startswith("error: a rule of the cache is broken: rule ")
+    assert run_json("check", *busy)["ok"] is True
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_a_cache_that_is_not_there_is_an_error_that_names_those_that_are(busy: list[str]) -> None:
+    _, *where = busy
+    for command in ("stats", "check", "stop"):
+        result = run(command, "kv-9", *where, exit_code=3)
+        assert f"error: no cache named 'kv-9' runs in namespace {where[1]!r}; there: kv-0\n" in result.stderr
+        assert result.stdout == ""
+    error = run_json("stats", "kv-9", *where, exit_code=3)["error"]
+    assert error["type"] == "CommandError"
+    elsewhere = run("stats", "kv-0", "--namespace", "nowhere", exit_code=3).stderr
+    assert f"there: none\n  try: --namespace, as there is kv-0 in {where[1]}" in elsewhere
+
+
+def test_an_error_out_of_a_group_of_tasks_is_told_as_if_there_were_no_group() -> None:
+    error = InvalidRequest("a prompt needs at least one token id")
+
+    failure = failure_of(ExceptionGroup("tasks", [ExceptionGroup("tasks", [error])]))
+
+    assert failure == failure_of(error)
+    assert failure_of(ExceptionGroup("tasks", [error, error])) is None
+
+
+def test_wrong_settings_are_told_before_anything_is_asked_of_ray(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("page_size: 8\npol: {num_slots: 64}\n")
+
+    result = run("start", "-c", file, exit_code=2)
+
+    assert f"error: {file}, line 2: pol: no such key\n  try: pool?" in result.stderr
+
+
+def test_a_cache_that_cannot_be_started_is_a_failure_and_not_a_cache_that_is_not_there(namespace: str) -> None:
+    too_large = [f"pool.{field}={1_000_000}" for field in ("num_slots", "num_layers", "num_kv_heads", "head_dim")]
+
+    result = run(
+        "start", *(word for option in too_large for word in ("--set", option)), "--namespace", namespace, exit_code=1
+    )
+
+    assert "lower PoolConfig.num_slots" in result.stderr
+    assert "raydix list" not in result.stderr
+    assert run_json("list", "--namespace", namespace) == []
+
+
+def command(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "raydix.actors.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+        check=False,
+    )
+
+
+def test_a_file_whose_values_are_none_is_told_of_in_json(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("pool: {num_slots: 64}\nfingerprint: 2024-13-45\n")
+
+    error = run_json("start", "-c", file, exit_code=2)["error"]
+
+    assert (error["type"], error["advice"]) == ("SettingsError", "quote it, if it is a text")
+    assert error["message"] == f"{file}, line 2: no YAML value: month must be in 1..12"
+
+
+def test_a_process_of_its_own_finds_the_cluster_and_prints_json_alone(busy: list[str]) -> None:
+    address = ray.get_runtime_context().gcs_address
+
+    done = command("stats", *busy, "--json", RAY_ADDRESS=address)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["free_slots"] == 40
+
+
+def test_where_no_cluster_answers_the_command_says_so_soon() -> None:
+    done = command("list", "--address", "127.0.0.1:1")
+
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert "error: no Ray cluster answers at 127.0.0.1:1: " in done.stderr
+    assert "try: " in done.stderr
+    assert command("list", "--address", "nonsense").returncode == 2

@@ -1,0 +1,239 @@
+"""`raydix replay` counts exactly on a trace made by hand, compares side by side, and gives the published rates."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import ray
+from support.models.sample_trace import EVICTED, PROMPT_TOKENS, PROMPTS, REUSED, write_trace
+from support.processes.command_line import run, run_json
+
+from raydix.actors.replay import index_config, replay
+from raydix.actors.trace import TracedRequest, TraceError, read_trace
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path)
+
+
+@pytest.mark.parametrize("where", [pytest.param([], id="here"), pytest.param(["--ray"], marks=pytest.mark.ray)])
+def test_a_trace_made_by_hand_gives_exact_counts(where: list[str], trace: Path, request: pytest.FixtureRequest) -> None:
+    if where:
+        request.getfixturevalue("ray_cluster")
+
+    (row,) = run_json("replay", trace, "--capacity", 4 * 512, *where)
+
+    assert (row["requests"], row["prompt_tokens"], row["too_large"]) == (8, PROMPT_TOKENS, 1)
+    assert (row["reused_tokens"], row["evicted_tokens"]) == (REUSED, EVICTED)
+    assert row["hit_rate_percent"] == pytest.approx(100 * REUSED / PROMPT_TOKENS)
+
+
+def test_a_run_tells_what_twice_the_capacity_would_have_hit(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, [(512, [1]), (512, [2]), (512, [1]), (512, [2])])
+
+    (row,) = run_json("replay", trace, "--capacity", 512, "--ghost")
+    text = run("replay", trace, "--capacity", 512, "--ghost").stdout
+
+    assert (row["reused_tokens"], row["ghost"]["tokens_requested"]) == (0, 2048)
+    assert "512 tokens: twice as many would give about +50.0 points, 50.0 %" in " ".join(text.split())
+
+
+@pytest.mark.ray
+async def test_a_replay_that_is_broken_off_leaves_no_cache_behind(
+    trace: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr("raydix.actors.deploy.shutdown_cache", lambda cache: ended.append(cache) or ray.kill(cache))
+
+    def broken_off(done: int) -> None:
+        if done:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        await replay(read_trace(trace), index_config(2048), on_ray=True, progress=broken_off)
+
+    assert len(ended) == 1
+
+
+def test_requests_that_can_never_fit_are_named_first_and_count_as_misses(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, [*PROMPTS, PROMPTS[-1]])
+
+    (row,) = run_json("replay", trace, "--capacity", 2048, "--ghost")
+    text = " ".join(run("replay", trace, "--capacity", 2048, "--ghost").stdout.split())
+
+    tokens, too_large = PROMPT_TOKENS + PROMPTS[-1][0], 2 * PROMPTS[-1][0]
+    assert (row["too_large"], row["prompt_tokens"], row["ghost"]["tokens_requested"]) == (2, tokens, tokens)
+    assert row["hit_rate_percent"] == pytest.approx(100 * REUSED / tokens)
+    assert text.startswith(
+        f"2 requests, {100 * too_large / tokens:.1f} % of the prompt tokens, can never fit in 2,048 slots and count as "
+        "misses; the largest needs a capacity of 2,560 "
+    )
+    (twice,) = run_json("replay", trace, "--capacity", 4096)
+    assert twice["reused_tokens"] > REUSED + 512  # the last prompt finds itself
+    estimate = dict(zip(row["ghost"]["num_slots"], row["ghost"]["hit_rates"], strict=True))[4096]
+    assert 100 * estimate == pytest.approx(twice["hit_rate_percent"])
+
+
+def test_a_trace_of_smaller_blocks_has_tokens_of_its_own_for_each() -> None:
+    def tokens(block_size: int, ids: list[int]) -> np.ndarray:
+        length = block_size * len(ids)
+        fields = {"timestamp": 0, "input_length": length, "output_length": 0, "hash_ids": ids}
+        return TracedRequest(**fields, block_size=block_size).tokens().reshape(len(ids), block_size)
+
+    for block_size in (1, 3, 16, 512):
+        ids = [0, 1, 1 + 2**55, 1 + 2**63, 2**64 - 1]
+        rows = tokens(block_size, [*ids, 1])
+        assert rows[1].tolist() == rows[-1].tolist()
+        assert len({row.tobytes() for row in rows}) == len(ids)
+
+
+def test_ids_of_64_bits_stand_for_tokens_of_their_own() -> None:
+    ids = [1, 1 + 2**55, 1 + 2**63, 2**64 - 1]
+
+    tokens = TracedRequest(timestamp=0, input_length=512 * 4, output_length=0, hash_ids=ids).tokens().reshape(4, 512)
+
+    assert len({row.tobytes() for row in tokens}) == 4
+
+
+def test_every_combination_stands_in_the_table_side_by_side(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, [(600, [1, 9]), (512, [2]), (512, [1]), (512, [3]), (600, [1, 9])])
+    sweep = ("--capacity", 1024, "--capacity", 4096, "--policy", "lru", "--policy", "mru", "--page-size", 512)
+
+    rows = run_json("replay", trace, *sweep, "--page-size", 64)
+    text = run("replay", trace, *sweep).stdout
+
+    wanted = [(c, policy, page) for c in (1024, 4096) for policy in ("lru", "mru") for page in (512, 64)]
+    assert [(row["capacity"], row["policy"], row["page_size"]) for row in rows] == wanted
+    reused = {each: row["reused_tokens"] for each, row in zip(wanted, rows, strict=True)}
+    assert reused[1024, "lru", 512] == 1024  # 2 has to go
+    assert reused[1024, "mru", 512] == 512  # 1 has to go, used last
+    assert reused[4096, "lru", 64] == 1024 + 64  # of the partial block, too
+    printed = [line.split()[:3] for line in text.splitlines() if "512" in line]
+    assert printed == [
+        ["1,024", "lru", "512"],
+        ["1,024", "mru", "512"],
+        ["4,096", "lru", "512"],
+        ["4,096", "mru", "512"],
+    ]
+
+
+def test_a_limit_and_a_plot(trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "rates.png"
+
+    rows = run_json("replay", trace, "--limit", 3, "--capacity", 2048, "--capacity", 4096, "--plot", picture)
+
+    assert [(row["capacity"], row["requests"], row["evicted_tokens"]) for row in rows] == [(2048, 3, 512), (4096, 3, 0)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_names_every_replay_in_one_capacity_as_bars_and_in_several_as_lines(trace: Path, tmp_path: Path) -> None:
+    policies = ("--policy", "lru", "--policy", "mru")
+    bars, lines = tmp_path / "bars.svg", tmp_path / "lines.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        run("replay", trace, "--capacity", 2048, *policies, "--plot", bars)
+        run("replay", trace, "--capacity", 2048, "--capacity", 4096, *policies, "--plot", lines)
+
+    for picture, title in ((bars, "Hit rate of 2,048 tokens"), (lines, "Hit rate against capacity")):
+        text = picture.read_text()
+        assert [name in text for name in (title, "2,048 tokens, lru, pages of 512", "2,048 tokens, mru")] == [True] * 3
+
+
+def test_background_eviction_can_be_switched_on(trace: Path) -> None:
+    (row,) = run_json("replay", trace, "--capacity", 2048, "--high-watermark", 0.5)
+
+    assert row["evicted_tokens"] > EVICTED
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--capacity", 1000), "a capacity of 1000 tokens is no multiple of the page, 512\n  try: --capacity 512"),
+        (("--capacity", 2048, "--policy", "lur"), "policy: Input should be 'lru', 'lfu'"),
+        (("--capacity", 2048, "--plot", "rates.nope"), "rates.nope: Format 'nope' is not supported"),
+        (("--capacity", 2048, "--plot", "no/rates.png"), "no/rates.png: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_with_what_to_do_before_the_work(
+    trace: Path, options: tuple[object, ...], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raydix.actors.cli.replay._replay_all", lambda *_: pytest.fail("it was replayed"))
+
+    assert f"error: {complaint}" in run("replay", trace, *options, exit_code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 2: Invalid JSON"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1}', "line 2: hash_ids: Field required"),
+        ('{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}', "line 2: input_length: "),
+        ('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [4]}', "600 tokens need 2 hash ids"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-4]}', "must not be negative"),
+        (
+            f'{{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [{2**65}]}}',
+            "line 2: .*ids must be below",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [4], "block_size": 16}',
+            "line 2: block_size is 16, but 512 on the lines before",
+        ),
+    ],
+)
+def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [4]}\n' + line)
+
+    with pytest.raises(TraceError, match=complaint):
+        read_trace(path)
+    assert re.search(complaint, run("replay", path, exit_code=2).stderr)
+
+
+@pytest.mark.parametrize(
+    "time", ["1e400", "Infinity", "-Infinity", "NaN", "-1", "1e300", "9" * 400, '"5"', "true", "null"]
+)
+def test_what_is_no_time_is_refused_with_its_line(tmp_path: Path, time: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        f'{{"timestamp": {each}, "input_length": 5, "output_length": 1, "hash_ids": [4]}}\n' for each in ("0", time)
+    ]
+    path.write_text("".join(rows))
+
+    for command in ("replay", "report"):
+        assert f"error: {path}, line 2: timestamp: Input should be " in run(command, path, exit_code=2).stderr
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("none", "No such file"), ("empty", "no requests in it")])
+def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, name: str, complaint: str) -> None:
+    (tmp_path / "empty").touch()
+
+    assert complaint in run("replay", tmp_path / name, exit_code=2).stderr
+
+
+def test_equal_ids_are_equal_blocks_and_other_ids_other_blocks() -> None:
+    def tokens(length: int, ids: list[int]) -> np.ndarray:
+        return TracedRequest(timestamp=0, input_length=length, output_length=0, hash_ids=ids).tokens()
+
+    one, other = tokens(1024, [182_789, 3]), tokens(700, [3, 182_789])
+
+    assert one.dtype == np.uint32
+    assert one[512:].tolist() == other[:512].tolist()
+    assert one[:188].tolist() == other[512:].tolist()
+    assert len(np.unique(one)) == 1024
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.trace
+def test_the_conversation_trace_gives_the_rates_of_a_whole_page_lru() -> None:
+    """An independent simulation of whole pages of 512 and least-recently-used leaves gave these rates."""
+    capacities = ("--capacity", 1_024_000, "--capacity", 4_096_000, "--capacity", 16_384_000)
+
+    rows = run_json("replay", os.environ["RAYDIX_TRACE"], *capacities)
+
+    assert [row["requests"] for row in rows] == [12_031] * 3
+    assert [row["hit_rate_percent"] for row in rows] == [pytest.approx(rate, abs=0.3) for rate in (5.6, 18.8, 34.4)]

@@ -1,0 +1,40 @@
+"""Caches one on each GPU, their workers beside them, and the GPUs given back."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raydix.actors import shutdown_cache, start_cache
+from raydix.actors.placement import beside, group_name
+from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
+
+TWO_GPUS = Path(__file__).parents[2] / "support/processes/two_gpu_cluster.py"
+
+
+@pytest.mark.ray
+def test_each_gpu_gets_a_cache_that_its_workers_share_and_is_free_when_that_is_stopped() -> None:
+    done = subprocess.run([sys.executable, str(TWO_GPUS)], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all as it should be" in done.stdout.splitlines()
+
+
+def test_names_of_two_namespaces_do_not_meet() -> None:
+    assert group_name("kv-0", "a") != group_name("kv-0", "b")
+
+
+@pytest.mark.ray
+def test_nobody_is_put_beside_a_cache_that_has_ended_or_does_not_answer(ray_cluster: None) -> None:
+    cache = start_cache(CacheConfig(pool=PoolConfig(num_slots=64)))
+    try:
+        assert isinstance(beside(cache), NodeAffinitySchedulingStrategy)
+        with pytest.raises(CacheUnavailable, match="does not answer"):
+            beside(cache, timeout_s=0)
+    finally:
+        shutdown_cache(cache)
+
+    with pytest.raises(CacheUnavailable):
+        beside(cache)

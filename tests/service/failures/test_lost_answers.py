@@ -1,0 +1,329 @@
+"""Answers that are lost, or overtake each other: afterwards a client knows what the cache knows, or says that it does
+not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
+from typing import Any
+
+import pytest
+from support.caches.cache_in_process import HandleInProcess
+
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
+from raydix.actors.client.prefix_cache_client import client_session
+from raydix.actors.transport.transport import ray_transport
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, PoolConfig
+
+PROMPT = [1, 2, 3, 4]
+
+
+class Unsteady(HandleInProcess):
+    """A handle one of whose methods gets no answer, or gets it late."""
+
+    def __init__(self, cache: LocalPrefixCache) -> None:
+        super().__init__(cache, Random(0))
+        self.lost: set[str] = set()  # methods
+        self.held_back: dict[str, asyncio.Event] = {}  # the next answer of a method waits for it
+
+    def __getattr__(self, method: str) -> Any:
+        answering = super().__getattr__(method)
+        if method in self.lost or method in self.held_back:
+            return _Unsteady(answering, lambda: self.held_back.pop(method, None))
+        return answering
+
+
+class _Unsteady:
+    def __init__(self, method: Any, take_held_back: Callable[[], asyncio.Event | None]) -> None:
+        self._method = method
+        self._take_held_back = take_held_back
+
+    def remote(self, *arguments: Any) -> Awaitable[Any]:
+        """Call, and be answered late or not at all."""
+        return self._answered(self._method.remote(*arguments), self._take_held_back())
+
+    @staticmethod
+    async def _answered(answering: Awaitable[Any], held_back: asyncio.Event | None) -> Any:
+        answer = await answering
+        if held_back is None:
+            raise CacheUnavailable("the answer was lost")
+        await held_back.wait()
+        return answer
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[LocalPrefixCache]:
+    pool = PoolConfig(num_slots=32, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu")
+    config = CacheConfig(pool=pool, sliding_window_size=2, leases=LeaseConfig(session_ttl_s=0.3))
+    async with LocalPrefixCache(config) as cache:
+        yield cache
+
+
+@pytest.fixture
+async def handle(cache: LocalPrefixCache) -> Unsteady:
+    return Unsteady(cache)
+
+
+@pytest.fixture
+async def client(handle: Unsteady) -> AsyncIterator[PrefixCacheClient]:
+    async with PrefixCacheClient(handle) as client:
+        yield client
+
+
+async def overtaken(client: PrefixCacheClient, cache: LocalPrefixCache, prompt: list[int]) -> Lease:
+    """A lease whose prompt another one has published meanwhile."""
+    lease = await client.acquire(prompt, new_tokens=2)
+    await (await cache.acquire(prompt)).insert(prompt, release=True)
+    return lease
+
+
+async def unanswered(handle: Unsteady, method: str, verb: Awaitable[Any]) -> None:
+    """Have a verb fail, as the answers of a method are lost that it calls."""
+    handle.lost = {method}
+    with pytest.raises(CacheUnavailable):
+        await verb
+    handle.lost.clear()
+
+
+def check_slots(cache: LocalPrefixCache, lease: Lease) -> LeaseRecord:
+    """What the lease's holder knows of its slots is what the cache knows; the cache's record."""
+    core = cache._host.service.core
+    record = core.leases.get(lease.lease_id, lease.transport.session_id)
+    assert lease.slots.tolist() == record.starts.tolist()
+    assert lease.swa_slots.tolist() == core.swa_starts(record).tolist()
+    return record
+
+
+def check_known(cache: LocalPrefixCache, lease: Lease) -> None:
+    record = check_slots(cache, lease)
+    assert lease.published_len == cache._host.service.core.published_len(record)
+
+
+# ---------------------------------------------------------------- inserts
+
+
+async def test_after_an_insert_that_was_not_answered_another_tells_of_both(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    before = lease.slots.tolist()
+    await unanswered(handle, "execute", lease.insert(PROMPT))
+
+    response = await lease.insert([*PROMPT, 5])
+
+    assert (response.prefix_len, response.num_inserted, response.num_duplicates) == (4, 1, 0)
+    assert lease.slots.tolist() != before
+    check_known(cache, lease)
+    assert len(await lease.extend(2)) == 2
+
+
+async def test_slots_that_may_be_others_by_now_are_not_given(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    await unanswered(handle, "execute", lease.insert(PROMPT))
+
+    for look in (lambda: lease.slots, lambda: lease.swa_slots):
+        with pytest.raises(CacheUnavailable, match="was not answered: insert again, or abort it"):
+            look()
+    await lease.insert(PROMPT)
+    check_known(cache, lease)
+
+
+async def test_a_growth_tells_of_the_slots_of_an_insert_that_was_not_answered(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    await unanswered(handle, "execute", lease.insert(PROMPT))
+
+    assert len(await lease.extend(2)) == 2
+
+    check_slots(cache, lease)
+    assert (lease.published_len, (await lease.insert(PROMPT)).num_inserted) == (0, 0)
+    check_known(cache, lease)
+
+
+async def test_a_growth_asked_for_before_an_insert_was_lost_tells_of_its_slots(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    handle.lost = {"execute"}
+    inserting = asyncio.create_task(lease.insert(PROMPT))
+    await asyncio.sleep(0)
+    client._transport._pump(asyncio.get_running_loop())  # the insert is on its way
+    handle.lost.clear()
+    growing = asyncio.create_task(lease.extend(2))
+    with pytest.raises(CacheUnavailable):
+        await inserting
+
+    await growing
+
+    check_slots(cache, lease)
+
+
+async def test_an_insert_answered_while_a_growth_stood_in_line_is_not_undone_by_it(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    late = handle.held_back["wait"] = asyncio.Event()
+    async with await cache.lock(PROMPT), await cache.acquire([7] * 22):
+        growing = asyncio.create_task(lease.extend(4))
+        while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend stands in line then
+            await asyncio.sleep(0)
+    while cache._host.service.line._by_ticket:  # noqa: ASYNC110 -- it is served, and its answer is on its way then
+        await asyncio.sleep(0)
+
+    await lease.insert(PROMPT)
+    late.set()
+    await growing
+
+    check_known(cache, lease)
+
+
+async def test_an_insert_that_was_refused_leaves_no_doubt(cache: LocalPrefixCache, client: PrefixCacheClient) -> None:
+    lease = await client.acquire(PROMPT)
+    await cache.reset()
+
+    assert (await lease.insert(PROMPT)).retired
+
+    check_known(cache, lease)
+
+
+async def test_of_two_inserts_the_answer_to_the_first_may_come_last(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await overtaken(client, cache, PROMPT)
+    late = handle.held_back["execute"] = asyncio.Event()
+    first = asyncio.create_task(lease.insert(PROMPT[:2]))
+    while handle.held_back:  # noqa: ASYNC110 -- the first is on its way then
+        await asyncio.sleep(0)
+
+    await lease.insert(PROMPT)
+    check_known(cache, lease)
+    late.set()
+    await first
+
+    check_known(cache, lease)
+
+
+async def test_a_window_given_up_while_the_lease_stood_in_line_stays_given_up(cache: LocalPrefixCache) -> None:
+    lease = await cache.acquire(PROMPT)
+    other = await cache.acquire([7] * 28)
+    growing = asyncio.create_task(lease.extend(2))
+    while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend stands in line then
+        await asyncio.sleep(0)
+
+    await other.release()  # it has room now; its coroutine has not gone on yet
+    await lease.release_window(4)
+    await growing
+
+    assert lease.swa_slots[:2].tolist() == [0, 0]
+    check_known(cache, lease)
+    await lease.release()
+
+
+async def test_a_window_whose_release_was_not_answered_is_not_given_until_another_answer_tells_of_it(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    lease = await client.acquire([*PROMPT, 5, 6])
+    for heal in (lambda: lease.release_window(5), lambda: lease.extend(1), lambda: lease.insert(PROMPT)):
+        await unanswered(handle, "execute", lease.release_window(5))
+
+        assert len(lease.slots) == len(lease)  # they are as they were
+        with pytest.raises(CacheUnavailable, match=r"release_window of lease .* was not answered"):
+            lease.swa_slots  # noqa: B018
+        await heal()
+        check_slots(cache, lease)
+
+
+async def test_an_adoption_that_was_lost_with_its_undoing_does_not_end_one_made_anew(
+    cache: LocalPrefixCache, handle: Unsteady, client: PrefixCacheClient
+) -> None:
+    grant = await (await cache.acquire(PROMPT)).grant()
+    handle.loss = 1.0
+    with pytest.raises(CacheUnavailable):
+        await client.adopt(grant)
+    while client._compensations:  # noqa: ASYNC110 -- what was to undo it is lost, too
+        await asyncio.sleep(0)
+    handle.loss = 0.0
+
+    lease = await client.adopt(grant)
+    async with asyncio.timeout(20):
+        while client._owed or client._compensations:  # noqa: ASYNC110 -- until the next beat
+            await asyncio.sleep(0.01)
+
+    assert (await lease.insert(PROMPT)).num_inserted == 4
+
+
+# ---------------------------------------------------------------- sessions
+
+
+async def test_a_client_whose_opening_was_not_answered_may_come_back_after_any_time(
+    cache: LocalPrefixCache, handle: Unsteady
+) -> None:
+    client = PrefixCacheClient(handle)
+    await unanswered(handle, "open_session", client.match(PROMPT))
+    async with asyncio.timeout(60):
+        while cache._host.service.stats().open_sessions > 1:  # noqa: ASYNC110 -- the one that it does not know of
+            await asyncio.sleep(0.01)
+
+    assert (await client.match(PROMPT)).prefix_len == 0
+
+    await client.close()
+
+
+async def test_a_client_whose_opening_is_not_answered_can_be_closed(
+    handle: Unsteady, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_session, "_OPENING_S", 0.05)
+    client = PrefixCacheClient(handle)
+    handle.held_back["open_session"] = asyncio.Event()
+    asked = asyncio.create_task(client.match(PROMPT))
+    await asyncio.sleep(0)
+
+    async with asyncio.timeout(20):
+        await client.close()
+        with pytest.raises(CacheUnavailable, match=r"has not answered for 0\.05 s"):
+            await asked
+
+
+async def test_a_session_whose_last_requests_are_not_answered_is_closed_all_the_same(
+    cache: LocalPrefixCache, handle: Unsteady, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_transport, "_CLOSE_S", 0.02)
+    client = PrefixCacheClient(handle)
+    await client.acquire(PROMPT)
+    handle.held_back["execute"] = asyncio.Event()
+    asked = asyncio.create_task(client.match(PROMPT))
+    await asyncio.sleep(0)
+
+    await client.close()
+    with pytest.raises(CacheUnavailable, match=r"has not answered for 0\.02 s"):
+        await asked
+    async with asyncio.timeout(20):
+        while (stats := await cache.stats()).open_sessions > 1:  # noqa: ASYNC110 -- the call is on its way
+            await asyncio.sleep(0)
+
+    assert (stats.expired_sessions, stats.quarantined_slots, stats.free_slots) == (0, 0, 32)
+
+
+async def test_what_an_opening_failed_with_is_not_told_to_whoever_comes_later(
+    cache: LocalPrefixCache, handle: Unsteady
+) -> None:
+    client = PrefixCacheClient(handle)
+    handle.lost = {"open_session"}
+    first = asyncio.create_task(client.match(PROMPT))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait((first,))
+    opening = client._opening
+    assert opening is not None
+    await asyncio.wait((opening,))  # it has failed then, and nobody was left to hear of it
+    handle.lost.clear()
+
+    assert (await client.match(PROMPT)).prefix_len == 0
+
+    await client.close()

@@ -1,0 +1,183 @@
+"""What Prometheus scrapes of a running cache is complete, and agrees with `stats()`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import urllib.request
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import ray
+from support.processes.command_line import run, run_json
+
+from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache_async
+from raydix.actors.metrics.dashboard import dashboard
+from raydix.actors.metrics.table import METRICS, markdown
+from raydix.schemas import (
+    CacheConfig,
+    CacheStats,
+    CacheUnavailable,
+    GhostConfig,
+    Histogram,
+    LeaseConfig,
+    MetricsConfig,
+    PoolConfig,
+    PoolExhausted,
+    TooLarge,
+)
+
+POOL = PoolConfig(num_slots=64, device="cpu")
+DOCUMENT = Path(__file__).parents[3] / "examples" / "metrics.md"
+Labels = frozenset[tuple[str, str]]
+PASSING = {
+    f"raydix_{name}"
+    for name in ("uptime_seconds", "loop_lag_seconds", "oldest_lease_seconds", "batches_total", "requests_total")
+} | {f"raydix_batch_size_{part}" for part in ("bucket", "sum", "count")}
+
+
+def expected(stats: CacheStats) -> dict[tuple[str, Labels], float]:
+    """What is exported of a cache: gauges, and counters that have counted."""
+    return {
+        (metric.exported_name, frozenset(labels)): value
+        for metric in METRICS
+        for labels, value in metric.read(stats)
+        if metric.kind == "gauge" or value
+    }
+
+
+def scraped(cache: str) -> dict[tuple[str, Labels], float]:
+    """What Prometheus would read of one cache, and check of it."""
+    parser = importlib.import_module("prometheus_client.parser")
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    with urllib.request.urlopen(url, timeout=100) as page:
+        families = list(parser.text_string_to_metric_families(page.read().decode()))
+    kinds = {metric.exported_name.removesuffix("_total"): metric for metric in METRICS}
+    found: dict[tuple[str, Labels], float] = {}
+    for family in families:
+        metric = kinds.get(family.name.removesuffix("_total"))
+        for sample in family.samples if metric is not None else ():
+            if metric is not None and sample.labels.get("cache") == cache:
+                assert (family.type, family.documentation) == (metric.kind, metric.meaning)
+                own = frozenset((name, sample.labels[name]) for name in metric.labels)
+                assert (sample.name, own) not in found
+                found[sample.name, own] = sample.value
+    return found
+
+
+@pytest.mark.ray
+async def test_what_is_scraped_is_what_stats_tell(ray_cluster: None) -> None:
+    for module in ("opencensus", "opentelemetry.sdk", "prometheus_client"):
+        pytest.importorskip(
+            module, reason="needs Ray's metrics: .venv/bin/pip install -c constraints.txt -e '.[metrics]'"
+        )
+    config = CacheConfig(
+        page_size=8,
+        pool=POOL,
+        ghost=GhostConfig(),
+        metrics=MetricsConfig(interval_s=0.1),
+        leases=LeaseConfig(session_ttl_s=600),
+    )
+    name = f"metered-{uuid4().hex[:8]}"
+    cache = await start_cache_async(config, name=name)
+    async with PrefixCacheClient(cache) as client:
+        same = [await client.acquire([1] * 16) for _ in range(2)]
+        for lease in same:
+            await lease.insert([1] * 16, release=True)
+        await client.match([1] * 16)
+        held = await client.acquire([1] * 16, new_tokens=8)
+        with pytest.raises(PoolExhausted):
+            await client.acquire([2] * 56, timeout_s=0)
+        await (await client.acquire([3] * 8)).insert([3] * 8, release=True)
+        await client.evict(8)
+        stats = await client.stats()
+
+        wanted = expected(stats)
+        settled = {key for key in wanted if key[0].removeprefix("ray_") not in PASSING}
+        found: dict[tuple[str, Labels], float] = {}
+        async with asyncio.timeout(300):  # Ray exports now and then
+            while not all(found.get(key) == wanted[key] for key in settled):
+                await asyncio.sleep(0.5)
+                found = await asyncio.to_thread(scraped, name)
+
+        assert found.keys() == wanted.keys()
+        assert (stats.tokens_duplicate, stats.tokens_reused, stats.tokens_evicted, stats.exhausted) == (16, 16, 8, 1)
+        assert found["ray_raydix_slots", frozenset({("pool", "kv"), ("use", "protected")})] == 16
+        await held.release()
+    await asyncio.to_thread(shutdown_cache, cache)
+
+
+@pytest.mark.ray
+async def test_without_what_ray_needs_the_cache_says_what_to_install(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raydix.actors.metrics import publisher
+
+    monkeypatch.setattr(publisher, "_NEEDED", ("json", "no_such_module", "no_such.module"))
+
+    with pytest.raises(CacheUnavailable, match=r"without no_such_module, no_such\.module: pip install"):
+        publisher.MetricsPublisher(lambda: pytest.fail("nothing is published"), "kv-0", 1.0)
+
+
+def test_every_metric_stands_in_the_document() -> None:
+    assert markdown() in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
+    derived = {"num_slots", "tree_slots"}  # sums of others
+    texts = {"epoch", "core", "last_restart_cause", "model_fingerprint"}
+    others = texts | {"swa", "state", "ghost", "eviction_task", "owners", "tenants", "refusals", "too_large"}
+    histograms = {"acquire_latency", "wait_time", "batch_size"}
+    read = {name for name in CacheStats.model_fields if name not in derived | others | histograms}
+    values = {name: float(place + 1) for place, name in enumerate(sorted(read))}
+    task = dict.fromkeys(("rounds", "slices", "tokens_evicted", "failures"), 0)
+    stats = CacheStats.model_construct(
+        **values,
+        eviction_task=type("Task", (), {**task, "alive": True, "longest_slice_ms": 0.0}),
+        swa=None,
+        state=None,
+        ghost=None,
+        owners=(),
+        tenants=(),
+        too_large=TooLarge(),
+        num_slots=0,
+        **{
+            name: Histogram(bounds=(0.5, 2.0), counts=(1, 2, 3), sum=1000.0 + place, count=6)
+            for place, name in enumerate(sorted(histograms))
+        },
+    )
+
+    seen = {value for metric in METRICS for _, value in metric.read(stats)}
+
+    expected_values = {value / 1000 if name == "loop_lag_ms" else value for name, value in values.items()}
+    assert expected_values <= seen
+    buckets = next(metric for metric in METRICS if metric.name == "raydix_wait_seconds_bucket")
+    assert {labels[0][1]: value for labels, value in buckets.read(stats)} == {"0.5": 1, "2": 3, "+Inf": 6}
+    assert {1000.0, 1001.0, 1002.0, 6.0} <= seen
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are_and_for_all_of_them() -> None:
+    made = dashboard()
+    names = {metric.exported_name for metric in METRICS}
+    queries = [target["expr"] for panel in made["panels"] for target in panel["targets"]]
+
+    asked = {name for query in queries for name in re.findall(r"ray_raydix_\w+", query)}
+
+    assert asked == names
+    assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in made["panels"]]
+    assert len(set(places)) == len(places)
+    assert all(query.count("(") == query.count(")") for query in queries)
+
+
+def test_the_command_writes_the_dashboard(tmp_path: Path) -> None:
+    out = tmp_path / "raydix.json"
+
+    told = run_json("dashboard", "-o", out)
+
+    assert told == {"path": str(out)}
+    assert json.loads(out.read_text(encoding="utf-8")) == dashboard() == json.loads(run("dashboard").stdout)

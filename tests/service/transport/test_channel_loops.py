@@ -1,0 +1,70 @@
+"""Channels work whatever event loop client and cache run on: Ray puts actors on uvloop where that is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+from support.caches.cache_under_test import small_config
+from support.processes.fresh_process import run_fresh
+
+from raydix.actors import LocalPrefixCache
+from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.transport.transport import batch_codec
+from raydix.actors.transport.unix_socket import Channel
+from raydix.schemas import Batch, BatchResponse, OpenSession, StatsRequest
+
+uvloop = pytest.importorskip("uvloop")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
+
+# An actor on one loop, a client on another: what a user sees of it is how fast it is.
+CLIENT = """
+import asyncio, ray, uvloop
+from raydix.actors import PrefixCacheClient, start_cache
+from raydix.schemas import CacheConfig, PoolConfig
+
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+cache = start_cache(CacheConfig(pool=PoolConfig(num_slots=64, device="cpu")))
+
+async def main():
+    async with PrefixCacheClient(cache) as client:
+        lease = await client.acquire([1, 2, 3])
+        await lease.insert([1, 2, 3], release=True)
+        found = await client.match([1, 2, 3])
+        return found.prefix_len, client._transport._channel is not None and client._transport._channel.is_open
+
+for run in (asyncio.run, uvloop.run):
+    print(*run(main()))
+"""
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_batch_is_answered_on_every_loop(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def ask() -> object:
+        async with LocalPrefixCache(small_config()) as cache:
+            service = cache._host.service
+            server = ChannelServer(service)
+            service.open_session(OpenSession(session_id="s", owner="test"))
+            channel = await Channel.open(await server.address(), cache)
+            assert channel is not None, "it cannot connect"
+            batch = Batch(session_id="s", epoch=service.epoch, requests=(StatsRequest(),), seq=1, after=0)
+            told: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+            channel.ask(1, batch_codec.pack(batch), lambda answer: told.set_result(batch_codec.unpack(answer)))
+            answer = await asyncio.wait_for(told, 30)
+            channel.close()
+            server.close()
+            return answer
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert isinstance(runner.run(ask()), BatchResponse)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("actors_on_uvloop", ["0", "1"])
+def test_client_and_cache_may_run_on_different_loops(actors_on_uvloop: str) -> None:
+    done = run_fresh(CLIENT, RAY_USE_UVLOOP=actors_on_uvloop, PYTHONPATH=os.pathsep.join(sys.path))
+
+    assert done.stdout.splitlines().count("3 True") == 2, done.stdout + done.stderr

@@ -1,0 +1,85 @@
+"""A cache's calls made by hand: what a client would send, and what it would never send."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import chain
+from typing import Any, NamedTuple
+
+from support.caches.cache_under_test import CacheUnderTest
+
+from raydix.actors import Lease, LocalPrefixCache
+from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.transport.ray_calls import call
+from raydix.actors.transport.transport import batch_codec
+from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
+
+COUNTED_ANYWAY = {
+    *("batches", "requests", "probes", "open_sessions", "loop_lag_ms", "owners", "uptime_s"),
+    *("exhausted", "refusals", "too_large", "tokens_requested", "tokens_refused"),
+    *("batch_size", "acquire_latency", "waited", "wait_time"),
+}
+
+
+class Scene(NamedTuple):
+    """A cache of eight slots with two cached tokens, [5, 6], and a lease that holds them and one slot more."""
+
+    cache: CacheUnderTest
+    client: CacheVerbs
+    lease: Lease
+
+
+async def counts(client: CacheVerbs) -> dict[str, Any]:
+    """All that `stats` tells but what counts refused requests, too."""
+    return (await client.stats()).model_dump(exclude=COUNTED_ANYWAY)
+
+
+class Wire:
+    """The calls of a client's session; what they bring is pickled on its way to a local cache, too."""
+
+    def __init__(self, cache: CacheUnderTest, sender: CacheVerbs | None = None) -> None:
+        self._cache = cache.cache
+        sender = sender or cache.client
+        self.session = {"session_id": sender._session_id, "epoch": sender._epoch}
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The cache's answer; a batch goes packed."""
+        if method == "execute":
+            packed = [
+                batch_codec.in_parts(batch_codec.pack(each)) if isinstance(each, Message) else [each]
+                for each in arguments
+            ]
+            return batch_codec.unpack(await self._call("execute", *chain.from_iterable(packed)))
+        return await self._call(method, *arguments)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if not isinstance(self._cache, LocalPrefixCache):
+            return await call(getattr(self._cache, method), *arguments)
+        host, arrived = self._cache._host, pickle.loads(pickle.dumps(arguments))
+        match method:
+            case "execute":
+                return await host.service.execute_packed(*arrived)
+            case "read_kv" | "write_kv":
+                return getattr(host, method)(*arrived)
+            case "shutdown":
+                return await host.service.drain(*arrived)
+            case "open_session" | "close_session":
+                return getattr(host.service, method)(*arrived)
+        return await getattr(host.service, method)(*arrived)
+
+    def batch(self, *requests: Any, **changed: Any) -> Batch:
+        """A batch of whatever requests, with whatever fields."""
+        return Batch.model_construct(**self.session | {"requests": requests, "seq": 0, "after": 0} | changed)
+
+    async def execute(self, *requests: Any, **changed: Any) -> tuple[Any, ...]:
+        responses: tuple[Any, ...] = (await self.call("execute", self.batch(*requests, **changed))).responses
+        return responses
+
+    async def wait(self, ticket: int, **changed: Any) -> Any:
+        return await self.call("wait", WaitRequest(**self.session | {"ticket": ticket} | changed))
+
+    async def read_kv(self, lease_id: str, slots: Any) -> Any:
+        return await self.call("read_kv", ReadKV.model_construct(**self.session, lease_id=lease_id, slots=slots))
+
+    async def write_kv(self, lease_id: str, slots: Any, k: Any, v: Any) -> None:
+        await self.call("write_kv", WriteKV.model_construct(**self.session, lease_id=lease_id, slots=slots, k=k, v=v))

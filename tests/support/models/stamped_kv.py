@@ -1,0 +1,81 @@
+"""KV and states that tell which tokens they were computed from: what a model would leave in the pool, made up.
+
+The KV of a token depends on all tokens up to it, as a model's does, on the layer, and on the namespace (another
+adapter computes other KV). So whoever reads a slot can tell whether it is the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+from support.caches.cache_kinds import NUM_LAYERS
+from support.caches.cache_under_test import CacheUnderTest
+
+from raydix.actors import AttachedPool, Lease
+
+
+def stamps(tokens: Sequence[int], salt: str = "") -> list[int]:
+    """A number for each token that depends on all tokens up to it; exact in float32."""
+    digest, row = crc32(salt.encode()), []
+    for token in tokens:
+        digest = crc32(token.to_bytes(8, "little"), digest)
+        row.append(digest % 2**20)
+    return row
+
+
+def stamped_kv(tokens: Sequence[int], salt: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of each token in each layer, `[num_layers, n, 1, 2]` and `[num_layers, n, 1, 1]`."""
+    row = torch.tensor(stamps(tokens, salt), dtype=torch.float32)
+    layers = torch.stack([row + layer for layer in range(NUM_LAYERS)])
+    return torch.stack((layers, -layers), -1)[:, :, None, :], (layers + 0.5)[:, :, None, None]
+
+
+def stamped_state(tokens: Sequence[int], salt: str = "") -> list[torch.Tensor]:
+    """The state after these tokens, in the shapes of kind "mamba"; zeros before the first."""
+    last = float(stamps(tokens, salt)[-1]) if tokens else 0.0
+    return [torch.full((3,), last), torch.full((2, 2), -last)]
+
+
+async def compute(
+    cache: CacheUnderTest, pool: AttachedPool, lease: Lease, tokens: Sequence[int], start: int, salt: str = ""
+) -> None:
+    """Do what a model would: write the KV of `tokens[start:]` into the lease's slots, and its state after the last.
+
+    Into the mapped tensors if the pool is mapped, by copying otherwise.
+    """
+    k, v = stamped_kv(tokens, salt)
+    stop = len(tokens)
+    if not pool.mapped:
+        await pool.write_kv(lease, lease.slots[start:stop], k[:, start:], v[:, start:])
+        return
+    for layer, kind in enumerate(cache.kind.layer_kinds):
+        if kind == "state":
+            for tensor, value in zip(pool.state(layer), stamped_state(tokens, salt), strict=True):
+                tensor[lease.state_slot] = value
+        else:
+            rows = (lease.slots if kind == "full" else lease.swa_slots)[start:stop]
+            held = rows > 0 if kind == "swa" else slice(None)  # a window may have moved on
+            pool.write(layer, rows[held], k[layer, start:][held], v[layer, start:][held])
+
+
+async def check_kv(
+    cache: CacheUnderTest, pool: AttachedPool, lease: Lease, tokens: Sequence[int], salt: str = ""
+) -> None:
+    """The KV in the lease's slots is that of these tokens, bit for bit, in every layer that keeps it."""
+    k, v = stamped_kv(tokens, salt)
+    read_k, read_v = await pool.read_kv(lease, lease.slots[: len(tokens)])
+    for layer, kind in enumerate(cache.kind.layer_kinds):
+        if kind != "state":
+            held = lease.swa_slots[: len(tokens)] > 0 if kind == "swa" else slice(None)
+            assert torch.equal(read_k[layer][held], k[layer][held]), f"K of layer {layer}"
+            assert torch.equal(read_v[layer][held], v[layer][held]), f"V of layer {layer}"
+
+
+def check_state(cache: CacheUnderTest, pool: AttachedPool, lease: Lease, tokens: Sequence[int], salt: str = "") -> None:
+    """The lease's own state is the one after these tokens; nothing to see where there are no states."""
+    for layer, kind in enumerate(cache.kind.layer_kinds):
+        if kind == "state":
+            for tensor, value in zip(pool.state(layer), stamped_state(tokens, salt), strict=True):
+                assert torch.equal(tensor[lease.state_slot], value), f"the state of layer {layer}"

@@ -1,0 +1,391 @@
+"""The transformers cache over pool slots gives attention exactly what a `DynamicCache` gives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from support.models.tiny_llama import LLAMA, continuation, random_llama, random_prompt
+from support.models.tiny_models import FALCON_H1, GEMMA_3, MISTRAL, QWEN3_NEXT, WINDOW, random_model
+from support.models.tiny_models import continuation as continuation_of
+from support.processes.fresh_process import run_fresh
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
+
+from raydix.actors.huggingface.copied_cache import CopiedCache
+from raydix.actors.huggingface.layer_mapping import KVShape, ModelLayers, PoolLayers, StateTensor
+from raydix.actors.huggingface.measure import measure
+from raydix.actors.huggingface.model_config import cache_config_for, pool_config_for
+from raydix.actors.huggingface.pool_shape import PoolShape
+from raydix.actors.huggingface.pooled_cache import PooledCache
+from raydix.actors.transport.pool_memory import layout_of
+from raydix.cache_core import KVPool
+from raydix.cache_core.pool.kv_pool import PoolLayout
+from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_ROWS = 64
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return random_llama()
+
+
+@pytest.fixture
+def pool() -> KVPool:
+    return KVPool(PoolLayout(NUM_ROWS - 1, 1, 3, 2, 8, 8, torch.float32))
+
+
+@pytest.fixture
+def slots() -> torch.Tensor:
+    """Slots for 40 tokens, all over the pool."""
+    return torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(1))[:40]
+
+
+@torch.inference_mode()
+def run(model: LlamaForCausalLM, tokens: list[int], cache: object) -> torch.Tensor:
+    return model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 29])
+def test_a_prefix_in_the_pool_gives_the_logits_of_a_dynamic_cache_cut_there(
+    model: LlamaForCausalLM, pool: KVPool, slots: torch.Tensor, cut: int
+) -> None:
+    prompt = random_prompt(30)
+    expected, generated = continuation(model, prompt, cut, num_new=8)
+    run(model, prompt[:cut], PooledCache(pool, slots, 0))
+
+    cache = PooledCache(pool, slots, cut)
+    logits = [run(model, prompt[cut:], cache)]
+    logits += [run(model, [token], cache) for token in generated[:-1]]
+
+    assert torch.equal(torch.cat(logits), expected)
+
+
+def test_the_comparison_notices_one_wrong_slot(model: LlamaForCausalLM, pool: KVPool, slots: torch.Tensor) -> None:
+    prompt = random_prompt(30)
+    expected, _ = continuation(model, prompt, 16, num_new=1)
+    run(model, prompt[:16], PooledCache(pool, slots, 0))
+    pool.v[1][slots[5]] += 1e-3
+
+    assert not torch.equal(run(model, prompt[16:], PooledCache(pool, slots, 16)), expected)
+
+
+def test_attention_gets_contiguous_tensors_equal_to_those_of_a_dynamic_cache(pool: KVPool, slots: torch.Tensor) -> None:
+    pooled, dynamic = PooledCache(pool, slots, 0), DynamicCache(config=LLAMA)
+    for num_new in (7, 1, 3):
+        k, v = torch.randn(2, 1, num_new, 2, 8).transpose(2, 3)
+
+        for ours, own in zip(pooled.update(k, v, 0), dynamic.update(k, v, 0), strict=True):
+            assert torch.equal(ours, own)
+            assert ours.is_contiguous()
+
+
+def test_only_the_slots_of_the_new_tokens_are_written(
+    model: LlamaForCausalLM, pool: KVPool, slots: torch.Tensor
+) -> None:
+    run(model, random_prompt(10), PooledCache(pool, slots, 0))
+    before = pool.storage.clone()
+    run(model, random_prompt(6, seed=2), PooledCache(pool, slots, 10))
+
+    was = KVPool(pool.layout, storage=before)
+    changed = [(now != old).any(2).any(1) for now, old in zip(pool.k + pool.v, was.k + was.v, strict=True)]
+
+    expected = torch.zeros(NUM_ROWS, dtype=torch.bool)
+    expected[slots[10:16]] = True
+    assert all(torch.equal(rows, expected) for rows in changed)
+
+
+def test_after_a_repoint_the_kv_is_read_from_the_new_slots(
+    model: LlamaForCausalLM, pool: KVPool, slots: torch.Tensor
+) -> None:
+    prompt = random_prompt(20)
+    expected, _ = continuation(model, prompt, 16, num_new=1)
+    cache = PooledCache(pool, slots, 0)
+    run(model, prompt[:16], cache)
+    free = torch.tensor(sorted(set(range(NUM_ROWS)) - set(slots.tolist())))[:16]
+    pool.write_all(free, *pool.read_all(slots[:16]))
+    pool.write_all(slots[:16], *torch.full((2, 3, 16, 2, 8), torch.nan))  # freed, and another's by now
+
+    cache.repoint(torch.cat((free, slots[16:])))
+
+    assert torch.equal(run(model, prompt[16:], cache), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 3, 8), (1, 2, 41, 8)])
+def test_a_batch_or_more_tokens_than_slots_are_refused_before_anything_is_written(
+    pool: KVPool, slots: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    cache = PooledCache(pool, slots, 0)
+
+    with pytest.raises(ValueError, match="there are slots for 1, 40"):
+        cache.update(torch.ones(shape), torch.ones(shape), 0)
+
+    assert not pool.storage.any()
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("change", [PooledCache.reset, lambda cache: cache.reorder_cache(torch.tensor([0]))])
+def test_what_would_change_shared_kv_is_refused(
+    pool: KVPool, slots: torch.Tensor, change: Callable[[PooledCache], None]
+) -> None:
+    with pytest.raises(NotImplementedError, match="cache"):
+        change(PooledCache(pool, slots, 0))
+
+
+def test_a_copied_cache_gives_back_what_was_computed_once_and_bit_for_bit(
+    model: LlamaForCausalLM, pool: KVPool, slots: torch.Tensor
+) -> None:
+    prompt = random_prompt(24)
+    pooled = PooledCache(pool, slots, 0)
+    parts = [prompt[:10], prompt[10:16], prompt[16:17], prompt[17:]]
+    for part in parts:
+        run(model, part, pooled)
+
+    copied = CopiedCache(LLAMA, CPU)
+    run(model, parts[0], copied)
+    first = copied.take_computed()
+    resumed = CopiedCache(LLAMA, CPU, *first)  # in another process
+    run(model, parts[1], resumed)
+    run(model, parts[2], resumed)
+    second = resumed.take_computed()
+    run(model, parts[3], resumed)
+    third = resumed.take_computed()
+
+    assert [k.shape for k, _ in (first, second, third)] == [(3, 10, 2, 8), (3, 7, 2, 8), (3, 7, 2, 8)]
+    for together, held in zip(
+        (torch.cat(part, 1) for part in zip(first, second, third, strict=True)),
+        pool.read_all(slots[:24]),
+        strict=True,
+    ):
+        assert torch.equal(together, held)
+
+
+# ---------------------------------------------------------------- sliding windows
+
+
+@pytest.mark.parametrize("config", [MISTRAL, GEMMA_3], ids=["mistral", "gemma3"])
+@pytest.mark.parametrize("cut", [1, WINDOW - 1, WINDOW, 2 * WINDOW + 3])
+def test_a_window_is_read_from_its_own_slots_and_nothing_else_is(config: PreTrainedConfig, cut: int) -> None:
+    model, prompt = random_model(config), random_prompt(3 * WINDOW)
+    expected, generated = continuation_of(model, prompt, [cut], num_new=WINDOW + 2)
+    pool = pool_for(cache_config_for(deepcopy(config), 48, num_swa_slots=40, device="cpu"))
+    slots, swa_slots = 1 + torch.randperm(48)[:40], 1 + torch.randperm(40)
+    layers = ModelLayers.of(config)
+    run(model, prompt[:cut], PooledCache(pool, slots, 0, swa_slots=swa_slots[:cut], layers=layers))
+
+    gone = max(0, cut - WINDOW + 1)
+    for layer in range(len(layers.kinds)):
+        if layers.kinds[layer] == "swa":
+            pool.write(layer, swa_slots[:gone], *torch.full((2, gone, 2, 8), torch.nan))
+    live = swa_slots.clone()
+    live[:gone] = 0
+    cache = PooledCache(pool, slots, cut, swa_slots=live, layers=layers)
+    logits = [run(model, prompt[cut:], cache)]
+    logits += [run(model, [token], cache) for token in generated[:-1]]
+
+    assert torch.equal(torch.cat(logits), expected)
+
+
+def test_a_window_with_a_hole_is_refused_before_anything_is_written() -> None:
+    model = random_model(MISTRAL)
+    pool = pool_for(cache_config_for(deepcopy(MISTRAL), 48, device="cpu"))
+    slots = torch.arange(1, 25)
+    live = slots.clone()
+    live[:14] = 0  # the next token attends to those from 13 on
+    cache = PooledCache(pool, slots, 20, swa_slots=live, layers=ModelLayers.of(MISTRAL))
+
+    with pytest.raises(ValueError, match="token 13 is attended to, but the KV of those before 14 is gone"):
+        run(model, [1], cache)
+    assert not pool.storage.any()
+
+    live[13] = 14
+    cache.repoint(slots, live)
+    run(model, [1], cache)
+    assert cache.get_seq_length() == 21
+
+
+@pytest.mark.parametrize("config", [MISTRAL, GEMMA_3], ids=["mistral", "gemma3"])
+def test_a_copied_cache_keeps_what_its_windows_drop_until_it_is_taken(config: PreTrainedConfig) -> None:
+    model, prompt = random_model(config), random_prompt(3 * WINDOW)
+    whole = CopiedCache(config, CPU)
+    run(model, prompt[:20], whole)
+    k, v = whole.take_computed()
+    assert k.shape == (config.num_hidden_layers, 20, 2, 8)
+    swa = [layer for layer, kind in enumerate(ModelLayers.of(config).kinds) if kind == "swa"]
+    k[swa, : 20 - WINDOW], v[swa, : 20 - WINDOW] = torch.nan, torch.nan  # gone from the pool, too
+
+    resumed = CopiedCache(config, CPU, k, v)
+
+    assert torch.equal(run(model, prompt[20:], resumed), continuation_of(model, prompt, [20], 1)[0])
+    assert resumed.take_computed()[0].shape[1] == 4
+
+
+# ---------------------------------------------------------------- states
+
+
+def test_states_are_measured_where_kernels_for_gpus_are_installed(tmp_path: Path) -> None:
+    """They refuse tensors of other devices, and transformers takes them wherever they are."""
+    refuses = "def causal_conv1d_{}(x, *args, **kwargs):\n    raise RuntimeError('Expected x.is_cuda() to be true')\n"
+    (tmp_path / "causal_conv1d").mkdir()
+    (tmp_path / "causal_conv1d" / "__init__.py").write_text(refuses.format("fn") + refuses.format("update"))
+    program = """
+import torch
+from support.models.tiny_models import FALCON_H1, QWEN3_NEXT
+from raydix.actors.huggingface.layer_mapping import ModelLayers
+from raydix.actors.huggingface.measure import measure
+from raydix.actors.huggingface.pool_shape import PoolShape
+for config in (FALCON_H1, QWEN3_NEXT):
+    print([tuple(state) for state in measure(config, ModelLayers.of(config), torch.float32).states])
+"""
+
+    done = run_fresh(program, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+
+    expected = [[tuple(state) for state in states_of(config, torch.float32)] for config in (FALCON_H1, QWEN3_NEXT)]
+    assert done.stdout.splitlines() == [str(states) for states in expected], done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [FALCON_H1, QWEN3_NEXT], ids=["falcon_h1", "qwen3_next"])
+def test_a_state_in_the_pool_keeps_every_bit_in_whatever_dtype_the_pool_is(
+    config: PreTrainedConfig, dtype: str
+) -> None:
+    kept = getattr(torch, dtype)
+    model, prompt = random_model(config).to(kept), random_prompt(24)
+    expected, generated = continuation_of(model, prompt, [9], num_new=6)
+    states = states_of(config, kept)
+    pool = pool_for(cache_config_for(deepcopy(config), 48, num_state_slots=3, dtype=dtype, device="cpu"))
+    slots = 1 + torch.randperm(48)
+    layers = ModelLayers.of(config)
+    first = PooledCache(pool, slots, 0, state_slot=1, layers=layers, states=states)
+    run(model, prompt[:9], first)
+    for layer in range(pool.layout.num_layers):
+        for tensor in pool.state(layer):
+            tensor[3] = tensor[1]  # as a cache hands a state on
+    run(model, prompt[9:], first)  # goes on in its own row
+
+    cache = PooledCache(pool, slots, 9, state_slot=3, layers=layers, states=states)
+    logits = [run(model, prompt[9:], cache)]
+    logits += [run(model, [token], cache) for token in generated[:-1]]
+
+    assert {state.dtype for state in states} == {kept, torch.float32}
+    assert torch.equal(torch.cat(logits), expected)
+
+
+def test_a_layer_with_a_state_needs_a_state_slot() -> None:
+    pool = pool_for(cache_config_for(deepcopy(FALCON_H1), 48, num_state_slots=3, device="cpu"))
+
+    with pytest.raises(ValueError, match="needs a state slot"):
+        PooledCache(pool, torch.arange(1, 9), 0, layers=ModelLayers.of(FALCON_H1))
+
+
+def states_of(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+    return measure(config, ModelLayers.of(config), dtype).states
+
+
+def pool_for(config: CacheConfig) -> KVPool:
+    return KVPool(layout_of(config))
+
+
+# ---------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "window"),
+    [
+        (LLAMA, ("full", "full", "full"), None),
+        (MISTRAL, ("swa", "swa"), WINDOW),
+        (GEMMA_3, ("swa", "full", "swa"), WINDOW),
+        (QWEN3_NEXT, ("state", "state", "state", "full"), None),
+        (FALCON_H1, ("full", "state", "full", "state"), None),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_models_layers_are_mapped_to_the_pools(
+    config: PreTrainedConfig, kinds: tuple[str, ...], window: int | None
+) -> None:
+    layers = ModelLayers.of(config)
+
+    assert (layers.kinds, layers.window, layers.has_states) == (kinds, window, "state" in kinds)
+
+
+def test_a_layer_that_keeps_two_things_uses_two_layers_of_the_pool() -> None:
+    assert ModelLayers.of(FALCON_H1).layers == (PoolLayers(kv=0, state=1), PoolLayers(kv=2, state=3))
+
+
+def test_a_cache_is_configured_from_a_model_without_counting() -> None:
+    gemma = cache_config_for(deepcopy(GEMMA_3), 64, num_swa_slots=32, device="cpu", page_size=4)
+    qwen = cache_config_for(deepcopy(QWEN3_NEXT), 64, num_state_slots=5, dtype="bfloat16", device="cpu")
+    llama = cache_config_for(LLAMA, 64, device="cpu")
+
+    assert (gemma.kind, gemma.sliding_window_size, gemma.page_size) == ("radix", WINDOW, 4)
+    assert (gemma.pool.layer_kinds, gemma.pool.num_swa_slots) == (("swa", "full", "swa"), 32)
+    assert (qwen.kind, qwen.pool.num_state_slots, qwen.sliding_window_size) == ("mamba", 5, None)
+    assert qwen.pool.state_shapes == ((64, 4), (4, 8, 16))  # the second is float32, in two elements each
+    assert llama == CacheConfig(pool=pool_config_for(LLAMA, 64, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers", "message"),
+    [
+        (LLAMA, {"num_swa_slots": 8}, "llama model has no sliding windows"),
+        (LLAMA, {"num_state_slots": 8}, "llama model keeps no recurrent states"),
+        (FALCON_H1, {}, "falcon_h1 model keeps recurrent states: num_state_slots must say how many"),
+    ],
+    ids=["swa", "state", "missing"],
+)
+def test_a_number_that_is_missing_or_for_another_kind_of_model_is_refused(
+    config: PreTrainedConfig, numbers: dict[str, int], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        pool_config_for(deepcopy(config), 64, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("mamba", "keeps no KV"),
+        ("glm_moe_dsa", "layer 0 of this glm_moe_dsa model keeps a DynamicIndexedLayer"),
+        ("recurrent_gemma", "keeps its recurrent states outside the layers of its cache"),
+        ("openai-gpt", "keep no KV in the cache of transformers"),
+    ],
+)
+def test_a_model_that_keeps_what_no_cache_has_a_place_for_is_refused(model_type: str, message: str) -> None:
+    with pytest.raises(ConfigMismatch, match=message):
+        pool_config_for({"model_type": model_type}, 64, num_state_slots=4)
+
+
+def test_a_pool_is_configured_from_a_model_without_counting() -> None:
+    pool = pool_config_for(LLAMA, 640, device="cpu")
+
+    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 3, (KVShape(2, 8, 8),) * 3, "float32")
+    assert (pool.num_slots, pool.device) == (640, "cpu")
+    assert pool_config_for(LLAMA.to_dict(), 640, device="cpu") == pool
+    assert pool_config_for(LLAMA, 640, dtype=torch.bfloat16).dtype == "bfloat16"
+
+
+def test_heads_are_counted_under_the_names_that_older_models_give_them() -> None:
+    pool = pool_config_for({"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2}, 64)
+
+    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 2, (KVShape(4, 12, 12),) * 2, "float32")
+
+
+def test_a_dictionary_without_model_type_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="model_type"):
+        pool_config_for({"hidden_size": 32}, 64)
+
+
+def test_without_transformers_the_error_names_the_extra() -> None:
+    program = "import sys; sys.modules['transformers'] = None; import raydix.actors.transformers_worker"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    assert "ImportError: the transformers worker needs the extra: pip install raydix[transformers]" in done.stderr

@@ -1,0 +1,292 @@
+"""Sessions by an injected clock: who is silent for too long has vanished, and what becomes of its slots."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from uuid import uuid4
+
+import pytest
+from support.caches.clocked_sessions import GRACE_S, TTL_S, Life, Scene
+
+from raydix.actors.transport.process_liveness import ProcessLife, own_life_path
+from raydix.schemas import (
+    CloseSession,
+    InvalidRequest,
+    LeaseExpired,
+    MatchRequest,
+    ReleaseRequest,
+    SessionRef,
+    WaitingResponse,
+    WaitRequest,
+)
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    scene = Scene()
+    scene.open("s")
+    yield scene
+    await scene.service.close()
+    scene.service.core.check_invariants()
+
+
+async def test_a_session_silent_for_its_time_to_live_expires(scene: Scene) -> None:
+    scene.acquire("s", "l")
+
+    scene.wait(TTL_S - 0.1)
+    assert scene.counts == (6, 2, 0)
+    scene.wait(0.1)
+
+    assert scene.counts == (6, 0, 2)
+    stats = scene.service.stats()
+    assert (stats.open_sessions, stats.open_leases, stats.expired_sessions, stats.dead_sessions) == (0, 0, 1, 0)
+    with pytest.raises(LeaseExpired, match="was silent for 10 s"):
+        scene.acquire("s", "m")
+    assert scene.counts == (6, 0, 2)
+
+
+@pytest.mark.parametrize("beat", ["heartbeat", "batch", "open again"])
+async def test_whatever_a_client_says_is_a_sign_of_life(scene: Scene, beat: str) -> None:
+    for _ in range(3):
+        scene.wait(TTL_S - 1)
+        if beat == "heartbeat":
+            scene.service.session("s", "e")
+        elif beat == "batch":
+            scene.execute("s", MatchRequest(tokens=[1]))
+        else:
+            scene.open("s")
+
+    assert scene.service.stats().open_sessions == 1
+
+
+async def test_who_waited_leaves_the_line_and_others_are_served(scene: Scene) -> None:
+    scene.open("t")
+    scene.acquire("s", "l", 8)
+    ticket = scene.acquire("s", "m")
+    assert isinstance(ticket, WaitingResponse)
+    waiting = asyncio.create_task(scene.service.wait(WaitRequest(session_id="s", epoch="e", ticket=ticket.ticket)))
+    await asyncio.sleep(0)
+    other = scene.acquire("t", "n")
+    scene.clock.now += TTL_S / 2
+    scene.service.session("t", "e")
+
+    scene.wait(TTL_S / 2)
+
+    with pytest.raises(LeaseExpired, match="was silent"):
+        await waiting
+    assert scene.service.stats().waiters == 1  # the slots are withheld
+    scene.service.close_session(CloseSession(session_id="s"))
+    assert scene.counts == (6, 2, 0)
+    granted = await scene.service.wait(WaitRequest(session_id="t", epoch="e", ticket=other.ticket))
+    assert granted.lease_id == "n"
+
+
+async def test_quarantine_ends_after_its_grace(scene: Scene) -> None:
+    scene.acquire("s", "l")
+    scene.wait(TTL_S)
+
+    scene.wait(GRACE_S - 1)
+    assert scene.counts == (6, 0, 2)
+    scene.wait(1)
+
+    assert scene.counts == (8, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["closes", "opens another session"])
+async def test_quarantine_ends_when_the_client_comes_back(scene: Scene, how: str) -> None:
+    scene.acquire("s", "l")
+    scene.wait(TTL_S)
+
+    if how == "closes":
+        scene.service.close_session(CloseSession(session_id="s"))
+    else:
+        scene.open("s2", replaces="s")
+
+    assert scene.counts == (8, 0, 0)
+    with pytest.raises(LeaseExpired):
+        scene.acquire("s", "m")
+
+
+async def test_an_expired_session_is_not_opened_again_by_its_id(scene: Scene) -> None:
+    scene.acquire("s", "l")
+    scene.wait(TTL_S)
+
+    with pytest.raises(LeaseExpired):
+        scene.open("s")
+
+    assert scene.counts == (6, 0, 2)
+
+
+async def test_a_session_that_nobody_opened_is_invalid(scene: Scene) -> None:
+    with pytest.raises(InvalidRequest, match="is not open"):
+        scene.acquire("never", "l")
+
+
+async def test_a_late_release_has_no_effect_in_the_next_session(scene: Scene) -> None:
+    scene.acquire("s", "l")
+    scene.wait(TTL_S)
+    scene.open("s2", replaces="s")
+    scene.acquire("s2", "l2")
+
+    scene.execute("s2", ReleaseRequest(lease_id="l"))
+
+    assert scene.counts == (6, 2, 0)
+
+
+# ---------------------------------------------------------------- death
+
+
+async def test_a_process_known_to_have_ended_is_not_waited_for(scene: Scene) -> None:
+    scene.acquire("s", "l")
+    life = scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
+
+    scene.wait(TTL_S)
+    assert scene.counts == (6, 0, 2)  # it lives, and may write
+    life.ended = True
+    scene.wait(0)
+
+    assert scene.counts == (8, 0, 0)
+
+
+async def test_when_its_owner_dies_a_session_ends_at_once(scene: Scene) -> None:
+    scene.acquire("s", "l")
+
+    assert scene.service.keeper.owner_unavailable("s", is_dead=True)
+
+    assert scene.counts == (8, 0, 0)
+    assert (scene.service.stats().dead_sessions, scene.service.stats().expired_sessions) == (1, 0)
+
+
+async def test_slots_are_withheld_while_a_dead_owners_process_lingers(scene: Scene) -> None:
+    scene.acquire("s", "l")
+    life = scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
+
+    assert scene.service.keeper.owner_unavailable("s", is_dead=True)
+    assert scene.counts == (6, 0, 2)
+    assert scene.service.keeper._next_tick - scene.clock.now < 0.1  # it will not be long
+    life.ended = True
+    async with asyncio.timeout(30):
+        while scene.counts != (8, 0, 0):  # noqa: ASYNC110 -- the cache looks again by itself, soon
+            await asyncio.sleep(0.005)
+
+
+async def test_an_owner_out_of_reach_whose_process_lives_keeps_its_session(scene: Scene) -> None:
+    scene.acquire("s", "l")
+    life = scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
+
+    assert not scene.service.keeper.owner_unavailable("s", is_dead=False)
+    assert scene.counts == (6, 2, 0)
+    life.ended = True
+    assert scene.service.keeper.owner_unavailable("s", is_dead=False)
+
+    assert scene.counts == (8, 0, 0)
+    assert scene.service.keeper.owner_unavailable("s", is_dead=False)  # it has ended
+
+
+async def test_the_death_of_an_owner_frees_what_was_withheld_of_it(scene: Scene) -> None:
+    scene.acquire("s", "l")
+    scene.wait(TTL_S)
+
+    scene.service.keeper.owner_unavailable("s", is_dead=True)
+
+    assert scene.counts == (8, 0, 0)
+    assert scene.service.stats().expired_sessions == 1
+
+
+# ---------------------------------------------------------------- the cache's own clock
+
+
+async def test_time_in_which_the_cache_itself_stood_still_counts_for_nobody(scene: Scene) -> None:
+    scene.acquire("s", "l")
+
+    scene.clock.now += 10 * TTL_S
+    scene.service.keeper._tick()
+    assert scene.counts == (6, 2, 0)
+
+    for _ in range(20):
+        scene.clock.now += 1
+        scene.service.keeper._tick()
+    assert scene.counts == (6, 0, 2)
+
+
+async def test_the_cache_looks_at_the_clock_as_long_as_there_is_somebody(scene: Scene) -> None:
+    timer = scene.service.keeper._timer
+    assert timer.is_set
+
+    timer.stop()
+    assert scene.service.keeper._tick() is not None
+    scene.service.close_session(CloseSession(session_id="s"))
+    assert scene.service.keeper._tick() is None
+    scene.open("t")
+    assert timer.is_set
+
+
+async def test_a_client_is_told_of_the_end_of_its_session(scene: Scene) -> None:
+    who = SessionRef(session_id="s", epoch="e")
+    await scene.service.heartbeat(who, 0.001)
+    beats = [asyncio.create_task(scene.service.heartbeat(who, 60)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not beats[0].done()
+
+    scene.wait(TTL_S)
+
+    for beat in beats:
+        with pytest.raises(LeaseExpired):
+            await asyncio.wait_for(beat, 30)
+
+
+# ---------------------------------------------------------------- the lock of a process
+
+
+def test_this_process_lives() -> None:
+    path = own_life_path()
+    assert path is not None and path == own_life_path()
+
+    life = ProcessLife.find(path)
+
+    assert life is not None and not life.has_ended()
+
+
+def test_a_lock_that_the_kernel_let_go_of_tells_that_its_process_has_ended() -> None:
+    show = "from raydix.actors.transport import process_liveness as p; print(p.own_life_path(), flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", show], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdin is not None
+    path = process.stdout.readline().strip()
+    life = ProcessLife.find(path)
+    assert life is not None and path != own_life_path()
+
+    assert not life.has_ended()
+    process.kill()
+    process.wait()
+
+    assert life.has_ended()
+    assert ProcessLife.find(path) is None
+    process.stdin.close()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "/proc/1/../../etc/passwd", "/proc/0/fd/0", "/proc/OWN/fd/0", "relative"]
+)
+def test_what_is_no_such_lock_tells_nothing(path: str) -> None:
+    path = path.replace("OWN", str(os.getpid()))
+
+    assert ProcessLife.find(path) is None
+    assert ProcessLife.find(f"{path}:{'0' * 32}") is None
+
+
+def test_the_lock_of_another_process_at_the_same_place_tells_nothing() -> None:
+    """In another PID namespace, or on another node, the same numbers are those of another process."""
+    path = own_life_path()
+    assert path is not None
+    where, _, life_id = path.partition(":")
+    elsewhere = f"{where}:{uuid4().hex}"
+
+    assert ProcessLife.find(path) is not None
+    assert ProcessLife.find(elsewhere) is None
+    assert ProcessLife.find(where) is None
+    assert ProcessLife.find(f"{where}:{life_id[:31]}") is None
