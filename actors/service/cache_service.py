@@ -29,8 +29,8 @@ from raydix.actors.sessions.refusals import Refusals
 from raydix.actors.sessions.session_reaper import SessionKeeper
 from raydix.actors.sessions.session_table import Session
 from raydix.actors.sessions.wait_queue import WaitingLine
+from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.actors.transport.transport import batch_codec
 from raydix.actors.transport.validation import arrived, seconds
 from raydix.cache_core import KVPool
 from raydix.schemas import (

@@ -7,8 +7,8 @@ import logging
 from collections import deque
 
 from raydix.actors.service.cache_service import CacheService
+from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.actors.transport.transport import batch_codec
 from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, FramedProtocol, channels_are_wanted, new_buffer
 from raydix.actors.transport.validation import arrived
 from raydix.schemas import Batch, BatchResponse, CacheError

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from raydix.actors.transport import batch_codec
 from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
-from raydix.actors.transport.transport import Note, batch_codec, settle
+from raydix.actors.transport.transport import Note, settle
 from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, Channel
 from raydix.actors.transport.validation import expect
 from raydix.cache_core import KVPool

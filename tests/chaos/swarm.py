@@ -24,7 +24,7 @@ from random import Random
 from typing import Any
 
 import ray
-from board import IDLE, NUM_ACTORS, NUM_PLACES, PID, WAITING, WRITING, Board, Mailbox
+from shared_counters import IDLE, NUM_ACTORS, NUM_PLACES, PID, WAITING, WRITING, Board, Mailbox
 from swarm_client import CACHE, NUM_LAYERS, SwarmActor, compare
 
 from raydix.actors import PrefixCacheClient, start_cache_async

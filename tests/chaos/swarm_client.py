@@ -15,7 +15,7 @@ from zlib import crc32
 
 import ray
 import torch
-from board import DETAILS, IDLE, NUM_PLACES, OUTCOMES, PID, WAITING, WRITING, Board, Mailbox
+from shared_counters import DETAILS, IDLE, NUM_PLACES, OUTCOMES, PID, WAITING, WRITING, Board, Mailbox
 
 from raydix.actors import AttachedPool, Lease, PrefixCacheClient, WatchedActor
 from raydix.actors.transport.transport import Transport

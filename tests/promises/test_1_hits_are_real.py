@@ -15,7 +15,7 @@ from support.caches.cache_under_test import CacheUnderTest, Reached, unchecked
 from support.processes.kv_workers import work
 
 from raydix.actors.service.request_handlers import RequestHandlers
-from raydix.actors.transport.transport import call_arguments
+from raydix.actors.transport import call_arguments
 from raydix.cache_core import KVCache, RadixKey
 from raydix.schemas import MatchRequest, MatchResponse
 

@@ -14,7 +14,7 @@ import pytest
 from support.reference.bindings import NAMES, SALTS, Client, Held, Name, ReferenceBindings, Refused
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.client.prefix_cache_client import bound_models
+from raydix.actors.client import bound_models
 from raydix.actors.service import model_bindings
 from raydix.schemas import CacheConfig, ConfigMismatch, LeaseGrant, ModelFingerprint, PoolConfig
 

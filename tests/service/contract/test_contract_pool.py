@@ -11,7 +11,7 @@ from support.caches.cache_kinds import only, shares, shares_slots
 from support.caches.cache_under_test import CacheUnderTest
 from support.models.stamped_kv import check_kv, compute, stamped_kv
 
-from raydix.actors.client.prefix_cache_client import attached_pool
+from raydix.actors.client import attached_pool
 from raydix.schemas import InvalidRequest, UnknownLease
 
 # ---------------------------------------------------------------- one writes, another reads

@@ -16,7 +16,8 @@ from support.caches.cache_fixtures import over_calls
 from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.transport.transport import Transport, batch_codec, settle
+from raydix.actors.transport import batch_codec
+from raydix.actors.transport.transport import Transport, settle
 from raydix.schemas import (
     CacheConfig,
     CacheError,

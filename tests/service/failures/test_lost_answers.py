@@ -13,8 +13,8 @@ import pytest
 from support.caches.cache_in_process import HandleInProcess
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.client.prefix_cache_client import client_session
-from raydix.actors.transport.transport import ray_transport
+from raydix.actors.client import client_session
+from raydix.actors.transport import ray_transport
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, PoolConfig
 

@@ -17,8 +17,8 @@ from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 from support.processes.client_processes import all_free, until
 
 from raydix.actors import PrefixCacheClient
-from raydix.actors.client.prefix_cache_client import client_session
-from raydix.actors.transport.transport import ray_transport
+from raydix.actors.client import client_session
+from raydix.actors.transport import ray_transport
 from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, LeaseExpired
 
 pytestmark = pytest.mark.ray

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
-from raydix.actors.client.prefix_cache_client import attached_pool
+from raydix.actors.client import attached_pool
 from raydix.actors.transport.ray_transport import RayTransport
 from raydix.actors.transport.transport import LocalTransport
 from raydix.schemas import CacheConfig, CacheUnavailable, EvictionConfig, PoolConfig

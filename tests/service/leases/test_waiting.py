@@ -602,7 +602,7 @@ async def test_a_client_closes_with_requests_that_are_not_sent_yet(cache1: Cache
 
 async def closed_within_reason(client: PrefixCacheClient) -> None:
     """Close a client, but not for ever: a close that spins would never let the loop look at its clock."""
-    from raydix.actors.transport.transport import ray_transport
+    from raydix.actors.transport import ray_transport
 
     turns = 0
 

@@ -15,7 +15,7 @@ from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 from raydix.actors import PrefixCacheClient
 from raydix.actors.service import cache_service
 from raydix.actors.service.cache_service import CacheService
-from raydix.actors.transport.transport import batch_codec, ray_transport
+from raydix.actors.transport import batch_codec, ray_transport
 from raydix.actors.transport.validation import arrived
 from raydix.schemas import (
     AbortRequest,

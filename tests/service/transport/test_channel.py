@@ -21,7 +21,7 @@ from support.caches.cache_under_test import small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.service.unix_socket_server import ChannelServer
-from raydix.actors.transport.transport import batch_codec
+from raydix.actors.transport import batch_codec
 from raydix.actors.transport.unix_socket import Channel
 from raydix.schemas import (
     Batch,

@@ -13,7 +13,7 @@ from support.processes.fresh_process import run_fresh
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.service.unix_socket_server import ChannelServer
-from raydix.actors.transport.transport import batch_codec
+from raydix.actors.transport import batch_codec
 from raydix.actors.transport.unix_socket import Channel
 from raydix.schemas import Batch, BatchResponse, OpenSession, StatsRequest
 

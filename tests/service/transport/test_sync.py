@@ -17,8 +17,8 @@ import torch
 from support.caches.cache_under_test import small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.client import sync_client
 from raydix.actors.client.lease_verbs import CacheVerbs
-from raydix.actors.client.prefix_cache_client import sync_client
 from raydix.actors.client.sync_client import SyncClient
 from raydix.schemas import (
     AcquireRequest,

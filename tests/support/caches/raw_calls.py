@@ -10,8 +10,8 @@ from support.caches.cache_under_test import CacheUnderTest
 
 from raydix.actors import Lease, LocalPrefixCache
 from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.transport import batch_codec
 from raydix.actors.transport.ray_calls import call
-from raydix.actors.transport.transport import batch_codec
 from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
 
 COUNTED_ANYWAY = {

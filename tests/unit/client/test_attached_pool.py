@@ -14,10 +14,11 @@ from support.processes.fresh_process import run_fresh
 from torch.multiprocessing import reductions
 
 from raydix.actors import LocalPrefixCache
+from raydix.actors.client import attached_pool
 from raydix.actors.client.attached_pool import AttachedPool
-from raydix.actors.client.prefix_cache_client import attached_pool
+from raydix.actors.transport import pool_memory
 from raydix.actors.transport.pool_memory import ExportedPool, layout_of, open_cuda_pool, open_shared_pool
-from raydix.actors.transport.transport import Transport, pool_memory
+from raydix.actors.transport.transport import Transport
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig, PoolHandle
 

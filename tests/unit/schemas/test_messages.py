@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from raydix import schemas
-from raydix.actors.transport.transport import batch_codec
+from raydix.actors.transport import batch_codec
 from raydix.schemas import (
     AcquireRequest,
     Batch,
