@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from raydix.actors.client.bound_models import LAPSED
 from raydix.actors.client.event_verbs import EventVerbs
+from raydix.actors.sessions.bound_models import LAPSED
 from raydix.actors.transport.call_arguments import namespace_from
 from raydix.actors.transport.error_map import may_have_taken_effect
 from raydix.actors.transport.validation import build, expect

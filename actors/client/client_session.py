@@ -13,9 +13,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from raydix.actors.client.bound_models import BoundModels
 from raydix.actors.client.expired_writers import LateWriters
 from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.sessions.bound_models import BoundModels
 from raydix.actors.transport.error_map import has_failed, may_have_taken_effect
 from raydix.actors.transport.process_liveness import own_life_path
 from raydix.actors.transport.validation import build

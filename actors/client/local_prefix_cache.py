@@ -40,7 +40,7 @@ class LocalPrefixCache(CacheVerbs):
         weakref.finalize(self, self._host.service.eviction_task.abandon).atexit = False
 
     def _make_transport(self) -> Transport:
-        from raydix.actors.transport.transport import LocalTransport
+        from raydix.actors.client.local_transport import LocalTransport
 
         return LocalTransport(self._host)
 

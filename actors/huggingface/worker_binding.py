@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from raydix.actors.client.bound_models import BoundModels
 from raydix.actors.huggingface.fingerprint import model_fingerprint, weights_version
+from raydix.actors.sessions.bound_models import BoundModels
 from raydix.schemas import ConfigMismatch, InvalidRequest, ModelFingerprint
 from raydix.schemas.shown import brief
 

@@ -10,7 +10,7 @@ import numpy as np
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.observe.count_history import History
 from raydix.actors.observe.namespace_hits import NamespaceUse, namespace_label
-from raydix.actors.report.top_prefixes import top_prefixes
+from raydix.actors.observe.top_prefixes import top_prefixes
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.radix.sample import TreeBox
 from raydix.schemas import AgeCount, CacheReport, CacheStats, TreePart

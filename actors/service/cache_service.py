@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from raydix.actors.distribution import BATCH_SIZES, Distribution
 from raydix.actors.observe.ghost import Ghost
 from raydix.actors.observe.insight import Insight
 from raydix.actors.observe.loop_lag import LoopLag
 from raydix.actors.observe.recordings import Recordings
 from raydix.actors.service.core_factory import build_core
-from raydix.actors.service.distribution import BATCH_SIZES, Distribution
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.eviction_task import EvictionTask
 from raydix.actors.service.model_bindings import ModelBindings

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import NamedTuple
 
-from raydix.actors.client.bound_models import LAPSED, MAX_BINDINGS, BoundModels
+from raydix.actors.sessions.bound_models import LAPSED, MAX_BINDINGS, BoundModels
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import ConfigMismatch, ModelFingerprint, namespaces_of, unframe_namespace

@@ -14,8 +14,8 @@ import pytest
 from support.reference.bindings import NAMES, SALTS, Client, Held, Name, ReferenceBindings, Refused
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.client import bound_models
 from raydix.actors.service import model_bindings
+from raydix.actors.sessions import bound_models
 from raydix.schemas import CacheConfig, ConfigMismatch, LeaseGrant, ModelFingerprint, PoolConfig
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=4096, device="cpu"))

@@ -11,9 +11,9 @@ from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 from support.caches.raw_calls import Scene, Wire
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.client import bound_models
 from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.actors.service import model_bindings
+from raydix.actors.sessions import bound_models
 from raydix.schemas import (
     AcquireRequest,
     BindModelRequest,

@@ -17,8 +17,8 @@ import torch
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
 from raydix.actors.client import attached_pool
+from raydix.actors.client.local_transport import LocalTransport
 from raydix.actors.transport.ray_transport import RayTransport
-from raydix.actors.transport.transport import LocalTransport
 from raydix.schemas import CacheConfig, CacheUnavailable, EvictionConfig, PoolConfig
 
 PAGE, NUM_LAYERS, NUM_HEADS, K_DIM, V_DIM = 4, 3, 2, 8, 4

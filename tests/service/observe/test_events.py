@@ -16,9 +16,9 @@ from support.reference.event_index import ReplayedIndex
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.client.local_transport import LocalTransport
 from raydix.actors.service.cache_host import CacheHost, local_device
 from raydix.actors.service.event_feed import EventFeed
-from raydix.actors.transport.transport import LocalTransport
 from raydix.cache_core import hash_to_int64, hash_token_ids
 from raydix.schemas import (
     AllBlocksCleared,

@@ -1,0 +1,108 @@
+"""`LocalTransport`: a client's requests go straight to a cache in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raydix.actors.service.cache_host import CacheHost
+from raydix.actors.transport.transport import Note, Outcome, settle
+from raydix.cache_core import KVPool
+from raydix.schemas import (
+    CacheError,
+    CloseSession,
+    InvalidRequest,
+    KVEventBatch,
+    KVResponse,
+    LeaseExpired,
+    Message,
+    NextEvents,
+    OpenSession,
+    PoolHandle,
+    ReadKV,
+    SessionResponse,
+    StaleEpoch,
+    WaitRequest,
+    WriteKV,
+)
+
+
+class LocalTransport:
+    """Straight to a cache in this process, on its loop: no serialisation, no batches."""
+
+    def __init__(self, host: CacheHost) -> None:
+        self._host = host
+        self.session_id = ""
+        self.epoch = ""
+        self.lost: StaleEpoch | LeaseExpired | None = None
+
+    async def open(self, request: OpenSession) -> SessionResponse:
+        self._host.stay_on_loop()
+        response = self._host.service.open_session(request)
+        self.session_id, self.epoch = request.session_id, response.epoch
+        return response
+
+    async def beat(self, stay_s: float) -> None:
+        try:
+            self._check_open()
+        except InvalidRequest as error:  # the cache has even forgotten that the session expired
+            self.lost = LeaseExpired(str(error))
+            raise
+
+    def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        response: Outcome
+        try:
+            (response,) = self._host.service.execute(self.session_id, self.epoch, (request,)).responses
+        except CacheError as error:  # of the session, not of the request
+            if isinstance(error, (StaleEpoch, LeaseExpired)):
+                self.lost = error
+            response = error
+        settle(future, note, response)
+        return future
+
+    def give_up(self, why: str) -> None:
+        """Nobody waits: a cache in this process answers at once, or ends what it has to put off."""
+
+    async def wait(self, ticket: int) -> Message:
+        request = WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket)
+        with self._noting_loss():
+            return await self._host.service.wait(request)
+
+    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
+        request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
+        with self._noting_loss():
+            return await self._host.service.next_events(request)
+
+    async def pool_handle(self) -> PoolHandle:
+        self._check_open()
+        return self._host.exported.handle
+
+    def local_pool(self) -> KVPool | None:
+        return self._host.exported.pool
+
+    async def read_kv(self, request: ReadKV) -> KVResponse:
+        with self._noting_loss():
+            return self._host.read_kv(request)
+
+    async def write_kv(self, request: WriteKV) -> None:
+        with self._noting_loss():
+            self._host.write_kv(request)
+
+    async def close(self) -> None:
+        self._host.service.close_session(CloseSession(session_id=self.session_id))
+
+    def _check_open(self) -> None:
+        """Raise whatever keeps the session from being used; if it is over, note so."""
+        with self._noting_loss():
+            self._host.service.session(self.session_id, self.epoch)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Around what names the session: if that is over, note so."""
+        try:
+            yield
+        except (StaleEpoch, LeaseExpired) as error:
+            self.lost = error
+            raise
