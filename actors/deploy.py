@@ -15,10 +15,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from raydix.actors.service.cache_actor import PrefixCacheActor
 from raydix.actors.service.config_difference import config_difference
-from raydix.actors.transport.call_arguments import config_from, name_from
+from raydix.actors.transport.call_arguments import checked_config, checked_name
 from raydix.actors.transport.pool_memory import may_lie_on_gpu
 from raydix.actors.transport.ray_calls import from_ray
-from raydix.actors.transport.validation import seconds
+from raydix.actors.transport.validation import checked_seconds
 from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest
 from raydix.schemas.shown import brief, cut
 
@@ -85,10 +85,10 @@ def start_cache(
         InvalidRequest: `config` is none, `timeout_s` no finite number of seconds, `name` no name, or Ray refuses one of
             the other arguments.
     """
-    config_from(config)
-    seconds(timeout_s)
+    checked_config(config)
+    checked_seconds(timeout_s)
     if name is not None:
-        name_from(name)
+        checked_name(name)
     if not ray.is_initialized():
         ray.init()
     if num_gpus is None:
@@ -159,8 +159,8 @@ def connect(
         InvalidRequest: an argument is wrong; the message says which and why.
     """
     if config is not None:
-        config_from(config)
-        seconds(timeout_s)
+        checked_config(config)
+        checked_seconds(timeout_s)
     actor = find(name, namespace)
     if actor is None:
         raise CacheUnavailable(f"no cache named {name!r} runs in namespace {namespace!r}: start_cache first")
@@ -188,7 +188,7 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
         InvalidRequest: `drain_s` is no finite number of seconds, or `cache` no handle of a cache.
     """
     check_handle(cache)
-    limit_s = seconds(drain_s) + SHUTDOWN_S
+    limit_s = checked_seconds(drain_s) + SHUTDOWN_S
     try:
         cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s), timeout=limit_s))
         if cut_short:
@@ -252,7 +252,7 @@ def _still_there(name: str | None, timeout_s: float) -> CacheUnavailable:
 
 def find(name: str, namespace: str) -> ActorHandle[Any] | None:
     """The handle of the cache of that name, ready or not; None if there is none."""
-    name_from(name)
+    checked_name(name)
     if not isinstance(namespace, str) or not namespace:
         raise InvalidRequest(f"a Ray namespace must be a text of at least one character, not {brief(namespace)}")
     if not ray.is_initialized():

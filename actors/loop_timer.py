@@ -28,7 +28,7 @@ class LoopTimer:
         """Whether a call is due some day."""
         return self._handle is not None
 
-    def set(self, delay_s: float) -> None:
+    def schedule(self, delay_s: float) -> None:
         """Call in `delay_s` from now, on the running loop, instead of when it was due."""
         self.stop()
         self._handle = asyncio.get_running_loop().call_later(delay_s, self._run)
@@ -50,4 +50,4 @@ class LoopTimer:
             logger.exception("%s failed", method.__qualname__)
             delay_s = _RETRY_S
         if delay_s is not None:
-            self.set(delay_s)
+            self.schedule(delay_s)

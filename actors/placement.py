@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from raydix.actors.deploy import NAMESPACE, StartOptions, check_handle, connect, find, start_cache
 from raydix.actors.transport.ray_calls import from_ray
-from raydix.actors.transport.validation import seconds
+from raydix.actors.transport.validation import checked_seconds
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, PoolHandle
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout
     """
     actor = connect(cache, namespace=namespace) if isinstance(cache, str) else cache
     check_handle(actor)
-    seconds(timeout_s)
+    checked_seconds(timeout_s)
     try:
         told: Any = ray.get([actor.placement.remote(), actor.pool_handle.remote()], timeout=timeout_s)
     except RayError as error:

@@ -16,7 +16,7 @@ import torch
 from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult
 from raydix.cache_core.components.lru_list import LRUList
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.components.recurrent_state import MambaComponent, StateSlots
+from raydix.cache_core.components.recurrent_state import RecurrentState, StateSlots
 from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.radix.tree_cache import SlotPool
@@ -56,7 +56,7 @@ class MambaRadixCache(WindowTreeCache):
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
         self.mamba_pool = mamba_pool
-        self._mamba = MambaComponent(mamba_pool)
+        self._mamba = RecurrentState(mamba_pool)
         super().__init__(
             page_size,
             sliding_window_size,

@@ -28,7 +28,7 @@ from raydix.cache_core.base_prefix_cache import (
 )
 from raydix.cache_core.errors import LockError
 from raydix.cache_core.outline import SHOWN, NodeFacts, Outline, OutlineLimits, outline
-from raydix.cache_core.pool.release import KeptRefusal, hand_back
+from raydix.cache_core.pool.release import KeptRefusal, release_slots
 from raydix.cache_core.radix_trie import RadixTrie
 from raydix.cache_core.tree.packed_slots import as_slots, expand_pages
 from raydix.cache_core.tree.radix_key import check_key
@@ -128,7 +128,7 @@ class TriePrefixCache(BasePrefixCache):
         freed = [block for block in displaced if block not in incoming]
         if freed and self.pool is not None:
             with self._refused:
-                hand_back(self.pool.free_pages, np.array(freed, np.int64), 1)
+                release_slots(self.pool.free_pages, np.array(freed, np.int64), 1)
         held = np.array(self._trie.peek_prefix(tokens, from_node.node)[:there], np.int64)
         return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
 
@@ -250,7 +250,7 @@ class TriePrefixCache(BasePrefixCache):
         """Hand pages to the pool; what it refused of them, or of displaced ones since the last time, raises then."""
         try:
             if blocks and self.pool is not None:
-                hand_back(self.pool.free_pages, np.array(blocks, np.int64), 1)
+                release_slots(self.pool.free_pages, np.array(blocks, np.int64), 1)
         finally:
             self._refused.tell()
 

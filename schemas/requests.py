@@ -65,7 +65,7 @@ class OpenSession(Message):
     )
     config_digest: str | None = Field(default=None, description="refuse a cache with another configuration")
     replaces: LeaseId | None = Field(default=None, description="an earlier session of this client, which it gives up")
-    life_path: str | None = Field(default=None, description="a file that the client's process locks, and its id")
+    liveness_path: str | None = Field(default=None, description="a file that the client's process locks, and its id")
     bound: tuple[LoraId | None, ...] = Field(
         default=(), max_length=MAX_BOUND, description="the `lora_id`s that this client bound before, the latest last"
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 from raydix.actors.client.event_verbs import EventVerbs
 from raydix.actors.sessions.bound_models import LAPSED
-from raydix.actors.transport.call_arguments import namespace_from
+from raydix.actors.transport.call_arguments import checked_namespace
 from raydix.actors.transport.error_map import may_have_taken_effect
-from raydix.actors.transport.validation import build, expect
+from raydix.actors.transport.validation import checked_response, make_request
 from raydix.schemas import (
     BindModelRequest,
     BindModelResponse,
@@ -45,9 +45,9 @@ class UpkeepVerbs(EventVerbs):
         cache_salt: str | None = None,
     ) -> MatchResponse:
         """How much of `tokens` is cached. A probe: nothing is held, and no recency changes."""
-        namespace = namespace_from(extra_key, lora_id, cache_salt)
-        response = await self._call(build(MatchRequest, tokens=tokens, namespace=namespace))
-        return expect(MatchResponse, response)
+        namespace = checked_namespace(extra_key, lora_id, cache_salt)
+        response = await self._call(make_request(MatchRequest, tokens=tokens, namespace=namespace))
+        return checked_response(MatchResponse, response)
 
     async def bind_model(self, fingerprint: ModelFingerprint, *, lora_id: str | None = None) -> int:
         """Bind this session to the model that computes the KV of a `lora_id`; None: of the base model.
@@ -74,10 +74,10 @@ class UpkeepVerbs(EventVerbs):
         """
         if not isinstance(fingerprint, ModelFingerprint):
             raise InvalidRequest(f"fingerprint must be a ModelFingerprint, not {type(fingerprint).__name__}")
-        namespace_from(None, lora_id, None)
-        request = build(BindModelRequest, fingerprint=fingerprint, lora_id=lora_id)
+        checked_namespace(None, lora_id, None)
+        request = make_request(BindModelRequest, fingerprint=fingerprint, lora_id=lora_id)
         try:
-            generation = expect(BindModelResponse, await self._call(request)).generation
+            generation = checked_response(BindModelResponse, await self._call(request)).generation
         except (asyncio.CancelledError, CacheError) as error:
             if may_have_taken_effect(error):
                 self._bound.note(lora_id, LAPSED)
@@ -87,7 +87,7 @@ class UpkeepVerbs(EventVerbs):
 
     async def evict(self, num_tokens: int) -> EvictResponse:
         """Free at least `num_tokens` slots of what is cached, or all that nobody holds."""
-        return expect(EvictResponse, await self._call(build(EvictRequest, num_tokens=num_tokens)))
+        return checked_response(EvictResponse, await self._call(make_request(EvictRequest, num_tokens=num_tokens)))
 
     async def reset(self) -> None:
         """Make everything unmatchable and free it; running leases keep their slots, but publish no more."""
@@ -105,9 +105,9 @@ class UpkeepVerbs(EventVerbs):
         Raises:
             InvalidRequest: no field is given: `reset()` retires everything.
         """
-        namespace_from(extra_key, lora_id, cache_salt)
-        request = build(RetireRequest, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
-        return expect(RetireResponse, await self._call(request))
+        checked_namespace(extra_key, lora_id, cache_salt)
+        request = make_request(RetireRequest, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
+        return checked_response(RetireResponse, await self._call(request))
 
     async def explain(
         self,
@@ -122,9 +122,9 @@ class UpkeepVerbs(EventVerbs):
         Never stored, evicted (when, and for what), retired, in another namespace, a window or a state that is missing,
         or less than a page. The cache remembers its latest 16,384 evictions for it.
         """
-        namespace = namespace_from(extra_key, lora_id, cache_salt)
-        response = await self._call(build(ExplainRequest, tokens=tokens, namespace=namespace))
-        return expect(ExplainResponse, response)
+        namespace = checked_namespace(extra_key, lora_id, cache_salt)
+        response = await self._call(make_request(ExplainRequest, tokens=tokens, namespace=namespace))
+        return checked_response(ExplainResponse, response)
 
     async def tree(self, *, max_nodes: int = 200, max_depth: int = 64, max_width: int = 64) -> TreeResponse:
         """The largest branches of what is cached, with sizes, locks, hits and ages: a probe.
@@ -136,12 +136,12 @@ class UpkeepVerbs(EventVerbs):
             max_depth: levels below the namespaces.
             max_width: children told of each.
         """
-        request = build(TreeRequest, max_nodes=max_nodes, max_depth=max_depth, max_width=max_width)
-        return expect(TreeResponse, await self._call(request))
+        request = make_request(TreeRequest, max_nodes=max_nodes, max_depth=max_depth, max_width=max_width)
+        return checked_response(TreeResponse, await self._call(request))
 
     async def stats(self) -> CacheStats:
         """A snapshot of the cache's counts."""
-        return expect(CacheStats, await self._call(StatsRequest()))
+        return checked_response(CacheStats, await self._call(StatsRequest()))
 
     async def check_invariants(self) -> None:
         """Have the cache verify every rule it keeps. O(everything); for tests and doubts.

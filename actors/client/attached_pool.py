@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from raydix.actors.transport.pool_memory import check_layers_alike, layout_of, open_cuda_pool, open_shared_pool
-from raydix.actors.transport.process_liveness import ProcessLife
+from raydix.actors.transport.process_liveness import ProcessLiveness
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
 from raydix.schemas.shown import brief
@@ -58,7 +58,9 @@ class AttachedPool:
     def __init__(self, client: CacheVerbs, handle: PoolHandle, pool: KVPool | None) -> None:
         self._client = client
         self._pool = pool
-        self._life = None if pool is None or handle.life_path is None else ProcessLife.find(handle.life_path)
+        self._life = (
+            None if pool is None or handle.liveness_path is None else ProcessLiveness.find(handle.liveness_path)
+        )
         self._lost: CacheError | None = None
         self.epoch = handle.epoch  # the life of the cache that it belongs to
         self.layout = layout_of(handle.config)

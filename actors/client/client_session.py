@@ -13,12 +13,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from raydix.actors.client.expired_writers import LateWriters
+from raydix.actors.client.expired_writers import ExpiredWriters
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.sessions.bound_models import BoundModels
 from raydix.actors.transport.error_map import has_failed, may_have_taken_effect
-from raydix.actors.transport.process_liveness import own_life_path
-from raydix.actors.transport.validation import build
+from raydix.actors.transport.process_liveness import own_liveness_path
+from raydix.actors.transport.validation import make_request
 from raydix.schemas import (
     AbortRequest,
     CacheConfig,
@@ -75,16 +75,16 @@ class ClientSession:
         self._answered_at = 0.0  # by the loop: the last beat, or the opening; later by what the loop has stood still
         self._clock = LoopTimer(self._look_at_clock)
         self._look_due = 0.0  # by the loop
-        self._writers = LateWriters()
+        self._writers = ExpiredWriters()
         self._bound = BoundModels()  # in this session and those before
         self._compensations: set[asyncio.Future[Message]] = set()
-        self._owed: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
+        self._undos: dict[str, Undo] = {}  # by lease: what the cache could not be told, until it answers again
 
     def _make_transport(self) -> Transport:
         raise TypeError(f"{type(self).__name__} does not say how to reach its cache")
 
     def _own_life_path(self) -> str | None:
-        return own_life_path()
+        return own_liveness_path()
 
     # ---------------------------------------------------------------- life
 
@@ -115,12 +115,12 @@ class ClientSession:
             self._session_ids.append(uuid.uuid4().hex[:16])  # so that nothing that is late reaches the new session
         replaced = lost if lost is not None and not self._writers.any_of(lost) else None
         bound, bound_more = self._bound.latest(MAX_BOUND)
-        request = build(
+        request = make_request(
             OpenSession,
             session_id=self._session_id,
             owner=self._owner,
             replaces=replaced.session_id if replaced is not None else None,
-            life_path=self._own_life_path(),
+            liveness_path=self._own_life_path(),
             bound=bound,
             bound_more=bound_more,
         )
@@ -135,8 +135,8 @@ class ClientSession:
         self._ready, self._lost = True, None
         self._answered_at = now = asyncio.get_running_loop().time()
         self._look_due = now + self._beat_s
-        self._clock.set(self._beat_s)
-        self._timer.set(0.0)
+        self._clock.schedule(self._beat_s)
+        self._timer.schedule(0.0)
 
     async def close(self) -> None:
         """Close the session: every lease it still holds ends. Idempotent, and no error where there is no cache left.
@@ -200,9 +200,9 @@ class ClientSession:
         if self._closed:
             return
         if not self._ready:  # between two sessions
-            self._writers.tell_returned()
+            self._writers.close_returned()
             if self._writers.any_late:
-                self._timer.set(self._beat_s)
+                self._timer.schedule(self._beat_s)
             return
         loop = asyncio.get_running_loop()
         next_at = loop.time() + self._beat_s
@@ -227,16 +227,16 @@ class ClientSession:
         now = asyncio.get_running_loop().time()
         if error is None:
             self._answered_at = now
-            self._pay_debts()
-            self._writers.tell_returned()
-            self._timer.set(max(0.0, next_at - now))
+            self._send_undos()
+            self._writers.close_returned()
+            self._timer.schedule(max(0.0, next_at - now))
             return
         logger.debug("session %s: %s", transport.session_id, error)
         self._note_loss(transport)
         for pool in list(self._writers.pools):
             pool.drop_if_orphaned()
         if transport.lost is None:
-            self._timer.set(min(_RETRY_BEAT_S, self._beat_s))
+            self._timer.schedule(min(_RETRY_BEAT_S, self._beat_s))
             silent_s = now - self._answered_at
             if isinstance(error, CacheUnavailable) and silent_s >= max(_SILENT_S, self._config.leases.session_ttl_s):
                 transport.give_up(f"the cache has not answered for {silent_s:.0f} s")
@@ -248,10 +248,10 @@ class ClientSession:
         about = {"session": transport.session_id, "epoch": transport.epoch}
         logger.warning("session %s is lost: %s", transport.session_id, transport.lost, extra=about)
         self._ready, self._opening, self._lost = False, None, transport
-        self._owed.clear()
+        self._undos.clear()
         if isinstance(transport.lost, LeaseExpired):
             self._writers.wait_for(transport)
-            self._timer.set(self._beat_s)
+            self._timer.schedule(self._beat_s)
         else:
             self._timer.stop()
             for pool in [pool for pool in self._writers.pools if pool.epoch == transport.epoch]:
@@ -311,9 +311,9 @@ class ClientSession:
         if not future.cancelled() and (error := future.exception()) is not None:
             logger.info("what was granted to a caller who is gone could not be undone: %s", error)
             if may_have_taken_effect(error):
-                self._owe(request)
+                self._queue_undo(request)
 
-    def _owe(self, request: Undo) -> None:
+    def _queue_undo(self, request: Undo) -> None:
         """The cache may not have been told that a lease has ended: tell it when it answers again.
 
         A withdrawal is not owed: it would come between the lease and its next growth. An offer that may stand ends its
@@ -325,13 +325,13 @@ class ClientSession:
             self._writers.give_up(request.lease_id)
             request = AbortRequest(lease_id=request.lease_id)
         if self._ready and not self._closed:
-            self._owed[request.lease_id] = request
+            self._undos[request.lease_id] = request
 
-    def _pay_debts(self) -> None:
+    def _send_undos(self) -> None:
         """Tell the cache what it could not be told. Of a lost adoption that was made anew since, nothing is undone."""
-        held = self._writers.held() if self._owed else set()
-        while self._owed and self._ready and not self._closed:
-            lease_id, request = self._owed.popitem()
+        held = self._writers.held() if self._undos else set()
+        while self._undos and self._ready and not self._closed:
+            lease_id, request = self._undos.popitem()
             if lease_id not in held:
                 self._compensate(request)
 

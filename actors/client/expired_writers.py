@@ -1,4 +1,4 @@
-"""`LateWriters`: who may still be writing through a lease that is over."""
+"""`ExpiredWriters`: who may still be writing through a lease that is over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LateWriters:
+class ExpiredWriters:
     """The leases of a client, and those of its lost sessions of which it has not told the cache that it is back.
 
     A session that fell silent has expired, but its coroutines and threads may be in the middle of a computation that
@@ -68,7 +68,7 @@ class LateWriters:
         """Whether there is anything that the cache has not been told, as far as known."""
         return bool(self._late or self._returning)
 
-    def tell_returned(self) -> None:
+    def close_returned(self) -> None:
         """Tell the cache of the sessions through which nobody writes any more: what it withholds of them is free."""
         for transport in self._late.copy():
             if not self.any_of(transport):

@@ -10,7 +10,7 @@ from raydix.actors.client.admin_verbs import UpkeepVerbs
 from raydix.actors.client.lease import Lease, not_mine
 from raydix.actors.client.pending_lease import pending
 from raydix.actors.transport.error_map import may_have_taken_effect
-from raydix.actors.transport.validation import build, expect
+from raydix.actors.transport.validation import checked_response, make_request
 from raydix.schemas import (
     AbortRequest,
     AdoptRequest,
@@ -54,10 +54,10 @@ class HandoverVerbs(UpkeepVerbs):
         """`Lease.grant`. If the caller is cancelled, the offer is taken back and the lease is as before."""
         await self._check_mine(lease)
         offer_id = f"{self._session_id}-{next(self._offer_numbers)}"
-        request = build(GrantRequest, lease_id=lease.lease_id, offer_id=offer_id, timeout_s=timeout_s)
+        request = make_request(GrantRequest, lease_id=lease.lease_id, offer_id=offer_id, timeout_s=timeout_s)
         with lease.handing_over():
             try:
-                offered = expect(LeaseResponse, await self._call_of_lease(request))
+                offered = checked_response(LeaseResponse, await self._call_of_lease(request))
             except (asyncio.CancelledError, CacheError) as error:
                 if may_have_taken_effect(error):
                     self._compensate(TakeBackRequest(lease_id=lease.lease_id, offer_id=offer_id))
@@ -84,8 +84,8 @@ class HandoverVerbs(UpkeepVerbs):
         check_grant(grant)
         if grant.granter not in self._session_ids:
             raise UnknownLease(f"lease {grant.lease_id!r} was granted by another client: only its granter revokes it")
-        request = build(RevokeRequest, lease_id=grant.lease_id, offer_id=grant.offer_id)
-        return expect(RevokeResponse, await self._call(request)).ended
+        request = make_request(RevokeRequest, lease_id=grant.lease_id, offer_id=grant.offer_id)
+        return checked_response(RevokeResponse, await self._call(request)).ended
 
     @pending
     async def adopt(self, grant: LeaseGrant) -> Lease:
@@ -97,7 +97,7 @@ class HandoverVerbs(UpkeepVerbs):
             StaleEpoch: the cache has restarted since.
         """
         check_grant(grant)
-        request = build(
+        request = make_request(
             AdoptRequest,
             lease_id=grant.lease_id,
             granter=grant.granter,
@@ -110,7 +110,7 @@ class HandoverVerbs(UpkeepVerbs):
             if may_have_taken_effect(error):
                 self._compensate(AbortRequest(lease_id=grant.lease_id))
             raise
-        adopted = expect(AdoptResponse, response)
+        adopted = checked_response(AdoptResponse, response)
         lease = Lease(cast("CacheVerbs", self), adopted.lease, adopted.tokens, transport, self._config.run_len)
         lease.published_len = adopted.published_len
         return lease

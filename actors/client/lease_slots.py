@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.cache_core.leases.growing_row import put_behind
+from raydix.cache_core.leases.growing_row import append_in_place
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ class LeaseSlots:
         """
         kept = max(known_runs, self._settled)
         more = _unpacked(starts)[kept - known_runs :]
-        self._starts, self._room = put_behind(self.starts, self._room, kept, more)
+        self._starts, self._room = append_in_place(self.starts, self._room, kept, more)
         known = self._window if self.window_told > asked else b""
         self._window = known + window_starts[len(known) :]
         self.window_told = max(self.window_told, asked)

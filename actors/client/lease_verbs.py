@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raydix.actors.client.handover_verbs import HandoverVerbs
 from raydix.actors.client.lease import Lease, not_mine
 from raydix.actors.client.pending_lease import pending
-from raydix.actors.transport.call_arguments import namespace_from, positive, row_from, tokens_from
+from raydix.actors.transport.call_arguments import checked_count, checked_namespace, checked_token_ids, checked_tokens
 from raydix.actors.transport.error_map import may_have_taken_effect
-from raydix.actors.transport.validation import build, expect, made
+from raydix.actors.transport.validation import checked_response, make_checked, make_request
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,
@@ -88,11 +88,11 @@ class CacheVerbs(HandoverVerbs):
         Raises:
             PoolExhausted: kinds "slots" and "mamba" alone: there is no row, or no state, for the lease; at once.
         """
-        request = build(
+        request = make_request(
             LockRequest,
             lease_id=self._new_lease_id(),
             tokens=tokens,
-            namespace=namespace_from(extra_key, lora_id, cache_salt),
+            namespace=checked_namespace(extra_key, lora_id, cache_salt),
             priority=priority,
         )
         return await self._lease(request)
@@ -138,10 +138,12 @@ class CacheVerbs(HandoverVerbs):
             CacheUnavailable: the cache is dead, silent or shutting down.
             InvalidRequest: an argument is wrong; the message says which and why.
         """
-        namespace = namespace_from(extra_key, lora_id, cache_salt)
+        namespace = checked_namespace(extra_key, lora_id, cache_salt)
         lease_id = f"{self._session_id}-{next(self._lease_numbers)}"
-        packed = tokens_from(tokens)
-        request = made(AcquireRequest.of, lease_id, packed, namespace, new_tokens, max_prefix_len, priority, timeout_s)
+        packed = checked_tokens(tokens)
+        request = make_checked(
+            AcquireRequest.of, lease_id, packed, namespace, new_tokens, max_prefix_len, priority, timeout_s
+        )
         lease = await self._lease(request)
         lease.note_packed(tokens)
         return lease
@@ -151,14 +153,14 @@ class CacheVerbs(HandoverVerbs):
     ) -> InsertResponse:
         """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
-        packed = lease.packed(tokens) or tokens_from(tokens)
+        packed = lease.packed(tokens) or checked_tokens(tokens)
         unseen, asked = lease.unseen(packed), lease.ask()
-        request = made(InsertRequest.of, lease.lease_id, len(packed), unseen, release, publish_state, asked[0])
+        request = make_checked(InsertRequest.of, lease.lease_id, len(packed), unseen, release, publish_state, asked[0])
         return await self._noted(request, InsertResponse, partial(lease.note_inserted, packed, request.release, asked))
 
     async def preempt(self, lease: Lease, tokens: Any, *, publish_state: bool = False) -> None:
         """`Lease.preempt`."""
-        if len(packed := row_from(tokens)):
+        if len(packed := checked_token_ids(tokens)):
             await self.insert(lease, packed, release=True, publish_state=publish_state)
         else:
             await self._check_mine(lease)
@@ -168,9 +170,9 @@ class CacheVerbs(HandoverVerbs):
         """`Lease.extend`."""
         await self._check_mine(lease)
         if type(num_tokens) is not int or num_tokens < 1:
-            num_tokens = positive(num_tokens)
+            num_tokens = checked_count(num_tokens)
         with lease.extending() as (covered, known_pages, number):
-            request = build(
+            request = make_request(
                 ExtendRequest,
                 lease_id=lease.lease_id,
                 num_slots=covered + num_tokens,
@@ -178,7 +180,7 @@ class CacheVerbs(HandoverVerbs):
                 timeout_s=timeout_s,
             )
             try:
-                response = expect(ExtendResponse, await self._call_of_lease(request))
+                response = checked_response(ExtendResponse, await self._call_of_lease(request))
             except (asyncio.CancelledError, CacheError) as error:
                 if may_have_taken_effect(error):
                     self._compensate(WithdrawRequest(lease_id=lease.lease_id))
@@ -188,7 +190,7 @@ class CacheVerbs(HandoverVerbs):
     async def release_window(self, lease: Lease, up_to: int) -> None:
         """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease knows of it."""
         await self._check_mine(lease)
-        request = build(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
+        request = make_request(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
         await self._noted(request, WindowResponse, partial(lease.note_released_window, lease.ask()))
 
     async def release(self, lease: Lease) -> None:
@@ -233,7 +235,7 @@ class CacheVerbs(HandoverVerbs):
             response, transport = await self._call_anew(request)
             if not isinstance(response, LeaseResponse):
                 response = await self._admitted(response, transport)
-                response = expect(LeaseResponse, response)
+                response = checked_response(LeaseResponse, response)
         except (asyncio.CancelledError, CacheError) as error:
             if may_have_taken_effect(error):
                 self._compensate(AbortRequest(lease_id=request.lease_id))
@@ -244,7 +246,7 @@ class CacheVerbs(HandoverVerbs):
         """The response to a request on a lease, noted even if the caller is cancelled meanwhile."""
         transport = self._transport
         try:
-            return expect(model, await transport.submit(request, note))
+            return checked_response(model, await transport.submit(request, note))
         except (StaleEpoch, LeaseExpired):
             self._note_loss(transport)
             raise
@@ -271,7 +273,7 @@ class CacheVerbs(HandoverVerbs):
 
     def _note_ended(self, request: ReleaseRequest | AbortRequest, outcome: Outcome) -> None:
         if isinstance(outcome, CacheError) and may_have_taken_effect(outcome):  # it may be lost on its way
-            self._owe(request)
+            self._queue_undo(request)
 
     def _new_lease_id(self) -> str:
         return f"{self._session_id}-{next(self._lease_numbers)}"

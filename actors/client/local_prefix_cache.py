@@ -8,8 +8,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from raydix.actors.client.lease_verbs import CacheVerbs
-from raydix.actors.transport.call_arguments import config_from
-from raydix.actors.transport.validation import arrived, seconds
+from raydix.actors.transport.call_arguments import checked_config
+from raydix.actors.transport.validation import checked_message, checked_seconds
 from raydix.schemas import CacheConfig, CacheReport, RecordingStatus, StartRecording
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class LocalPrefixCache(CacheVerbs):
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(owner="local")
-        config_from(config)
+        checked_config(config)
         from raydix.actors.service.cache_host import CacheHost, local_device
 
         self._host = CacheHost(config, local_device(config), node_id="local", share=False)
@@ -54,7 +54,7 @@ class LocalPrefixCache(CacheVerbs):
         Raises:
             InvalidRequest: there is a recording already, or its file cannot be made.
         """
-        self._host.service.recordings.start(arrived(StartRecording, request))
+        self._host.service.recordings.start(checked_message(StartRecording, request))
 
     async def stop_recording(self) -> RecordingStatus:
         """End the recording; its file is whole then.
@@ -73,7 +73,7 @@ class LocalPrefixCache(CacheVerbs):
         Raises:
             InvalidRequest: it is used on another event loop, or `drain_s` is no finite number of seconds.
         """
-        seconds(drain_s)
+        checked_seconds(drain_s)
         if not self._closed:
             self._host.stay_on_loop()
         ending = asyncio.get_running_loop().create_task(self._shut_down(drain_s))

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from raydix.actors.transport.call_arguments import positive
+from raydix.actors.transport.call_arguments import checked_count
 from raydix.schemas import InvalidRequest, Message, TokenIds
 from raydix.schemas.shown import brief
 
@@ -54,7 +54,7 @@ class GreedyDecoding:
         self._tokens = _prompt(tokens)  # then the generated ones, and room for more of them
         self.num_prompt = self._num_given = len(self._tokens)
         self.keep_logits = keep_logits
-        self._max_len = self._stop_len = self.num_prompt + positive(max_new_tokens, "max_new_tokens")
+        self._max_len = self._stop_len = self.num_prompt + checked_count(max_new_tokens, "max_new_tokens")
         self._num_known = self.num_prompt
         self._num_computed = 0  # leading tokens that have their KV
         self._num_run = 0  # through the model, those before it began again included

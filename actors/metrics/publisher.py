@@ -45,7 +45,7 @@ class MetricsPublisher:
     def start(self) -> None:
         """Begin, on the running loop; no effect if it runs already."""
         if not self._timer.is_set:
-            self._timer.set(self._tick())
+            self._timer.schedule(self._tick())
 
     def stop(self) -> None:
         """Publish what there is, then no more."""

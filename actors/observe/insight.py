@@ -36,7 +36,7 @@ class Insight:
         self.namespaces = NamespaceUse()
         self._core = core
         self._timer = LoopTimer(self._tick)
-        core.watches.append(self.namespaces)
+        core.observers.append(self.namespaces)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Begin the history again, by this clock."""
@@ -45,7 +45,7 @@ class Insight:
     def start(self) -> None:
         """Begin, on the running loop; no effect if it runs already."""
         if not self._timer.is_set:
-            self._timer.set(self._tick())
+            self._timer.schedule(self._tick())
 
     def stop(self) -> None:
         """Look no more."""

@@ -23,7 +23,7 @@ class LoopLag:
         """Begin, on the running loop; no effect if it runs already."""
         if not self._timer.is_set:
             self._due_at = asyncio.get_running_loop().time() + _TICK_S
-            self._timer.set(_TICK_S)
+            self._timer.schedule(_TICK_S)
 
     def stop(self) -> None:
         """Tick no more."""

@@ -14,7 +14,7 @@ _Counts = list[int]  # requests, tokens requested, tokens reused
 
 
 class NamespaceUse:
-    """Watches requests (`RequestWatch`) and counts by namespace, those with the most tokens; the others together."""
+    """Watches requests (`RequestObserver`) and counts by namespace, those with the most tokens; the others together."""
 
     def __init__(self) -> None:
         self._counts: dict[str | None, _Counts] = {}

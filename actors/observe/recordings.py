@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from raydix.actors.observe.traffic_recorder import TrafficRecorder
-from raydix.cache_core.leases.request_observer import RequestWatch
+from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
 
 
@@ -20,9 +20,9 @@ class Recordings:
         page_size: of the cache.
     """
 
-    def __init__(self, watches: list[RequestWatch], clock: Callable[[], float], page_size: int) -> None:
+    def __init__(self, watches: list[RequestObserver], clock: Callable[[], float], page_size: int) -> None:
         self._page_size = page_size
-        self._watches = watches
+        self._observers = watches
         self._clock = clock
         self._recorder: TrafficRecorder | None = None
         self._end: asyncio.TimerHandle | None = None
@@ -36,7 +36,7 @@ class Recordings:
         if self._recorder is not None and not self._recorder.is_over:
             raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path!r}: stop it first")
         self._recorder = recorder = TrafficRecorder(request, self._clock, self._page_size)
-        self._watches.append(recorder)
+        self._observers.append(recorder)
         with suppress(RuntimeError):  # no loop: somebody will stop it
             self._end_in_time(recorder)
 
@@ -57,8 +57,8 @@ class Recordings:
             raise InvalidRequest("there is no recording to stop")
         if self._end is not None:
             self._end.cancel()
-        if recorder in self._watches:
-            self._watches.remove(recorder)
+        if recorder in self._observers:
+            self._observers.remove(recorder)
         status = await asyncio.to_thread(recorder.finish)
         if self._recorder is recorder:
             self._recorder = None
@@ -66,7 +66,7 @@ class Recordings:
 
     def change_loop(self) -> None:
         """The loop before was closed: a recording ends by itself on the running one."""
-        if self._recorder in self._watches:
+        if self._recorder in self._observers:
             self._end_in_time(self._recorder)
 
     def _end_in_time(self, recorder: TrafficRecorder) -> None:
@@ -75,6 +75,6 @@ class Recordings:
 
     def _time_is_over(self, recorder: TrafficRecorder) -> None:
         """Who began it may have gone, or may still ask what became of it."""
-        if recorder in self._watches:
-            self._watches.remove(recorder)
+        if recorder in self._observers:
+            self._observers.remove(recorder)
             asyncio.get_running_loop().run_in_executor(None, recorder.finish)

@@ -13,7 +13,7 @@ from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
 
 
 class TrafficRecorder:
-    """Watches requests (`RequestWatch`): a prompt as it was acquired, and how many tokens were published behind it.
+    """Watches requests (`RequestObserver`): a prompt as it was acquired, and how many tokens were published behind it.
 
     On the cache's path it costs a microsecond; all else is the writer's, in its thread.
 

@@ -17,7 +17,7 @@ from raydix.actors.json_logs import log_as_json
 from raydix.actors.service.cache_host import CacheHost, local_device
 from raydix.actors.service.cache_service import Restarts
 from raydix.actors.service.past_lives import restarts_of_this_actor
-from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.actors.sessions.death_watch import DeathWatch
 from raydix.actors.sessions.watched_actor import check_watchable
 from raydix.cache_core import use_huge_pages
@@ -74,9 +74,9 @@ class PrefixCacheActor:
         device = local_device(config) if has_gpu else torch.device("cpu")
         restarts = restarts_of_this_actor()
         self._host = _make_host(config, device, node_id, restarts)
-        self._channels = ChannelServer(self._host.service)
-        self._watch = DeathWatch(self._host.service.keeper.owner_unavailable)
-        self._host.service.keeper.on_end = self._watch.unwatch
+        self._channels = UnixSocketServer(self._host.service)
+        self._watch = DeathWatch(self._host.service.reaper.owner_unavailable)
+        self._host.service.reaper.on_end = self._watch.unwatch
         if config.json_logs:
             log_as_json(cache=_own_name(), epoch=self._host.service.epoch)
         self._metrics = self._make_metrics(config)

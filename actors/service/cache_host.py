@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raydix.actors.service.cache_service import NEVER_RESTARTED, CacheService, Restarts
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.pool_memory import ExportedPool, check_layers_alike, may_lie_on_gpu
-from raydix.actors.transport.validation import arrived
+from raydix.actors.transport.validation import checked_message
 from raydix.cache_core import UnknownLeaseError
 from raydix.cache_core.pool.kv_pool import wait_for_device
 from raydix.schemas import (
@@ -69,7 +69,7 @@ class CacheHost:
             UnknownLease: no such open lease of that session.
             InvalidRequest: the lease does not cover all of the slots, or the pool's layers differ in shape.
         """
-        self._check(arrived(ReadKV, request), private=False)
+        self._check(checked_message(ReadKV, request), private=False)
         slots = torch.from_numpy(request.slots.copy())
         k, v = self.exported.pool.read_all(slots, self.service.core.swa_slots(slots))
         return KVResponse(k=_to_bytes(k), v=_to_bytes(v))
@@ -82,7 +82,7 @@ class CacheHost:
             InvalidRequest: the lease does not hold all of the slots privately, the sizes do not fit, or the pool's
                 layers differ in shape.
         """
-        self._check(arrived(WriteKV, request), private=True)
+        self._check(checked_message(WriteKV, request), private=True)
         layout = self.exported.layout
         shape = (layout.num_layers, len(request.slots), layout.num_kv_heads)
         k = _from_bytes(request.k, (*shape, layout.head_dim), layout.dtype)

@@ -26,12 +26,12 @@ from raydix.actors.sessions.deadlocks import Deadlocks
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.lease_owners import LeaseOwners
 from raydix.actors.sessions.refusals import Refusals
-from raydix.actors.sessions.session_reaper import SessionKeeper
+from raydix.actors.sessions.session_reaper import SessionReaper
 from raydix.actors.sessions.session_table import Session
-from raydix.actors.sessions.wait_queue import WaitingLine
+from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.actors.transport.validation import arrived, seconds
+from raydix.actors.transport.validation import checked_message, checked_seconds
 from raydix.cache_core import KVPool
 from raydix.schemas import (
     AdoptRequest,
@@ -113,11 +113,11 @@ class CacheService:
         self._closed = False
         self.clock = clock
         self._batch_size = Distribution(BATCH_SIZES)
-        self.line = WaitingLine(config.leases.max_waiters, clock)
+        self.line = WaitQueue(config.leases.max_waiters, clock)
         self.core, gauges = build_core(config, pool, self._on_pressure)
         self.bindings = ModelBindings(self.core, config.fingerprint)
-        self.keeper = SessionKeeper(config.leases, self.core, self.line, self._after_session, clock)
-        self.sessions = self.keeper.sessions
+        self.reaper = SessionReaper(config.leases, self.core, self.line, self._after_session, clock)
+        self.sessions = self.reaper.sessions
         self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self._serve_line)
         self.offers = LeaseOffers(self.core, config.leases.grant_timeout_s, self._serve_line, clock)
         self._owners = LeaseOwners(self.core, self.sessions)
@@ -135,14 +135,14 @@ class CacheService:
         self._deadlocks = Deadlocks(self.core, self.line, self._handlers.admission)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
-            self.core.tell_events(self.feed)
+            self.core.publish_events_to(self.feed)
 
         self.core.use_clock(clock)
         self.insight = Insight(self.core, clock)
-        self.recordings = Recordings(self.core.watches, clock, config.page_size)
+        self.recordings = Recordings(self.core.observers, clock, config.page_size)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
-            self.core.watches.append(self.ghost.curve)
+            self.core.observers.append(self.ghost.curve)
 
     def _on_pressure(self) -> None:
         self.eviction_task.wake()
@@ -152,14 +152,14 @@ class CacheService:
     def open_session(self, request: OpenSession) -> SessionResponse:
         """Begin a session (again, if it is open) and start the background task on the running loop."""
         self.check_taking()
-        arrived(OpenSession, request)
+        checked_message(OpenSession, request)
         if request.config_digest not in (None, self.config.digest()):
             raise ConfigMismatch(
                 f"the cache runs with configuration {self.config.digest()}, not {request.config_digest!r:.80}: "
                 "`raydix describe` prints it"
             )
         has_come_back = bool(request.bound) and request.session_id not in self.sessions
-        self.keeper.open(request)
+        self.reaper.open(request)
         if has_come_back:
             self.bindings.lapse(request.session_id, request.bound, request.bound_more)
         self.eviction_task.start()
@@ -170,7 +170,7 @@ class CacheService:
 
     def change_loop(self) -> None:
         """The loop before was closed: what ran on it by itself begins with the next session on another."""
-        self.keeper.stop()
+        self.reaper.stop()
         self.offers.stop()
         self.lag.stop()
         self.insight.stop()
@@ -182,7 +182,7 @@ class CacheService:
 
     def close_session(self, request: CloseSession) -> None:
         """End a session with all its leases; no effect if it is not open."""
-        self.keeper.close(arrived(CloseSession, request).session_id)
+        self.reaper.close(checked_message(CloseSession, request).session_id)
 
     async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
         """A client lives. Takes `stay_s`.
@@ -190,8 +190,8 @@ class CacheService:
         Raises:
             CacheError: its session is over, or ends meanwhile.
         """
-        arrived(SessionRef, request)
-        if await self.keeper.ends_within(self.session(request.session_id, request.epoch), seconds(stay_s)):
+        checked_message(SessionRef, request)
+        if await self.reaper.ends_within(self.session(request.session_id, request.epoch), checked_seconds(stay_s)):
             self.session(request.session_id, request.epoch)
 
     def _after_session(self, session_id: str) -> None:
@@ -237,7 +237,7 @@ class CacheService:
 
         Open leases can be read, published and ended: returns when none is left, or after `drain_s`, how many are.
         """
-        deadline = time.monotonic() + seconds(drain_s)
+        deadline = time.monotonic() + checked_seconds(drain_s)
         self._handlers.draining = True
         self.line.refuse_all(CacheUnavailable(DRAINING))
         while len(self.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
@@ -247,7 +247,7 @@ class CacheService:
     async def close(self) -> None:
         """Refuse new sessions, end the open ones, stop the background task."""
         self._closed = True
-        self.keeper.close_all(CacheUnavailable(_SHUT_DOWN))
+        self.reaper.close_all(CacheUnavailable(_SHUT_DOWN))
         if self.feed is not None:
             self.feed.close()
         self.offers.stop()
@@ -262,7 +262,9 @@ class CacheService:
     async def execute_packed(self, *parts: bytes) -> bytes:
         """Execute a numbered batch that a call brought; a packed `BatchResponse`."""
         arrived_at = self.clock()
-        return batch_codec.pack(await self.execute_in_turn(arrived(Batch, batch_codec.unpack(*parts)), arrived_at))
+        return batch_codec.pack(
+            await self.execute_in_turn(checked_message(Batch, batch_codec.unpack(*parts)), arrived_at)
+        )
 
     async def execute_in_turn(self, batch: Batch, arrived_at: float | None = None) -> BatchResponse:
         """Execute a numbered batch after the one that it names. It arrived at that time of the clock; None: now."""
@@ -271,9 +273,9 @@ class CacheService:
         if (response := self.execute_if_due(batch, arrived_at)) is not None:
             return response
         session = self.session(batch.session_id, batch.epoch)
-        turn = session.turns.setdefault(batch.after, asyncio.get_running_loop().create_future())
+        turn = session.batch_order.setdefault(batch.after, asyncio.get_running_loop().create_future())
         await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
-        session.turns.pop(batch.after, None)
+        session.batch_order.pop(batch.after, None)
         return self._execute_numbered(batch, session, arrived_at)
 
     def execute_if_due(self, batch: Batch, arrived_at: float) -> BatchResponse | None:
@@ -288,7 +290,7 @@ class CacheService:
             return self.execute(batch.session_id, batch.epoch, batch.requests, arrived_at)
         finally:
             session.executed_seq = max(session.executed_seq, batch.seq)
-            if (turn_of_next := session.turns.pop(batch.seq, None)) is not None:
+            if (turn_of_next := session.batch_order.pop(batch.seq, None)) is not None:
                 turn_of_next.set_result(None)
 
     def _execute_overtaken(self, batch: Batch) -> BatchResponse:
@@ -346,7 +348,7 @@ class CacheService:
 
     async def wait(self, request: WaitRequest) -> Message:
         """The outcome of a request that was put in line."""
-        session = self.session(arrived(WaitRequest, request).session_id, request.epoch)
+        session = self.session(checked_message(WaitRequest, request).session_id, request.epoch)
         return await self.line.outcome(session.session_id, request.ticket)
 
     async def next_events(self, request: NextEvents) -> KVEventBatch:
@@ -355,7 +357,7 @@ class CacheService:
         Raises:
             InvalidRequest: this cache tells no events.
         """
-        self.session(arrived(NextEvents, request).session_id, request.epoch)
+        self.session(checked_message(NextEvents, request).session_id, request.epoch)
         if self.feed is None:
             raise InvalidRequest(_NO_EVENTS)
         return await self.feed.next_batch(request.after_seq, request.timeout_s)
@@ -387,8 +389,8 @@ class CacheService:
             bindings=len(self.bindings),
             model_fingerprint="" if self.bindings.base is None else str(self.bindings.base),
             waiters=len(self.line),
-            expired_sessions=self.keeper.num_expired,
-            dead_sessions=self.keeper.num_dead,
+            expired_sessions=self.reaper.num_expired,
+            dead_sessions=self.reaper.num_dead,
             exhausted=self._handlers.admission.num_exhausted,
             deadlocks=self._deadlocks.num_broken,
             grants_expired=self.offers.num_expired,

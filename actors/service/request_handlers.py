@@ -14,7 +14,7 @@ from raydix.actors.service.tree_answer import tree_answer
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.refusals import Refusals
-from raydix.actors.sessions.wait_queue import WaitingLine
+from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
@@ -90,7 +90,7 @@ class RequestHandlers:
     def __init__(
         self,
         core: LeasedCache,
-        line: WaitingLine,
+        line: WaitQueue,
         refusals: Refusals,
         offers: LeaseOffers,
         bindings: ModelBindings,

@@ -1,4 +1,4 @@
-"""`ChannelServer`: the cache's end of the channels of its clients on the same machine."""
+"""`UnixSocketServer`: the cache's end of the channels of its clients on the same machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections import deque
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, FramedProtocol, channels_are_wanted, new_buffer
-from raydix.actors.transport.validation import arrived
+from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, FramedProtocol, new_buffer, unix_sockets_are_enabled
+from raydix.actors.transport.validation import checked_message
 from raydix.schemas import Batch, BatchResponse, CacheError
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 4096  # clients that connect while the loop is busy; the kernel's net.core.somaxconn bounds it, too
 
 
-class ChannelServer:
+class UnixSocketServer:
     """Listens on the loop of a cache's actor. What comes by a channel is executed in the tick in which it comes.
 
     Args:
@@ -38,7 +38,7 @@ class ChannelServer:
         return await asyncio.shield(self._listening)
 
     async def _listen(self) -> str | None:
-        if not channels_are_wanted():
+        if not unix_sockets_are_enabled():
             return None
         address = f"\0raydix-{self._service.epoch}"  # the kernel forgets it with this process
         try:
@@ -104,7 +104,7 @@ class _Connection(FramedProtocol):
 
     def _execute(self, number: int, payload: bytes | memoryview, arrived_at: float) -> None:
         try:
-            batch = arrived(Batch, batch_codec.unpack(payload))
+            batch = checked_message(Batch, batch_codec.unpack(payload))
             response = self._service.execute_if_due(batch, arrived_at)
         except Exception as error:
             self._answer(number, to_cache_error(error))

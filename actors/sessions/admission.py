@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from raydix.actors.sessions.refusals import Refusals
-from raydix.actors.sessions.wait_queue import Attempt, Place, WaitingLine
+from raydix.actors.sessions.wait_queue import Attempt, Place, WaitQueue
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
 from raydix.schemas import (
@@ -47,7 +47,7 @@ class Admission:
         acquire_timeout_s: how long they wait unless they say otherwise.
     """
 
-    def __init__(self, core: LeasedCache, line: WaitingLine, refusals: Refusals, acquire_timeout_s: float) -> None:
+    def __init__(self, core: LeasedCache, line: WaitQueue, refusals: Refusals, acquire_timeout_s: float) -> None:
         self.refusals: Counter[str] = Counter()
         self._core = core
         self._line = line
@@ -102,7 +102,7 @@ class Admission:
         tenant = self._core.tenant_of(key.extra_key)
         if self._line.is_waiting(tenant):
             return False
-        return self._line.wait_for_their_own() or self._core.is_within_floor(key, num_tokens)
+        return self._line.only_tenant_caps_block() or self._core.is_within_floor(key, num_tokens)
 
     def _attempt_late(self, refusal: Callable[[OutOfSlotsError], PoolExhausted], attempt: Attempt) -> Message:
         """An attempt from the line: what else it may fail with than want of room is its caller's to hear.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from raydix.actors.sessions.admission import Admission
-from raydix.actors.sessions.wait_queue import Waiter, WaitingLine
+from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.leases.lease_table import LeaseRecord
 
@@ -33,7 +33,7 @@ class Deadlocks:
         admission: makes and counts the refusals.
     """
 
-    def __init__(self, core: LeasedCache, line: WaitingLine, admission: Admission) -> None:
+    def __init__(self, core: LeasedCache, line: WaitQueue, admission: Admission) -> None:
         self.num_broken = 0
         self._core = core
         self._line = line

@@ -83,7 +83,7 @@ class LeaseOffers:
     def _look_at(self, due: float) -> None:
         delay_s = max(_MIN_DELAY_S, due - self._clock())
         self._due = self._clock() + delay_s
-        self._timer.set(delay_s)
+        self._timer.schedule(delay_s)
 
     def _sweep(self) -> None:
         self._expire()

@@ -1,4 +1,4 @@
-"""`SessionKeeper`: ends the sessions of clients that close, fall silent or die, and frees what they held."""
+"""`SessionReaper`: ends the sessions of clients that close, fall silent or die, and frees what they held."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.sessions.session_table import Session, SessionTable
-from raydix.actors.sessions.wait_queue import WaitingLine
+from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.cache_core import LeasedCache
 from raydix.schemas import CacheError, LeaseConfig, LeaseExpired, OpenSession
 from raydix.schemas.shown import shown
@@ -20,7 +20,7 @@ _MAX_TICK_S = 1.0  # between two looks at the clock
 _DEATH_TICK_S = 0.02  # while a process is about to end
 
 
-class SessionKeeper:
+class SessionReaper:
     """The sessions of a cache, and what becomes of their leases when they end.
 
     Args:
@@ -35,7 +35,7 @@ class SessionKeeper:
         self,
         config: LeaseConfig,
         core: LeasedCache,
-        line: WaitingLine,
+        line: WaitQueue,
         after_end: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -147,4 +147,4 @@ class SessionKeeper:
 
     def _set_timer(self, tick_s: float) -> None:
         self._next_tick = self._clock() + tick_s
-        self._timer.set(tick_s)
+        self._timer.schedule(tick_s)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from raydix.actors.transport.process_liveness import ProcessLife
+from raydix.actors.transport.process_liveness import ProcessLiveness
 from raydix.schemas import InvalidRequest, LeaseConfig, LeaseExpired, OpenSession
 
 _MAX_REMEMBERED = 16_384  # sessions that expired: their messages are answered LeaseExpired
@@ -26,9 +26,9 @@ class Session:
     session_id: str
     owner: str  # for people
     deadline: float  # by the table's clock: silent until then, it expires
-    life: ProcessLife | None  # of its process; None: not known here
+    life: ProcessLiveness | None  # of its process; None: not known here
     executed_seq: int = 0  # the last of its numbered batches that was executed
-    turns: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by the batch that is waited for
+    batch_order: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by the batch that is waited for
     end: asyncio.Future[None] | None = None  # what its client waits for
     is_dead: bool = False  # its owner was seen to die
 
@@ -80,7 +80,7 @@ class SessionTable:
         session = self._open.get(request.session_id)
         if session is None:
             self._check_not_expired(request.session_id)
-            life = ProcessLife.find(request.life_path) if request.life_path is not None else None
+            life = ProcessLiveness.find(request.liveness_path) if request.liveness_path is not None else None
             session = Session(request.session_id, request.owner, 0.0, life)
             self._open[request.session_id] = session
         session.deadline = self._clock() + self._ttl_s

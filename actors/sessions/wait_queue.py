@@ -46,7 +46,7 @@ class Waiter:
     timer: asyncio.TimerHandle = field(init=False)
 
 
-class WaitingLine:
+class WaitQueue:
     """Requests that found no room.
 
     Whoever frees slots calls `serve`. Outcomes are kept until they are collected or the session ends.
@@ -82,7 +82,7 @@ class WaitingLine:
         """Whether somebody of that tenant stands in line."""
         return tenant in self.waiting
 
-    def wait_for_their_own(self) -> bool:
+    def only_tenant_caps_block(self) -> bool:
         """Whether everybody in line waits for a tenant's cap, or behind somebody of the same tenant who does."""
         at_cap: set[str | None] = set()
         for waiter in self._line:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from raydix.actors.transport.process_liveness import own_life_path
+from raydix.actors.transport.process_liveness import own_liveness_path
 from raydix.cache_core import KVPool, PoolLayout
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolHandle
 
@@ -105,7 +105,7 @@ class ExportedPool:
             device_type="cuda" if self.device.type == "cuda" else "cpu",
             node_id=node_id,
             path=None if self._fd is None else f"/proc/{os.getpid()}/fd/{self._fd}",
-            life_path=own_life_path(),
+            liveness_path=own_liveness_path(),
             num_bytes=self.layout.num_bytes,
             gpu_uuid=gpu_uuid,
             ipc_handle=ipc_handle,

@@ -24,7 +24,7 @@ _NAME = "raydix-life-"
 _own: tuple[int, str] | None = None  # the process that locked it, and its path
 
 
-def own_life_path() -> str | None:
+def own_liveness_path() -> str | None:
     """Where others see that this process lives; None where there is no `/proc`."""
     global _own
     if sys.platform != "linux":
@@ -37,7 +37,7 @@ def own_life_path() -> str | None:
     return _own[1]
 
 
-class ProcessLife:
+class ProcessLiveness:
     """The lock of another process, as seen from here. Get one by `find`."""
 
     def __init__(self, fd: int) -> None:
@@ -46,7 +46,7 @@ class ProcessLife:
 
     @classmethod
     def find(cls, path: str) -> Self | None:
-        """Return what holds the lock at the path of `own_life_path`.
+        """Return what holds the lock at the path of `own_liveness_path`.
 
         None if that is no lock, another process's lock, or a lock that no process holds, as seen from here.
         """

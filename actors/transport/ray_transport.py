@@ -23,7 +23,7 @@ from raydix.actors.transport import batch_codec
 from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
 from raydix.actors.transport.transport import Note, settle
 from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, Channel
-from raydix.actors.transport.validation import expect
+from raydix.actors.transport.validation import checked_response
 from raydix.cache_core import KVPool
 from raydix.schemas import (
     AbortRequest,
@@ -300,4 +300,4 @@ def _responses(answer: object) -> Sequence[Any]:
     """What has become of each request of a batch, unless the batch was refused."""
     if isinstance(answer, CacheError):
         raise answer
-    return expect(BatchResponse, answer).responses
+    return checked_response(BatchResponse, answer).responses

@@ -38,7 +38,7 @@ Answer = bytes | memoryview | BaseException  # read it before returning: a memor
 Tell = Callable[[Answer], None]
 
 
-def channels_are_wanted() -> bool:
+def unix_sockets_are_enabled() -> bool:
     """Whether this process may use channels: there are such sockets on Linux only."""
     return sys.platform == "linux" and os.environ.get(SWITCH, "1") != "0"
 
@@ -135,7 +135,7 @@ class Channel(FramedProtocol):
 
         It is closed when `holder` is no more.
         """
-        if address is None or not channels_are_wanted():
+        if address is None or not unix_sockets_are_enabled():
             return None
         loop = asyncio.get_running_loop()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -17,12 +17,12 @@ M = TypeVar("M", bound=Message)
 _MOST_SECONDS = 10**9  # thirty years: Ray and the kernel count in 64 bits of smaller units
 
 
-def build(model: type[M], **fields: Any) -> M:
+def make_request(model: type[M], **fields: Any) -> M:
     """A request, validated."""
-    return made(partial(validated, model), fields)
+    return make_checked(partial(validated, model), fields)
 
 
-def made(make: Callable[..., M], *values: Any) -> M:
+def make_checked(make: Callable[..., M], *values: Any) -> M:
     """A request that a validating function makes of these."""
     try:
         return make(*values)
@@ -30,7 +30,7 @@ def made(make: Callable[..., M], *values: Any) -> M:
         raise InvalidRequest(first_fault(error)) from None
 
 
-def arrived(model: type[M], message: object) -> M:
+def checked_message(model: type[M], message: object) -> M:
     """What a call brought, if it is what the call takes.
 
     Raises:
@@ -43,7 +43,7 @@ def arrived(model: type[M], message: object) -> M:
     raise InvalidRequest(f"this call takes a {model.__name__}, not {type(message).__name__}")
 
 
-def seconds(given: object) -> float:
+def checked_seconds(given: object) -> float:
     """A duration that a call brought, if it is one.
 
     Raises:
@@ -54,7 +54,7 @@ def seconds(given: object) -> float:
     raise InvalidRequest(f"this call takes a finite number of seconds, not {brief(given)}; at most {_MOST_SECONDS:,}")
 
 
-def expect(model: type[M], response: object) -> M:
+def checked_response(model: type[M], response: object) -> M:
     """The response, if it is of the model that was due."""
     if not isinstance(response, model):
         raise CacheError(f"the cache answered {type(response).__name__} where {model.__name__} was due")

@@ -1,4 +1,4 @@
-"""`AuxComponent`: what a cache keeps on its nodes beside the full KV, and what that means for matches and locks."""
+"""`Component`: what a cache keeps on its nodes beside the full KV, and what that means for matches and locks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raydix.cache_core.explanation import Reason
 from raydix.cache_core.tree.tree_node import TreeNode
 
 
-class AuxComponent(ABC):
+class Component(ABC):
     """One kind of data on the nodes of a tree, with locks, sizes and an eviction order of its own.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`FullComponent`: who holds the full-attention KV of a tree's nodes, and which of it goes next.
+"""`FullKV`: who holds the full-attention KV of a tree's nodes, and which of it goes next.
 
 Rules, checked by `check`:
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import index
 
-from raydix.cache_core.components.component import AuxComponent
+from raydix.cache_core.components.component import Component
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.eviction.queue import EvictionQueue
 from raydix.cache_core.eviction.retired_nodes import RetiredNodes
@@ -22,12 +22,12 @@ from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.tree.tree_node import TreeNode
 
 
-class FullComponent(Holdings):
+class FullKV(Holdings):
     """Locks, sizes and eviction order of the full KV."""
 
     _queue: EvictionQueue | TenantQueues
 
-    def __init__(self, tree: RadixTree, policy: EvictionPolicy, aux: Sequence[AuxComponent] = ()) -> None:
+    def __init__(self, tree: RadixTree, policy: EvictionPolicy, aux: Sequence[Component] = ()) -> None:
         super().__init__(EvictionQueue(policy.rank))
         self._tree = tree
         self._aux = aux  # told of nodes that leave

@@ -1,4 +1,4 @@
-"""`MambaComponent`: recurrent states on the nodes of a tree.
+"""`RecurrentState`: recurrent states on the nodes of a tree.
 
 A state is the one after its node's last token: it cannot be cut, so a match ends where a state is, however much full KV
 lies deeper, and a split leaves the state on the child:
@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Protocol, cast
 
-from raydix.cache_core.components.component import AuxComponent
+from raydix.cache_core.components.component import Component
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.errors import SlotError
 from raydix.cache_core.eviction.queue import SideQueue
 from raydix.cache_core.explanation import Reason
-from raydix.cache_core.pool.release import hand_back_each
+from raydix.cache_core.pool.release import release_each
 from raydix.cache_core.tree.tree_node import TreeNode
 
 
@@ -34,7 +34,7 @@ class StateSlots(Protocol):
         """Take back a state slot."""
 
 
-class MambaComponent(AuxComponent):
+class RecurrentState(Component):
     """State locks, counts and eviction order. Its unit is a state."""
 
     reason: Reason = "no_state"
@@ -97,7 +97,7 @@ class MambaComponent(AuxComponent):
         """Hand the slots of dropped states to their pool."""
         dropped, self._dropped = self._dropped, []
         if dropped and self._pool is not None:
-            hand_back_each(self._pool.free_track_slot, dropped, "states")
+            release_each(self._pool.free_track_slot, dropped, "states")
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The state at the end was used; those above were not."""

@@ -1,4 +1,4 @@
-"""`TenantComponent`: a `FullComponent` that knows whose slots are whose, and keeps floors.
+"""`TenantFullKV`: a `FullKV` that knows whose slots are whose, and keeps floors.
 
 Rules, checked by `check` beside its own:
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import index
 
-from raydix.cache_core.components.component import AuxComponent
-from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.components.component import Component
+from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.eviction.tenants import Tenant, TenantQueues, TenantRetired, Tenants
 from raydix.cache_core.kernels import Victims
@@ -21,10 +21,10 @@ from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.tree.tree_node import Namespace, TreeNode
 
 
-class TenantComponent(FullComponent):
+class TenantFullKV(FullKV):
     """Locks, sizes and eviction order of the full KV, by tenant. O(tenants) more per victim."""
 
-    def __init__(self, tree: RadixTree, policy: EvictionPolicy, aux: Sequence[AuxComponent], tenants: Tenants) -> None:
+    def __init__(self, tree: RadixTree, policy: EvictionPolicy, aux: Sequence[Component], tenants: Tenants) -> None:
         super().__init__(tree, policy, aux)
         self._tenants = tenants
         self._queue = TenantQueues(tenants, policy.rank)

@@ -1,4 +1,4 @@
-"""`SwaComponent`: sliding-window KV on the nodes of a tree, by tombstones.
+"""`WindowKV`: sliding-window KV on the nodes of a tree, by tombstones.
 
 A node's sliding-window KV is live, or gone: then the node is a tombstone, and keeps its full KV. A match may end where
 the last `window` tokens are all live, or all tokens up to the root. For a window of 4:
@@ -27,11 +27,11 @@ from itertools import count
 import torch
 
 from raydix.cache_core.base_prefix_cache import Starts
-from raydix.cache_core.components.component import AuxComponent
+from raydix.cache_core.components.component import Component
 from raydix.cache_core.eviction.queue import Rank, SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.pool.release import KeptRefusal, hand_back_rows
+from raydix.cache_core.pool.release import KeptRefusal, release_victims
 from raydix.cache_core.tree.tree_node import TreeNode
 
 
@@ -50,7 +50,7 @@ class WindowReceipt:
         self.used = False
 
 
-class SwaComponent(AuxComponent):
+class WindowKV(Component):
     """Window locks, tombstones, and the eviction order of sliding-window KV. Its unit is a token.
 
     Attributes:
@@ -130,7 +130,7 @@ class SwaComponent(AuxComponent):
             if dropped.num_tokens:
                 self._dropped = Victims()
                 if self._free_swa is not None:
-                    hand_back_rows(dropped, self._free_swa, self._free_swa_pages, self._page_size, "window halves")
+                    release_victims(dropped, self._free_swa, self._free_swa_pages, self._page_size, "window halves")
         finally:
             self.refused.tell()
 

@@ -12,7 +12,7 @@ from raydix.cache_core.tree.tree_node import TreeNode
 MAX_ENTRIES = 16_384
 
 
-class Departure(NamedTuple):
+class EvictionRecord(NamedTuple):
     """When something went, and what for."""
 
     at_s: float  # by the history's clock
@@ -42,44 +42,44 @@ class EvictionHistory:
         self.forgotten_until: float | None = None
         self.use_clock(clock)
         self._max_entries = max_entries
-        self._evicted: OrderedDict[Hashable, Departure] = OrderedDict()
-        self._latest: deque[Departure] = deque(maxlen=max_entries)  # what went time and again is here each time
-        self._retired: OrderedDict[str | None, Departure] = OrderedDict()
+        self._evicted: OrderedDict[Hashable, EvictionRecord] = OrderedDict()
+        self._latest: deque[EvictionRecord] = deque(maxlen=max_entries)  # what went time and again is here each time
+        self._retired: OrderedDict[str | None, EvictionRecord] = OrderedDict()
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Take the time, in seconds, from this clock; before the first departure."""
         self.clock = clock
         self.began_at = clock()
 
-    def note_evicted(self, nodes: Iterable[TreeNode], page_size: int) -> None:
+    def record_evicted(self, nodes: Iterable[TreeNode], page_size: int) -> None:
         """Nodes have left their tree, of which those of retired namespaces went when these did."""
         now, cause = self.clock(), self.cause
         for node in nodes:
             space, parent = node.space, node.parent
             assert parent is not None
             if space.live:
-                departure = Departure(now, cause, node.own_access_time, node.end - parent.end)
+                departure = EvictionRecord(now, cause, node.own_access_time, node.end - parent.end)
                 self._latest.append(departure)
                 page = node.data[: page_size * space.unit]
                 self._note(self._evicted, (place_of(parent), hash(page)), departure)
 
-    def note_retired(self, extra_key: str | None) -> None:
+    def record_retired(self, extra_key: str | None) -> None:
         """A namespace was made unmatchable."""
-        self._note(self._retired, extra_key, Departure(self.clock(), "retired"))
+        self._note(self._retired, extra_key, EvictionRecord(self.clock(), "retired"))
 
-    def evicted(self, above: Hashable, page: bytes) -> Departure | None:
+    def evicted(self, above: Hashable, page: bytes) -> EvictionRecord | None:
         """When the page with these packed ids that followed a place was evicted, if that is remembered."""
         return self._evicted.get((above, hash(page)))
 
-    def retired(self, extra_key: str | None) -> Departure | None:
+    def retired(self, extra_key: str | None) -> EvictionRecord | None:
         """When a namespace was last retired, if that is remembered."""
         return self._retired.get(extra_key)
 
-    def evictions(self) -> list[Departure]:
+    def evictions(self) -> list[EvictionRecord]:
         """The latest evictions, the last one last."""
         return list(self._latest)
 
-    def _note(self, departures: OrderedDict[Any, Departure], place: Hashable, departure: Departure) -> None:
+    def _note(self, departures: OrderedDict[Any, EvictionRecord], place: Hashable, departure: EvictionRecord) -> None:
         departures[place] = departure
         departures.move_to_end(place)
         if len(departures) > self._max_entries:

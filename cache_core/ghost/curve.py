@@ -17,7 +17,7 @@ from operator import neg
 import numpy as np
 
 from raydix.cache_core.ghost.prefix_hashes import PrefixHasher
-from raydix.cache_core.ghost.reuse_stack import Depths, GhostStack, Group
+from raydix.cache_core.ghost.reuse_stack import Depths, Group, ReuseStack
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tree.radix_key import RadixKey
 
@@ -44,7 +44,7 @@ class _Use:
 
 
 class GhostCurve:
-    """Watches requests (`RequestWatch`) and tells what caches of other sizes would have hit.
+    """Watches requests (`RequestObserver`) and tells what caches of other sizes would have hit.
 
     What is seen is queued, and looked at many requests at a time. Memory is bounded: 200 bytes for each of `max_pages`,
     the keys of the queue, and the sampled pages of open leases.
@@ -67,7 +67,7 @@ class GhostCurve:
         self.tokens_requested = 0
         self._threshold = np.uint64(min(int(self.sample_rate * 2**64), 2**64 - 1))
         self._hasher = PrefixHasher(page_size, seed)
-        self._stack = GhostStack(max_pages)
+        self._stack = ReuseStack(max_pages)
         self._hits = np.zeros(max_pages + 1, np.int64)  # sampled pages found, by how many lay above; last: that or more
         self._num_sampled = 0  # sampled pages that were looked up
         self._num_pages = 0  # all pages that were

@@ -1,4 +1,4 @@
-"""`GhostStack`: how many other pages were used since each page's last use."""
+"""`ReuseStack`: how many other pages were used since each page's last use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Group(NamedTuple):
     stores: bool
 
 
-class GhostStack:
+class ReuseStack:
     """Pages by the time of their last use, the latest on top, at most `max_pages` of them.
 
     No page lies above the pages before it in its prefix, as long as groups name the last one first. That is the order

@@ -14,7 +14,7 @@ FreeSlots: TypeAlias = Callable[[torch.Tensor], object]
 
 
 class Holdings:
-    """Tokens of a tree with locks and without, and its unlocked leaves: what `FullComponent` is made of.
+    """Tokens of a tree with locks and without, and its unlocked leaves: what `FullKV` is made of.
 
     Its heir says what becomes of a leaf without locks, by `_offer`, and of a node whose last child has gone, by
     `_left_bare`.

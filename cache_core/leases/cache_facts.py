@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
-from raydix.cache_core.eviction.history import Departure
+from raydix.cache_core.eviction.history import EvictionRecord
 from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.leases.lease_table import LeaseRecord
@@ -128,7 +128,7 @@ class CacheFacts(ABC):
         """What each namespace holds and where, from so many nodes or a few more; nothing where there is no tree."""
         return TreeSample([], 0)
 
-    def evictions(self) -> list[Departure]:
+    def evictions(self) -> list[EvictionRecord]:
         """What was evicted of late, the latest last, as far as that is remembered."""
         return []
 

@@ -7,7 +7,7 @@ import numpy as np
 from raydix.cache_core.base_prefix_cache import Starts
 
 
-def put_behind(row: Starts, room: Starts | None, count: int, more: Starts) -> tuple[Starts, Starts]:
+def append_in_place(row: Starts, room: Starts | None, count: int, more: Starts) -> tuple[Starts, Starts]:
     """The first `count` of a row with `more` behind them, and the room that this is the beginning of.
 
     That is `room`, which the row must be the beginning of, while it is long enough: it is written over. Else it is new,

@@ -18,10 +18,10 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, RadixKey, Starts
 from raydix.cache_core.components.window_kv import WindowReceipt
-from raydix.cache_core.eviction.history import Departure
+from raydix.cache_core.eviction.history import EvictionRecord
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.leases.cache_facts import NO_STARTS, PoolSizes
-from raydix.cache_core.leases.lease_allocator import SlotRoom
+from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.outline import Outline, OutlineLimits
@@ -80,8 +80,8 @@ class KVLedger(LeasedCache):
         self._state_pressure_floor = state_pressure_floor
         self._bigram = bigram
 
-    def _make_room(self, *parts: Any) -> SlotRoom:
-        return SlotRoom(*parts)
+    def _make_room(self, *parts: Any) -> LeaseAllocator:
+        return LeaseAllocator(*parts)
 
     # ---------------------------------------------------------------- sizes
 
@@ -184,7 +184,7 @@ class KVLedger(LeasedCache):
         """Tell the times of evictions by this clock, in seconds."""
         self.room.history.use_clock(clock)
 
-    def evictions(self) -> list[Departure]:
+    def evictions(self) -> list[EvictionRecord]:
         """What was evicted of late, the latest last; 16,384 of it are remembered."""
         return self.room.history.evictions()
 
@@ -194,10 +194,10 @@ class KVLedger(LeasedCache):
 
     # ---------------------------------------------------------------- events, checks
 
-    def tell_events(self, sink: KVEventSink) -> None:
+    def publish_events_to(self, sink: KVEventSink) -> None:
         """Tell of pages that come and go in the tree, from now on; one that shares nothing has nothing to tell."""
         if isinstance(self.tree, TreeCache):
-            self.tree.tell_events(sink)
+            self.tree.publish_events_to(sink)
 
     def resident_pages(self) -> Iterable[PageRun]:
         """The pages that events tell of and that can be matched now, parents before children. O(n)."""

@@ -210,7 +210,7 @@ class KVCache(KVLedger):
             lease.starts[first : first + len(existing)] = existing
             lease.num_published_pages = stop  # before the pool may refuse what it is given back
             self.room.note_published(fresh, duplicates)
-            for watch in self.watches:
+            for watch in self.observers:
                 watch.published(lease)
         num_duplicates = len(duplicates) * page
         num_new = max(0, result.end - first * page) - num_duplicates
@@ -296,4 +296,4 @@ class KVCache(KVLedger):
         self.room.free_private(lease.private_starts, lease.state_slot)
 
     def _tell_pressure(self) -> None:
-        self.room.tell_pressure()
+        self.room.notify_pressure()

@@ -1,4 +1,4 @@
-"""`SlotRoom`: taking slots and states for leases, evicting what is missing, and giving them back."""
+"""`LeaseAllocator`: taking slots and states for leases, evicting what is missing, and giving them back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.radix.window_insertion import WindowTreeCache
 
 
-class SlotRoom:
+class LeaseAllocator:
     """The pools as leases draw on them. Per pool, `free + private + tree` is all there is."""
 
     def __init__(
@@ -107,7 +107,7 @@ class SlotRoom:
             self.evict(max(0, shortfall), max(0, swa_shortfall))
         starts = self._allocator.alloc_pages(num_pages)
         self.private_pages += num_pages
-        self.tell_pressure()
+        self.notify_pressure()
         return starts
 
     def take_state(self) -> int | None:
@@ -124,7 +124,7 @@ class SlotRoom:
             self.evict(0, num_states=1)
         slot = self.states.alloc_track_slot()
         self.private_states += 1
-        self.tell_pressure()
+        self.notify_pressure()
         return slot
 
     def verify(self, starts: Starts, node: Any) -> None:
@@ -185,7 +185,7 @@ class SlotRoom:
         self._counters.tokens_evicted += result.full_evicted
         return result
 
-    def tell_pressure(self) -> None:
+    def notify_pressure(self) -> None:
         """Tell whoever listens if slots run short."""
         if self._on_pressure is not None and self._is_pressed():
             self._on_pressure()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, UnknownLeaseError
 from raydix.cache_core.leases.ended_leases import EndedLeases
-from raydix.cache_core.leases.growing_row import put_behind
+from raydix.cache_core.leases.growing_row import append_in_place
 from raydix.cache_core.tree.radix_key import RadixKey
 
 Starts = NDArray[np.int64]
@@ -84,7 +84,7 @@ class LeaseRecord:
 
     def add_pages(self, starts: Starts) -> None:
         """Behind those that there are."""
-        self.starts, self.room = put_behind(self.starts, self.room, len(self.starts), starts)
+        self.starts, self.room = append_in_place(self.starts, self.room, len(self.starts), starts)
 
     def known_key(self, num_tokens: int, suffix: RadixKey) -> RadixKey:
         """The tokens of the lease, and those of `suffix`, which ends at `num_tokens`, behind them.

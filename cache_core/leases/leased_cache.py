@@ -18,7 +18,7 @@ from raydix.cache_core.errors import LeaseRangeError, UnknownLeaseError
 from raydix.cache_core.leases.cache_facts import CacheFacts
 from raydix.cache_core.leases.counters import Counters
 from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable
-from raydix.cache_core.leases.request_observer import RequestWatch
+from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.cache_core.radix.page_events import KVEventSink
 
 
@@ -46,7 +46,7 @@ class LeasedCache(CacheFacts):
         super().__init__()
         self.leases = LeaseTable(remembered_leases)
         self.counters = Counters()
-        self.watches: list[RequestWatch] = []
+        self.observers: list[RequestObserver] = []
 
     # ---------------------------------------------------------------- verbs
 
@@ -212,7 +212,7 @@ class LeasedCache(CacheFacts):
         return len(leases)
 
     def _end(self, lease: LeaseRecord, vanished: bool = False, expired: bool = False) -> None:
-        for watch in self.watches:
+        for watch in self.observers:
             watch.ended(lease)
         self.leases.remove(lease, expired=vanished or expired)
         try:
@@ -247,7 +247,7 @@ class LeasedCache(CacheFacts):
         """Make everything unmatchable at once; leases keep their slots, but publish no more."""
         for lease in (*self.leases, *self.quarantine):
             lease.retired = True
-        for watch in self.watches:
+        for watch in self.observers:
             watch.retired(lambda _: True)
         self._retire_all()
 
@@ -258,7 +258,7 @@ class LeasedCache(CacheFacts):
         """
         for lease in (*self.leases, *self.quarantine):
             lease.retired = lease.retired or is_meant(lease.key.extra_key)
-        for watch in self.watches:
+        for watch in self.observers:
             watch.retired(is_meant)
         return self._retire(is_meant)
 
@@ -279,7 +279,7 @@ class LeasedCache(CacheFacts):
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Tell the times of evictions by this clock, in seconds; else by `time.monotonic`."""
 
-    def tell_events(self, sink: KVEventSink) -> None:
+    def publish_events_to(self, sink: KVEventSink) -> None:
         """Tell of pages that come and go, from now on. No effect for caches that keep no tree of pages."""
 
     def count_refusal(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
@@ -292,7 +292,7 @@ class LeasedCache(CacheFacts):
             counters.tokens_too_large += len(key)
             num_slots = -(-num_tokens // self.page_size) * self.page_size
             counters.largest_too_large = max(counters.largest_too_large, num_slots)
-        for watch in self.watches:
+        for watch in self.observers:
             watch.refused(key, num_tokens, can_ever_fit)
 
     def _count_grant(self, lease: LeaseRecord, max_prefix_len: int | None = None) -> None:
@@ -301,7 +301,7 @@ class LeasedCache(CacheFacts):
         self.counters.hits += lease.prefix_len > 0
         self.counters.tokens_requested += len(lease.key)
         self.counters.tokens_reused += lease.prefix_len
-        for watch in self.watches:
+        for watch in self.observers:
             watch.granted(lease, max_prefix_len)
 
 

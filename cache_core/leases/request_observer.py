@@ -9,7 +9,7 @@ from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tree.radix_key import RadixKey
 
 
-class RequestWatch(Protocol):
+class RequestObserver(Protocol):
     """Watches a cache's requests. Each call is on the cache's path: it must be quick and must not raise."""
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:

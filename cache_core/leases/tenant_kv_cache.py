@@ -9,10 +9,10 @@ from raydix.cache_core.base_prefix_cache import RadixKey, Starts
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.leases.cache_facts import PoolSizes
 from raydix.cache_core.leases.kv_cache import KVCache
-from raydix.cache_core.leases.lease_allocator import SlotRoom
+from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import Published
-from raydix.cache_core.leases.tenant_room import TenantRoom
+from raydix.cache_core.leases.tenant_room import TenantAllocator
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.tree.radix_key import check_key
@@ -34,8 +34,8 @@ class TenantKVCache(KVCache):
         self.tenants: Tenants = tenants
         super().__init__(tree, allocator, *options, **more)
 
-    def _make_room(self, *parts: Any) -> SlotRoom:
-        return TenantRoom(self.tenants, *parts)
+    def _make_room(self, *parts: Any) -> LeaseAllocator:
+        return TenantAllocator(self.tenants, *parts)
 
     # ---------------------------------------------------------------- sizes
 

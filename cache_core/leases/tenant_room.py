@@ -1,4 +1,4 @@
-"""`TenantRoom`: a `SlotRoom` in which tenants have floors and caps."""
+"""`TenantAllocator`: a `LeaseAllocator` in which tenants have floors and caps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from raydix.cache_core.base_prefix_cache import Starts
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.eviction.tenants import Tenants
-from raydix.cache_core.leases.lease_allocator import SlotRoom
+from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.radix.tree_cache import TreeCache
 
 
-class TenantRoom(SlotRoom):
+class TenantAllocator(LeaseAllocator):
     """Slots are taken and given back within `Tenants.serving`: what is private is counted for that tenant."""
 
     def __init__(self, tenants: Tenants, tree: TreeCache, *parts: Any) -> None:

@@ -10,12 +10,12 @@ import torch
 
 from raydix.cache_core.errors import SlotError
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.tree.packed_slots import join_rows
+from raydix.cache_core.tree.packed_slots import join_slots
 
 _MOST_NAMED = 8  # of what was refused, in the message
 
 
-def hand_back(free: Callable[[Any], object], slots: Any, num_at_once: int, what: str = "slots") -> None:
+def release_slots(free: Callable[[Any], object], slots: Any, num_at_once: int, what: str = "slots") -> None:
     """Have a pool take back a row of slots: in one call, and only if it refuses them in calls of `num_at_once` each.
 
     Raises:
@@ -26,7 +26,7 @@ def hand_back(free: Callable[[Any], object], slots: Any, num_at_once: int, what:
     except AssertionError:  # no refusal, but a state that cannot be
         raise
     except Exception:
-        hand_back_in_parts(free, num_at_once, what, slots)
+        release_in_parts(free, num_at_once, what, slots)
 
 
 def taking_pages(pool: Any, verb: str) -> Callable[[Any], Any] | None:
@@ -52,27 +52,27 @@ def _is_set_on(instance: Any, name: str) -> bool:
     return getattr(method, "__func__", None) is not getattr(type(instance), name, None)
 
 
-def hand_back_rows(
+def release_victims(
     rows: Victims,
     free: Callable[[torch.Tensor], object],
     free_pages: Callable[[Any], object] | None,
     page_size: int,
     what: str = "slots",
 ) -> None:
-    """`hand_back` of what nodes held: by the first slot of each page, if all rows say those and the pool takes them."""
-    if free_pages is not None and (starts := join_rows(rows.rows)).size * page_size == rows.num_tokens:
-        hand_back(free_pages, starts, 1, what)
+    """Release the slots of victims: by the first slot of each page, if all nodes pack those and the pool takes them."""
+    if free_pages is not None and (starts := join_slots(rows.rows)).size * page_size == rows.num_tokens:
+        release_slots(free_pages, starts, 1, what)
     else:
-        hand_back(free, rows.slots(page_size), page_size, what)
+        release_slots(free, rows.slots(page_size), page_size, what)
 
 
-def hand_back_in_parts(free: Callable[[Any], object], num_at_once: int, what: str, slots: Any) -> None:
-    """`hand_back` of slots that were refused in one call."""
-    hand_back_each(free, (slots[at : at + num_at_once] for at in range(0, len(slots), num_at_once)), what)
+def release_in_parts(free: Callable[[Any], object], num_at_once: int, what: str, slots: Any) -> None:
+    """`release_slots` of slots that were refused in one call."""
+    release_each(free, (slots[at : at + num_at_once] for at in range(0, len(slots), num_at_once)), what)
 
 
-def hand_back_each(free: Callable[[Any], object], parts: Iterable[Any], what: str) -> None:
-    """`hand_back` in a call for each part: a slot, or a row of slots, which the first of them names."""
+def release_each(free: Callable[[Any], object], parts: Iterable[Any], what: str) -> None:
+    """`release_slots` in a call for each part: a slot, or a row of slots, which the first of them names."""
     refused: list[tuple[Any, Exception]] = []
     for part in parts:
         try:

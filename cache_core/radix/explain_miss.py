@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raydix.cache_core.eviction.history import Departure, EvictionHistory, place_of
+from raydix.cache_core.eviction.history import EvictionHistory, EvictionRecord, place_of
 from raydix.cache_core.explanation import Elsewhere, Explanation
 from raydix.cache_core.kernels import walk
 from raydix.cache_core.tree.radix_key import RadixKey
@@ -32,7 +32,7 @@ def _explain_from(history: EvictionHistory, found: Explanation, tree: RadixTree,
     departure is in the history as well. If it is in neither, it was not there since the latest such departure.
     """
     page_size = tree.page_size
-    top, there = tree.find_space(key)
+    top, there = tree.find_namespace(key)
     path, end, rest = walk(top, there, page_size, there.num_tokens) if top is not None else ([], 0, 0)
     retired = history.retired(key.extra_key)
     if path:
@@ -51,7 +51,7 @@ def _explain_from(history: EvictionHistory, found: Explanation, tree: RadixTree,
     found.remembered_s = history.clock() - max(known, default=history.began_at)
 
 
-def _left(history: EvictionHistory, above: TreeNode | tuple[str | None, int], page: RadixKey) -> Departure | None:
+def _left(history: EvictionHistory, above: TreeNode | tuple[str | None, int], page: RadixKey) -> EvictionRecord | None:
     """When and why a page that followed a node, or the top of a namespace, went, if that is remembered.
 
     A namespace packs its ids in 4 or 8 bytes; which, may have changed since.
@@ -60,7 +60,7 @@ def _left(history: EvictionHistory, above: TreeNode | tuple[str | None, int], pa
     return _latest(*(history.evicted(place, data) for data in {page.data, page.with_width(8).data}))
 
 
-def _latest(*departures: Departure | None) -> Departure | None:
+def _latest(*departures: EvictionRecord | None) -> EvictionRecord | None:
     return max((each for each in departures if each is not None), key=lambda each: each.at_s, default=None)
 
 
@@ -71,7 +71,7 @@ def _elsewhere(tree: RadixTree, key: RadixKey, full_len: int) -> Iterator[Elsewh
             return
         if extra_key == key.extra_key or arity != key.arity:
             continue
-        top, there = tree.find_space(RadixKey.from_packed(key.data, key.width, extra_key, key.arity))
+        top, there = tree.find_namespace(RadixKey.from_packed(key.data, key.width, extra_key, key.arity))
         prefix_len = walk(top, there, tree.page_size, there.num_tokens)[1] if top is not None else 0
         if prefix_len > full_len:
             yield Elsewhere(extra_key, prefix_len)

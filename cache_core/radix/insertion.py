@@ -12,10 +12,10 @@ from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInse
 from raydix.cache_core.errors import InvalidKeyError, StaleNodeError
 from raydix.cache_core.kernels import Victims, compact, gather, is_row, leads_to, walk
 from raydix.cache_core.radix.lookup import TreeMatch
-from raydix.cache_core.radix.page_events import KVEventTeller
-from raydix.cache_core.tree.packed_slots import Row, as_slots, join_rows
+from raydix.cache_core.radix.page_events import KVEventPublisher
+from raydix.cache_core.tree.packed_slots import Row, as_slots, join_slots
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
-from raydix.cache_core.tree.tree_node import TreeNode, check_node, rows_of
+from raydix.cache_core.tree.tree_node import TreeNode, check_node, packed_slots_of
 
 # The tree's own row of incoming slots, from and up to a token: what they come in, the page size, and the two.
 Take = Callable[[Any, int, int, int], Row]
@@ -27,7 +27,7 @@ Inserted = tuple[int, list[TreeNode], TreeNode]
 class TreeInsert(TreeMatch):
     """A radix tree with the full KV on its nodes, and what `aux` components add to them: the half that adds to it."""
 
-    _events: KVEventTeller | None = None
+    _events: KVEventPublisher | None = None
     _replaced: Victims | None = None  # what tombstones had that an insert has healed, until it ends
 
     def _insert_slots(
@@ -78,7 +78,7 @@ class TreeInsert(TreeMatch):
         try:
             pages = starts, from_node.end
             prefix_len, path, last_node = self._insert(key, from_node, pages, _take_pages, None, fresh_from, priority)
-            return PageInsert(prefix_len, last_node.end, last_node, join_rows(rows_of(path)))
+            return PageInsert(prefix_len, last_node.end, last_node, join_slots(packed_slots_of(path)))
         except AttributeError:
             check_node(from_node)
             raise
@@ -112,7 +112,7 @@ class TreeInsert(TreeMatch):
         if priority:
             priority = index(priority)
         if node is None or node is self.root:
-            node, key = tree.make_space(key, self._clock)
+            node, key = tree.ensure_namespace(key, self._clock)
         else:
             key = self._resumed(key, node, prev_prefix_len is None)
         path, end, rest = walk(node, key, self.page_size, key.num_tokens)
@@ -192,7 +192,7 @@ class TreeInsert(TreeMatch):
         there = key if key.width == space.width else key[: key.num_narrow()].with_width(space.width)
         if node.end > there.num_tokens if is_trusted else not leads_to(there, node):
             raise _off_path(key, node)
-        return key if there is key else self._tree.make_space(key, self._clock)[1]
+        return key if there is key else self._tree.ensure_namespace(key, self._clock)[1]
 
     def _duplicates(self, slots: torch.Tensor, start: int, stop: int, found: list[TreeNode]) -> torch.Tensor:
         """The incoming slots in [start, stop) that are not those of the tree at the same place, of nodes up to `stop`;

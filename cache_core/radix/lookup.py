@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from operator import index
 
 from raydix.cache_core.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult, PageMatch, match_result
-from raydix.cache_core.components.component import AuxComponent
-from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.components.component import Component
+from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.kernels import gather, reach, walk
 from raydix.cache_core.radix.explain_miss import explain_absence
 from raydix.cache_core.radix.sample import TreeSample, sample_tree
-from raydix.cache_core.tree.packed_slots import join_rows
+from raydix.cache_core.tree.packed_slots import join_slots
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.radix_tree import RadixTree
-from raydix.cache_core.tree.tree_node import TreeNode, rows_of
+from raydix.cache_core.tree.tree_node import TreeNode, packed_slots_of
 
 
 class TreeMatch(BasePrefixCache):
@@ -30,7 +30,7 @@ class TreeMatch(BasePrefixCache):
     """
 
     def __init__(
-        self, page_size: int, policy: EvictionPolicy, aux: Sequence[AuxComponent], node_type: type[TreeNode]
+        self, page_size: int, policy: EvictionPolicy, aux: Sequence[Component], node_type: type[TreeNode]
     ) -> None:
         page_size = index(page_size)
         if page_size < 1:
@@ -39,7 +39,7 @@ class TreeMatch(BasePrefixCache):
         self._aux = tuple(aux)  # each may go without those after it, none without those before
         self._tree = RadixTree(page_size, node_type)
         self.root: TreeNode = self._tree.root
-        self._full = FullComponent(self._tree, policy, self._aux)
+        self._full = FullKV(self._tree, policy, self._aux)
         self._clock = 0
         self._history: EvictionHistory | None = None
 
@@ -61,11 +61,11 @@ class TreeMatch(BasePrefixCache):
         """
         node, path, end, full_end = self._match(key, limit, priority)
         branching = None if end == full_end else self._branching(end, full_end)
-        return PageMatch(end, node, join_rows(rows_of(path)), full_end, branching)
+        return PageMatch(end, node, join_slots(packed_slots_of(path)), full_end, branching)
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, but nothing changes. `last_node` is the deepest node matched wholly."""
-        top, key = self._tree.find_space(key)
+        top, key = self._tree.find_namespace(key)
         if top is None:
             return MatchResult(NO_SLOTS, self.root)
         path, end, rest = walk(top, key, self.page_size, key.num_tokens)
@@ -110,7 +110,7 @@ class TreeMatch(BasePrefixCache):
 
     def _obstacle(self, key: RadixKey) -> Reason:
         """Which component alone keeps a match furthest from what the full KV allows."""
-        top, key = self._tree.find_space(key)
+        top, key = self._tree.find_namespace(key)
         assert top is not None, f"nothing of {key} is there"
         path, end, _ = walk(top, key, self.page_size, key.num_tokens)
         return min(
@@ -125,7 +125,7 @@ class TreeMatch(BasePrefixCache):
         tree = self._tree
         if priority:
             priority = index(priority)
-        top, key = tree.find_space(key)
+        top, key = tree.find_namespace(key)
         if top is None:
             return self.root, [], 0, 0
         num_tokens = key.num_tokens if limit is None else min(index(limit), key.num_tokens)
@@ -147,7 +147,7 @@ class TreeMatch(BasePrefixCache):
         return node, path, end, full_end
 
     def _usable(
-        self, path: list[TreeNode], end: int, aux: Sequence[AuxComponent] | None = None
+        self, path: list[TreeNode], end: int, aux: Sequence[Component] | None = None
     ) -> tuple[list[TreeNode], int]:
         """A walk cut back to where every component, or each of these, lets a match end."""
         count, before = len(path), -1

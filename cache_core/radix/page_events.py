@@ -46,7 +46,7 @@ class KVEventSink(Protocol):
         """Every page of every namespace is gone."""
 
 
-class KVEventTeller:
+class KVEventPublisher:
     """Tells a sink of a tree's nodes, in pages."""
 
     def __init__(self, sink: KVEventSink, page_size: int) -> None:

@@ -14,16 +14,16 @@ from typing import Any, Protocol, cast
 import torch
 
 from raydix.cache_core.base_prefix_cache import Starts
-from raydix.cache_core.components.component import AuxComponent
-from raydix.cache_core.components.tenant_component import TenantComponent
+from raydix.cache_core.components.component import Component
+from raydix.cache_core.components.tenant_component import TenantFullKV
 from raydix.cache_core.eviction.policy import EvictionPolicy, make_policy
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.outline import Outline, OutlineLimits, outline
-from raydix.cache_core.pool.release import hand_back_in_parts, hand_back_rows, taking_pages
+from raydix.cache_core.pool.release import release_in_parts, release_victims, taking_pages
 from raydix.cache_core.radix.format import facts_of, format_tree
 from raydix.cache_core.radix.locks import TreeLocks
-from raydix.cache_core.radix.page_events import KVEventSink, KVEventTeller, PageRun, page_run
+from raydix.cache_core.radix.page_events import KVEventPublisher, KVEventSink, PageRun, page_run
 from raydix.cache_core.tree.packed_slots import unpack
 from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.cache_core.tree.tree_node import TreeNode, check_node
@@ -44,7 +44,7 @@ class TreeCache(TreeLocks):
         page_size: int,
         pool: SlotPool | None,
         on_node_evict: Callable[[int], None] | None,
-        aux: Sequence[AuxComponent],
+        aux: Sequence[Component],
         eviction_policy: str | EvictionPolicy,
         node_type: type[TreeNode] = TreeNode,
     ) -> None:
@@ -57,7 +57,7 @@ class TreeCache(TreeLocks):
         self._free_pages = taking_pages(pool, "free")
         # what frees the slots of leaves; None: the pool takes pages, or components or tenants are to know of each
         self._free = None if pool is None or self._free_pages is not None or aux else pool.free
-        self._free_each = partial(hand_back_in_parts, cast(Any, self._free), page_size, "slots")  # if that refuses
+        self._free_each = partial(release_in_parts, cast(Any, self._free), page_size, "slots")  # if that refuses
 
     # ---------------------------------------------------------------- eviction
 
@@ -92,7 +92,7 @@ class TreeCache(TreeLocks):
     def divide(self, tenants: Tenants) -> None:
         """Keep the floors of these tenants from now on, and count what they hold. Before anything is inserted."""
         assert not self._all_tops(), "the tree is not empty"
-        self._full = TenantComponent(self._tree, self._full.policy, self._aux, tenants)
+        self._full = TenantFullKV(self._tree, self._full.policy, self._aux, tenants)
         self._free = None
 
     def evict_own(self, tenant: Tenant, num_tokens: int) -> int:
@@ -100,7 +100,7 @@ class TreeCache(TreeLocks):
 
         There must be as many. Retired ones go first, then whole leaves, in the policy's order.
         """
-        assert isinstance(self._full, TenantComponent)
+        assert isinstance(self._full, TenantFullKV)
         return self._handed_back(partial(self._full.evict_own, tenant, num_tokens)).num_tokens
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
@@ -125,7 +125,7 @@ class TreeCache(TreeLocks):
         finally:
             try:
                 if victims.num_tokens and self.pool is not None:
-                    hand_back_rows(victims, self.pool.free, self._free_pages, self.page_size)
+                    release_victims(victims, self.pool.free, self._free_pages, self.page_size)
             finally:
                 self._tell_of(victims)
 
@@ -142,7 +142,7 @@ class TreeCache(TreeLocks):
         if self._events is not None:
             self._events.removed(nodes)
         if self._history is not None:
-            self._history.note_evicted(nodes, self.page_size)
+            self._history.record_evicted(nodes, self.page_size)
         if self.on_node_evict is not None:
             for node in nodes:
                 self.on_node_evict(node.id)
@@ -189,7 +189,7 @@ class TreeCache(TreeLocks):
 
     def _retire(self, top: TreeNode) -> None:
         if self._history is not None:
-            self._history.note_retired(top.space.extra_key)
+            self._history.record_retired(top.space.extra_key)
         self._tree.detach(top)
         self._full.retired.add(top)
 
@@ -211,9 +211,9 @@ class TreeCache(TreeLocks):
             check_node(node)
             raise
 
-    def tell_events(self, sink: KVEventSink) -> None:
+    def publish_events_to(self, sink: KVEventSink) -> None:
         """Tell `sink` of pages that come and go from now on: see `kv_events`. Every insert then hashes its pages."""
-        self._events = KVEventTeller(sink, self.page_size)
+        self._events = KVEventPublisher(sink, self.page_size)
 
     def resident_pages(self) -> Iterator[PageRun]:
         """The pages that can be matched, parents before children. O(n); hashes what has no hashes yet."""

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
-from raydix.cache_core.components.component import AuxComponent
-from raydix.cache_core.components.window_kv import SwaComponent, WindowReceipt
+from raydix.cache_core.components.component import Component
+from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
 from raydix.cache_core.errors import LockError
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.pool.release import hand_back_rows, taking_pages
+from raydix.cache_core.pool.release import release_victims, taking_pages
 from raydix.cache_core.radix.insertion import Take
 from raydix.cache_core.radix.tree_cache import SlotPool, TreeCache
-from raydix.cache_core.tree.packed_slots import Row, expand_row, meet
+from raydix.cache_core.tree.packed_slots import Row, expand_slots, meet
 from raydix.cache_core.tree.tree_node import TreeNode
 
 
@@ -31,7 +31,7 @@ class WindowTreeCache(TreeCache):
         sliding_window_size: int | None,
         token_to_kv_pool_allocator: SlotPool | None,
         on_node_evict: Callable[[int], None] | None,
-        aux: Sequence[AuxComponent],
+        aux: Sequence[Component],
         eviction_policy: str | EvictionPolicy,
         node_type: type[TreeNode] = TreeNode,
     ) -> None:
@@ -42,10 +42,10 @@ class WindowTreeCache(TreeCache):
         if sliding_window_size is not None and pool is not None and not hasattr(pool, "free_swa"):
             raise ValueError("a cache with a sliding window needs a pool with free_swa(indices)")
         self.sliding_window_size = sliding_window_size
-        self._swa: SwaComponent | None = None
+        self._swa: WindowKV | None = None
         if sliding_window_size is not None and page_size >= 1:
             free_swa = getattr(pool, "free_swa", None)
-            self._swa = SwaComponent(sliding_window_size, page_size, free_swa, taking_pages(pool, "free_swa"))
+            self._swa = WindowKV(sliding_window_size, page_size, free_swa, taking_pages(pool, "free_swa"))
         parts = aux if self._swa is None else [self._swa, *aux]
         super().__init__(page_size, pool, on_node_evict, parts, eviction_policy, node_type)
         self._transfer_swa = getattr(pool, "transfer_swa", None)
@@ -83,7 +83,7 @@ class WindowTreeCache(TreeCache):
             self._replaced.add(node, held, num_tokens)
             node.slots = fresh
         elif self._transfer_swa is not None:
-            incoming, own = expand_row(fresh, num_tokens), expand_row(held, num_tokens)
+            incoming, own = expand_slots(fresh, num_tokens), expand_slots(held, num_tokens)
             if not self._swa.refused.moved(self._transfer_swa, incoming, own):
                 return
         elif self.pool is not None:
@@ -97,7 +97,7 @@ class WindowTreeCache(TreeCache):
         assert self._swa is not None and replaced is not None
         if self.pool is not None:
             with self._swa.refused:
-                hand_back_rows(replaced, self.pool.free, self._free_pages, self.page_size)
+                release_victims(replaced, self.pool.free, self._free_pages, self.page_size)
 
     def _cuts(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """A tombstone for what comes without window KV, then the rest; its tail is one window, so that a lock pins no

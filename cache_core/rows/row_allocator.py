@@ -1,4 +1,4 @@
-"""`RowRoom`: taking rows for leases, with the prefix they want in them, and giving them back.
+"""`RowAllocator`: taking rows for leases, with the prefix they want in them, and giving them back.
 
 A row is `row_len` consecutive slots for one sequence; what `PrefixCacheManager` calls a slot is a row here. A row is
 taken, or cached (free, and a prefix can be found in it), or empty. Rules, checked by `check`:
@@ -27,7 +27,7 @@ from raydix.cache_core.rows.slot_allocator import SlotAllocator
 _MAX_LOOKED_AT = 64  # rows that hold a prefix
 
 
-class RowRoom:
+class RowAllocator:
     """The rows as leases draw on them.
 
     Args:

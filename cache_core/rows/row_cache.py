@@ -10,7 +10,7 @@ A row is `max_seq_len` consecutive slots, and a lease owns one whole row:
     acquire(1 2 9)      row 1 [1 2 . . . .]  likewise; what went on otherwise is forgotten
 
 Counts are in slots of whole rows: a leased row is private; a released one in which a prefix can be found is cached, in
-the tree so to speak; any other is free. Rules, checked by `check_invariants` beside those of `RowRoom`:
+the tree so to speak; any other is free. Rules, checked by `check_invariants` beside those of `RowAllocator`:
 
 1. A lease has published whole pages, of tokens that it covers, in its own row; from before a reset none is left.
 2. It covers what fits into the row.
@@ -31,7 +31,7 @@ from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import LeasedCache, Published
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.pool.content_check import ContentCheck
-from raydix.cache_core.rows.row_allocator import RowRoom
+from raydix.cache_core.rows.row_allocator import RowAllocator
 from raydix.cache_core.rows.row_lease import RowLease, as_row_lease
 from raydix.cache_core.tree.radix_key import check_key
 
@@ -73,7 +73,7 @@ class RowCache(LeasedCache):
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
         self.page_size = page_size
-        self.room = RowRoom(num_slots // max_seq_len, max_seq_len, kv_cache, self.counters, check)
+        self.room = RowAllocator(num_slots // max_seq_len, max_seq_len, kv_cache, self.counters, check)
         self._pressure_floor = pressure_floor
         self._on_pressure = on_pressure
 

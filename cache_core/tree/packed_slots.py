@@ -27,10 +27,10 @@ def expand_pages(starts: Slots, page_size: int) -> torch.Tensor:
 
 def unpack(row: Row) -> Slots:
     """What a row says, as it says it; read-only if it is packed so."""
-    return join_rows([row]) if len(row) % 8 else np.frombuffer(row, np.int64)
+    return join_slots([row]) if len(row) % 8 else np.frombuffer(row, np.int64)
 
 
-def expand_row(row: Row, num_tokens: int) -> torch.Tensor:
+def expand_slots(row: Row, num_tokens: int) -> torch.Tensor:
     """One slot per token of a row; a copy."""
     slots = expand([row], num_tokens, 1)
     return expand_pages(starts := unpack(row), num_tokens // starts.size) if slots is None else slots
@@ -38,14 +38,14 @@ def expand_row(row: Row, num_tokens: int) -> torch.Tensor:
 
 def meet(row: Row, other: Row, num_tokens: int) -> bool:
     """Whether two rows of as many tokens say the same slot at the same place."""
-    both = join_rows([row, other])
+    both = join_slots([row, other])
     if num_tokens < both.size < 2 * num_tokens:  # of one the first slots of pages, of the other each
-        both = np.concatenate((expand_row(row, num_tokens), expand_row(other, num_tokens)))
+        both = np.concatenate((expand_slots(row, num_tokens), expand_slots(other, num_tokens)))
     half = both.size // 2
     return b"\1" in (both[:half] == both[half:]).tobytes()
 
 
-def join_rows(rows: list[Row]) -> Slots:
+def join_slots(rows: list[Row]) -> Slots:
     """What rows say, one after the other; always a copy."""
     return np.frombuffer(join(rows), np.int64)
 

@@ -45,7 +45,7 @@ class RadixTree:
         self.tops: dict[SpaceKey, TreeNode] = {}
         self.detached: dict[TreeNode, None] = {}
 
-    def find_space(self, key: RadixKey) -> tuple[TreeNode | None, RadixKey]:
+    def find_namespace(self, key: RadixKey) -> tuple[TreeNode | None, RadixKey]:
         """The top that a lookup of `key` starts at, None if its namespace is empty; and the key at its width, or what
         of the key can be there."""
         try:
@@ -59,7 +59,7 @@ class RadixTree:
             key = key.with_width(top.space.width)
         return top, key
 
-    def make_space(self, key: RadixKey, now: int) -> tuple[TreeNode, RadixKey]:
+    def ensure_namespace(self, key: RadixKey, now: int) -> tuple[TreeNode, RadixKey]:
         """The top that an insert of `key` starts at, made or widened if need be; and the key at its width."""
         top = self.tops.get((key.extra_key, key.arity))
         if top is None:

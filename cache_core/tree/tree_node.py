@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from raydix.cache_core.kernels import Children, Node
-from raydix.cache_core.tree.packed_slots import Row, expand_row
+from raydix.cache_core.tree.packed_slots import Row, expand_slots
 from raydix.cache_core.tree.radix_key import RadixKey
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TreeNode(Node):
     @property
     def value(self) -> torch.Tensor | None:
         """The slots of this run, int64, one per token; None once evicted."""
-        return None if self.slots is None else expand_row(self.slots, len(self))
+        return None if self.slots is None else expand_slots(self.slots, len(self))
 
     @property
     def evicted(self) -> bool:
@@ -128,7 +128,7 @@ def check_node(node: object) -> None:
 _slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
 
 
-def rows_of(nodes: Iterable[TreeNode]) -> list[Row]:
+def packed_slots_of(nodes: Iterable[TreeNode]) -> list[Row]:
     """The slots of nodes in the tree."""
     return list(map(_slots_of, nodes))
 

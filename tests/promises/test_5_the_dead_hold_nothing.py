@@ -20,9 +20,9 @@ from support.caches.clocked_sessions import GRACE_S, TTL_S, Scene
 from support.processes.client_processes import Doing, all_free, kill_while, start_client, until
 
 from raydix.actors import PrefixCacheClient
-from raydix.actors.sessions.session_reaper import SessionKeeper
+from raydix.actors.sessions.session_reaper import SessionReaper
 from raydix.actors.sessions.session_table import SessionTable
-from raydix.actors.transport.process_liveness import ProcessLife
+from raydix.actors.transport.process_liveness import ProcessLiveness
 from raydix.schemas import CacheConfig, LeaseConfig
 
 Patch = pytest.MonkeyPatch
@@ -36,23 +36,23 @@ def pass_time(scene: Scene, seconds: float) -> None:
     """Let the cache look at the clock as it does, once a tick."""
     for _ in range(round(seconds / TICK_S)):
         scene.clock.now += TICK_S
-        scene.service.keeper._tick()
+        scene.service.reaper._tick()
 
 
 async def watched_actor_dies(scene: Scene) -> None:
     scene.open("s")
     scene.acquire("s", "l")
 
-    scene.service.keeper.owner_unavailable("s", is_dead=True)  # what `DeathWatch` says
+    scene.service.reaper.owner_unavailable("s", is_dead=True)  # what `DeathWatch` says
 
     assert scene.counts == FREE, "a dead actor's slots are not free"
 
 
 async def process_on_the_caches_node_dies(scene: Scene) -> None:
-    show = "from raydix.actors.transport import process_liveness as p; print(p.own_life_path(), flush=True); input()"
+    show = "from raydix.actors.transport import process_liveness as p; print(p.own_liveness_path(), flush=1); input()"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", show, stdin=PIPE, stdout=PIPE)
     assert process.stdout is not None
-    scene.open("s", life_path=(await process.stdout.readline()).decode().strip())
+    scene.open("s", liveness_path=(await process.stdout.readline()).decode().strip())
     scene.acquire("s", "l")
     pass_time(scene, TTL_S - TICK_S)
     assert scene.counts == HELD, "its time was not up"
@@ -86,8 +86,8 @@ async def test_in_time(story: Callable[[Scene], Any]) -> None:
 
 
 FAULTS: list[tuple[Callable[[Scene], Any], Any, str, Any]] = [
-    (watched_actor_dies, SessionKeeper, "owner_unavailable", lambda keeper, session_id, is_dead: True),
-    (process_on_the_caches_node_dies, ProcessLife, "has_ended", lambda life: False),
+    (watched_actor_dies, SessionReaper, "owner_unavailable", lambda keeper, session_id, is_dead: True),
+    (process_on_the_caches_node_dies, ProcessLiveness, "has_ended", lambda life: False),
     (process_on_the_caches_node_dies, SessionTable, "overdue", lambda table: []),
     (process_elsewhere_dies, SessionTable, "gone", lambda table: []),
     (process_elsewhere_dies, SessionTable, "gone", lambda table: list(table._vanished)),  # though it may still write

@@ -202,12 +202,12 @@ def a_tree_ignores_the_arity_at_the_top(patch: Patch) -> None:
 
 @breaks(SPACES)
 def a_tree_ignores_the_namespace_at_the_top(patch: Patch) -> None:
-    original = RadixTree.make_space
+    original = RadixTree.ensure_namespace
 
-    def make_space(tree: RadixTree, key: RadixKey, now: int) -> Any:
+    def ensure_namespace(tree: RadixTree, key: RadixKey, now: int) -> Any:
         return original(tree, RadixKey.from_packed(key.data, key.width, None, key.arity), now)
 
-    patch.setattr(RadixTree, "make_space", make_space)
+    patch.setattr(RadixTree, "ensure_namespace", ensure_namespace)
 
 
 @breaks(TRIES)

@@ -11,9 +11,9 @@ from support.traffic.hybrid import run_random_hybrid_traffic
 from support.traffic.radix import TrafficFailed
 
 from raydix.cache_core import MambaRadixCache, TreeNode
-from raydix.cache_core.components.full_kv import FullComponent
-from raydix.cache_core.components.recurrent_state import MambaComponent
-from raydix.cache_core.components.window_kv import SwaComponent, WindowReceipt
+from raydix.cache_core.components.full_kv import FullKV
+from raydix.cache_core.components.recurrent_state import RecurrentState
+from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix.lookup import TreeMatch
 from raydix.cache_core.radix.tree_cache import TreeCache
@@ -101,7 +101,7 @@ def the_window_is_counted_over_nodes_with_a_state_only(patch: Patch) -> None:
 
 @fault
 def the_window_must_be_live_since_the_last_state(patch: Patch) -> None:
-    def judge(swa: SwaComponent) -> Any:
+    def judge(swa: WindowKV) -> Any:
         live = inf
 
         def may_end(node: Any, length: int) -> bool:
@@ -113,7 +113,7 @@ def the_window_must_be_live_since_the_last_state(patch: Patch) -> None:
 
         return may_end
 
-    patch.setattr(SwaComponent, "usable", judged(judge))
+    patch.setattr(WindowKV, "usable", judged(judge))
 
 
 @fault
@@ -261,15 +261,15 @@ def an_unlock_gives_only_its_window_back(patch: Patch) -> None:
 
 @fault
 def an_unlock_gives_only_its_state_back(patch: Patch) -> None:
-    def unlock(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
+    def unlock(original: Any, swa: WindowKV, node: Any, receipt: WindowReceipt) -> None:
         receipt.used = True
 
-    around(patch, SwaComponent, "unlock", unlock)
+    around(patch, WindowKV, "unlock", unlock)
 
 
 @fault
 def the_states_of_the_whole_window_are_held(patch: Patch) -> None:
-    def pop_victim(original: Any, mamba: MambaComponent) -> Any:
+    def pop_victim(original: Any, mamba: RecurrentState) -> Any:
         passed_over = []
         while (node := original(mamba)) is not None and node.swa_lock_ref:
             passed_over.append(node)
@@ -277,7 +277,7 @@ def the_states_of_the_whole_window_are_held(patch: Patch) -> None:
             mamba._queue.push(each)
         return node
 
-    around(patch, MambaComponent, "pop_victim", pop_victim)
+    around(patch, RecurrentState, "pop_victim", pop_victim)
 
 
 @fault
@@ -305,7 +305,7 @@ def a_window_given_up_early_unlocks_its_state(patch: Patch) -> None:
 
 @fault
 def after_a_window_was_given_up_early_its_state_stays_locked(patch: Patch) -> None:
-    def unlock(original: Any, mamba: MambaComponent, node: Any, receipt: WindowReceipt) -> None:
+    def unlock(original: Any, mamba: RecurrentState, node: Any, receipt: WindowReceipt) -> None:
         if not receipt.early:  # type: ignore[attr-defined]
             original(mamba, node, receipt)
 
@@ -317,7 +317,7 @@ def after_a_window_was_given_up_early_its_state_stays_locked(patch: Patch) -> No
     patch.setattr(
         "raydix.cache_core.components.window_kv.WindowReceipt", type("Receipt", (WindowReceipt,), {"early": False})
     )
-    around(patch, MambaComponent, "unlock", unlock)
+    around(patch, RecurrentState, "unlock", unlock)
     around(patch, WindowTreeCache, "release_window", release)
 
 
@@ -326,16 +326,16 @@ def after_a_window_was_given_up_early_its_state_stays_locked(patch: Patch) -> No
 
 @fault
 def a_state_outlives_its_window(patch: Patch) -> None:
-    def drop(original: Any, mamba: MambaComponent, node: Any) -> None:
+    def drop(original: Any, mamba: RecurrentState, node: Any) -> None:
         if not node.swa_tombstone or not (node.children or node.lock_ref):
             original(mamba, node)
 
-    around(patch, MambaComponent, "drop", drop)
+    around(patch, RecurrentState, "drop", drop)
 
 
 @fault
 def a_locked_state_goes_with_its_window(patch: Patch) -> None:
-    def drop(original: Any, swa: SwaComponent, node: Any) -> None:
+    def drop(original: Any, swa: WindowKV, node: Any) -> None:
         original(swa, node)
         if node.own_locks and node.mamba_value is not None:
             swa.cache._mamba.protected -= 1  # type: ignore[attr-defined]
@@ -346,7 +346,7 @@ def a_locked_state_goes_with_its_window(patch: Patch) -> None:
         original(cache, *args, **kwargs)
         cache._swa.cache = cache
 
-    around(patch, SwaComponent, "drop", drop)
+    around(patch, WindowKV, "drop", drop)
     around(patch, MambaRadixCache, "__init__", init)
 
 
@@ -372,35 +372,35 @@ def a_window_goes_with_its_state(patch: Patch) -> None:
 
 @fault
 def a_state_that_goes_with_its_window_is_not_counted(patch: Patch) -> None:
-    def drop(original: Any, mamba: MambaComponent, node: Any) -> None:
+    def drop(original: Any, mamba: RecurrentState, node: Any) -> None:
         num_freed = mamba.num_freed
         original(mamba, node)
         if node.swa_tombstone and node.children:
             mamba.num_freed = num_freed
 
-    around(patch, MambaComponent, "drop", drop)
+    around(patch, RecurrentState, "drop", drop)
 
 
 @fault
 def a_state_that_goes_with_its_window_counts_twice(patch: Patch) -> None:
-    def drop(original: Any, mamba: MambaComponent, node: Any) -> None:
+    def drop(original: Any, mamba: RecurrentState, node: Any) -> None:
         num_freed = mamba.num_freed
         original(mamba, node)
         if node.swa_tombstone and node.children:
             mamba.num_freed += mamba.num_freed - num_freed
 
-    around(patch, MambaComponent, "drop", drop)
+    around(patch, RecurrentState, "drop", drop)
 
 
 @fault
 def a_state_that_went_with_its_window_stays_a_candidate(patch: Patch) -> None:
-    def drop(original: Any, mamba: MambaComponent, node: Any) -> None:
+    def drop(original: Any, mamba: RecurrentState, node: Any) -> None:
         had_one = node.mamba_value is not None
         original(mamba, node)
         if had_one and node.mamba_value is None and node.swa_tombstone and node.children:
             mamba._queue.push(node)
 
-    around(patch, MambaComponent, "drop", drop)
+    around(patch, RecurrentState, "drop", drop)
 
 
 @fault
@@ -462,12 +462,12 @@ def of_an_unlocked_leaf_only_window_and_state_go(patch: Patch) -> None:
 
 @fault
 def a_leaf_goes_without_its_state(patch: Patch) -> None:
-    with_parts(patch, FullComponent, "_remove", lambda parts: parts[:1])
+    with_parts(patch, FullKV, "_remove", lambda parts: parts[:1])
 
 
 @fault
 def a_leaf_goes_without_its_window(patch: Patch) -> None:
-    with_parts(patch, FullComponent, "_remove", lambda parts: parts[1:])
+    with_parts(patch, FullKV, "_remove", lambda parts: parts[1:])
 
 
 @fault

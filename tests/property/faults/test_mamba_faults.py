@@ -11,7 +11,7 @@ from support.traffic.radix import TrafficFailed
 from raydix.cache_core import EvictResult, MambaRadixCache, RadixKey
 from raydix.cache_core.components import recurrent_state
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.components.recurrent_state import MambaComponent
+from raydix.cache_core.components.recurrent_state import RecurrentState
 from raydix.cache_core.eviction.queue import SideQueue
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix.tree_cache import TreeCache
@@ -27,17 +27,17 @@ fault = FAULTS.register
 
 @fault
 def a_match_ends_where_no_state_is(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "usable", judged(lambda mamba: lambda node, length: True))
+    patch.setattr(RecurrentState, "usable", judged(lambda mamba: lambda node, length: True))
 
 
 @fault
 def a_match_ends_within_a_node_that_has_a_state(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "usable", judged(lambda mamba: lambda node, length: node.mamba_value is not None))
+    patch.setattr(RecurrentState, "usable", judged(lambda mamba: lambda node, length: node.mamba_value is not None))
 
 
 @fault
 def a_match_ends_at_the_first_state(patch: Patch) -> None:
-    def judge(mamba: MambaComponent) -> Any:
+    def judge(mamba: RecurrentState) -> Any:
         seen: list[Any] = []
 
         def may_end(node: Any, length: int) -> bool:
@@ -46,7 +46,7 @@ def a_match_ends_at_the_first_state(patch: Patch) -> None:
 
         return may_end
 
-    patch.setattr(MambaComponent, "usable", judged(judge))
+    patch.setattr(RecurrentState, "usable", judged(judge))
 
 
 @fault
@@ -64,17 +64,17 @@ def the_branching_length_is_told_where_it_is_no_gain(patch: Patch) -> None:
 
 @fault
 def a_match_does_not_use_its_state(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "touch", lambda mamba, end, now: None)
+    patch.setattr(RecurrentState, "touch", lambda mamba, end, now: None)
 
 
 @fault
 def a_match_uses_the_states_above_as_well(patch: Patch) -> None:
-    def touch(mamba: MambaComponent, end: Any, now: int) -> None:
+    def touch(mamba: RecurrentState, end: Any, now: int) -> None:
         while end.parent is not None:
             end.mamba_access_time = now
             end = end.parent
 
-    patch.setattr(MambaComponent, "touch", touch)
+    patch.setattr(RecurrentState, "touch", touch)
 
 
 @fault
@@ -92,18 +92,18 @@ def a_peek_uses_the_state(patch: Patch) -> None:
 
 @fault
 def a_split_moves_the_state_to_the_prefix(patch: Patch) -> None:
-    def on_split(mamba: MambaComponent, above: Any, node: Any) -> None:
+    def on_split(mamba: RecurrentState, above: Any, node: Any) -> None:
         if node.mamba_value is not None:
             above.mamba_value, node.mamba_value = node.mamba_value, None
             mamba._queue.discard(node)
             mamba._queue.push(above)
 
-    patch.setattr(MambaComponent, "on_split", on_split)
+    patch.setattr(RecurrentState, "on_split", on_split)
 
 
 @fault
 def a_split_renews_the_state(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "on_split", lambda mamba, above, node: mamba.touch(node, 2**60))
+    patch.setattr(RecurrentState, "on_split", lambda mamba, above, node: mamba.touch(node, 2**60))
 
 
 @fault
@@ -147,33 +147,33 @@ def a_state_is_attached_within_a_page(patch: Patch) -> None:
 
 @fault
 def a_lock_leaves_its_state_evictable(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "lock", lambda mamba, node: None)
-    patch.setattr(MambaComponent, "unlock", lambda mamba, node, receipt: None)
+    patch.setattr(RecurrentState, "lock", lambda mamba, node: None)
+    patch.setattr(RecurrentState, "unlock", lambda mamba, node, receipt: None)
 
 
 @fault
 def an_unlock_leaves_its_state_protected(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "unlock", lambda mamba, node, receipt: None)
+    patch.setattr(RecurrentState, "unlock", lambda mamba, node, receipt: None)
 
 
 @fault
 def every_lock_of_a_node_counts_its_state_again(patch: Patch) -> None:
-    def lock(mamba: MambaComponent, node: Any) -> None:
+    def lock(mamba: RecurrentState, node: Any) -> None:
         if node.mamba_value is not None:
             mamba.evictable -= 1
             mamba.protected += 1
 
-    patch.setattr(MambaComponent, "lock", lock)
+    patch.setattr(RecurrentState, "lock", lock)
 
 
 @fault
 def a_state_attached_under_a_lock_is_evictable(patch: Patch) -> None:
-    def attach(original: Any, mamba: MambaComponent, node: Any, slot: int, now: int) -> None:
+    def attach(original: Any, mamba: RecurrentState, node: Any, slot: int, now: int) -> None:
         locks, node.own_locks = node.own_locks, 0
         original(mamba, node, slot, now)
         node.own_locks = locks
 
-    around(patch, MambaComponent, "attach", attach)
+    around(patch, RecurrentState, "attach", attach)
 
 
 @fault
@@ -183,13 +183,13 @@ def a_lock_holds_the_states_above(patch: Patch) -> None:
 
 @fault
 def locked_states_are_evicted(patch: Patch) -> None:
-    def lock(original: Any, mamba: MambaComponent, node: Any) -> None:
+    def lock(original: Any, mamba: RecurrentState, node: Any) -> None:
         queued = node in mamba._queue
         original(mamba, node)
         if queued:
             mamba._queue.push(node)
 
-    around(patch, MambaComponent, "lock", lock)
+    around(patch, RecurrentState, "lock", lock)
 
 
 # ---------------------------------------------------------------- eviction
@@ -202,37 +202,37 @@ def the_state_used_last_goes_first(patch: Patch) -> None:
 
 @fault
 def a_match_does_not_renew_its_state(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "touch", lambda mamba, end, now: None)
+    patch.setattr(RecurrentState, "touch", lambda mamba, end, now: None)
 
 
 @fault
 def an_unlocked_state_never_becomes_a_candidate_again(patch: Patch) -> None:
-    def unlock(original: Any, mamba: MambaComponent, node: Any, receipt: Any) -> None:
+    def unlock(original: Any, mamba: RecurrentState, node: Any, receipt: Any) -> None:
         queue, mamba._queue = mamba._queue, SideQueue(lambda node: 0)
         original(mamba, node, receipt)
         mamba._queue = queue
 
-    around(patch, MambaComponent, "unlock", unlock)
+    around(patch, RecurrentState, "unlock", unlock)
 
 
 @fault
 def state_slots_are_freed_twice(patch: Patch) -> None:
-    def drop(original: Any, mamba: MambaComponent, node: Any) -> None:
+    def drop(original: Any, mamba: RecurrentState, node: Any) -> None:
         slot = node.mamba_value
         original(mamba, node)
         mamba._pool.free_track_slot(slot)  # type: ignore[union-attr]
 
-    around(patch, MambaComponent, "drop", drop)
+    around(patch, RecurrentState, "drop", drop)
 
 
 @fault
 def state_slots_are_never_freed(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "give_back", lambda mamba: mamba._dropped.clear())
+    patch.setattr(RecurrentState, "give_back", lambda mamba: mamba._dropped.clear())
 
 
 @fault
 def a_leaf_goes_without_its_state(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "on_remove", lambda mamba, leaf: None)
+    patch.setattr(RecurrentState, "on_remove", lambda mamba, leaf: None)
 
 
 @fault
@@ -251,12 +251,12 @@ def an_unlocked_leaf_stays_without_its_state(patch: Patch) -> None:
 
 @fault
 def states_that_went_with_their_leaves_are_not_counted(patch: Patch) -> None:
-    def on_remove(original: Any, mamba: MambaComponent, leaf: Any) -> None:
+    def on_remove(original: Any, mamba: RecurrentState, leaf: Any) -> None:
         before = mamba.num_freed
         original(mamba, leaf)
         mamba.num_freed = before
 
-    around(patch, MambaComponent, "on_remove", on_remove)
+    around(patch, RecurrentState, "on_remove", on_remove)
 
 
 @fault
@@ -266,17 +266,17 @@ def state_eviction_goes_on_when_the_target_is_met(patch: Patch) -> None:
 
 @fault
 def a_reset_keeps_the_states(patch: Patch) -> None:
-    patch.setattr(MambaComponent, "forget", lambda mamba, node: None)
+    patch.setattr(RecurrentState, "forget", lambda mamba, node: None)
 
 
 @fault
 def a_reset_remembers_the_counts(patch: Patch) -> None:
-    def clear(original: Any, mamba: MambaComponent) -> None:
+    def clear(original: Any, mamba: RecurrentState) -> None:
         counts = mamba.evictable, mamba.protected
         original(mamba)
         mamba.evictable, mamba.protected = counts
 
-    around(patch, MambaComponent, "clear", clear)
+    around(patch, RecurrentState, "clear", clear)
 
 
 # ---------------------------------------------------------------- the proof

@@ -12,7 +12,7 @@ from support.faults.split_faults import after_cuts, reach
 from support.traffic.radix import TrafficFailed, run_random_traffic
 
 from raydix.cache_core import EvictResult, RadixCache, RadixKey
-from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.eviction.policy import LRU
 from raydix.cache_core.eviction.queue import EvictionQueue
 from raydix.cache_core.eviction.retired_nodes import RetiredNodes
@@ -71,13 +71,13 @@ def a_peek_splits(patch: Patch) -> None:
 def removed_without(patch: Patch, use: str) -> None:
     """Have leaves leave the tree without telling their parents of this use."""
 
-    def fell(original: Any, full: FullComponent, num_tokens: int, page_size: int, victims: Any) -> None:
+    def fell(original: Any, full: FullKV, num_tokens: int, page_size: int, victims: Any) -> None:
         known = {node: getattr(node, use) for top in full._tree.tops.values() for node in top.subtree()}
         original(full, num_tokens, page_size, victims)
         for node in victims.nodes:
             setattr(node.parent, use, known.get(node.parent, 0))
 
-    around(patch, FullComponent, "fell", fell)
+    around(patch, FullKV, "fell", fell)
 
 
 @fault
@@ -102,13 +102,13 @@ def the_oldest_goes_first_used_or_not(patch: Patch) -> None:
 
 @fault
 def eviction_takes_locked_leaves(patch: Patch) -> None:
-    def lock(original: Any, full: FullComponent, node: Any) -> None:
+    def lock(original: Any, full: FullKV, node: Any) -> None:
         queued = node in full._queue
         original(full, node)
         if queued:
             full._queue.push(node)
 
-    around(patch, FullComponent, "lock", lock)
+    around(patch, FullKV, "lock", lock)
 
 
 @fault
@@ -118,13 +118,13 @@ def a_use_does_not_move_a_leaf(patch: Patch) -> None:
 
 @fault
 def a_leaf_that_got_a_child_stays_a_candidate(patch: Patch) -> None:
-    def add(original: Any, full: FullComponent, leaf: Any) -> None:
+    def add(original: Any, full: FullKV, leaf: Any) -> None:
         queued = leaf.parent in full._queue
         original(full, leaf)
         if queued:
             full._queue.push(leaf.parent)
 
-    around(patch, FullComponent, "add", add)
+    around(patch, FullKV, "add", add)
 
 
 @fault
@@ -135,22 +135,22 @@ def what_comes_late_goes_last(patch: Patch) -> None:
 
 @fault
 def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
-    def left_bare(original: Any, full: FullComponent, node: Any) -> None:
+    def left_bare(original: Any, full: FullKV, node: Any) -> None:
         if not node.data:
             original(full, node)
 
-    around(patch, FullComponent, "_left_bare", left_bare)
+    around(patch, FullKV, "_left_bare", left_bare)
 
 
 @fault
 def an_unlocked_leaf_never_becomes_a_candidate_again(patch: Patch) -> None:
-    def unlock(original: Any, full: FullComponent, node: Any) -> Any:
+    def unlock(original: Any, full: FullKV, node: Any) -> Any:
         offer, full._offer = full._offer, lambda parent: None  # type: ignore[method-assign]
         was_locked = original(full, node)
         full._offer = offer  # type: ignore[method-assign]
         return was_locked
 
-    around(patch, FullComponent, "unlock", unlock)
+    around(patch, FullKV, "unlock", unlock)
 
 
 @fault
@@ -214,11 +214,11 @@ def a_retired_namespace_can_still_be_matched(patch: Patch) -> None:
 
 @fault
 def what_is_unlocked_after_its_retirement_is_forgotten(patch: Patch) -> None:
-    def offer(original: Any, full: FullComponent, leaf: Any) -> None:
+    def offer(original: Any, full: FullKV, leaf: Any) -> None:
         if leaf.space.live:
             original(full, leaf)
 
-    around(patch, FullComponent, "_offer", offer)
+    around(patch, FullKV, "_offer", offer)
 
 
 # ---------------------------------------------------------------- pages, keys and namespaces
@@ -244,8 +244,8 @@ def an_insert_keeps_the_tail_that_is_no_page(patch: Patch) -> None:
 
 
 def rename_all(patch: Patch, rename: Callable[[RadixKey], RadixKey]) -> None:
-    around(patch, RadixTree, "find_space", lambda original, tree, key: original(tree, rename(key)))
-    around(patch, RadixTree, "make_space", lambda original, tree, key, now: original(tree, rename(key), now))
+    around(patch, RadixTree, "find_namespace", lambda original, tree, key: original(tree, rename(key)))
+    around(patch, RadixTree, "ensure_namespace", lambda original, tree, key, now: original(tree, rename(key), now))
 
 
 @fault
@@ -361,15 +361,15 @@ def slots_are_freed_twice(patch: Patch) -> None:
 
 @fault
 def slots_of_leaves_are_freed_twice(patch: Patch) -> None:
-    def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any, each: Any) -> Any:
+    def free_leaves(original: Any, full: FullKV, num_tokens: int, page_size: int, free: Any, each: Any) -> Any:
         return original(full, num_tokens, page_size, lambda slots: [free(slots), free(slots)], each)
 
-    around(patch, FullComponent, "free_leaves", free_leaves)
+    around(patch, FullKV, "free_leaves", free_leaves)
 
 
 @fault
 def slots_of_the_first_leaf_alone_are_freed(patch: Patch) -> None:
-    def free_leaves(original: Any, full: FullComponent, num_tokens: int, page_size: int, free: Any, each: Any) -> Any:
+    def free_leaves(original: Any, full: FullKV, num_tokens: int, page_size: int, free: Any, each: Any) -> Any:
         first, freed = full._queue.first(), []
         num_freed = original(full, num_tokens, page_size, freed.append, each)
         if freed:
@@ -377,7 +377,7 @@ def slots_of_the_first_leaf_alone_are_freed(patch: Patch) -> None:
             free(freed[0][: len(first[2])])
         return num_freed
 
-    around(patch, FullComponent, "free_leaves", free_leaves)
+    around(patch, FullKV, "free_leaves", free_leaves)
 
 
 @fault
@@ -395,25 +395,25 @@ def a_reset_frees_nothing(patch: Patch) -> None:
 
 @fault
 def a_lock_holds_the_node_alone(patch: Patch) -> None:
-    def lock(full: FullComponent, node: Any) -> None:
+    def lock(full: FullKV, node: Any) -> None:
         if not node.lock_ref:
             full.evictable -= len(node)
             full.protected += len(node)
         node.own_locks += 1
         node.lock_ref += 1
 
-    patch.setattr(FullComponent, "lock", lock)
+    patch.setattr(FullKV, "lock", lock)
 
 
 @fault
 def an_unlock_leaves_its_tokens_protected(patch: Patch) -> None:
-    def unlock(original: Any, full: FullComponent, node: Any) -> Any:
+    def unlock(original: Any, full: FullKV, node: Any) -> Any:
         sizes = full.evictable, full.protected
         was_locked = original(full, node)
         full.evictable, full.protected = sizes
         return was_locked
 
-    around(patch, FullComponent, "unlock", unlock)
+    around(patch, FullKV, "unlock", unlock)
 
 
 @fault

@@ -12,7 +12,7 @@ from raydix.cache_core import OutOfSlotsError, PrefixCacheManager, RadixKey, Row
 from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.leases.quarantine import Quarantine
-from raydix.cache_core.rows.row_allocator import RowRoom
+from raydix.cache_core.rows.row_allocator import RowAllocator
 
 RUNS = [(0, 2), (1, 1), (2, 4)]  # seed, page size
 
@@ -25,16 +25,16 @@ fault = FAULTS.register
 
 @fault
 def a_leased_row_is_reused_in_place(patch: Patch) -> None:
-    def take(original: Any, room: RowRoom, prefix: RadixKey) -> int:
+    def take(original: Any, room: RowAllocator, prefix: RadixKey) -> int:
         holders = room._records.peek_slots(prefix)[1]
         return holders[0] if holders else original(room, prefix)
 
-    around(patch, RowRoom, "take", take)
+    around(patch, RowAllocator, "take", take)
 
 
 @fault
 def a_released_row_is_copied_instead_of_reused(patch: Patch) -> None:
-    def take(original: Any, room: RowRoom, prefix: RadixKey) -> int:
+    def take(original: Any, room: RowAllocator, prefix: RadixKey) -> int:
         if room._records.lowest_empty_slot() < 0 or not len(prefix):
             return original(room, prefix)
         row = room._take_empty()
@@ -42,7 +42,7 @@ def a_released_row_is_copied_instead_of_reused(patch: Patch) -> None:
         room.publish(row, prefix)
         return row
 
-    around(patch, RowRoom, "take", take)
+    around(patch, RowAllocator, "take", take)
 
 
 @fault
@@ -52,26 +52,26 @@ def the_row_that_holds_most_is_reused(patch: Patch) -> None:
 
 @fault
 def an_empty_row_is_not_preferred_to_a_cached_one(patch: Patch) -> None:
-    def take_empty(original: Any, room: RowRoom) -> int:
+    def take_empty(original: Any, room: RowAllocator) -> int:
         room.evict(room._row_len)
         return original(room)
 
-    around(patch, RowRoom, "_take_empty", take_empty)
+    around(patch, RowAllocator, "_take_empty", take_empty)
 
 
 @fault
 def nothing_is_evicted_for_a_lease(patch: Patch) -> None:
-    def take_empty(original: Any, room: RowRoom) -> int:
+    def take_empty(original: Any, room: RowAllocator) -> int:
         if room._records.lowest_empty_slot() < 0:
             raise OutOfSlotsError(room._row_len, 0, 0, room.num_rows * room._row_len)
         return original(room)
 
-    around(patch, RowRoom, "_take_empty", take_empty)
+    around(patch, RowAllocator, "_take_empty", take_empty)
 
 
 @fault
 def half_of_the_prefix_alone_is_reused(patch: Patch) -> None:
-    around(patch, RowRoom, "take", lambda original, room, prefix: original(room, prefix[: len(prefix) // 2]))
+    around(patch, RowAllocator, "take", lambda original, room, prefix: original(room, prefix[: len(prefix) // 2]))
 
 
 # ---------------------------------------------------------------- what is in it
@@ -86,7 +86,9 @@ def a_reused_row_keeps_what_went_on_otherwise(patch: Patch) -> None:
 def a_reused_row_loses_its_prefix(patch: Patch) -> None:
     around(patch, PrefixCacheManager, "invalidate", lambda original, records, row, valid_len: original(records, row, 0))
     patch.setattr(
-        RowRoom, "publish", lambda room, row, key: room._records.insert(key[:-1], row, room._allocator.version(row))
+        RowAllocator,
+        "publish",
+        lambda room, row, key: room._records.insert(key[:-1], row, room._allocator.version(row)),
     )
 
 
@@ -121,25 +123,25 @@ def the_last_token_is_not_copied(patch: Patch) -> None:
 
 @fault
 def a_copy_cannot_be_found(patch: Patch) -> None:
-    def take(original: Any, room: RowRoom, prefix: RadixKey) -> int:
+    def take(original: Any, room: RowAllocator, prefix: RadixKey) -> int:
         row = original(room, prefix)
         if len(room._records.peek_slots(prefix)[1]) > 1:
             room._records.forget(row)
         return row
 
-    around(patch, RowRoom, "take", take)
+    around(patch, RowAllocator, "take", take)
 
 
 @fault
 def a_hit_is_no_use(patch: Patch) -> None:
-    def take(original: Any, room: RowRoom, prefix: RadixKey) -> int:
+    def take(original: Any, room: RowAllocator, prefix: RadixKey) -> int:
         before = {row: record.last_used for row, record in room._records._index.rows.items()}
         row = original(room, prefix)
         if row in before and row in room._records._index.rows:
             room._records._index.rows[row].last_used = before[row]
         return row
 
-    around(patch, RowRoom, "take", take)
+    around(patch, RowAllocator, "take", take)
 
 
 # ---------------------------------------------------------------- matches
@@ -199,7 +201,7 @@ def the_row_before_may_be_written(patch: Patch) -> None:
 
 @fault
 def an_insert_publishes_nothing(patch: Patch) -> None:
-    patch.setattr(RowRoom, "publish", lambda room, row, key: None)
+    patch.setattr(RowAllocator, "publish", lambda room, row, key: None)
 
 
 @fault
@@ -298,30 +300,30 @@ def a_repeated_acquire_takes_another_row(patch: Patch) -> None:
 
 @fault
 def a_released_row_stays_taken(patch: Patch) -> None:
-    patch.setattr(RowRoom, "give_back", lambda room, row: None)
+    patch.setattr(RowAllocator, "give_back", lambda room, row: None)
 
 
 @fault
 def a_release_forgets_what_was_published(patch: Patch) -> None:
-    def give_back(original: Any, room: RowRoom, row: int) -> None:
+    def give_back(original: Any, room: RowAllocator, row: int) -> None:
         room._records.forget(row)
         original(room, row)
 
-    around(patch, RowRoom, "give_back", give_back)
+    around(patch, RowAllocator, "give_back", give_back)
 
 
 @fault
 def a_released_row_counts_as_free(patch: Patch) -> None:
-    patch.setattr(RowRoom, "give_back", lambda room, row: room._allocator.free(row))
+    patch.setattr(RowAllocator, "give_back", lambda room, row: room._allocator.free(row))
 
 
 @fault
 def a_released_row_counts_as_cached_though_nothing_is_in_it(patch: Patch) -> None:
-    def give_back(room: RowRoom, row: int) -> None:
+    def give_back(room: RowAllocator, row: int) -> None:
         room._allocator.free(row)
         room.cached_rows += 1
 
-    patch.setattr(RowRoom, "give_back", give_back)
+    patch.setattr(RowAllocator, "give_back", give_back)
 
 
 @fault
@@ -331,7 +333,7 @@ def a_session_ends_all_but_its_last_lease(patch: Patch) -> None:
 
 @fault
 def eviction_takes_the_row_used_last(patch: Patch) -> None:
-    def evict(original: Any, room: RowRoom, num_slots: int) -> int:
+    def evict(original: Any, room: RowAllocator, num_slots: int) -> int:
         rows = room._records._index.rows
         for row in rows.values():
             row.last_used = -row.last_used
@@ -341,44 +343,44 @@ def eviction_takes_the_row_used_last(patch: Patch) -> None:
             for row in rows.values():
                 row.last_used = -row.last_used
 
-    around(patch, RowRoom, "evict", evict)
+    around(patch, RowAllocator, "evict", evict)
 
 
 @fault
 def eviction_goes_on_when_enough_is_free(patch: Patch) -> None:
-    around(patch, RowRoom, "evict", lambda original, room, num_slots: original(room, num_slots + 1))
+    around(patch, RowAllocator, "evict", lambda original, room, num_slots: original(room, num_slots + 1))
 
 
 @fault
 def eviction_is_not_counted(patch: Patch) -> None:
-    def evict(original: Any, room: RowRoom, num_slots: int) -> int:
+    def evict(original: Any, room: RowAllocator, num_slots: int) -> int:
         cached = room.cached_rows
         evicted = original(room, num_slots)
         room.cached_rows = cached
         return evicted
 
-    around(patch, RowRoom, "evict", evict)
+    around(patch, RowAllocator, "evict", evict)
 
 
 @fault
 def eviction_takes_leased_rows(patch: Patch) -> None:
-    def evict(original: Any, room: RowRoom, num_slots: int) -> int:
+    def evict(original: Any, room: RowAllocator, num_slots: int) -> int:
         for row in [*room._records._index.rows]:
             if num_slots and not SlotAllocator.is_free(room._allocator, row):
                 room._records.forget(row)
         return original(room, num_slots)
 
-    around(patch, RowRoom, "evict", evict)
+    around(patch, RowAllocator, "evict", evict)
 
 
 @fault
 def a_reset_leaves_everything_findable(patch: Patch) -> None:
-    patch.setattr(RowRoom, "forget_all", lambda room: None)
+    patch.setattr(RowAllocator, "forget_all", lambda room: None)
 
 
 @fault
 def a_reset_leaves_cached_rows_counted(patch: Patch) -> None:
-    patch.setattr(RowRoom, "forget_all", lambda room: room._records.reset())
+    patch.setattr(RowAllocator, "forget_all", lambda room: room._records.reset())
 
 
 @fault

@@ -11,8 +11,8 @@ from support.traffic.swa import run_random_swa_traffic
 
 from raydix.cache_core import EvictResult, RadixCache, RadixKey
 from raydix.cache_core.components import window_kv
-from raydix.cache_core.components.full_kv import FullComponent
-from raydix.cache_core.components.window_kv import SwaComponent, WindowReceipt
+from raydix.cache_core.components.full_kv import FullKV
+from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
 from raydix.cache_core.eviction.queue import SideQueue
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix import window_insertion
@@ -27,14 +27,14 @@ fault = FAULTS.register
 def with_window(patch: Patch, name: str, change: Callable[[int, int], int]) -> None:
     """Let one function of the component work with another window, made of the right one and its padding."""
 
-    def changed(original: Any, swa: SwaComponent, *args: Any) -> Any:
+    def changed(original: Any, swa: WindowKV, *args: Any) -> Any:
         window, swa.window = swa.window, change(swa.window, swa.padded_window)
         try:
             return original(swa, *args)
         finally:
             swa.window = window
 
-    around(patch, SwaComponent, name, changed)
+    around(patch, WindowKV, name, changed)
 
 
 # ---------------------------------------------------------------- matches
@@ -42,12 +42,12 @@ def with_window(patch: Patch, name: str, change: Callable[[int, int], int]) -> N
 
 @fault
 def a_tombstone_counts_as_live(patch: Patch) -> None:
-    patch.setattr(SwaComponent, "usable", judged(lambda swa: lambda node, length: True))
+    patch.setattr(WindowKV, "usable", judged(lambda swa: lambda node, length: True))
 
 
 @fault
 def the_count_goes_on_after_a_hole(patch: Patch) -> None:
-    def judge(swa: SwaComponent) -> Any:
+    def judge(swa: WindowKV) -> Any:
         live = [float("inf")]
 
         def may_end(node: Any, length: int) -> bool:
@@ -57,12 +57,12 @@ def the_count_goes_on_after_a_hole(patch: Patch) -> None:
 
         return may_end
 
-    patch.setattr(SwaComponent, "usable", judged(judge))
+    patch.setattr(WindowKV, "usable", judged(judge))
 
 
 @fault
 def a_hole_spoils_all_that_lies_below(patch: Patch) -> None:
-    def judge(swa: SwaComponent) -> Any:
+    def judge(swa: WindowKV) -> Any:
         holes: list[Any] = []
 
         def may_end(node: Any, length: int) -> bool:
@@ -71,25 +71,25 @@ def a_hole_spoils_all_that_lies_below(patch: Patch) -> None:
 
         return may_end
 
-    patch.setattr(SwaComponent, "usable", judged(judge))
+    patch.setattr(WindowKV, "usable", judged(judge))
 
 
 @fault
 def a_prefix_shorter_than_the_window_is_not_used(patch: Patch) -> None:
-    def judge(swa: SwaComponent) -> Any:
+    def judge(swa: WindowKV) -> Any:
         may_end = window_judge(swa)
         return lambda node, length: may_end(node, length) and node.end >= swa.window
 
-    patch.setattr(SwaComponent, "usable", judged(judge))
+    patch.setattr(WindowKV, "usable", judged(judge))
 
 
 @fault
 def a_run_that_matches_in_part_counts_whole(patch: Patch) -> None:
-    def judge(swa: SwaComponent) -> Any:
+    def judge(swa: WindowKV) -> Any:
         may_end = window_judge(swa)
         return lambda node, length: may_end(node, len(node))
 
-    patch.setattr(SwaComponent, "usable", judged(judge))
+    patch.setattr(WindowKV, "usable", judged(judge))
 
 
 @fault
@@ -123,16 +123,16 @@ def a_match_uses_its_last_node_alone(patch: Patch) -> None:
 
 @fault
 def a_match_uses_no_window(patch: Patch) -> None:
-    patch.setattr(SwaComponent, "touch", lambda swa, end, now: None)
+    patch.setattr(WindowKV, "touch", lambda swa, end, now: None)
 
 
 @fault
 def a_split_renews_the_window(patch: Patch) -> None:
-    def on_split(original: Any, swa: SwaComponent, above: Any, node: Any) -> None:
+    def on_split(original: Any, swa: WindowKV, above: Any, node: Any) -> None:
         node.swa_access_time = 10**9
         original(swa, above, node)
 
-    around(patch, SwaComponent, "on_split", on_split)
+    around(patch, WindowKV, "on_split", on_split)
 
 
 # ---------------------------------------------------------------- locks
@@ -150,19 +150,19 @@ def a_lock_holds_a_page_more_than_the_window(patch: Patch) -> None:
 
 @fault
 def a_lock_does_not_count_tombstones(patch: Patch) -> None:
-    def lock(original: Any, swa: SwaComponent, node: Any) -> WindowReceipt:
+    def lock(original: Any, swa: WindowKV, node: Any) -> WindowReceipt:
         receipt: WindowReceipt = original(swa, node)
         while node.data and node.end > receipt.start:
             node.swa_lock_ref -= node.swa_tombstone
             node = node.parent
         return receipt
 
-    around(patch, SwaComponent, "lock", lock)
+    around(patch, WindowKV, "lock", lock)
 
 
 @fault
 def an_unlock_goes_up_to_the_root(patch: Patch) -> None:
-    def unlock(swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
+    def unlock(swa: WindowKV, node: Any, receipt: WindowReceipt) -> None:
         while node.data and not receipt.released:
             if node.swa_lock_ref == 1 and not node.swa_tombstone:
                 swa.evictable += len(node)
@@ -172,45 +172,45 @@ def an_unlock_goes_up_to_the_root(patch: Patch) -> None:
             node = node.parent
         receipt.released = True
 
-    patch.setattr(SwaComponent, "release", unlock)
+    patch.setattr(WindowKV, "release", unlock)
 
 
 @fault
 def an_unlock_leaves_the_window_protected(patch: Patch) -> None:
-    def unlock(original: Any, swa: SwaComponent, *args: Any) -> None:
+    def unlock(original: Any, swa: WindowKV, *args: Any) -> None:
         sizes = swa.evictable, swa.protected
         original(swa, *args)
         swa.evictable, swa.protected = sizes
 
-    around(patch, SwaComponent, "unlock", unlock)
+    around(patch, WindowKV, "unlock", unlock)
 
 
 @fault
 def what_was_unlocked_is_never_a_candidate_again(patch: Patch) -> None:
-    def unlock(original: Any, swa: SwaComponent, *args: Any) -> None:
+    def unlock(original: Any, swa: WindowKV, *args: Any) -> None:
         queue, swa._queue = swa._queue, SideQueue(lambda node: 0)
         original(swa, *args)
         swa._queue = queue
 
-    around(patch, SwaComponent, "unlock", unlock)
+    around(patch, WindowKV, "unlock", unlock)
 
 
 @fault
 def a_split_forgets_the_locks_of_the_prefix(patch: Patch) -> None:
-    def on_split(original: Any, swa: SwaComponent, above: Any, node: Any) -> None:
+    def on_split(original: Any, swa: WindowKV, above: Any, node: Any) -> None:
         original(swa, above, node)
         above.swa_lock_ref = 0
 
-    around(patch, SwaComponent, "on_split", on_split)
+    around(patch, WindowKV, "on_split", on_split)
 
 
 @fault
 def a_split_brings_the_prefix_to_life(patch: Patch) -> None:
-    def on_split(original: Any, swa: SwaComponent, above: Any, node: Any) -> None:
+    def on_split(original: Any, swa: WindowKV, above: Any, node: Any) -> None:
         original(swa, above, node)
         above.swa_tombstone = False
 
-    around(patch, SwaComponent, "on_split", on_split)
+    around(patch, WindowKV, "on_split", on_split)
 
 
 @fault
@@ -242,30 +242,30 @@ def an_unlock_needs_no_receipt(patch: Patch) -> None:
             original(cache, node, receipt, **kwargs)
 
     around(patch, RadixCache, "dec_lock_ref", dec_lock_ref)
-    patch.setattr(SwaComponent, "unlock", lambda swa, node, receipt: None)
+    patch.setattr(WindowKV, "unlock", lambda swa, node, receipt: None)
 
 
 @fault
 def a_window_can_be_released_again(patch: Patch) -> None:
-    def release(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
+    def release(original: Any, swa: WindowKV, node: Any, receipt: WindowReceipt) -> None:
         if node.swa_lock_ref:
             receipt.released = False
         original(swa, node, receipt)
 
-    around(patch, SwaComponent, "release", release)
+    around(patch, WindowKV, "release", release)
 
 
-def unqueued(patch: Patch, change: Callable[[SwaComponent, Any], object]) -> None:
+def unqueued(patch: Patch, change: Callable[[WindowKV, Any], object]) -> None:
     """Have what was laid aside taken out of the queue when it is let go, and `change` done with it."""
 
-    def release(original: Any, swa: SwaComponent, node: Any, receipt: WindowReceipt) -> None:
+    def release(original: Any, swa: WindowKV, node: Any, receipt: WindowReceipt) -> None:
         waiting = set(swa._waiting)
         original(swa, node, receipt)
         for each in waiting - swa._waiting:
             swa._queue.discard(each)
             change(swa, each)
 
-    around(patch, SwaComponent, "release", release)
+    around(patch, WindowKV, "release", release)
 
 
 @fault
@@ -280,11 +280,11 @@ def what_an_eviction_laid_aside_is_laid_aside_for_good(patch: Patch) -> None:
 
 @fault
 def the_upper_half_of_what_was_laid_aside_is_lost(patch: Patch) -> None:
-    def on_split(original: Any, swa: SwaComponent, above: Any, node: Any) -> None:
+    def on_split(original: Any, swa: WindowKV, above: Any, node: Any) -> None:
         original(swa, above, node)
         swa._waiting.discard(above)
 
-    around(patch, SwaComponent, "on_split", on_split)
+    around(patch, WindowKV, "on_split", on_split)
 
 
 @fault
@@ -294,7 +294,7 @@ def of_one_window_the_lower_nodes_go_first(patch: Patch) -> None:
 
 @fault
 def what_is_held_is_evicted(patch: Patch) -> None:
-    patch.setattr(SwaComponent, "pop_victim", lambda swa: swa._queue.pop())
+    patch.setattr(WindowKV, "pop_victim", lambda swa: swa._queue.pop())
 
 
 @fault
@@ -337,11 +337,11 @@ def a_leaf_is_as_long_as_its_key(patch: Patch) -> None:
 
 @fault
 def a_leaf_is_cut_within_a_page(patch: Patch) -> None:
-    def init(original: Any, swa: SwaComponent, window: int, *args: Any) -> None:
+    def init(original: Any, swa: WindowKV, window: int, *args: Any) -> None:
         original(swa, window, *args)
         swa.padded_window = window
 
-    around(patch, SwaComponent, "__init__", init)
+    around(patch, WindowKV, "__init__", init)
     patch.setattr(
         "raydix.cache_core.radix.insertion.compact", lambda slots, start, stop, _: slots[start:stop].numpy().tobytes()
     )
@@ -411,22 +411,22 @@ def a_heal_under_a_lock_moves_the_wrong_way(patch: Patch) -> None:
 
 @fault
 def a_heal_is_credited_to_nothing(patch: Patch) -> None:
-    def heal(original: Any, swa: SwaComponent, node: Any) -> None:
+    def heal(original: Any, swa: WindowKV, node: Any) -> None:
         sizes = swa.evictable, swa.protected
         original(swa, node)
         swa.evictable, swa.protected = sizes
 
-    around(patch, SwaComponent, "heal", heal)
+    around(patch, WindowKV, "heal", heal)
 
 
 @fault
 def a_heal_in_a_held_window_is_evictable(patch: Patch) -> None:
-    def heal(original: Any, swa: SwaComponent, node: Any) -> None:
+    def heal(original: Any, swa: WindowKV, node: Any) -> None:
         held, node.swa_lock_ref = node.swa_lock_ref, 0
         original(swa, node)
         node.swa_lock_ref = held
 
-    around(patch, SwaComponent, "heal", heal)
+    around(patch, WindowKV, "heal", heal)
 
 
 # ---------------------------------------------------------------- eviction
@@ -434,21 +434,21 @@ def a_heal_in_a_held_window_is_evictable(patch: Patch) -> None:
 
 @fault
 def held_windows_become_tombstones(patch: Patch) -> None:
-    def pop_victim(original: Any, swa: SwaComponent) -> Any:
+    def pop_victim(original: Any, swa: WindowKV) -> Any:
         victim = original(swa)
         while victim is not None and victim.parent.data and victim.parent.swa_lock_ref:
             victim = victim.parent  # held, so it has no entry that counts
         return victim
 
-    def drop(swa: SwaComponent, node: Any) -> None:
+    def drop(swa: WindowKV, node: Any) -> None:
         swa.evictable -= 0 if node.swa_tombstone or node.swa_lock_ref else len(node)
         swa.protected -= len(node) if node.swa_lock_ref and not node.swa_tombstone else 0
         swa.num_freed += len(node)
         swa._dropped.add(node, node.slots, len(node))
         node.swa_tombstone = True
 
-    around(patch, SwaComponent, "pop_victim", pop_victim)
-    patch.setattr(SwaComponent, "drop", drop)
+    around(patch, WindowKV, "pop_victim", pop_victim)
+    patch.setattr(WindowKV, "drop", drop)
 
 
 @fault
@@ -480,28 +480,28 @@ def an_unlocked_leaf_stays_as_a_tombstone(patch: Patch) -> None:
 
 @fault
 def tombstones_keep_their_halves(patch: Patch) -> None:
-    patch.setattr(SwaComponent, "give_back", lambda swa: setattr(swa, "_dropped", Victims()))
+    patch.setattr(WindowKV, "give_back", lambda swa: setattr(swa, "_dropped", Victims()))
 
 
 @fault
 def what_goes_whole_is_not_counted(patch: Patch) -> None:
-    def on_remove(original: Any, swa: SwaComponent, leaf: Any) -> None:
+    def on_remove(original: Any, swa: WindowKV, leaf: Any) -> None:
         num_freed = swa.num_freed
         original(swa, leaf)
         swa.num_freed = num_freed
 
-    around(patch, SwaComponent, "on_remove", on_remove)
+    around(patch, WindowKV, "on_remove", on_remove)
 
 
 @fault
 def a_tombstone_loses_its_full_kv(patch: Patch) -> None:
-    def take_out(original: Any, full: FullComponent, leaf: Any, victims: Any) -> None:
+    def take_out(original: Any, full: FullKV, leaf: Any, victims: Any) -> None:
         parent = leaf.parent
         original(full, leaf, victims)
         if parent.data and parent.swa_tombstone and not parent.children and not parent.lock_ref:
             original(full, parent, victims)
 
-    around(patch, FullComponent, "take_out", take_out)
+    around(patch, FullKV, "take_out", take_out)
 
 
 @fault
@@ -511,7 +511,7 @@ def window_eviction_goes_on_when_the_target_is_met(patch: Patch) -> None:
 
 @fault
 def a_reset_remembers_window_sizes(patch: Patch) -> None:
-    patch.setattr(SwaComponent, "clear", lambda swa: swa._queue.clear())
+    patch.setattr(WindowKV, "clear", lambda swa: swa._queue.clear())
 
 
 # ---------------------------------------------------------------- the proof

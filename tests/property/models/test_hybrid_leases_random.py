@@ -23,8 +23,8 @@ from raydix.cache_core import (
     RadixKey,
     SWATokenToKVPoolAllocator,
 )
-from raydix.cache_core.components.window_kv import SwaComponent
-from raydix.cache_core.leases.lease_allocator import SlotRoom
+from raydix.cache_core.components.window_kv import WindowKV
+from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tree.tree_node import TreeNode
 
@@ -269,18 +269,18 @@ def test_leases_read_their_own_kv_windows_and_states_and_lose_nothing(page_size:
 
 
 def test_tombstones_heal_under_windows_and_nodes_laid_aside_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, heal, on_split = Counter[str](), SwaComponent.heal, SwaComponent.on_split
+    reached, heal, on_split = Counter[str](), WindowKV.heal, WindowKV.on_split
 
-    def counted_heal(component: SwaComponent, node: TreeNode) -> None:
+    def counted_heal(component: WindowKV, node: TreeNode) -> None:
         reached["healed under a window"] += node.swa_lock_ref > 0
         heal(component, node)
 
-    def counted_split(component: SwaComponent, above: TreeNode, node: TreeNode) -> None:
+    def counted_split(component: WindowKV, above: TreeNode, node: TreeNode) -> None:
         reached["split while laid aside"] += node in component._waiting
         on_split(component, above, node)
 
-    monkeypatch.setattr(SwaComponent, "heal", counted_heal)
-    monkeypatch.setattr(SwaComponent, "on_split", counted_split)
+    monkeypatch.setattr(WindowKV, "heal", counted_heal)
+    monkeypatch.setattr(WindowKV, "on_split", counted_split)
 
     for page_size, window in ((1, 7), (4, 10)):
         run(0, page_size, window, 3000, crowded=True)
@@ -301,21 +301,21 @@ Patch = pytest.MonkeyPatch
 
 
 def states_are_not_copied_for_leases(patch: Patch) -> None:
-    patch.setattr(SlotRoom, "load_state", lambda room, node, slot: None)
+    patch.setattr(LeaseAllocator, "load_state", lambda room, node, slot: None)
 
 
 def states_are_published_empty(patch: Patch) -> None:
-    store = SlotRoom.store_state
+    store = LeaseAllocator.store_state
 
-    def store_state(room: SlotRoom, source: int | None, slot: int, node: Any) -> None:
+    def store_state(room: LeaseAllocator, source: int | None, slot: int, node: Any) -> None:
         store(room, source, slot, node)
         room.states.clear_state(slot)  # type: ignore[union-attr]
 
-    patch.setattr(SlotRoom, "store_state", store_state)
+    patch.setattr(LeaseAllocator, "store_state", store_state)
 
 
 def windows_given_up_are_not_freed(patch: Patch) -> None:
-    patch.setattr(SlotRoom, "free_window", lambda room, starts: None)
+    patch.setattr(LeaseAllocator, "free_window", lambda room, starts: None)
 
 
 def windows_given_up_are_published_as_live(patch: Patch) -> None:
@@ -343,14 +343,14 @@ def a_publish_gives_the_window_up(patch: Patch) -> None:
 
 
 def a_refusal_evicts_a_state(patch: Patch) -> None:
-    check = SlotRoom.check_pages
+    check = LeaseAllocator.check_pages
 
-    def check_pages(room: SlotRoom, num_pages: int) -> None:
+    def check_pages(room: LeaseAllocator, num_pages: int) -> None:
         if room.states is not None and not room.states.available_size():
             room.evict(0, 0, 1)
         check(room, num_pages)
 
-    patch.setattr(SlotRoom, "check_pages", check_pages)
+    patch.setattr(LeaseAllocator, "check_pages", check_pages)
 
 
 @pytest.mark.parametrize(

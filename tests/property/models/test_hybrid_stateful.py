@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.checked.hybrid import PairedHybridCache
+from support.checked.hybrid import CheckedHybridCache
 from support.checked.radix_cache import Held
 from support.checked.swa import SwaLock
 from support.reference.models import ROOT, Tokens
@@ -45,7 +45,7 @@ class HybridMachine(RuleBasedStateMachine):
 
     @initialize(chunk_size=st.sampled_from([1, 2, 8]), paged_pool=st.booleans(), transfers=st.booleans())
     def start(self, chunk_size: int, paged_pool: bool, transfers: bool) -> None:
-        self.pair = PairedHybridCache(
+        self.pair = CheckedHybridCache(
             self.page_size,
             self.window,
             chunk_size,

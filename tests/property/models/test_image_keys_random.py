@@ -166,15 +166,15 @@ def upper_halves_are_lost_where_ids_are_narrow(patch: Patch) -> None:
 
 @breaks(prompts_meet_where_their_ids_are_equal)
 def keys_are_compared_as_bytes(patch: Patch) -> None:
-    original = RadixTree.find_space
+    original = RadixTree.find_namespace
 
-    def find_space(tree: RadixTree, key: RadixKey) -> Any:
+    def find_namespace(tree: RadixTree, key: RadixKey) -> Any:
         top = tree.tops.get((key.extra_key, key.arity))
         if top is not None and top.space.width == 4 and key.width == 8:
             key = RadixKey.from_packed(key.data, 4, key.extra_key, key.arity)
         return original(tree, key)
 
-    patch.setattr(RadixTree, "find_space", find_space)
+    patch.setattr(RadixTree, "find_namespace", find_namespace)
 
 
 @breaks(prompts_meet_where_their_ids_are_equal)

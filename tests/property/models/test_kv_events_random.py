@@ -20,7 +20,7 @@ from support.reference.event_index import ReplayedIndex, resident_blocks
 from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey
 from raydix.cache_core.radix import page_events
-from raydix.cache_core.radix.page_events import KVEventTeller
+from raydix.cache_core.radix.page_events import KVEventPublisher
 from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.tree import page_hashes
 
@@ -74,7 +74,7 @@ class EventTraffic:
         self.rng = Random(f"{kind}/{page_size}/{seed}")
         self.tree: Any = TREES[kind](page_size)
         self.feeds = TwoFeeds(page_size)
-        self.tree.tell_events(self.feeds)
+        self.tree.publish_events_to(self.feeds)
         self.keys: list[RadixKey] = []
         self.locks: list[tuple[Any, Any]] = []
         self.first, self.late, self.slow = ReplayedIndex(), ReplayedIndex(), ReplayedIndex()
@@ -221,12 +221,12 @@ def a_split_shares_the_hashes_out_wrongly(patch: Patch) -> None:
 
 @fault
 def only_the_leaf_of_an_eviction_is_told(patch: Patch) -> None:
-    around(patch, KVEventTeller, "removed", lambda original, teller, nodes: original(teller, nodes[:1]))
+    around(patch, KVEventPublisher, "removed", lambda original, teller, nodes: original(teller, nodes[:1]))
 
 
 @fault
 def parents_are_removed_before_their_children(patch: Patch) -> None:
-    around(patch, KVEventTeller, "removed", lambda original, teller, nodes: original(teller, nodes[::-1]))
+    around(patch, KVEventPublisher, "removed", lambda original, teller, nodes: original(teller, nodes[::-1]))
 
 
 @fault
@@ -276,12 +276,12 @@ def hashes_are_unsigned_and_the_other_way_round(patch: Patch) -> None:
 
 @fault
 def a_reset_is_not_told(patch: Patch) -> None:
-    patch.setattr(KVEventTeller, "cleared", lambda teller: None)
+    patch.setattr(KVEventPublisher, "cleared", lambda teller: None)
 
 
 @fault
 def what_was_cleared_is_removed_once_more(patch: Patch) -> None:
-    def removed(original: Any, teller: KVEventTeller, nodes: list[Any]) -> None:
+    def removed(original: Any, teller: KVEventPublisher, nodes: list[Any]) -> None:
         spaces = {node.space for node in nodes if not node.space.live}
         for space in spaces:
             space.tree = object()
@@ -289,20 +289,20 @@ def what_was_cleared_is_removed_once_more(patch: Patch) -> None:
         for space in spaces:
             space.tree = None
 
-    around(patch, KVEventTeller, "removed", removed)
+    around(patch, KVEventPublisher, "removed", removed)
 
 
 @fault
 def a_tombstone_is_told_as_removed(patch: Patch) -> None:
-    from raydix.cache_core.components.window_kv import SwaComponent
+    from raydix.cache_core.components.window_kv import WindowKV
 
-    def tombstone(original: Any, swa: SwaComponent, node: Any) -> None:
+    def tombstone(original: Any, swa: WindowKV, node: Any) -> None:
         original(swa, node)
         told_by[0].removed([node])
 
-    told_by: list[KVEventTeller] = []
-    around(patch, KVEventTeller, "__init__", lambda original, *args: told_by.insert(0, args[0]) or original(*args))
-    around(patch, SwaComponent, "drop", tombstone)
+    told_by: list[KVEventPublisher] = []
+    around(patch, KVEventPublisher, "__init__", lambda original, *args: told_by.insert(0, args[0]) or original(*args))
+    around(patch, WindowKV, "drop", tombstone)
 
 
 @fault

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.checked.mamba import PairedMambaCache
+from support.checked.mamba import CheckedMambaCache
 from support.checked.radix_cache import Held
 from support.reference.models import ROOT, Tokens
 
@@ -43,7 +43,7 @@ class MambaMachine(RuleBasedStateMachine):
 
     @initialize(chunk_size=st.sampled_from([1, 2, 8]))
     def start(self, chunk_size: int) -> None:
-        self.pair = PairedMambaCache(self.page_size, chunk_size, NUM_PAGES, NUM_STATES, Random(0))
+        self.pair = CheckedMambaCache(self.page_size, chunk_size, NUM_PAGES, NUM_STATES, Random(0))
 
     def tokens(self, shape: list[int], tail: int) -> Tokens:
         """Pages that differ in their last token only, and a tail that is no page."""

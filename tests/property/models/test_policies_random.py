@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.checked.radix_cache import PairedCache
+from support.checked.radix_cache import CheckedRadixCache
 from support.faults.split_faults import after_cuts
 from support.reference.policies import POLICIES, PairedPolicyCache
 from support.traffic.radix import NUM_PAGES, RandomTraffic, TrafficFailed, run_traffic
 
 from raydix.cache_core import RadixCache
-from raydix.cache_core.components.full_kv import FullComponent
+from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.eviction.policy import LFU, LRU, SLRU, Priority
 from raydix.cache_core.eviction.policy import POLICIES as CLASSES
 from raydix.cache_core.eviction.queue import EvictionQueue
@@ -29,7 +29,7 @@ class PolicyTraffic(RandomTraffic):
         self.policy = policy
         super().__init__(seed, page_size)
 
-    def _make_pair(self) -> PairedCache:
+    def _make_pair(self) -> CheckedRadixCache:
         paged = self.seed % 2 == 1
         return PairedPolicyCache(self.page_size, NUM_PAGES, self.rng, self.policy, paged_pool=paged)
 
@@ -107,16 +107,16 @@ def _split_without(name: str, value: int) -> Callable[[Patch], None]:
 
 
 def _what_is_evicted_has_no_priority(patch: Patch) -> None:
-    original = FullComponent.fell
+    original = FullKV.fell
 
-    def fell(full: FullComponent, num_tokens: int, page_size: int, victims: Victims) -> None:
+    def fell(full: FullKV, num_tokens: int, page_size: int, victims: Victims) -> None:
         known = {node: node.own_priority for top in full._tree.tops.values() for node in top.subtree()}
         original(full, num_tokens, page_size, victims)
         for node in victims.nodes:
             assert node.parent is not None
             node.parent.own_priority = known.get(node.parent, 0)  # what is retired is in no ranking any more
 
-    patch.setattr(FullComponent, "fell", fell)
+    patch.setattr(FullKV, "fell", fell)
 
 
 def _inserts_have_no_priority(patch: Patch) -> None:

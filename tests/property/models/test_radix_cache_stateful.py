@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.checked.radix_cache import Held, PairedCache
+from support.checked.radix_cache import CheckedRadixCache, Held
 from support.reference.models import Tokens
 
 OneOrNone = Held | MultipleResults[Held]
@@ -42,7 +42,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     @initialize(paged_pool=st.booleans())
     def start(self, paged_pool: bool) -> None:
-        self.pair = PairedCache(self.page_size, NUM_PAGES, Random(0), paged_pool=paged_pool)
+        self.pair = CheckedRadixCache(self.page_size, NUM_PAGES, Random(0), paged_pool=paged_pool)
 
     def tokens(self, shape: list[int], tail: int, tuples: bool) -> Tokens:
         """Pages that differ in their last token only, and a tail that is no page."""

@@ -21,7 +21,7 @@ from raydix.cache_core import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from raydix.cache_core.components.window_kv import SwaComponent
+from raydix.cache_core.components.window_kv import WindowKV
 
 NUM_PAGES = 40
 NUM_STATES = 12
@@ -338,7 +338,7 @@ def test_a_mapping_that_outlives_its_window_half_is_caught(monkeypatch: pytest.M
 
 
 def test_a_state_that_is_used_without_its_window_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwaComponent, "usable", lambda swa, path, end, count: count)
+    monkeypatch.setattr(WindowKV, "usable", lambda swa, path, end, count: count)
     server = HybridServer(1, 4, 10)
 
     with pytest.raises(AssertionError):

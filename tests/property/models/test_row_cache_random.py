@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from support.checked.row_cache import PairedRowCache
+from support.checked.row_cache import CheckedRowCache
 from support.traffic.rows import OPERATIONS, SESSIONS, run_row_traffic
 
 
@@ -50,7 +50,7 @@ class RowCacheMachine(RuleBasedStateMachine):
 
     @initialize(page_size=st.sampled_from([1, 2]))
     def start(self, page_size: int) -> None:
-        self.pair = PairedRowCache(page_size)
+        self.pair = CheckedRowCache(page_size)
 
     def chosen(self, choice: int) -> str:
         lease_ids = list(self.pair.model.leases)

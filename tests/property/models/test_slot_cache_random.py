@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from support.checked.slot_cache import NUM_SLOTS, PairedSlotCache
+from support.checked.slot_cache import NUM_SLOTS, CheckedSlotCache
 from support.reference.slot_cache import Prefix
 from support.traffic.slots import run_slot_traffic
 
@@ -50,7 +50,7 @@ class SlotCacheMachine(RuleBasedStateMachine):
 
     @initialize(max_capacity=st.sampled_from([1, 4, 9, 1000]))
     def start(self, max_capacity: int) -> None:
-        self.pair = PairedSlotCache(max_capacity, with_allocator=self.with_allocator)
+        self.pair = CheckedSlotCache(max_capacity, with_allocator=self.with_allocator)
 
     @rule()
     def alloc(self) -> None:

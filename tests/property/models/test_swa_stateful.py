@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.checked.radix_cache import Held
-from support.checked.swa import PairedSwaCache, SwaLock
+from support.checked.swa import CheckedSwaCache, SwaLock
 from support.reference.models import Tokens
 
 NAMESPACES = st.sampled_from([None, "a"])
@@ -43,7 +43,7 @@ class SwaMachine(RuleBasedStateMachine):
 
     @initialize(paged_pool=st.booleans(), transfers=st.booleans())
     def start(self, paged_pool: bool, transfers: bool) -> None:
-        self.pair = PairedSwaCache(
+        self.pair = CheckedSwaCache(
             self.page_size, self.window, NUM_PAGES, Random(0), paged_pool=paged_pool, transfers=transfers
         )
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from support.traffic.tenants import TenantTraffic, make_cache
 
-from raydix.cache_core.components.full_kv import FullComponent
-from raydix.cache_core.components.tenant_component import TenantComponent
+from raydix.cache_core.components.full_kv import FullKV
+from raydix.cache_core.components.tenant_component import TenantFullKV
 from raydix.cache_core.eviction.tenants import Tenant, TenantRetired, Tenants
 from raydix.cache_core.leases import kv_cache
-from raydix.cache_core.leases.lease_allocator import SlotRoom
-from raydix.cache_core.leases.tenant_room import TenantRoom
+from raydix.cache_core.leases.lease_allocator import LeaseAllocator
+from raydix.cache_core.leases.tenant_room import TenantAllocator
 from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.tree.tree_node import TreeNode
 
@@ -73,11 +73,11 @@ def floors_are_ignored_in_evicting(patch: Patch) -> None:
         return None if first is None else first[2]
 
     patch.setattr(Tenants, "next_victim", next_victim)
-    patch.setattr(TenantComponent, "may_take", lambda component, leaf: True)
+    patch.setattr(TenantFullKV, "may_take", lambda component, leaf: True)
 
 
 def a_leaf_goes_whole_across_a_floor(patch: Patch) -> None:
-    patch.setattr(TenantComponent, "_cut_to_spare", lambda component, leaf: None)
+    patch.setattr(TenantFullKV, "_cut_to_spare", lambda component, leaf: None)
 
 
 def a_floor_keeps_its_own_tenant_out(patch: Patch) -> None:
@@ -89,13 +89,13 @@ def caps_are_ignored(patch: Patch) -> None:
 
 
 def who_is_at_its_cap_evicts_others(patch: Patch) -> None:
-    def take_pages(room: TenantRoom, num_pages: int) -> Any:
-        starts = SlotRoom.take_pages(room, num_pages)
+    def take_pages(room: TenantAllocator, num_pages: int) -> Any:
+        starts = LeaseAllocator.take_pages(room, num_pages)
         assert room.tenants.caller is not None
         room.tenants.caller.private += len(starts) * room._page_size
         return starts
 
-    patch.setattr(TenantRoom, "take_pages", take_pages)
+    patch.setattr(TenantAllocator, "take_pages", take_pages)
 
 
 def victims_are_chosen_by_tenant_before_rank(patch: Patch) -> None:
@@ -110,15 +110,15 @@ def victims_are_chosen_by_tenant_before_rank(patch: Patch) -> None:
 
 
 def what_is_evicted_goes_on_counting(patch: Patch) -> None:
-    def remove(component: TenantComponent, leaf: Any, victims: Any) -> None:
+    def remove(component: TenantFullKV, leaf: Any, victims: Any) -> None:
         component._cut_to_spare(leaf)
-        FullComponent._remove(component, leaf, victims)
+        FullKV._remove(component, leaf, victims)
 
-    patch.setattr(TenantComponent, "_remove", remove)
+    patch.setattr(TenantFullKV, "_remove", remove)
 
 
 def locks_are_not_counted(patch: Patch) -> None:
-    patch.setattr(TenantComponent, "lock", FullComponent.lock)
+    patch.setattr(TenantFullKV, "lock", FullKV.lock)
 
 
 def a_retired_namespace_is_kept_by_its_floor(patch: Patch) -> None:
@@ -129,15 +129,15 @@ def a_retired_namespace_is_kept_by_its_floor(patch: Patch) -> None:
 
 
 def duplicates_stay_private(patch: Patch) -> None:
-    def note_published(room: TenantRoom, starts: Any, duplicates: Any) -> None:
-        SlotRoom.note_published(room, starts, duplicates)
+    def note_published(room: TenantAllocator, starts: Any, duplicates: Any) -> None:
+        LeaseAllocator.note_published(room, starts, duplicates)
         room._give_up(starts[len(duplicates) :])
 
-    patch.setattr(TenantRoom, "note_published", note_published)
+    patch.setattr(TenantAllocator, "note_published", note_published)
 
 
 def what_leases_held_goes_on_counting(patch: Patch) -> None:
-    patch.setattr(TenantRoom, "free_private", SlotRoom.free_private)
+    patch.setattr(TenantAllocator, "free_private", LeaseAllocator.free_private)
 
 
 def withheld_slots_are_not_counted(patch: Patch) -> None:
@@ -152,13 +152,13 @@ def withheld_slots_are_not_counted(patch: Patch) -> None:
 
 
 def who_was_refused_is_served_for_ever(patch: Patch) -> None:
-    refuse = TenantRoom._refuse_beyond_cap
+    refuse = TenantAllocator._refuse_beyond_cap
 
-    def refuse_and_stay(room: TenantRoom, needed: int) -> None:
+    def refuse_and_stay(room: TenantAllocator, needed: int) -> None:
         served, room.tenants.serving = room.tenants.caller, lambda extra_key: _Stay(room.tenants, served)  # type: ignore[method-assign,assignment]
         refuse(room, needed)
 
-    patch.setattr(TenantRoom, "_refuse_beyond_cap", refuse_and_stay)
+    patch.setattr(TenantAllocator, "_refuse_beyond_cap", refuse_and_stay)
 
 
 class _Stay:
@@ -178,7 +178,7 @@ def a_state_takes_a_leaf_below_the_floor(patch: Patch) -> None:
 
     def evict_aux_from_all(tree: TreeCache, victims: Any, goals: Any) -> None:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(TenantComponent, "may_take", lambda component, leaf: True)
+            within.setattr(TenantFullKV, "may_take", lambda component, leaf: True)
             evict_aux(tree, victims, goals)
 
     patch.setattr(TreeCache, "_evict_aux", evict_aux_from_all)
@@ -220,11 +220,11 @@ def test_a_state_must_not_take_a_leaf_below_a_floor(monkeypatch: Patch) -> None:
 
 
 def test_what_was_retired_must_not_count_for_a_floor(unhurried: TenantTraffic, monkeypatch: Patch) -> None:
-    def may_take(component: TenantComponent, leaf: TreeNode) -> bool:
+    def may_take(component: TenantFullKV, leaf: TreeNode) -> bool:
         tenant = component._tenants.of_node(leaf)
         return tenant is component._tenants.caller or not leaf.space.live or tenant.held - len(leaf) >= tenant.floor
 
-    monkeypatch.setattr(TenantComponent, "may_take", may_take)
+    monkeypatch.setattr(TenantFullKV, "may_take", may_take)
 
     with pytest.raises(AssertionError, match="fell below its floor"):
         drive(unhurried, 1000)

@@ -171,11 +171,11 @@ async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the
             execute._actor = Unreachable(ray_cache, error)  # type: ignore[attr-defined]
         with suppress(CacheError):  # what is no want of an answer is told
             await lease.release()
-        assert client._owed or lost == "the grant"
+        assert client._undos or lost == "the grant"
         execute._actor, handle.lossy = handle, False  # type: ignore[attr-defined]
 
         async with asyncio.timeout(300):
-            while (await witness.stats()).open_leases or client._owed:  # noqa: ASYNC110 -- with the next heartbeat
+            while (await witness.stats()).open_leases or client._undos:  # noqa: ASYNC110 -- with the next heartbeat
                 await asyncio.sleep(0.01)
         assert (await witness.stats()).free_slots == 8
 

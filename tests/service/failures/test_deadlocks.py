@@ -151,7 +151,7 @@ async def test_what_is_in_quarantine_may_come_free() -> None:
         service = cache._host.service
         session = service.sessions.find(dead._session_id)
         assert session is not None
-        service.keeper._vanish(session, TimeoutError())  # type: ignore[arg-type]
+        service.reaper._vanish(session, TimeoutError())  # type: ignore[arg-type]
         assert (await cache.stats()).quarantined_slots == 2
 
         tasks = growing(*leases)
@@ -159,7 +159,7 @@ async def test_what_is_in_quarantine_may_come_free() -> None:
             while (await cache.stats()).waiters < 2:  # noqa: ASYNC110 -- a cache says so when asked
                 await asyncio.sleep(0.001)
         assert (await cache.stats()).deadlocks == 0
-        service.keeper.close(dead._session_id)  # it came back
+        service.reaper.close(dead._session_id)  # it came back
 
         await asyncio.gather(*tasks)
 

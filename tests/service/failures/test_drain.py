@@ -18,7 +18,7 @@ from support.caches.cache_under_test import small_config
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
 from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.actors.service import request_handlers
-from raydix.actors.transport.process_liveness import ProcessLife
+from raydix.actors.transport.process_liveness import ProcessLiveness
 from raydix.schemas import CacheUnavailable, InvalidRequest
 
 
@@ -191,6 +191,6 @@ async def test_a_cache_killed_while_it_drains_does_not_come_back(ray_cluster: No
         await ending
     with pytest.raises(ray.exceptions.RayActorError):
         await cache.cache.config_digest.remote()
-    assert handle.life_path is not None
-    assert ProcessLife.find(handle.life_path) is None
+    assert handle.liveness_path is not None
+    assert ProcessLiveness.find(handle.liveness_path) is None
     await cache.client.close()

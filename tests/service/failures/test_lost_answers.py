@@ -252,7 +252,7 @@ async def test_an_adoption_that_was_lost_with_its_undoing_does_not_end_one_made_
 
     lease = await client.adopt(grant)
     async with asyncio.timeout(20):
-        while client._owed or client._compensations:  # noqa: ASYNC110 -- until the next beat
+        while client._undos or client._compensations:  # noqa: ASYNC110 -- until the next beat
             await asyncio.sleep(0.01)
 
     assert (await lease.insert(PROMPT)).num_inserted == 4

@@ -149,7 +149,7 @@ def kept(actor: Any) -> dict[str, int]:
     return {
         "outcomes that nobody collected": len(service.line._by_ticket),
         "ended leases": len(service.core.leases.ended),
-        "batches awaited": sum(len(service.sessions.find(each).turns) for each in service.sessions.ids),
+        "batches awaited": sum(len(service.sessions.find(each).batch_order) for each in service.sessions.ids),
     }
 
 

@@ -360,8 +360,8 @@ def lost() -> Callable[[CacheVerbs], None]:
     """Ends a client's session in the cache: it was silent, or its owner has died."""
 
     def lose(client: CacheVerbs) -> None:
-        keeper = client._make_transport()._host.service.keeper  # type: ignore[attr-defined]
-        assert keeper.owner_unavailable(client._session_id, is_dead=True)
+        reaper = client._make_transport()._host.service.keeper  # type: ignore[attr-defined]
+        assert reaper.owner_unavailable(client._session_id, is_dead=True)
 
     return lose
 

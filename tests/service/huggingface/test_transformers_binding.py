@@ -281,12 +281,12 @@ async def test_a_worker_whose_session_was_lost_binds_again(scene: Scene) -> None
     worker, other = await scene.worker(0), await scene.worker(1)
     assert [await answer(worker), await answer(worker, "x")] == [0, 0]
     assert worker._client is not None
-    keeper = scene.cache._host.service.keeper
-    keeper.owner_unavailable(worker._client._session_id, is_dead=True)
+    reaper = scene.cache._host.service.keeper
+    reaper.owner_unavailable(worker._client._session_id, is_dead=True)
 
     assert await answer(worker) > 0
 
-    keeper.owner_unavailable(worker._client._session_id, is_dead=True)
+    reaper.owner_unavailable(worker._client._session_id, is_dead=True)
     await scene.cache.reset()
     assert await answer(other, "x") == 0
     with pytest.raises(ConfigMismatch, match="the weights differ"):

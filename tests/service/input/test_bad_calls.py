@@ -33,7 +33,7 @@ from raydix.schemas import (
 
 PROBE = MatchRequest(tokens=TokenIds.pack([5, 6]))
 Call = Callable[[Wire], Awaitable[Any]]
-OWNED = {"owner": "me", "config_digest": None, "replaces": None, "life_path": None}
+OWNED = {"owner": "me", "config_digest": None, "replaces": None, "liveness_path": None}
 NO_ROW, BYTES = np.empty((1, 1), np.int64), np.empty(4, np.uint8)
 
 

@@ -107,7 +107,7 @@ async def test_a_lock_behind_a_release_in_one_message_takes_no_room_from_those_i
     assert list(map(type, done)) == [Ack, PoolExhausted]
     waited = await service.wait(WaitRequest(session_id="s", epoch="e", ticket=first.ticket))
     assert isinstance(waited, LeaseResponse)
-    service.keeper.close("s")
+    service.reaper.close("s")
 
 
 async def test_who_will_not_wait_has_what_those_in_line_leave_of_a_release_in_its_message() -> None:
@@ -122,7 +122,7 @@ async def test_who_will_not_wait_has_what_those_in_line_leave_of_a_release_in_it
     _, lease = service.execute("s", "e", (ReleaseRequest(lease_id="8"), at_once)).responses
 
     assert (lease.num_slots, service.stats().waiters, service.stats().private_slots) == (2, 0, 8)
-    service.keeper.close("s")
+    service.reaper.close("s")
 
 
 async def test_what_one_release_frees_serves_as_many_as_it_can(cache1: CacheUnderTest) -> None:

@@ -66,7 +66,7 @@ async def test_nobody_follows_requests_unless_asked_to() -> None:
         stats = await send(cache, [1] * 4)
 
         assert stats.ghost is None
-        assert not any(isinstance(watch, GhostCurve) for watch in cache._host.service.core.watches)
+        assert not any(isinstance(watch, GhostCurve) for watch in cache._host.service.core.observers)
 
 
 @pytest.mark.parametrize("kind", ["chunk", "slots"])

@@ -24,7 +24,7 @@ def config_of(num_slots: int) -> CacheConfig:
 def hit_rate(num_slots: int, prompts: Sequence[RadixKey], ghost: Ghost | None = None) -> float:
     core, _ = build_core(config_of(num_slots), None, lambda: None)
     if ghost is not None:
-        core.watches.append(ghost.curve)
+        core.observers.append(ghost.curve)
     for place, key in enumerate(prompts):
         core.acquire(str(place), "session", key)
         core.insert(str(place), "session", len(key), key[:0])

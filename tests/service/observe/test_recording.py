@@ -95,7 +95,9 @@ async def test_a_recording_tells_when_how_long_and_what_is_shared(
     assert long.hash_ids[0] == short.hash_ids[0]
     ids = {*long.hash_ids, *short.hash_ids, *other.hash_ids, *last.hash_ids}
     assert len(ids) == 3 + 2 + 2 + 2 - 1
-    assert service.core.watches == [watch for watch in service.core.watches if "Recorder" not in type(watch).__name__]
+    assert service.core.observers == [
+        watch for watch in service.core.observers if "Recorder" not in type(watch).__name__
+    ]
     service.core.release("open", "session")
 
 

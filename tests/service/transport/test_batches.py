@@ -16,7 +16,7 @@ from raydix.actors import PrefixCacheClient
 from raydix.actors.service import cache_service
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.transport import batch_codec, ray_transport
-from raydix.actors.transport.validation import arrived
+from raydix.actors.transport.validation import checked_message
 from raydix.schemas import (
     AbortRequest,
     Ack,
@@ -365,7 +365,9 @@ class SlowHandle(RefusingHandle):
         return Remote(self._execute) if method == "execute" else super().__getattr__(method)
 
     def _execute(self, *parts: bytes) -> asyncio.Future[bytes]:
-        self.batches.append((arrived(Batch, batch_codec.unpack(*parts)), asyncio.get_running_loop().create_future()))
+        self.batches.append(
+            (checked_message(Batch, batch_codec.unpack(*parts)), asyncio.get_running_loop().create_future())
+        )
         return self.batches[-1][1]
 
     def answer(self, number: int) -> None:

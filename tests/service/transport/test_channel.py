@@ -20,7 +20,7 @@ from support.caches.cache_in_process import HandleInProcess
 from support.caches.cache_under_test import small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.unix_socket import Channel
 from raydix.schemas import (
@@ -54,7 +54,7 @@ class Listening:
     def __init__(self, cache: LocalPrefixCache) -> None:
         self.cache = cache
         self.service = cache._host.service
-        self.channels = ChannelServer(self.service)
+        self.channels = UnixSocketServer(self.service)
         self.service.open_session(OpenSession(session_id="s", owner="test"))
 
     async def address(self) -> str:
@@ -423,7 +423,7 @@ async def test_whenever_a_connection_breaks_nothing_is_left_behind() -> None:
         pool=PoolConfig(num_slots=256, device="cpu"), leases=LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=300)
     )
     async with LocalPrefixCache(config) as cache:
-        channels = ChannelServer(cache._host.service)
+        channels = UnixSocketServer(cache._host.service)
         for number in range(40):
             rng = Random(number)
             async with PrefixCacheClient(HandleInProcess(cache, rng, channels=channels)) as client:

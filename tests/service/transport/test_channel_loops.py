@@ -12,7 +12,7 @@ from support.caches.cache_under_test import small_config
 from support.processes.fresh_process import run_fresh
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.unix_socket import Channel
 from raydix.schemas import Batch, BatchResponse, OpenSession, StatsRequest
@@ -46,7 +46,7 @@ def test_a_batch_is_answered_on_every_loop(new_loop: Callable[[], asyncio.Abstra
     async def ask() -> object:
         async with LocalPrefixCache(small_config()) as cache:
             service = cache._host.service
-            server = ChannelServer(service)
+            server = UnixSocketServer(service)
             service.open_session(OpenSession(session_id="s", owner="test"))
             channel = await Channel.open(await server.address(), cache)
             assert channel is not None, "it cannot connect"

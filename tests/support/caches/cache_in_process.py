@@ -9,12 +9,12 @@ from typing import Any
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.service.cache_actor import PrefixCacheActor
-from raydix.actors.service.unix_socket_server import ChannelServer
+from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.actors.sessions.death_watch import DeathWatch
 from raydix.schemas import CacheUnavailable
 
 
-class NoChannels(ChannelServer):
+class NoChannels(UnixSocketServer):
     """A cache on another machine."""
 
     async def address(self) -> None:
@@ -32,14 +32,14 @@ class HandleInProcess:
     """
 
     def __init__(
-        self, cache: LocalPrefixCache, rng: Random, loss: float = 0.0, channels: ChannelServer | None = None
+        self, cache: LocalPrefixCache, rng: Random, loss: float = 0.0, channels: UnixSocketServer | None = None
     ) -> None:
         self._actor_id = id(self)
         self.rng = rng
         self.loss = loss
         self.actor = PrefixCacheActor.__new__(PrefixCacheActor)  # its __init__ asks Ray where it runs
         self.actor._host = cache._host
-        self.actor._watch = DeathWatch(cache._host.service.keeper.owner_unavailable)
+        self.actor._watch = DeathWatch(cache._host.service.reaper.owner_unavailable)
         self.actor._channels = channels or NoChannels(cache._host.service)
         self.actor._metrics = None
 

@@ -44,7 +44,7 @@ class Scene:
     def wait(self, seconds: float) -> None:
         """Let time pass, and the cache look at the clock."""
         self.clock.now += seconds
-        self.service.keeper.reap()
+        self.service.reaper.reap()
 
     @property
     def counts(self) -> tuple[int, int, int]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from random import Random
 
 import torch
-from support.checked.mamba import PairedMambaCache, StateLedger
-from support.checked.radix_cache import Held, PairedCache, agree, as_argument, make_key, spoil
-from support.checked.swa import PagedSwaLedgerPool, PairedSwaCache, SwaLedgerPool
+from support.checked.mamba import CheckedMambaCache, StateLedger
+from support.checked.radix_cache import CheckedRadixCache, Held, agree, as_argument, make_key, spoil
+from support.checked.swa import CheckedSwaCache, PagedSwaLedgerPool, SwaLedgerPool
 from support.reference.hybrid import ReferenceHybridCache
 from support.reference.models import ROOT, Node, Tokens
 
 from raydix.cache_core import EvictResult, MambaRadixCache, RadixKey, TreeNode
 
 
-class PairedHybridCache(PairedMambaCache, PairedSwaCache):
+class CheckedHybridCache(CheckedMambaCache, CheckedSwaCache):
     """A cache with a window and states, its model, and the ledgers. Raises AssertionError where they part."""
 
     mamba: MambaRadixCache
@@ -37,7 +37,7 @@ class PairedHybridCache(PairedMambaCache, PairedSwaCache):
         self.transfers = transfers
         self.states = StateLedger(num_states)
         self.open = []
-        PairedCache.__init__(self, page_size, num_pages, rng, paged_pool=paged_pool)
+        CheckedRadixCache.__init__(self, page_size, num_pages, rng, paged_pool=paged_pool)
 
     def _make(self, num_pages: int, rng: Random, paged_pool: bool) -> None:
         self.ledger = (PagedSwaLedgerPool if paged_pool else SwaLedgerPool)(num_pages, self.page_size, rng)
@@ -121,4 +121,4 @@ class PairedHybridCache(PairedMambaCache, PairedSwaCache):
         return self.mamba.swa_evictable_size(), self.mamba.mamba_evictable_size()
 
     def _extra(self, node: TreeNode) -> tuple[int | None, ...]:
-        return (*PairedSwaCache._extra(self, node), *PairedMambaCache._extra(self, node))
+        return (*CheckedSwaCache._extra(self, node), *CheckedMambaCache._extra(self, node))

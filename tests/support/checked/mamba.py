@@ -6,10 +6,10 @@ from random import Random
 
 import torch
 from support.checked.radix_cache import (
+    CheckedRadixCache,
     Held,
     LedgerPool,
     PagedLedgerPool,
-    PairedCache,
     agree,
     as_argument,
     make_key,
@@ -54,7 +54,7 @@ class StateLedger:
         self.free.add(slot)
 
 
-class PairedMambaCache(PairedCache):
+class CheckedMambaCache(CheckedRadixCache):
     """A cache with states, its model, and the ledgers. Raises AssertionError where they part."""
 
     def __init__(

@@ -116,7 +116,7 @@ def refusal(*errors: type[Exception]) -> Iterator[None]:
     raise AssertionError(f"no {names} was raised")
 
 
-class PairedCache:
+class CheckedRadixCache:
     """A cache, its model, and the ledger of their slots. Raises AssertionError where they part."""
 
     def __init__(self, page_size: int, num_pages: int, rng: Random, *, paged_pool: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""`PairedRowCache`: a cache of rows beside its model, and real tensors in which leases write and `copy_kv` copies.
+"""`CheckedRowCache`: a cache of rows beside its model, and real tensors in which leases write and `copy_kv` copies.
 
 Each position of a row holds a stamp of the namespace and of all tokens up to it, as KV depends on them all; a lease
 scribbles over all that it may write before it writes what it computes. So whatever can be found must show the stamps
@@ -18,7 +18,7 @@ NUM_ROWS, PAGES_PER_ROW, NUM_LAYERS = 4, 5, 2
 STRANGER = "stranger"
 
 
-class PairedRowCache:
+class CheckedRowCache:
     """Does each operation on both, and compares all there is to compare after it."""
 
     def __init__(self, page_size: int) -> None:

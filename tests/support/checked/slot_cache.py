@@ -17,7 +17,7 @@ NUM_LAYERS = 3
 COPIED_LAYERS = 2  # the last layer is another's: never to be touched by a copy
 
 
-class PairedSlotCache:
+class CheckedSlotCache:
     """Every operation is done on the cache and on the model, and all there is to compare is compared after it.
 
     Each position of each row holds a number that stands for all tokens up to there, as KV does. Whatever the cache

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from support.checked.radix_cache import (
+    CheckedRadixCache,
     Held,
     LedgerPool,
     PagedLedgerPool,
-    PairedCache,
     agree,
     as_argument,
     make_key,
@@ -107,7 +107,7 @@ class SwaLock(NamedTuple):
     live_slots: frozenset[int]  # of its window, when it was taken
 
 
-class PairedSwaCache(PairedCache):
+class CheckedSwaCache(CheckedRadixCache):
     """A cache with a window, its model, and the ledger. Raises AssertionError where they part."""
 
     def __init__(

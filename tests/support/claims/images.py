@@ -88,7 +88,7 @@ def num_shared(one: Prompt, other: Prompt) -> int:
 def prompts_meet_where_their_ids_are_equal(kind: str, prompts: list[Prompt], page_size: int, forms: list[str]) -> None:
     """Whatever width ids are kept in; and each prompt keeps its hashes, as events have told them."""
     tree, feed = TREES[kind](page_size), EventFeed("e", page_size, "CPU")
-    tree.tell_events(feed)
+    tree.publish_events_to(feed)
     index, there = ReplayedIndex(), set[int]()
     for number, (prompt, form) in enumerate(zip(prompts, forms, strict=False)):
         for asked in (prompt, spelled(prompt), joined(prompt)):
@@ -139,7 +139,7 @@ def pairs_lose_one_token_and_what_is_then_no_whole_page(prompts: list[Prompt], p
     """n tokens make n - 1 pairs, and pairs are hashed as pairs; leases go on counting tokens."""
     allocator = TokenToKVPoolAllocator(64 * page_size, page_size)
     tree, feed = RadixCache(page_size, None, allocator), EventFeed("e", page_size, "CPU")
-    tree.tell_events(feed)
+    tree.publish_events_to(feed)
     core = KVCache(tree, allocator, bigram=True)
     index, there = ReplayedIndex(), dict[int, list[int]]()
     for number, prompt in enumerate(prompts):

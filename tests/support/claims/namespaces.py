@@ -91,7 +91,7 @@ def frames_meet_only_if_triples_are_equal(triples: list[Triple]) -> None:
 def spaces_share_nothing(kind: str, spaces: list[Space], ids: list[int], page_size: int) -> None:
     """No node, no slot, no hash, no event."""
     tree, feed = TREES[kind](page_size), EventFeed("e", page_size, "CPU")
-    tree.tell_events(feed)
+    tree.publish_events_to(feed)
     index = ReplayedIndex()
     told: set[int] = set()
     for number, (triple, arity) in enumerate(spaces, 1):

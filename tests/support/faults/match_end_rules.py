@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-from raydix.cache_core.components.window_kv import SwaComponent
+from raydix.cache_core.components.window_kv import WindowKV
 
 Judge = Callable[[Any, int], bool]  # of a node and how many of its tokens match: whether a match may end there
 
 
-def window_judge(swa: SwaComponent) -> Judge:
+def window_judge(swa: WindowKV) -> Judge:
     """The tokens since the last hole are at least a window, or all."""
     live = inf
 
@@ -30,7 +30,7 @@ def state_judge(mamba: Any) -> Judge:
 
 def judge_of(component: Any) -> Judge:
     """That of a component of either kind."""
-    return window_judge(component) if isinstance(component, SwaComponent) else state_judge(component)
+    return window_judge(component) if isinstance(component, WindowKV) else state_judge(component)
 
 
 def joint_judge(components: Sequence[Any]) -> Judge:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from support.checked.radix_cache import LedgerPool, PagedLedgerPool, PairedCache
+from support.checked.radix_cache import CheckedRadixCache, LedgerPool, PagedLedgerPool
 from support.reference.models import Place, ReferenceRadixCache
 
 from raydix.cache_core import RadixCache
@@ -50,7 +50,7 @@ class ReferencePolicyCache(ReferenceRadixCache):
             self._priorities[place, page.birth] = max(known, self.request_priority) if used else known
 
 
-class PairedPolicyCache(PairedCache):
+class PairedPolicyCache(CheckedRadixCache):
     """As for LRU; requests have priorities, and each node has that of its model."""
 
     def __init__(self, page_size: int, num_pages: int, rng: Random, policy: str, *, paged_pool: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
-from raydix.cache_core.tree.packed_slots import expand_row
+from raydix.cache_core.tree.packed_slots import expand_slots
 from raydix.cache_core.tree.tree_node import TreeNode
 
 
@@ -55,7 +55,7 @@ class Shares:
     def _copy(self, node: TreeNode, parent: Node | None, tenant: Tenant) -> None:
         copied = parent
         if node.data and node.slots is not None:
-            slots = expand_row(node.slots, len(node)).tolist()
+            slots = expand_slots(node.slots, len(node)).tolist()
             uses = (node.own_access_time, node.own_hits, node.own_priority, node.creation_time)
             copied = Node(node.id, tenant, slots, node.lock_ref > 0, node.space.live, *uses, parent)
             self.nodes.append(copied)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.checked.hybrid import PairedHybridCache
+from support.checked.hybrid import CheckedHybridCache
 from support.checked.radix_cache import Held
 from support.reference.models import ROOT, Tokens
 from support.traffic.radix import NUM_PAGES, run_traffic
@@ -45,8 +45,8 @@ class RandomHybridTraffic(RandomSwaTraffic):
         ("reset", 0.3),
     )
 
-    def _make_pair(self) -> PairedHybridCache:
-        self.hybrid_pair = PairedHybridCache(
+    def _make_pair(self) -> CheckedHybridCache:
+        self.hybrid_pair = CheckedHybridCache(
             self.page_size,
             self.window,
             (1, 2, 24)[(self.seed + self.window) % 3],  # tokens of a state chunk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.checked.mamba import PairedMambaCache
+from support.checked.mamba import CheckedMambaCache
 from support.checked.radix_cache import Held
 from support.reference.models import ROOT, Tokens
 from support.traffic.radix import NUM_PAGES, RandomTraffic, run_traffic
@@ -42,9 +42,9 @@ class RandomMambaTraffic(RandomTraffic):
         ("reset", 0.6),
     )
 
-    def _make_pair(self) -> PairedMambaCache:
+    def _make_pair(self) -> CheckedMambaCache:
         chunk_size = (1, 2, 24)[self.seed % 3]
-        self.mamba_pair = PairedMambaCache(
+        self.mamba_pair = CheckedMambaCache(
             self.page_size, chunk_size, NUM_PAGES, NUM_STATES, self.rng, paged_pool=self.seed % 2 == 1
         )
         return self.mamba_pair

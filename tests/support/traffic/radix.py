@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from random import Random
 
-from support.checked.radix_cache import Held, PairedCache
+from support.checked.radix_cache import CheckedRadixCache, Held
 from support.reference.models import ROOT, Tokens
 
 NAMESPACES = (None, "", "a", "b")
@@ -18,7 +18,7 @@ class TrafficFailed(AssertionError):
     """The cache and its model parted, or the cache raised what it should not."""
 
 
-def run_random_traffic(seed: int, page_size: int, num_operations: int) -> PairedCache:
+def run_random_traffic(seed: int, page_size: int, num_operations: int) -> CheckedRadixCache:
     """Do random operations on a cache and its model, and compare all there is to compare after each.
 
     Raises:
@@ -27,7 +27,7 @@ def run_random_traffic(seed: int, page_size: int, num_operations: int) -> Paired
     return run_traffic(RandomTraffic(seed, page_size), num_operations)
 
 
-def run_traffic(traffic: RandomTraffic, num_operations: int) -> PairedCache:
+def run_traffic(traffic: RandomTraffic, num_operations: int) -> CheckedRadixCache:
     """`run_random_traffic` of any kind."""
     for number in range(num_operations):
         name = traffic.choose()
@@ -73,8 +73,8 @@ class RandomTraffic:
         self.nodes: deque[Held] = deque([Held(self.pair.cache.root, ROOT)], maxlen=16)
         self.locks: list[Held] = []
 
-    def _make_pair(self) -> PairedCache:
-        return PairedCache(self.page_size, NUM_PAGES, self.rng, paged_pool=self.seed % 2 == 1)
+    def _make_pair(self) -> CheckedRadixCache:
+        return CheckedRadixCache(self.page_size, NUM_PAGES, self.rng, paged_pool=self.seed % 2 == 1)
 
     def __repr__(self) -> str:
         return f"seed={self.seed}, page_size={self.page_size}"

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from random import Random
 
 import pytest
-from support.checked.row_cache import PairedRowCache
+from support.checked.row_cache import CheckedRowCache
 from support.reference.row_cache import Tokens
 
 SESSIONS = ("s0", "s1", "s2")
@@ -56,7 +56,7 @@ class RowTraffic:
 
     def __init__(self, seed: int, page_size: int) -> None:
         self.rng = Random(f"{seed}/{page_size}")
-        self.pair = PairedRowCache(page_size)
+        self.pair = CheckedRowCache(page_size)
         self.page_size = page_size
         self.keys: deque[Tokens] = deque([()], maxlen=8)
         self.done: Counter[str] = Counter()

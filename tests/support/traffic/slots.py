@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from random import Random
 
-from support.checked.slot_cache import MAX_LEN, NUM_SLOTS, PairedSlotCache
+from support.checked.slot_cache import MAX_LEN, NUM_SLOTS, CheckedSlotCache
 from support.reference.slot_cache import Prefix
 
 NAMESPACES = (None, None, None, "a")
@@ -26,7 +26,7 @@ class Lease:
     written: Prefix
 
 
-def run_slot_traffic(seed: int, with_allocator: bool, num_operations: int) -> PairedSlotCache:
+def run_slot_traffic(seed: int, with_allocator: bool, num_operations: int) -> CheckedSlotCache:
     """Do random operations on a cache and its model, and compare all there is to compare after each.
 
     Raises:
@@ -70,7 +70,7 @@ class SlotTraffic:
 
     def __init__(self, seed: int, with_allocator: bool) -> None:
         self.rng = Random(f"{seed}/{with_allocator}")
-        self.pair = PairedSlotCache(self.rng.choice([12, 25, 40, 1000]), with_allocator=with_allocator)
+        self.pair = CheckedSlotCache(self.rng.choice([12, 25, 40, 1000]), with_allocator=with_allocator)
         self.keys: deque[Prefix] = deque([Prefix(None, (1, 2, 3))], maxlen=10)
         self.leases: dict[int, Lease] = {}
         self.pins: list[Prefix] = []

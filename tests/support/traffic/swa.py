@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.checked.radix_cache import Held
-from support.checked.swa import PairedSwaCache, SwaLock
+from support.checked.swa import CheckedSwaCache, SwaLock
 from support.reference.models import ROOT, Tokens
 from support.traffic.radix import MAX_LOCKS, NUM_PAGES, RandomTraffic, run_traffic
 
@@ -45,9 +45,9 @@ class RandomSwaTraffic(RandomTraffic):
         self.closed: list[SwaLock] = []
         super().__init__(seed, page_size)
 
-    def _make_pair(self) -> PairedSwaCache:
+    def _make_pair(self) -> CheckedSwaCache:
         seed, num_pages = self.seed, NUM_PAGES
-        self.swa_pair = PairedSwaCache(
+        self.swa_pair = CheckedSwaCache(
             self.page_size, self.window, num_pages, self.rng, paged_pool=seed % 2 == 1, transfers=seed % 4 < 3
         )
         return self.swa_pair

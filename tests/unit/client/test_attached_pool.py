@@ -29,7 +29,7 @@ SLOTS = torch.tensor([1, 2])
 @pytest.fixture
 def other() -> Iterator["subprocess.Popen[str]"]:
     """Another process, which told the path of its lock."""
-    show = "from raydix.actors.transport import process_liveness as p; print(p.own_life_path(), flush=True); input()"
+    show = "from raydix.actors.transport import process_liveness as p; print(p.own_liveness_path(), flush=1); input()"
     process = subprocess.Popen([sys.executable, "-c", show], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         yield process
@@ -41,9 +41,9 @@ def path_of(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def on_a_card(life_path: str | None, **fields: object) -> PoolHandle:
+def on_a_card(liveness_path: str | None, **fields: object) -> PoolHandle:
     """The handle of a pool on a GPU, which has no file; that its process has ended is seen by its lock alone."""
-    parts = {"epoch": "e", "config": CONFIG, "device_type": "cuda", "node_id": "here", "life_path": life_path}
+    parts = {"epoch": "e", "config": CONFIG, "device_type": "cuda", "node_id": "here", "liveness_path": liveness_path}
     parts["num_bytes"] = layout_of(CONFIG).num_bytes
     return PoolHandle.model_validate(parts | fields)
 
@@ -72,10 +72,10 @@ def test_memory_of_a_process_that_has_ended_is_let_go_of(other: "subprocess.Pope
         pool.gather(0, SLOTS)
 
 
-@pytest.mark.parametrize("life_path", [None, "/proc/0/fd/0"])
-def test_memory_of_a_process_that_cannot_be_seen_is_kept(life_path: str | None) -> None:
+@pytest.mark.parametrize("liveness_path", [None, "/proc/0/fd/0"])
+def test_memory_of_a_process_that_cannot_be_seen_is_kept(liveness_path: str | None) -> None:
     """In another container, say: whether it has ended is not known."""
-    pool, memory = attached(on_a_card(life_path))
+    pool, memory = attached(on_a_card(liveness_path))
 
     pool.drop_if_orphaned()
 

@@ -351,7 +351,7 @@ def test_what_a_tombstone_had_is_freed_though_its_insert_is_cut_short(cache: Rad
             raise KeyboardInterrupt
 
     build(cache, "t4 l4")
-    cache.tell_events(cast(Any, Sink()))
+    cache.publish_events_to(cast(Any, Sink()))
 
     with pytest.raises(KeyboardInterrupt):
         cache.insert(RadixKey(range(1, 13)), torch.arange(20, 32))

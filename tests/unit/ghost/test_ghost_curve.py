@@ -10,7 +10,7 @@ from support.reference.ghost import ReferenceGhost
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.ghost.curve import GhostCurve
 from raydix.cache_core.ghost.prefix_hashes import PrefixHasher
-from raydix.cache_core.ghost.reuse_stack import GhostStack, Group
+from raydix.cache_core.ghost.reuse_stack import Group, ReuseStack
 
 PAGE = 4
 
@@ -47,7 +47,7 @@ def test_random_requests_are_counted_as_the_reference_counts_them(seed: int) -> 
     rng = random.Random(seed)
     cache = cache_of(100_000)
     ghost, reference = GhostCurve(PAGE, 100_000, max_pages=25_000), ReferenceGhost(PAGE)
-    cache.watches += [ghost, reference]
+    cache.observers += [ghost, reference]
     open_leases: list[str] = []
 
     for step in range(400):
@@ -84,7 +84,7 @@ def test_a_running_cache_tells_what_others_hit() -> None:
     prompts = list(conversations(seed=1, num_requests=1_500))
     ghost = GhostCurve(PAGE, sizes[-1])
     watched = cache_of(sizes[0])
-    watched.watches.append(ghost)
+    watched.observers.append(ghost)
     for place, prompt in enumerate(prompts):
         request(watched, str(place), prompt)
 
@@ -104,7 +104,7 @@ def test_a_sample_tells_nearly_the_same_from_a_bounded_number_of_pages() -> None
     cache = cache_of(size)
     every = GhostCurve(PAGE, size, max_pages=size // PAGE)
     some = GhostCurve(PAGE, size, max_pages=size // PAGE // 4)
-    cache.watches += [every, some]
+    cache.observers += [every, some]
 
     for place, prompt in enumerate(conversations(seed=2, num_requests=1_500)):
         request(cache, str(place), prompt)
@@ -117,7 +117,7 @@ def test_a_sample_tells_nearly_the_same_from_a_bounded_number_of_pages() -> None
 
 
 def test_the_stack_forgets_what_lies_too_deep() -> None:
-    stack = GhostStack(max_pages=2)
+    stack = ReuseStack(max_pages=2)
     a, b, c = [1], [2], [3]
 
     stack.use([Group(a, False, True), Group(b, False, True), Group(c, False, True)])
@@ -127,7 +127,7 @@ def test_the_stack_forgets_what_lies_too_deep() -> None:
 
 
 def test_looking_a_page_up_stores_nothing() -> None:
-    stack = GhostStack(max_pages=9)
+    stack = ReuseStack(max_pages=9)
     page = [1]
 
     depths = stack.use([Group(page, True, False), Group(page, True, False)])
@@ -142,12 +142,12 @@ def test_blocks_of_uses_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         Group(rng.permutation(40)[: rng.integers(0, 9)].tolist(), bool(rng.integers(2)), bool(rng.integers(2)))
         for _ in range(300)
     ]
-    at_once = [each.tolist() for each in GhostStack(1_000).use(groups)]
+    at_once = [each.tolist() for each in ReuseStack(1_000).use(groups)]
 
-    one_by_one = GhostStack(1_000)
+    one_by_one = ReuseStack(1_000)
     alone = [one_by_one.use([group])[0].tolist() for group in groups]
     monkeypatch.setattr("raydix.cache_core.ghost.reuse_stack._BLOCK", 50)
-    in_parts = [each.tolist() for each in GhostStack(1_000).use(groups)]
+    in_parts = [each.tolist() for each in ReuseStack(1_000).use(groups)]
 
     assert at_once == alone == in_parts
 

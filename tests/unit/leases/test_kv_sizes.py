@@ -119,7 +119,7 @@ class Watch:
 
 
 def test_a_watch_is_told_of_grants_publications_ends_and_retirements(cache: KVCache) -> None:
-    cache.watches.append(watch := Watch())
+    cache.observers.append(watch := Watch())
 
     cache.acquire("l", "s", key(1, 2), max_prefix_len=1)
     cache.insert("l", "s", 2, NO_IDS)

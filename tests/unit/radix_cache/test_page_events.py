@@ -47,7 +47,7 @@ class Told:
     def __init__(self, tree: TreeCache | None = None, **limits: int) -> None:
         self.tree: Any = tree or RadixCache(PAGE, token_to_kv_pool_allocator=IndexPool())
         self.feed = EventFeed("e", self.tree.page_size, "GPU", **limits)
-        self.tree.tell_events(self.feed)
+        self.tree.publish_events_to(self.feed)
         self._seq = 0
 
     def news(self) -> list[KVEvent]:

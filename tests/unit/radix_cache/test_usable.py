@@ -11,8 +11,8 @@ from support.faults.match_end_rules import joint_judge, judge_of, judged
 
 from raydix.cache_core import MambaRadixCache
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.components.recurrent_state import MambaComponent
-from raydix.cache_core.components.window_kv import SwaComponent
+from raydix.cache_core.components.recurrent_state import RecurrentState
+from raydix.cache_core.components.window_kv import WindowKV
 from raydix.cache_core.tree.tree_node import Namespace
 
 NODES = st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.booleans()), max_size=12)
@@ -43,7 +43,7 @@ def test_each_component_finds_what_its_judge_does(
 ) -> None:
     path, end = walk
     limit = data.draw(st.integers(0, len(path)))
-    for component in (SwaComponent(window, 1), MambaComponent(None)):
+    for component in (WindowKV(window, 1), RecurrentState(None)):
         assert component.usable(path, end, limit) == judged(judge_of)(component, path, end, limit)
 
 

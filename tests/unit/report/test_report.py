@@ -344,7 +344,7 @@ def test_what_is_evicted_time_and_again_is_counted_each_time(service: CacheServi
 def test_namespaces_are_counted_apart_and_the_small_ones_together() -> None:
     cache = KVCache(RadixCache(4, None, allocator := TokenToKVPoolAllocator(8_192, 4)), allocator)
     use = NamespaceUse()
-    cache.watches.append(use)
+    cache.observers.append(use)
     for number in range(1_000):
         key = RadixKey([1] * 8, frame_namespace(f"{number}", None, None))
         for name in ("a", "b") if number == 0 else ("a",):

@@ -31,7 +31,7 @@ async def test_a_method_that_fails_is_called_again_after_a_while(
     monkeypatch.setattr("raydix.actors.loop_timer._RETRY_S", 0.01)
     counted = Counted()
 
-    counted.timer.set(0.0)
+    counted.timer.schedule(0.0)
     async with asyncio.timeout(10):
         while counted.timer.is_set:  # noqa: ASYNC110 -- it tells nobody
             await asyncio.sleep(0.01)
@@ -45,7 +45,7 @@ async def test_a_method_that_fails_is_called_again_after_a_while(
 async def test_an_object_that_is_dropped_takes_its_timer_with_it() -> None:
     counted = Counted()
     timer = counted.timer
-    timer.set(0.0)
+    timer.schedule(0.0)
 
     del counted
     gc.collect()

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 from support.caches.clocked_sessions import GRACE_S, TTL_S, Life, Scene
 
-from raydix.actors.transport.process_liveness import ProcessLife, own_life_path
+from raydix.actors.transport.process_liveness import ProcessLiveness, own_liveness_path
 from raydix.schemas import (
     CloseSession,
     InvalidRequest,
@@ -155,7 +155,7 @@ async def test_a_process_known_to_have_ended_is_not_waited_for(scene: Scene) -> 
 async def test_when_its_owner_dies_a_session_ends_at_once(scene: Scene) -> None:
     scene.acquire("s", "l")
 
-    assert scene.service.keeper.owner_unavailable("s", is_dead=True)
+    assert scene.service.reaper.owner_unavailable("s", is_dead=True)
 
     assert scene.counts == (8, 0, 0)
     assert (scene.service.stats().dead_sessions, scene.service.stats().expired_sessions) == (1, 0)
@@ -165,9 +165,9 @@ async def test_slots_are_withheld_while_a_dead_owners_process_lingers(scene: Sce
     scene.acquire("s", "l")
     life = scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
 
-    assert scene.service.keeper.owner_unavailable("s", is_dead=True)
+    assert scene.service.reaper.owner_unavailable("s", is_dead=True)
     assert scene.counts == (6, 0, 2)
-    assert scene.service.keeper._next_tick - scene.clock.now < 0.1  # it will not be long
+    assert scene.service.reaper._next_tick - scene.clock.now < 0.1  # it will not be long
     life.ended = True
     async with asyncio.timeout(30):
         while scene.counts != (8, 0, 0):  # noqa: ASYNC110 -- the cache looks again by itself, soon
@@ -178,20 +178,20 @@ async def test_an_owner_out_of_reach_whose_process_lives_keeps_its_session(scene
     scene.acquire("s", "l")
     life = scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
 
-    assert not scene.service.keeper.owner_unavailable("s", is_dead=False)
+    assert not scene.service.reaper.owner_unavailable("s", is_dead=False)
     assert scene.counts == (6, 2, 0)
     life.ended = True
-    assert scene.service.keeper.owner_unavailable("s", is_dead=False)
+    assert scene.service.reaper.owner_unavailable("s", is_dead=False)
 
     assert scene.counts == (8, 0, 0)
-    assert scene.service.keeper.owner_unavailable("s", is_dead=False)  # it has ended
+    assert scene.service.reaper.owner_unavailable("s", is_dead=False)  # it has ended
 
 
 async def test_the_death_of_an_owner_frees_what_was_withheld_of_it(scene: Scene) -> None:
     scene.acquire("s", "l")
     scene.wait(TTL_S)
 
-    scene.service.keeper.owner_unavailable("s", is_dead=True)
+    scene.service.reaper.owner_unavailable("s", is_dead=True)
 
     assert scene.counts == (8, 0, 0)
     assert scene.service.stats().expired_sessions == 1
@@ -204,23 +204,23 @@ async def test_time_in_which_the_cache_itself_stood_still_counts_for_nobody(scen
     scene.acquire("s", "l")
 
     scene.clock.now += 10 * TTL_S
-    scene.service.keeper._tick()
+    scene.service.reaper._tick()
     assert scene.counts == (6, 2, 0)
 
     for _ in range(20):
         scene.clock.now += 1
-        scene.service.keeper._tick()
+        scene.service.reaper._tick()
     assert scene.counts == (6, 0, 2)
 
 
 async def test_the_cache_looks_at_the_clock_as_long_as_there_is_somebody(scene: Scene) -> None:
-    timer = scene.service.keeper._timer
+    timer = scene.service.reaper._timer
     assert timer.is_set
 
     timer.stop()
-    assert scene.service.keeper._tick() is not None
+    assert scene.service.reaper._tick() is not None
     scene.service.close_session(CloseSession(session_id="s"))
-    assert scene.service.keeper._tick() is None
+    assert scene.service.reaper._tick() is None
     scene.open("t")
     assert timer.is_set
 
@@ -243,28 +243,28 @@ async def test_a_client_is_told_of_the_end_of_its_session(scene: Scene) -> None:
 
 
 def test_this_process_lives() -> None:
-    path = own_life_path()
-    assert path is not None and path == own_life_path()
+    path = own_liveness_path()
+    assert path is not None and path == own_liveness_path()
 
-    life = ProcessLife.find(path)
+    life = ProcessLiveness.find(path)
 
     assert life is not None and not life.has_ended()
 
 
 def test_a_lock_that_the_kernel_let_go_of_tells_that_its_process_has_ended() -> None:
-    show = "from raydix.actors.transport import process_liveness as p; print(p.own_life_path(), flush=True); input()"
+    show = "from raydix.actors.transport import process_liveness as p; print(p.own_liveness_path(), flush=1); input()"
     process = subprocess.Popen([sys.executable, "-c", show], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     path = process.stdout.readline().strip()
-    life = ProcessLife.find(path)
-    assert life is not None and path != own_life_path()
+    life = ProcessLiveness.find(path)
+    assert life is not None and path != own_liveness_path()
 
     assert not life.has_ended()
     process.kill()
     process.wait()
 
     assert life.has_ended()
-    assert ProcessLife.find(path) is None
+    assert ProcessLiveness.find(path) is None
     process.stdin.close()
     process.stdout.close()
 
@@ -275,18 +275,18 @@ def test_a_lock_that_the_kernel_let_go_of_tells_that_its_process_has_ended() -> 
 def test_what_is_no_such_lock_tells_nothing(path: str) -> None:
     path = path.replace("OWN", str(os.getpid()))
 
-    assert ProcessLife.find(path) is None
-    assert ProcessLife.find(f"{path}:{'0' * 32}") is None
+    assert ProcessLiveness.find(path) is None
+    assert ProcessLiveness.find(f"{path}:{'0' * 32}") is None
 
 
 def test_the_lock_of_another_process_at_the_same_place_tells_nothing() -> None:
     """In another PID namespace, or on another node, the same numbers are those of another process."""
-    path = own_life_path()
+    path = own_liveness_path()
     assert path is not None
     where, _, life_id = path.partition(":")
     elsewhere = f"{where}:{uuid4().hex}"
 
-    assert ProcessLife.find(path) is not None
-    assert ProcessLife.find(elsewhere) is None
-    assert ProcessLife.find(where) is None
-    assert ProcessLife.find(f"{where}:{life_id[:31]}") is None
+    assert ProcessLiveness.find(path) is not None
+    assert ProcessLiveness.find(elsewhere) is None
+    assert ProcessLiveness.find(where) is None
+    assert ProcessLiveness.find(f"{where}:{life_id[:31]}") is None

@@ -1,10 +1,10 @@
-"""`WaitingLine`, by itself: what is known of whom, and for how long."""
+"""`WaitQueue`, by itself: what is known of whom, and for how long."""
 
 from __future__ import annotations
 
 import pytest
 
-from raydix.actors.sessions.wait_queue import Place, WaitingLine
+from raydix.actors.sessions.wait_queue import Place, WaitQueue
 from raydix.cache_core import OutOfSlotsError
 from raydix.schemas import Ack, Message, UnknownLease
 
@@ -15,7 +15,7 @@ class Crowd:
     """A line, and how much room there is for those in it."""
 
     def __init__(self) -> None:
-        self.line = WaitingLine(8)
+        self.line = WaitQueue(8)
         self.room = 0
 
     def join(self, session_id: str, lease_id: str, urgent: bool = False) -> tuple[int, int]:
