@@ -366,7 +366,7 @@ async def test_a_client_that_cannot_reach_the_socket_calls(
 
 def set_max_frame_bytes(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a cache reads, and so of what its clients send."""
-    for module in ("channel_server", "ray_transport"):
+    for module in ("service.unix_socket_server", "transport.ray_transport"):
         monkeypatch.setattr(f"raydix.actors.{module}.MAX_FRAME_BYTES", num_bytes)
 
 

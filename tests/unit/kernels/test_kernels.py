@@ -338,8 +338,8 @@ def test_memory_is_used_again_only_once_it_is_nobodys(sizes: list[int], data: st
 
 def test_the_plain_ones_can_be_chosen_and_serve_a_cache_as_well() -> None:
     program = (
-        "from random_traffic import run_random_traffic\n"
-        "from raydix.cache_core import kernels, plain_kernels\n"
+        "from support.traffic.radix import run_random_traffic\n"
+        "from raydix.cache_core import kernels\nfrom raydix.cache_core.kernels import plain_kernels\n"
         "assert not kernels.COMPILED and kernels.walk is plain_kernels.walk\n"
         "for page_size in (1, 4): run_random_traffic(page_size, page_size, num_operations=500)\n"
         "print('served')"

@@ -79,7 +79,7 @@ def test_the_wheel_holds_exactly_our_packages_with_their_types_and_data(wheel: P
 
     compiled = {name for name in names if name.endswith(".so")}
     assert {name for name in names if ".dist-info/" not in name} - compiled == expected
-    assert all(name.startswith("raydix/cache_core/_kernels.") for name in compiled)
+    assert all(name.startswith("raydix/cache_core/kernels/_compiled.") for name in compiled)
     assert any(name.endswith("/LICENSE") for name in names)
 
 
