@@ -1,6 +1,20 @@
-"""Who is asked: the Ray actor that owns a cache, its clients, and the same cache without Ray.
+"""The service: the Ray actor that owns a cache, its clients, and the same cache without Ray.
 
 Names are loaded when they are first used: importing this package imports neither torch nor Ray.
+
+The folders, from the ground up:
+
+    transport     how messages travel: Ray calls, a Unix socket, mapped memory; checks of messages and arguments
+    sessions      clients' sessions: owners, offers, deaths, the wait queue, admission
+    observe       what a running cache counts and records: history, ghost curve, traffic recordings
+    metrics       the counts as metrics of Ray, and a dashboard for Grafana
+    service       the cache actor, the dispatch of requests, the background tasks
+    client        `PrefixCacheClient`, its leases, the mapped pool, the plain form for threads
+    huggingface   the parts of `TransformersWorker`
+    report        the report page
+    cli           the command `raydix`
+
+`actors/service/cache_service.py` lists the steps of one request from the client's call to the tree and back.
 """
 
 from importlib import import_module

@@ -1,4 +1,28 @@
-"""The cache core: trees, pools, allocators and leases; synchronous, and free of Ray, asyncio and pydantic."""
+"""The cache core: prefix caches, the pools of their slots, and leases; synchronous, without Ray, asyncio or pydantic.
+
+The folders, from the ground up; each imports only those above it in this list:
+
+    kernels      the inner loops: compiled C, or the same in plain Python
+    tree         the structure of a radix tree: keys, nodes, packed slots, hashes of pages
+    eviction     which node is evicted next: policies, queues, tenants' shares, the history of evictions
+    pool         the tensors of KV and states, and the allocators of their pages
+    components   what a node holds: KV of all tokens, KV of a window, a recurrent state
+    radix        the prefix cache over these: match, insert, lock, evict, explain, publish events
+    leases       leases over a prefix cache and its pools: `KVCache`
+    rows         caches whose sequences each occupy one row of a tensor (kind "slots")
+    trie         the nodes of `RadixTrie`, which takes any hashable tokens (kind "trie")
+    ghost        the miss-ratio curve, estimated from a sample of prefixes
+
+How a request runs, inside the core:
+
+    KVCache.acquire        counts the request, and matches the key in the prefix cache
+    PrefixCache.match      walks the radix tree; each component says how far a match may reach
+    PrefixCache.inc_lock_ref   locks the matched path, so that it cannot be evicted
+    LeaseAllocator         takes free pages for the rest; evicts the shortfall first
+    LeaseTable.add         opens the lease: the tree's pages, then its private ones
+    KVCache.insert         hands computed pages over to the tree; frees those that the tree has already
+    KVCache.release        unlocks the path and frees the pages that are still private
+"""
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, InsertResult, MatchResult
 from raydix.cache_core.chunk_cache import ChunkCache
