@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import ray
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedCo
 from raydix.actors.huggingface.copied_cache import CopiedCache
 from raydix.actors.huggingface.errors import refusing
 from raydix.actors.huggingface.forward_pass import ForwardPass, Positions, pad_token_id
+from raydix.actors.huggingface.generation import GreedyDecoding, Step
 from raydix.actors.huggingface.layer_mapping import ModelLayers, StateTensor
 from raydix.actors.huggingface.measure import measure_run
 from raydix.actors.huggingface.model_check import ModelTraits
@@ -30,18 +31,8 @@ from raydix.cache_core.pool.kv_pool import wait_for_device
 from raydix.schemas import InvalidRequest
 from raydix.schemas.shown import brief
 
-if TYPE_CHECKING:
-    from raydix.actors.huggingface.generation import GreedyDecoding
-
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Step(NamedTuple):
-    """The outcome of one forward pass."""
-
-    next_token: int  # the likeliest one
-    logits: torch.Tensor | None  # [tokens fed, vocabulary], on the CPU, if asked for
 
 
 class CausalModel:

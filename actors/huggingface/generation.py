@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,12 @@ from raydix.actors.transport.call_arguments import checked_count
 from raydix.schemas import InvalidRequest, Message, TokenIds
 from raydix.schemas.shown import brief
 
-if TYPE_CHECKING:
-    from raydix.actors.huggingface.causal_model import Step
+
+class Step(NamedTuple):
+    """The outcome of one forward pass."""
+
+    next_token: int  # the likeliest one
+    logits: torch.Tensor | None  # [tokens fed, vocabulary], on the CPU, if asked for
 
 
 class Generation(Message):
