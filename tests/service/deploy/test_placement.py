@@ -11,12 +11,14 @@ from raydix.actors import shutdown_cache, start_cache
 from raydix.actors.placement import beside, group_name
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
-TWO_GPUS = Path(__file__).parents[2] / "support/processes/two_gpu_cluster.py"
+TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.ray
 def test_each_gpu_gets_a_cache_that_its_workers_share_and_is_free_when_that_is_stopped() -> None:
-    done = subprocess.run([sys.executable, str(TWO_GPUS)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "support.processes.two_gpu_cluster"]
+
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all as it should be" in done.stdout.splitlines()
