@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,10 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.eviction.history import EvictionHistory
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kernels import maker
 from raydix.cache_core.outline import Outline, OutlineLimits
+from raydix.cache_core.radix.page_events import KVEventSink, PageRun
+from raydix.cache_core.radix.sample import TreeSample
 from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.tree.radix_key import RadixKey
 
@@ -98,9 +102,16 @@ class BasePrefixCache(ABC):
 
     What stands for an int, as numpy's integers do, is taken as one. A float raises TypeError, and what is no `RadixKey`
     InvalidKeyError, before anything changes.
+
+    The methods for windows, states, tenants and events have defaults, which are those of a cache without them.
+
+    Attributes:
+        page_size: tokens of a page.
+        sliding_window_size: tokens that a sliding-window layer attends to; None without a sliding window.
     """
 
     page_size: int
+    sliding_window_size: int | None = None
 
     @abstractmethod
     def reset(self) -> None:
@@ -184,6 +195,8 @@ class BasePrefixCache(ABC):
     def protected_size(self) -> int:
         """Tokens that somebody has locked."""
 
+    # ---------------------------------------------------------------- windows
+
     def swa_evictable_size(self) -> int:
         """Tokens with live sliding-window KV that nobody has locked; 0 without a window."""
         return 0
@@ -191,6 +204,73 @@ class BasePrefixCache(ABC):
     def swa_protected_size(self) -> int:
         """Tokens with live sliding-window KV that somebody has locked; 0 without a window."""
         return 0
+
+    def window_start(self, receipt: Any) -> int | None:
+        """Return the first token of the window that the lock of this receipt holds; None if it holds no window."""
+        return None
+
+    def release_window(self, node: Any, receipt: Any) -> None:  # noqa: B027 -- no effect without a window
+        """Release the window of a lock before the lock itself; the full KV stays locked. Idempotent."""
+
+    # ---------------------------------------------------------------- states
+
+    def mamba_evictable_size(self) -> int:
+        """Return the number of states without a lock; 0 for a cache without states."""
+        return 0
+
+    def mamba_protected_size(self) -> int:
+        """Return the number of locked states; 0 for a cache without states."""
+        return 0
+
+    def state_at(self, node: Any) -> int | None:
+        """Return the slot of the state at a node; None if the node has none."""
+        return None
+
+    def attach_state(self, node: Any, mamba_value: int | None) -> bool:
+        """Give a node the state in a slot, unless it has one; return whether it had one. The cache then owns the slot.
+
+        Raises:
+            InvalidKeyError: a state is given to a cache without states.
+        """
+        if mamba_value is not None:
+            raise InvalidKeyError(f"this cache keeps no states, so it cannot take the one in slot {mamba_value}")
+        return False
+
+    def state_slots(self) -> list[int]:
+        """Return the slots of all states in the cache, for checks. O(n)."""
+        return []
+
+    # ---------------------------------------------------------------- tenants
+
+    def divide(self, tenants: Tenants) -> None:
+        """Keep the floors of these tenants from now on, and count their tokens. The cache must be empty.
+
+        Raises:
+            ValueError: a cache of this kind cannot be divided among tenants.
+        """
+        raise ValueError(f"a {type(self).__name__} cannot be divided among tenants")
+
+    def evict_own(self, tenant: Tenant, num_tokens: int) -> int:
+        """Free at least `num_tokens` slots of a tenant's unlocked tokens; return their number. There must be enough."""
+        raise ValueError(f"a {type(self).__name__} is not divided among tenants")
+
+    # ---------------------------------------------------------------- observation
+
+    @property
+    def now(self) -> int:
+        """The cache's clock, in ticks; 0 for a cache without one."""
+        return 0
+
+    def sample(self, max_nodes: int) -> TreeSample:
+        """Return the size of each namespace and of its branches, estimated from about `max_nodes` nodes."""
+        return TreeSample([], 0)
+
+    def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- no pages, no events
+        """Publish to `sink` which pages are stored and removed from now on."""
+
+    def resident_pages(self) -> Iterable[PageRun]:
+        """Return the pages that events name and that can be matched now, parents before children. O(n)."""
+        return ()
 
     def total_size(self) -> int:
         """Tokens in the cache."""

@@ -133,6 +133,14 @@ class MambaRadixCache(WindowTreeCache):
             raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
         return self._mamba.checked(mamba_value)
 
+    def state_at(self, node: TreeNode) -> int | None:
+        """Return the slot of the state at a node; None if the node has none."""
+        return cast(MambaTreeNode, node).mamba_value
+
+    def state_slots(self) -> list[int]:
+        """Return the slots of all states in the cache, for checks. O(n)."""
+        return [node.mamba_value for node in self._state_nodes() if node.mamba_value is not None]
+
     def attach_state(self, node: TreeNode, mamba_value: int | None) -> bool:
         """Give a node a state, if one is given and it has none; True if it had one before.
 

@@ -71,8 +71,8 @@ def _build_tree(
     tree = _make_tree(config, allocator, states)
     gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num, "watermark"))]
     swa_floor = state_floor = 0
-    if isinstance(allocator, SWATokenToKVPoolAllocator):
-        window = PoolGauge(marks, allocator.num_swa_slots, allocator.swa_available_size, lambda n: core.evict_window(n))
+    if (swa := allocator.swa) is not None:
+        window = PoolGauge(marks, swa.num_slots, swa.available_size, lambda num: core.evict_window(num))
         gauges.append(window)
         swa_floor = window.pressure_floor
     if states is not None:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, RadixKey, Starts
-from raydix.cache_core.components.window_kv import WindowReceipt
 from raydix.cache_core.eviction.history import EvictionRecord
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.leases.cache_facts import NO_STARTS, PoolSizes
@@ -28,10 +27,8 @@ from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_checks import PoolChecks
-from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.radix.page_events import KVEventSink, PageRun
 from raydix.cache_core.radix.sample import TreeSample
-from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.tree.radix_key import check_key
 
 
@@ -68,7 +65,6 @@ class KVLedger(LeasedCache):
         super().__init__(remembered_leases)
         self.tree = tree
         self.allocator = allocator
-        self.swa_allocator = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None  # of window slots
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
         self.room = self._make_room(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
@@ -96,10 +92,10 @@ class KVLedger(LeasedCache):
         return self.room.private_pages * self.page_size - self.quarantined_slots
 
     def _is_pressed(self) -> bool:
-        swa, states = self.swa_allocator, self.room.states
+        swa, states = self.allocator.swa, self.room.states
         return (
             self.allocator.available_size() < self._pressure_floor
-            or (swa is not None and swa.swa_available_size() < self._swa_pressure_floor)
+            or (swa is not None and swa.available_size() < self._swa_pressure_floor)
             or (states is not None and states.available_size() < self._state_pressure_floor)
         )
 
@@ -113,10 +109,10 @@ class KVLedger(LeasedCache):
 
     def swa_sizes(self) -> PoolSizes | None:
         """The pool of window slots, if there is one."""
-        sizes, allocator = self.room.swa_sizes(), self.swa_allocator
-        if sizes is None or allocator is None:
+        sizes = self.room.swa_sizes()
+        if sizes is None:
             return None
-        withheld = sum(int((allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in self.quarantine)
+        withheld = sum(int((self.allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in self.quarantine)
         return sizes._replace(quarantined=withheld * self.page_size)
 
     def state_sizes(self) -> PoolSizes | None:
@@ -129,18 +125,17 @@ class KVLedger(LeasedCache):
 
     def swa_starts(self, lease: LeaseRecord) -> Starts:
         """The first window slot of each page of a lease, 0 where the lease does not hold its window KV."""
-        if self.swa_allocator is None:
+        if self.allocator.swa is None:
             return NO_STARTS
-        halves = self.swa_allocator.swa_starts(lease.starts)
-        held_from = lease.num_published_pages
-        if isinstance(lease.receipt, WindowReceipt) and not lease.receipt.released:
-            held_from = lease.receipt.start // self.page_size
+        halves = self.allocator.swa_starts(lease.starts)
+        window_start = self.tree.window_start(lease.receipt)
+        held_from = lease.num_published_pages if window_start is None else window_start // self.page_size
         halves[:held_from] = 0
         return halves
 
     def swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
         """The window slot of each slot, 0 where it has none; None without a sliding window."""
-        return None if self.swa_allocator is None else self.swa_allocator.swa_slots(slots)
+        return self.allocator.swa_slots(slots)
 
     def published_len(self, lease: LeaseRecord) -> int:
         """Leading tokens of a lease that are in the tree."""
@@ -174,11 +169,11 @@ class KVLedger(LeasedCache):
     @property
     def now(self) -> int:
         """The tree's clock, in ticks; 0 where it has none."""
-        return self.tree.now if isinstance(self.tree, TreeCache) else 0
+        return self.tree.now
 
     def sample_tree(self, max_nodes: int) -> TreeSample:
         """What each namespace holds and where, from so many nodes or a few more."""
-        return self.tree.sample(max_nodes) if isinstance(self.tree, TreeCache) else TreeSample([], 0)
+        return self.tree.sample(max_nodes)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Tell the times of evictions by this clock, in seconds."""
@@ -196,12 +191,11 @@ class KVLedger(LeasedCache):
 
     def publish_events_to(self, sink: KVEventSink) -> None:
         """Tell of pages that come and go in the tree, from now on; one that shares nothing has nothing to tell."""
-        if isinstance(self.tree, TreeCache):
-            self.tree.publish_events_to(sink)
+        self.tree.publish_events_to(sink)
 
     def resident_pages(self) -> Iterable[PageRun]:
         """The pages that events tell of and that can be matched now, parents before children. O(n)."""
-        return self.tree.resident_pages() if isinstance(self.tree, TreeCache) else ()
+        return self.tree.resident_pages()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module, the tree or the allocator is broken. O(everything)."""

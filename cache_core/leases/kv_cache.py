@@ -11,12 +11,10 @@ from operator import index
 import numpy as np
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
-from raydix.cache_core.components.window_kv import WindowReceipt
 from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
 from raydix.cache_core.leases.kv_accounting import KVLedger
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import Published
-from raydix.cache_core.radix.window_insertion import WindowTreeCache
 
 __all__ = ["KVCache", "Published"]
 
@@ -148,8 +146,8 @@ class KVCache(KVLedger):
         lease.only_locks = False
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
         self.room.check_capacity(num_pages)
-        if self.swa_allocator is not None and self.room.exceeds_window(num_pages):
-            held = np.count_nonzero(self.swa_allocator.swa_starts(lease.private_starts))
+        if self.room.exceeds_window(num_pages):
+            held = np.count_nonzero(self.allocator.swa_starts(lease.private_starts))
             self.room.check_window_capacity(int(held) + num_pages - len(lease.starts))
         added = self.room.take_pages(num_pages - len(lease.starts))
         if len(added):
@@ -237,11 +235,7 @@ class KVCache(KVLedger):
         if keep_from > first:
             self.room.free_window(lease.starts[first // page : keep_from // page])
             lease.swa_freed_len = keep_from
-        if (
-            keep_from >= published
-            and isinstance(lease.receipt, WindowReceipt)
-            and isinstance(self.tree, WindowTreeCache)
-        ):
+        if keep_from >= published:
             self.tree.release_window(lease.node, lease.receipt)
 
     # ---------------------------------------------------------------- eviction, retirement

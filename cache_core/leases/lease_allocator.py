@@ -8,18 +8,14 @@ from typing import Any
 import numpy as np
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, Starts
-from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.leases.cache_facts import PoolSizes
 from raydix.cache_core.leases.counters import Counters
 from raydix.cache_core.leases.lease_table import LeaseRecord
-from raydix.cache_core.mamba_radix_cache import MambaRadixCache
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_checks import PoolChecks
-from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
-from raydix.cache_core.radix.window_insertion import WindowTreeCache
 
 
 class LeaseAllocator:
@@ -41,7 +37,7 @@ class LeaseAllocator:
         self.history = EvictionHistory()
         self._tree = tree
         self._allocator = allocator
-        self._swa = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None
+        self._swa = allocator.swa  # of the window slots
         self._page_size = allocator.page_size
         self.checks: PoolChecks | None = None  # of what the slots hold
         self._is_pressed = is_pressed
@@ -52,11 +48,11 @@ class LeaseAllocator:
         if self._swa is None:
             return None
         evictable, protected = self._tree.swa_evictable_size(), self._tree.swa_protected_size()
-        return PoolSizes(self._swa.num_swa_slots, self._swa.swa_available_size(), evictable, protected)
+        return PoolSizes(self._swa.num_slots, self._swa.available_size(), evictable, protected)
 
     def state_sizes(self) -> PoolSizes | None:
         """The recurrent states, if there are any."""
-        if self.states is None or not isinstance(self._tree, MambaRadixCache):
+        if self.states is None:
             return None
         evictable, protected = self._tree.mamba_evictable_size(), self._tree.mamba_protected_size()
         return PoolSizes(self.states.num_slots, self.states.available_size(), evictable, protected)
@@ -68,7 +64,7 @@ class LeaseAllocator:
 
     def exceeds_window(self, num_pages: int) -> bool:
         """Whether so many pages are more than there are window slots for."""
-        return self._swa is not None and num_pages * self._page_size > self._swa.num_swa_slots
+        return self._swa is not None and num_pages * self._page_size > self._swa.num_slots
 
     def check_window_capacity(self, num_pages: int) -> None:
         """Raise OutOfSlotsError if so many pages with window slots can never be had."""
@@ -78,7 +74,7 @@ class LeaseAllocator:
     def check_pages(self, num_pages: int) -> None:
         """Raise OutOfSlotsError if so many private pages cannot be had now, not even by evicting. Nothing changes."""
         needed = max(0, num_pages) * self._page_size
-        if self._swa is not None and needed > self._swa.swa_available_size() + self._tree.swa_evictable_size():
+        if self._swa is not None and needed > self._swa.available_size() + self._tree.swa_evictable_size():
             self._refuse(num_pages, window=True)
         free = self._allocator.available_size()
         if needed > free and needed > free + self._evictable_size():  # which, with tenants, is a sum over all of them
@@ -86,7 +82,7 @@ class LeaseAllocator:
 
     def held_by_prefix(self, pool: str, prefix_len: int) -> int:
         """Window slots that whoever hits a prefix holds with it, at least: so many are not left for the rest."""
-        if pool != "window slots" or not isinstance(self._tree, WindowTreeCache):
+        if pool != "window slots":
             return 0
         window = min(prefix_len, self._tree.sliding_window_size or 0)
         return -(-window // self._page_size) * self._page_size
@@ -102,7 +98,7 @@ class LeaseAllocator:
         self.check_pages(num_pages)
         needed = num_pages * self._page_size
         shortfall = needed - self._allocator.available_size()
-        swa_shortfall = 0 if self._swa is None else needed - self._swa.swa_available_size()
+        swa_shortfall = 0 if self._swa is None else needed - self._swa.available_size()
         if shortfall > 0 or swa_shortfall > 0:
             self.evict(max(0, shortfall), max(0, swa_shortfall))
         starts = self._allocator.alloc_pages(num_pages)
@@ -119,7 +115,7 @@ class LeaseAllocator:
         if self.states is None:
             return None
         if not self.states.available_size():
-            if not isinstance(self._tree, MambaRadixCache) or not self._tree.mamba_evictable_size():
+            if not self._tree.mamba_evictable_size():
                 raise OutOfSlotsError(1, 0, 0, self.states.num_slots, "states")
             self.evict(0, num_states=1)
         slot = self.states.alloc_track_slot()
@@ -131,13 +127,13 @@ class LeaseAllocator:
         """Raise ContentError if somebody wrote to these pages of the tree, or to the state at a node; if checked."""
         if self.checks is not None:
             self.checks.verify(starts)
-            if isinstance(node, MambaTreeNode) and node.mamba_value is not None:
-                self.checks.states.verify(np.array([node.mamba_value]))
+            if (state_slot := self._tree.state_at(node)) is not None:
+                self.checks.states.verify(np.array([state_slot]))
 
     def load_state(self, node: Any, state_slot: int) -> None:
         """Fill a lease's own state slot with the state at a node, or zeros."""
         assert self.states is not None
-        source = node.mamba_value if isinstance(node, MambaTreeNode) else None
+        source = self._tree.state_at(node)
         if source is None:
             self.states.clear_state(state_slot)
         else:
@@ -145,7 +141,7 @@ class LeaseAllocator:
 
     def store_state(self, source: int | None, state_slot: int, node: Any) -> None:
         """Publish a copy of the state in `source` at a node, in a slot taken for it; freed if the node has one."""
-        assert self.states is not None and source is not None and isinstance(self._tree, MambaRadixCache)
+        assert self.states is not None and source is not None
         self.states.copy_states(source, state_slot)
         self.private_states -= 1
         if self.checks is not None:
@@ -173,8 +169,7 @@ class LeaseAllocator:
 
     def free_window(self, starts: Starts) -> None:
         """Take back the window halves of private pages."""
-        if self._swa is not None:
-            self._swa.free_swa_pages(starts)
+        self._allocator.free_swa_pages(starts)
 
     def evict(
         self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0, cause: str = "shortfall"
@@ -198,8 +193,8 @@ class LeaseAllocator:
     def _refuse(self, num_pages: int, window: bool = False) -> None:
         needed = num_pages * self._page_size
         if window and self._swa is not None:
-            free, evictable = self._swa.swa_available_size(), self._tree.swa_evictable_size()
-            raise OutOfSlotsError(needed, free, evictable, self._swa.num_swa_slots, "window slots")
+            free, evictable = self._swa.available_size(), self._tree.swa_evictable_size()
+            raise OutOfSlotsError(needed, free, evictable, self._swa.num_slots, "window slots")
         raise OutOfSlotsError(
             needed, self._allocator.available_size(), self._evictable_size(), self._allocator.num_slots
         )
@@ -212,14 +207,13 @@ class LeaseAllocator:
         """Raise AssertionError unless every window half and every state is free, private or in the tree, once. O(n)."""
         leases = list(leases)
         if self._swa is not None:
-            private = sum(int((self._swa.swa_starts(lease.private_starts) > 0).sum()) for lease in leases)
+            private = sum(int((self._allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in leases)
             tree = self._tree.swa_evictable_size() + self._tree.swa_protected_size()
             held = private * self._page_size + tree
-            assert held + self._swa.swa_available_size() == self._swa.num_swa_slots, f"window halves: {held=}"
+            assert held + self._swa.available_size() == self._swa.num_slots, f"window halves: {held=}"
         if self.states is not None:
             own = [lease.state_slot for lease in leases if lease.state_slot is not None]
             assert len(own) == self.private_states, f"states: {self.private_states=}, but leases hold {len(own)}"
-            assert isinstance(self._tree, MambaRadixCache)
-            everyone = [*own, *self.states.free_slots(), *(node.mamba_value for node in self._tree.mamba_lru)]
+            everyone = [*own, *self.states.free_slots(), *self._tree.state_slots()]
             assert len(set(everyone)) == len(everyone) == self.states.num_slots, "states: not each once"
             self.states.check_invariants()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from raydix.cache_core.base_prefix_cache import RadixKey, Starts
+from raydix.cache_core.base_prefix_cache import BasePrefixCache, RadixKey, Starts
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.leases.cache_facts import PoolSizes
 from raydix.cache_core.leases.kv_cache import KVCache
@@ -14,7 +14,6 @@ from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import Published
 from raydix.cache_core.leases.tenant_room import TenantAllocator
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
-from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.tree.radix_key import check_key
 
 
@@ -29,7 +28,7 @@ class TenantKVCache(KVCache):
     """
 
     def __init__(
-        self, tree: TreeCache, allocator: TokenToKVPoolAllocator, *options: Any, tenants: Tenants, **more: Any
+        self, tree: BasePrefixCache, allocator: TokenToKVPoolAllocator, *options: Any, tenants: Tenants, **more: Any
     ) -> None:
         self.tenants: Tenants = tenants
         super().__init__(tree, allocator, *options, **more)

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from raydix.cache_core.base_prefix_cache import Starts
+from raydix.cache_core.base_prefix_cache import BasePrefixCache, Starts
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.eviction.tenants import Tenants
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord
-from raydix.cache_core.radix.tree_cache import TreeCache
 
 
 class TenantAllocator(LeaseAllocator):
     """Slots are taken and given back within `Tenants.serving`: what is private is counted for that tenant."""
 
-    def __init__(self, tenants: Tenants, tree: TreeCache, *parts: Any) -> None:
+    def __init__(self, tenants: Tenants, tree: BasePrefixCache, *parts: Any) -> None:
         super().__init__(tree, *parts)
         self.tenants = tenants
-        self._divided_tree = tree
         tree.divide(tenants)
 
     def check_capacity(self, num_pages: int) -> None:
@@ -47,7 +45,7 @@ class TenantAllocator(LeaseAllocator):
         if num_pages > 0 and (excess := tenant.excess(num_pages * self._page_size)) > 0:
             self.check_pages(num_pages)
             self.history.cause = "cap"
-            self._counters.tokens_evicted += self._divided_tree.evict_own(tenant, excess)
+            self._counters.tokens_evicted += self._tree.evict_own(tenant, excess)
         starts = super().take_pages(num_pages)
         tenant.private += len(starts) * self._page_size
         return starts

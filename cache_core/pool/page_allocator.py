@@ -19,12 +19,19 @@ Starts = NDArray[np.int64]
 class TokenToKVPoolAllocator:
     """Slots in whole pages, from a stack of free ones: last freed, first reused.
 
+    The methods for window slots are those of a pool without a sliding window; `SWATokenToKVPoolAllocator` has others.
+
     Slot ids run from `page_size` to `num_slots + page_size - 1`: page 0 is reserved for padding. Allocating and
     freeing cost O(pages) in numpy.
+
+    Attributes:
+        swa: the allocator of the window slots; None without a sliding window.
 
     Raises:
         ValueError: `num_slots` is not a positive multiple of `page_size`.
     """
+
+    swa: TokenToKVPoolAllocator | None = None
 
     def __init__(self, num_slots: int, page_size: int = 1) -> None:
         num_slots, page_size = index(num_slots), index(page_size)
@@ -140,6 +147,17 @@ class TokenToKVPoolAllocator:
     def _pages_at(self, starts: Starts) -> Starts:
         """The numbers of the pages that begin there."""
         return starts if self.page_size == 1 else starts // self.page_size
+
+    def swa_starts(self, starts: Starts) -> Starts:
+        """Return the first window slot of each page, 0 where the page has none."""
+        return np.zeros_like(starts)
+
+    def swa_slots(self, indices: torch.Tensor) -> torch.Tensor | None:
+        """Return the window slot of each slot, int64, 0 where it has none; None without a sliding window."""
+        return None
+
+    def free_swa_pages(self, starts: Starts) -> None:
+        """Free the window slots of pages. No effect without a sliding window."""
 
     def free_starts(self) -> Starts:
         """The free pages, for checks of conservation. O(n)."""

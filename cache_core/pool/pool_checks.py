@@ -9,7 +9,6 @@ from raydix.cache_core.pool.content_check import ContentCheck, Starts
 from raydix.cache_core.pool.kv_pool import KVPool
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
-from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
 
 
 class PoolChecks:
@@ -26,15 +25,15 @@ class PoolChecks:
 
     def __init__(self, pool: KVPool, allocator: TokenToKVPoolAllocator, states: MambaPool | None = None) -> None:
         page = allocator.page_size
-        self._swa = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None
+        self._allocator = allocator
         self.kv = ContentCheck(kv_tensors(pool, "full"), page)
         self.window = ContentCheck(kv_tensors(pool, "swa"), page, "window slot")
         self.states = ContentCheck(_state_tensors(pool), 1, "state slot")
         allocator.on_free = self.kv.poison
         self.kv.poison(allocator.free_starts())
-        if self._swa is not None:
-            self._swa.swa.on_free = self.window.poison
-            self.window.poison(self._swa.swa.free_starts())
+        if allocator.swa is not None:
+            allocator.swa.on_free = self.window.poison
+            self.window.poison(allocator.swa.free_starts())
         if states is not None:
             states.on_free = self.states.poison
             self.states.poison(np.array(states.free_slots()))
@@ -50,9 +49,7 @@ class PoolChecks:
         self.window.verify(self._halves(starts))
 
     def _halves(self, starts: Starts) -> Starts:
-        if self._swa is None:
-            return starts[:0]
-        halves = self._swa.swa_starts(starts)
+        halves = self._allocator.swa_starts(starts)
         return halves[halves > 0]
 
 

@@ -18,6 +18,8 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
     half can be freed alone, and lives no longer than the full one.
     """
 
+    swa: TokenToKVPoolAllocator
+
     def __init__(self, num_slots: int, num_swa_slots: int, page_size: int = 1) -> None:
         super().__init__(num_slots, page_size)
         self.swa = TokenToKVPoolAllocator(num_swa_slots, page_size)

@@ -131,6 +131,10 @@ class WindowTreeCache(TreeCache):
             raise LockError("a window is given up with the receipt of its own lock, before that is given back")
         self._swa.release(node, receipt)
 
+    def window_start(self, receipt: WindowReceipt | None) -> int | None:
+        """Return the first token of the window that the lock of this receipt holds; None if it holds no window."""
+        return None if receipt is None or receipt.released else receipt.start
+
     # ---------------------------------------------------------------- sizes
 
     def swa_evictable_size(self) -> int:

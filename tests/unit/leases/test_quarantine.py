@@ -89,19 +89,19 @@ def test_window_halves_are_withheld_with_their_pages(make: Callable[..., KVCache
     cache = make(sliding_window_size=2)
     cache.acquire("l", "s", key(1, 2, 3, 4, 5, 6))
     cache.release_window("l", "s", 6)  # one page more than asked is kept: the first of three goes
-    assert cache.swa_allocator is not None
-    held = cache.num_slots - cache.swa_allocator.swa_available_size()
+    assert cache.allocator.swa is not None
+    held = cache.num_slots - cache.allocator.swa.available_size()
 
     cache.quarantine_session("s")
 
     assert count(cache) == (2, 0, 0, 6)
     assert held == 2
-    assert cache.swa_allocator.swa_available_size() == cache.num_slots - held
+    assert cache.allocator.swa.available_size() == cache.num_slots - held
     sizes = cache.swa_sizes()
     assert sizes is not None and sizes.quarantined == held
     cache.free_withheld("s")
     assert count(cache) == (8, 0, 0, 0)
-    assert cache.swa_allocator.swa_available_size() == cache.num_slots
+    assert cache.allocator.swa.available_size() == cache.num_slots
 
 
 def test_a_leases_own_state_is_withheld(make: Callable[..., KVCache]) -> None:
