@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from raydix.actors.service.eviction_task import PoolGauge
 from raydix.cache_core import (
@@ -20,7 +19,6 @@ from raydix.cache_core import (
     TokenToKVPoolAllocator,
 )
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
-from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
 from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.pool.pool_checks import PoolChecks, kv_tensors
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
@@ -79,7 +77,8 @@ def _build_tree(
         state = PoolGauge(marks, states.num_slots, states.available_size, lambda num: core.evict_states(num))
         gauges.append(state)
         state_floor = state.pressure_floor
-    core = _kind_of_core(config)(
+    tenants = (Tenant(each.name, each.namespace, each.floor_slots, each.cap_slots) for each in config.tenants)
+    core = KVCache(
         tree,
         allocator,
         gauges[0].pressure_floor,
@@ -90,16 +89,9 @@ def _build_tree(
         state_pressure_floor=state_floor,
         remembered_leases=config.leases.remembered_leases,
         checks=PoolChecks(kv_pool, allocator, states) if kv_pool is not None and _checks(config, kv_pool) else None,
+        tenants=Tenants(tenants),
     )
     return core, gauges
-
-
-def _kind_of_core(config: CacheConfig) -> Callable[..., KVCache]:
-    """What to make of a tree and its allocator."""
-    if not config.tenants:
-        return KVCache
-    tenants = (Tenant(each.name, each.namespace, each.floor_slots, each.cap_slots) for each in config.tenants)
-    return partial(TenantKVCache, tenants=Tenants(tenants))
 
 
 def _checks(config: CacheConfig, pool: KVPool) -> bool:

@@ -40,7 +40,7 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
         ),
         "swa": _pool_stats(core.swa_sizes()),
         "state": _pool_stats(core.state_sizes()),
-        "tenants": tuple(map(_tenant_stats, core.tenants)),
+        "tenants": tuple(map(_tenant_stats, core.configured_tenants())),
     }
 
 

@@ -13,7 +13,6 @@ where those run short, a leaf that a floor keeps may lose its window or its stat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 
 from raydix.cache_core.eviction.queue import EvictionQueue, Rank
@@ -82,15 +81,17 @@ class Tenants:
     """The tenants of one pool, and the rest.
 
     Attributes:
-        rest: all namespaces that are no tenant's.
+        configured: the tenants with a floor or a cap.
+        rest: all other namespaces.
         caller: for whom slots are wanted now: from it, no floor keeps its own. None: for nobody in particular.
     """
 
-    def __init__(self, tenants: Iterable[Tenant]) -> None:
+    def __init__(self, tenants: Iterable[Tenant] = ()) -> None:
+        self.configured = tuple(tenants)
         self.rest = Tenant(None, None)
         self.caller: Tenant | None = None
-        self._all = (*tenants, self.rest)
-        self._by_key = {tenant.extra_key: tenant for tenant in self._all[:-1]}
+        self._all = (*self.configured, self.rest)
+        self._by_key = {tenant.extra_key: tenant for tenant in self.configured}
 
     def of(self, extra_key: str | None) -> Tenant:
         """Whose namespace that is."""
@@ -109,18 +110,9 @@ class Tenants:
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._all)
 
-    @contextmanager
-    def serving(self, extra_key: str | None) -> Iterator[Tenant]:
-        """What is wanted within is wanted for the tenant of that namespace."""
-        before, self.caller = self.caller, self.of(extra_key)
-        try:
-            yield self.caller
-        finally:
-            self.caller = before
-
-    def evictable_for(self, caller: Tenant | None) -> int:
-        """Slots that can be freed for it: its own that no lease has locked, and what others can spare. O(tenants)."""
-        return sum(tenant.evictable if tenant is caller else tenant.spare for tenant in self._all)
+    def kept_from(self, caller: Tenant) -> int:
+        """Return the number of evictable slots that the floors of other tenants keep from a caller. O(tenants)."""
+        return sum(tenant.evictable - tenant.spare for tenant in self.configured if tenant is not caller)
 
     def next_victim(self) -> TreeNode | None:
         """The lowest in the policy's order of all live leaves that the caller may take, in part at least; None if it

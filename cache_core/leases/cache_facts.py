@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,10 +40,7 @@ class CacheFacts(ABC):
         num_slots: of the pool.
         page_size: tokens; what is published and found is whole pages.
         quarantine: the leases of vanished sessions, whose private slots are withheld.
-        tenants: who shares the slots by floors and caps, the rest at last; empty if nobody has any.
     """
-
-    tenants: Iterable[Tenant] = ()
 
     num_slots: int
     page_size: int
@@ -83,6 +80,10 @@ class CacheFacts(ABC):
     def held_slots(self) -> int:
         """Slots that cannot be evicted because leases hold them."""
         return self.private_slots + self.protected_size()
+
+    def configured_tenants(self) -> Sequence[Tenant]:
+        """The tenants with a floor or a cap, then the rest; empty without such tenants."""
+        return ()
 
     def tenant_of(self, extra_key: str | None) -> str | None:
         """The tenant whose namespace that is; None: nobody's in particular."""

@@ -10,14 +10,14 @@ Rules, checked by `check_invariants`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, RadixKey, Starts
 from raydix.cache_core.eviction.history import EvictionRecord
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.leases.cache_facts import NO_STARTS, PoolSizes
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
@@ -46,6 +46,7 @@ class KVLedger(LeasedCache):
         remembered_leases: how many ended ids are remembered, so that none of them is granted again.
         checks: of what the slots hold; None: nobody watches. With them `acquire` and `lock` raise ContentError if
             somebody wrote to the prefix since it was published.
+        tenants: the tenants that share the slots; None: the rest alone. Their floors add up to `num_slots` at most.
     """
 
     def __init__(
@@ -61,23 +62,21 @@ class KVLedger(LeasedCache):
         state_pressure_floor: int = 0,
         remembered_leases: int = 0,
         checks: PoolChecks | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         super().__init__(remembered_leases)
         self.tree = tree
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.num_slots = allocator.num_slots
-        self.room = self._make_room(tree, allocator, states, self.counters, self._is_pressed, on_pressure)
+        self.tenants = Tenants() if tenants is None else tenants
+        self.room = LeaseAllocator(tree, allocator, states, self.tenants, self.counters, self._is_pressed, on_pressure)
         self.room.checks = checks
-        tree.keep_history(self.room.history)
         self._on_pressure = on_pressure
         self._pressure_floor = pressure_floor
         self._swa_pressure_floor = swa_pressure_floor
         self._state_pressure_floor = state_pressure_floor
         self._bigram = bigram
-
-    def _make_room(self, *parts: Any) -> LeaseAllocator:
-        return LeaseAllocator(*parts)
 
     # ---------------------------------------------------------------- sizes
 
@@ -89,7 +88,7 @@ class KVLedger(LeasedCache):
     @property
     def private_slots(self) -> int:
         """Slots of leases that no tree holds, in whole pages."""
-        return self.room.private_pages * self.page_size - self.quarantined_slots
+        return self.room.private_slots - self.quarantined_slots
 
     def _is_pressed(self) -> bool:
         swa, states = self.allocator.swa, self.room.states
@@ -106,6 +105,36 @@ class KVLedger(LeasedCache):
     def protected_size(self) -> int:
         """Tokens of the tree that leases have locked."""
         return self.tree.protected_size()
+
+    def configured_tenants(self) -> Sequence[Tenant]:
+        """The tenants with a floor or a cap, then the rest; empty without such tenants."""
+        return tuple(self.tenants) if self.tenants.configured else ()
+
+    def tenant_of(self, extra_key: str | None) -> str | None:
+        """Return the name of a namespace's tenant; None for the rest."""
+        return self.tenants.of(extra_key).name
+
+    def sizes_of(self, pool: str, extra_key: str | None = None) -> PoolSizes:
+        """Return the sizes of the pool that an `OutOfSlotsError` names, for requests of a namespace."""
+        sizes = super().sizes_of(pool, extra_key)
+        if pool != "slots":
+            return sizes
+        evictable = self.room.evictable_for(self.tenants.of(extra_key))
+        return sizes._replace(evictable=evictable, kept=sizes.evictable - evictable)
+
+    def share_of(self, name: str) -> PoolSizes:
+        """Return the share of a tenant that has a cap, as if it were a pool of that size."""
+        tenant = next(tenant for tenant in self.tenants if tenant.name == name)
+        assert tenant.cap is not None, f"tenant {name!r} has no cap"
+        return PoolSizes(tenant.cap, tenant.cap - tenant.held, tenant.evictable, tenant.cached - tenant.evictable)
+
+    def is_within_floor(self, key: RadixKey, num_tokens: int) -> bool:
+        """Return whether the tenant of `key` holds at most its floor with a lease over so many tokens."""
+        tenant = self.tenants.of(key.extra_key)
+        if not tenant.floor:
+            return False
+        new_tokens = num_tokens - self.tree.peek_prefix(self._tree_key(key)).prefix_len
+        return tenant.held + -(-new_tokens // self.page_size) * self.page_size <= tenant.floor
 
     def swa_sizes(self) -> PoolSizes | None:
         """The pool of window slots, if there is one."""
@@ -206,7 +235,6 @@ class KVLedger(LeasedCache):
         pages = np.concatenate((self.allocator.free_starts(), *private, *tree)) // self.page_size
         assert len(pages) * self.page_size == self.num_slots, f"rule 1: {len(pages)} pages accounted for"
         assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
-        assert sum(map(len, private)) == self.room.private_pages, f"rule 1: {self.room.private_pages=}"
         self.room.check([*self.leases, *self.quarantine])
         in_tree = set(np.concatenate(tree).tolist()) if tree else set()
         locks = 0

@@ -12,9 +12,11 @@ import numpy as np
 
 from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
 from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
+from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.leases.kv_accounting import KVLedger
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import Published
+from raydix.cache_core.tree.radix_key import check_key
 
 __all__ = ["KVCache", "Published"]
 
@@ -40,7 +42,7 @@ class KVCache(KVLedger):
         Of what is cached, the last window alone takes window slots.
         """
         num_pages = -(-num_tokens // self.page_size)
-        self.room.check_capacity(num_pages)
+        self.room.check_capacity(num_pages, self._tenant_of(key))
         if self.room.exceeds_window(num_pages):
             prefix_len = self.tree.peek_prefix(self._tree_key(key)).prefix_len
             spared = prefix_len - self.room.held_by_prefix("window slots", prefix_len)
@@ -77,14 +79,15 @@ class KVCache(KVLedger):
             raise LeaseRangeError(f"max_prefix_len must not be negative: {max_prefix_len}")
         num_slots = len(key) + new_tokens
         num_pages = -(-num_slots // self.page_size)
-        self.room.check_capacity(num_pages)
-        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, num_pages, priority)
+        tenant = self._tenant_of(key)
+        self.room.check_capacity(num_pages, tenant)
+        return self._grant(lease_id, session_id, key, tenant, max_prefix_len, num_slots, num_pages, priority)
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        lease = self._grant(lease_id, session_id, key, None, None, 0, index(priority))
+        lease = self._grant(lease_id, session_id, key, self._tenant_of(key), None, None, 0, index(priority))
         lease.only_locks = True
         return lease
 
@@ -93,6 +96,7 @@ class KVCache(KVLedger):
         lease_id: str,
         session_id: str,
         key: RadixKey,
+        tenant: Tenant,
         max_prefix_len: int | None,
         num_slots: int | None,
         num_pages: int,
@@ -103,12 +107,12 @@ class KVCache(KVLedger):
         receipt, state_slot = self.tree.inc_lock_ref(match.last_node), None
         try:
             if self.room.states is not None:
-                self.room.check_pages(num_pages - len(match.starts))  # before a state is evicted in vain
-                state_slot = self.room.take_state()
-            private = self.room.take_pages(num_pages - len(match.starts))
+                self.room.check_pages(num_pages - len(match.starts), tenant)  # before a state is evicted in vain
+                state_slot = self.room.take_state(tenant)
+            private = self.room.take_pages(num_pages - len(match.starts), tenant)
         except BaseException as error:  # a pool may refuse what it is given back, too
             self.tree.dec_lock_ref(match.last_node, receipt)
-            self.room.free_private(match.starts[:0], state_slot)
+            self.room.free_private(match.starts[:0], state_slot, tenant)
             if not isinstance(error, OutOfSlotsError):
                 raise
             needed = error.needed + self.room.held_by_prefix(error.pool, match.prefix_len)
@@ -145,11 +149,12 @@ class KVCache(KVLedger):
             raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
         lease.only_locks = False
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
-        self.room.check_capacity(num_pages)
+        tenant = self.tenants.of(lease.key.extra_key)
+        self.room.check_capacity(num_pages, tenant)
         if self.room.exceeds_window(num_pages):
             held = np.count_nonzero(self.allocator.swa_starts(lease.private_starts))
             self.room.check_window_capacity(int(held) + num_pages - len(lease.starts))
-        added = self.room.take_pages(num_pages - len(lease.starts))
+        added = self.room.take_pages(num_pages - len(lease.starts), tenant)
         if len(added):
             lease.add_pages(added)
             self.leases.note_growth()
@@ -178,21 +183,22 @@ class KVCache(KVLedger):
             self._check_state(lease, tree_key)
         published, retired = lease.num_published_pages, lease.retired
         new_pages = len(tree_key) // self.page_size - published
-        state_slot = self.room.take_state() if publish_state and not retired else None
+        tenant = self.tenants.of(lease.key.extra_key)
+        state_slot = self.room.take_state(tenant) if publish_state and not retired else None
         if key is not lease.key and len(key) > len(lease.key):
             lease.key = key
         if retired or new_pages < 0 or (new_pages == 0 and state_slot is None):
             return Published(published * self.page_size, 0, 0, retired, lease.starts[:0])
         try:
-            done = self._publish(lease, tree_key, published, published + new_pages)
+            done = self._publish(lease, tree_key, published, published + new_pages, tenant)
         except BaseException:  # a pool may refuse the lease's duplicates
-            self.room.free_private(lease.starts[:0], state_slot)
+            self.room.free_private(lease.starts[:0], state_slot, tenant)
             raise
         if state_slot is not None:
             self.room.store_state(lease.state_slot, state_slot, lease.node)
         return done
 
-    def _publish(self, lease: LeaseRecord, tree_key: RadixKey, first: int, stop: int) -> Published:
+    def _publish(self, lease: LeaseRecord, tree_key: RadixKey, first: int, stop: int, tenant: Tenant) -> Published:
         """Insert the lease's pages [first, stop) and repoint those that the tree does not hold."""
         page = self.page_size
         fresh = lease.starts[first:stop]
@@ -207,7 +213,7 @@ class KVCache(KVLedger):
         if result.end:
             lease.starts[first : first + len(existing)] = existing
             lease.num_published_pages = stop  # before the pool may refuse what it is given back
-            self.room.note_published(fresh, duplicates)
+            self.room.note_published(fresh, duplicates, tenant)
             for watch in self.observers:
                 watch.published(lease)
         num_duplicates = len(duplicates) * page
@@ -272,6 +278,13 @@ class KVCache(KVLedger):
 
     # ---------------------------------------------------------------- parts
 
+    def _tenant_of(self, key: RadixKey) -> Tenant:
+        try:
+            return self.tenants.of(key.extra_key)
+        except AttributeError:
+            check_key(key)
+            raise
+
     def _check_state(self, lease: LeaseRecord, tree_key: RadixKey) -> None:
         """Raise LeaseRangeError if the lease's state cannot be published after these tokens."""
         if lease.state_slot is None:
@@ -287,7 +300,7 @@ class KVCache(KVLedger):
             self._reclaim_some()
 
     def _free_private(self, lease: LeaseRecord) -> None:
-        self.room.free_private(lease.private_starts, lease.state_slot)
+        self.room.free_private(lease.private_starts, lease.state_slot, self.tenants.of(lease.key.extra_key))
 
     def _tell_pressure(self) -> None:
         self.room.notify_pressure()

@@ -336,7 +336,7 @@ def a_publish_gives_the_window_up(patch: Patch) -> None:
 
     def published(cache: KVCache, lease: LeaseRecord, *args: Any) -> Any:
         done = publish(cache, lease, *args)
-        cache.tree.release_window(lease.node, lease.receipt)  # type: ignore[attr-defined]
+        cache.tree.release_window(lease.node, lease.receipt)
         return done
 
     patch.setattr(KVCache, "_publish", published)
@@ -345,10 +345,10 @@ def a_publish_gives_the_window_up(patch: Patch) -> None:
 def a_refusal_evicts_a_state(patch: Patch) -> None:
     check = LeaseAllocator.check_pages
 
-    def check_pages(room: LeaseAllocator, num_pages: int) -> None:
+    def check_pages(room: LeaseAllocator, num_pages: int, tenant: Any) -> None:
         if room.states is not None and not room.states.available_size():
             room.evict(0, 0, 1)
-        check(room, num_pages)
+        check(room, num_pages, tenant)
 
     patch.setattr(LeaseAllocator, "check_pages", check_pages)
 

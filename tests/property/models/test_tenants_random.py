@@ -14,7 +14,6 @@ from raydix.cache_core.components.tenant_component import TenantFullKV
 from raydix.cache_core.eviction.tenants import Tenant, TenantRetired, Tenants
 from raydix.cache_core.leases import kv_cache
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
-from raydix.cache_core.leases.tenant_room import TenantAllocator
 from raydix.cache_core.radix.tree_cache import TreeCache
 from raydix.cache_core.tree.tree_node import TreeNode
 
@@ -81,7 +80,10 @@ def a_leaf_goes_whole_across_a_floor(patch: Patch) -> None:
 
 
 def a_floor_keeps_its_own_tenant_out(patch: Patch) -> None:
-    patch.setattr(Tenants, "evictable_for", lambda tenants, caller: sum(tenant.spare for tenant in tenants))
+    def kept_from(tenants: Tenants, caller: Tenant) -> int:
+        return sum(tenant.evictable - tenant.spare for tenant in tenants)
+
+    patch.setattr(Tenants, "kept_from", kept_from)
 
 
 def caps_are_ignored(patch: Patch) -> None:
@@ -89,13 +91,7 @@ def caps_are_ignored(patch: Patch) -> None:
 
 
 def who_is_at_its_cap_evicts_others(patch: Patch) -> None:
-    def take_pages(room: TenantAllocator, num_pages: int) -> Any:
-        starts = LeaseAllocator.take_pages(room, num_pages)
-        assert room.tenants.caller is not None
-        room.tenants.caller.private += len(starts) * room._page_size
-        return starts
-
-    patch.setattr(TenantAllocator, "take_pages", take_pages)
+    patch.setattr(LeaseAllocator, "_evict_own", lambda room, tenant, num_tokens: None)
 
 
 def victims_are_chosen_by_tenant_before_rank(patch: Patch) -> None:
@@ -129,15 +125,23 @@ def a_retired_namespace_is_kept_by_its_floor(patch: Patch) -> None:
 
 
 def duplicates_stay_private(patch: Patch) -> None:
-    def note_published(room: TenantAllocator, starts: Any, duplicates: Any) -> None:
-        LeaseAllocator.note_published(room, starts, duplicates)
-        room._give_up(starts[len(duplicates) :])
+    note = LeaseAllocator.note_published
 
-    patch.setattr(TenantAllocator, "note_published", note_published)
+    def note_published(room: LeaseAllocator, starts: Any, duplicates: Any, tenant: Tenant) -> None:
+        note(room, starts, duplicates, tenant)
+        tenant.private += len(duplicates) * room._page_size
+
+    patch.setattr(LeaseAllocator, "note_published", note_published)
 
 
 def what_leases_held_goes_on_counting(patch: Patch) -> None:
-    patch.setattr(TenantAllocator, "free_private", LeaseAllocator.free_private)
+    free = LeaseAllocator.free_private
+
+    def free_private(room: LeaseAllocator, starts: Any, state_slot: int | None, tenant: Tenant) -> None:
+        free(room, starts, state_slot, tenant)
+        tenant.private += len(starts) * room._page_size
+
+    patch.setattr(LeaseAllocator, "free_private", free_private)
 
 
 def withheld_slots_are_not_counted(patch: Patch) -> None:
@@ -151,26 +155,16 @@ def withheld_slots_are_not_counted(patch: Patch) -> None:
     patch.setattr(TenantTraffic, "vanish", vanish)
 
 
-def who_was_refused_is_served_for_ever(patch: Patch) -> None:
-    refuse = TenantAllocator._refuse_beyond_cap
+def a_tenant_is_served_after_its_verb(patch: Patch) -> None:
+    evict = LeaseAllocator.evict
 
-    def refuse_and_stay(room: TenantAllocator, needed: int) -> None:
-        served, room.tenants.serving = room.tenants.caller, lambda extra_key: _Stay(room.tenants, served)  # type: ignore[method-assign,assignment]
-        refuse(room, needed)
+    def evict_and_stay(room: LeaseAllocator, *wanted: Any, tenant: Tenant | None = None, **options: Any) -> Any:
+        try:
+            return evict(room, *wanted, tenant=tenant, **options)
+        finally:
+            room._tenants.caller = tenant
 
-    patch.setattr(TenantAllocator, "_refuse_beyond_cap", refuse_and_stay)
-
-
-class _Stay:
-    def __init__(self, tenants: Tenants, caller: Tenant | None) -> None:
-        tenants.caller = caller
-        self.caller = caller
-
-    def __enter__(self) -> Tenant | None:
-        return self.caller
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    patch.setattr(LeaseAllocator, "evict", evict_and_stay)
 
 
 def a_state_takes_a_leaf_below_the_floor(patch: Patch) -> None:
@@ -198,7 +192,7 @@ FAULTS: list[Callable[[Patch], None]] = [
     duplicates_stay_private,
     what_leases_held_goes_on_counting,
     withheld_slots_are_not_counted,
-    who_was_refused_is_served_for_ever,
+    a_tenant_is_served_after_its_verb,
 ]
 
 

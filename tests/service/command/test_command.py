@@ -299,7 +299,7 @@ def test_check_tells_of_a_broken_rule(busy: list[str]) -> None:
 
     def change_held(num_pages: int) -> None:
         def change(actor: Any) -> None:
-            actor._host.service.core.room.private_pages += num_pages
+            actor._host.service.core.tenants.rest.private += num_pages
 
         ray.get(cache.__ray_call__.remote(change))
 

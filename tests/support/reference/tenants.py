@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from raydix.cache_core.eviction.tenants import Tenant
-from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.tree.packed_slots import expand_slots
 from raydix.cache_core.tree.tree_node import TreeNode
 
@@ -37,7 +37,7 @@ class Shares:
         dead: by tenant, unlocked slots of retired namespaces.
     """
 
-    def __init__(self, cache: TenantKVCache) -> None:
+    def __init__(self, cache: KVCache) -> None:
         self.rank = cache.tree._full.policy.rank  # type: ignore[attr-defined]
         self.free = cache.free_slots
         self.nodes: list[Node] = []

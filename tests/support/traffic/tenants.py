@@ -1,4 +1,4 @@
-"""Random traffic of tenants over one `TenantKVCache`. What it takes and evicts is compared with `reference_tenants`."""
+"""Random traffic of tenants over one `KVCache`. What it takes and evicts is compared with `reference_tenants`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from raydix.cache_core import (
     TokenToKVPoolAllocator,
 )
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
-from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.leases.kv_cache import KVCache
 
 NAMESPACES = ("quiet", "noisy", "both", "rest", None)
 SESSIONS = ("s0", "s1", "s2")
 
 
-def make_cache(page_size: int, policy: str, with_states: bool = False, window_pages: int = 0) -> TenantKVCache:
+def make_cache(page_size: int, policy: str, with_states: bool = False, window_pages: int = 0) -> KVCache:
     """40 pages, and so many with window slots: one tenant has a floor, one a cap, one both."""
     tenants = Tenants(
         [
@@ -37,13 +37,13 @@ def make_cache(page_size: int, policy: str, with_states: bool = False, window_pa
     allocator = TokenToKVPoolAllocator(40 * page_size, page_size)
     if window_pages:
         windows = SWATokenToKVPoolAllocator(40 * page_size, window_pages * page_size, page_size)
-        return TenantKVCache(RadixCache(page_size, 3, windows, eviction_policy=policy), windows, tenants=tenants)
+        return KVCache(RadixCache(page_size, 3, windows, eviction_policy=policy), windows, tenants=tenants)
     if not with_states:
         tree = RadixCache(page_size, token_to_kv_pool_allocator=allocator, eviction_policy=policy)
-        return TenantKVCache(tree, allocator, tenants=tenants)
+        return KVCache(tree, allocator, tenants=tenants)
     states = MambaPool(8)
     hybrid = MambaRadixCache(page_size, allocator, states, eviction_policy=policy)
-    return TenantKVCache(hybrid, allocator, tenants=tenants, states=states)
+    return KVCache(hybrid, allocator, tenants=tenants, states=states)
 
 
 class TenantTraffic:
@@ -59,7 +59,7 @@ class TenantTraffic:
 
     def __init__(
         self,
-        cache: TenantKVCache,
+        cache: KVCache,
         rng: random.Random,
         namespaces: Sequence[str | None] = NAMESPACES,
         retiring: float = 0.4,
@@ -165,24 +165,21 @@ class TenantTraffic:
 
     # ------------------------------------------------------------ the model
 
-    def _check_checked(self, num_pages: int) -> None:
+    def _check_checked(self, num_pages: int, tenant: Tenant) -> None:
         """Refuses exactly what cannot be had."""
-        tenant, shares = self.cache.tenants.caller, Shares(self.cache)
-        assert tenant is not None
-        fits = shares.fits(tenant, max(0, num_pages) * self.cache.page_size)
+        fits = Shares(self.cache).fits(tenant, max(0, num_pages) * self.cache.page_size)
         try:
-            self._check_pages(num_pages)
+            self._check_pages(num_pages, tenant)
         except OutOfSlotsError as error:
             assert not fits or error.pool != "slots", f"{tenant.name} was refused {num_pages} pages that it could have"
             raise
         assert fits, f"{tenant.name} was promised {num_pages} pages that it cannot have"
 
-    def _take_checked(self, num_pages: int) -> Any:
+    def _take_checked(self, num_pages: int, tenant: Tenant) -> Any:
         """Evicts exactly what the model evicts."""
-        tenant, expected = self.cache.tenants.caller, Shares(self.cache)
-        assert tenant is not None
+        expected = Shares(self.cache)
         windows = self.cache.swa_sizes()
-        starts = self._take_pages(num_pages)
+        starts = self._take_pages(num_pages, tenant)
         if num_pages > 0 and (windows is None or windows.free >= num_pages * self.cache.page_size):
             expected.take(tenant, num_pages * self.cache.page_size)
             self._compare(expected)

@@ -20,8 +20,7 @@ from raydix.cache_core import (
     RowCache,
     TokenToKVPoolAllocator,
 )
-from raydix.cache_core.eviction.tenants import Tenants
-from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 
 TREES: list[Callable[[], BasePrefixCache]] = [RadixCache, lambda: RadixCache(1, 2), MambaRadixCache, TriePrefixCache]
@@ -122,7 +121,9 @@ def leases_over(make: Callable[..., BasePrefixCache], *, bigram: bool = False) -
 
 def tenants() -> LeasedCache:
     pool = TokenToKVPoolAllocator(8)
-    return TenantKVCache(RadixCache(token_to_kv_pool_allocator=pool), pool, tenants=Tenants([]))
+    return KVCache(
+        RadixCache(token_to_kv_pool_allocator=pool), pool, tenants=Tenants([Tenant("mine", "mine", floor=2)])
+    )
 
 
 every_lease = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`TenantKVCache`: what floors and caps mean beside retirement, windows and counters."""
+"""`KVCache`: what floors and caps mean beside retirement, windows and counters."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,22 +9,22 @@ from support.caches.small_kv_cache import found, key, publish
 from raydix.cache_core import RadixCache, RadixKey, SlotError, SWATokenToKVPoolAllocator, TokenToKVPoolAllocator
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.leases import kv_cache
-from raydix.cache_core.leases.tenant_kv_cache import TenantKVCache
+from raydix.cache_core.leases.kv_cache import KVCache
 
 
 @pytest.fixture
-def shared() -> Iterator[Callable[..., TenantKVCache]]:
+def shared() -> Iterator[Callable[..., KVCache]]:
     """Eight slots in pages of one token, of which these tenants have shares; the rest is anybody's."""
 
-    def make_cache(*tenants: Tenant) -> TenantKVCache:
+    def make_cache(*tenants: Tenant) -> KVCache:
         allocator = TokenToKVPoolAllocator(8)
         tree = RadixCache(token_to_kv_pool_allocator=allocator)
-        return TenantKVCache(tree, allocator, tenants=Tenants(tenants))
+        return KVCache(tree, allocator, tenants=Tenants(tenants))
 
     yield from checked_after(make_cache)
 
 
-def retire_quiet(cache: TenantKVCache) -> None:
+def retire_quiet(cache: KVCache) -> None:
     cache.retire(lambda extra_key: extra_key == "quiet")
 
 
@@ -35,7 +35,7 @@ def test_what_was_retired_fills_no_floor_until_it_is_reclaimed(monkeypatch: pyte
     monkeypatch.setattr(kv_cache, "_RECLAIMED_AT_ONCE", 0)
     allocator = SWATokenToKVPoolAllocator(20, 20, 1)
     tree, quiet = RadixCache(1, 3, allocator), Tenant("quiet", "quiet", floor=4)
-    cache = TenantKVCache(tree, allocator, tenants=Tenants([quiet]))
+    cache = KVCache(tree, allocator, tenants=Tenants([quiet]))
     publish(cache, 1, 2, 3, ns="quiet")
     cache.evict_window(3)
     retire_quiet(cache)
@@ -49,7 +49,7 @@ def test_what_was_retired_fills_no_floor_until_it_is_reclaimed(monkeypatch: pyte
 
 
 def test_a_lease_stays_within_a_floor_where_what_it_reuses_is_held_already(
-    shared: Callable[..., TenantKVCache],
+    shared: Callable[..., KVCache],
 ) -> None:
     cache = shared(Tenant("quiet", "quiet", floor=3))
     publish(cache, 1, 2, ns="quiet")
@@ -63,7 +63,7 @@ def test_a_lease_stays_within_a_floor_where_what_it_reuses_is_held_already(
 
 
 def test_who_is_at_its_cap_gives_up_what_was_retired_before_what_is_found(
-    shared: Callable[..., TenantKVCache], monkeypatch: pytest.MonkeyPatch
+    shared: Callable[..., KVCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_cache, "_RECLAIMED_AT_ONCE", 0)
     cache = shared(Tenant("quiet", "quiet", cap=4))
@@ -78,7 +78,7 @@ def test_who_is_at_its_cap_gives_up_what_was_retired_before_what_is_found(
     assert found(cache, 3, 4, ns="quiet") == slots
 
 
-def test_what_a_cap_evicts_is_counted(shared: Callable[..., TenantKVCache]) -> None:
+def test_what_a_cap_evicts_is_counted(shared: Callable[..., KVCache]) -> None:
     cache = shared(noisy := Tenant("noisy", "noisy", cap=3))
     publish(cache, 1, 2, 3, ns="noisy")
 
@@ -87,7 +87,7 @@ def test_what_a_cap_evicts_is_counted(shared: Callable[..., TenantKVCache]) -> N
     assert (cache.counters.tokens_evicted, noisy.evicted) == (3, 3)
 
 
-def test_what_was_retired_does_not_count_as_evicted(shared: Callable[..., TenantKVCache]) -> None:
+def test_what_was_retired_does_not_count_as_evicted(shared: Callable[..., KVCache]) -> None:
     cache = shared(quiet := Tenant("quiet", "quiet", floor=3))
     publish(cache, 1, 2, 3, ns="quiet")
 
@@ -97,9 +97,7 @@ def test_what_was_retired_does_not_count_as_evicted(shared: Callable[..., Tenant
 
 
 @pytest.mark.parametrize("verb", ["insert", "release"])
-def test_what_the_pool_refuses_of_a_lease_is_no_longer_its_tenants(
-    shared: Callable[..., TenantKVCache], verb: str
-) -> None:
+def test_what_the_pool_refuses_of_a_lease_is_no_longer_its_tenants(shared: Callable[..., KVCache], verb: str) -> None:
     quiet = Tenant("quiet", "quiet", cap=4)
     cache = shared(quiet)
     publish(cache, 1, 2, ns="quiet")
