@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from operator import index
+from operator import attrgetter, index
 from typing import Any
 
 from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
-from raydix.cache_core.eviction.trie_queue import TrieQueue
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.trie.trie_node import TrieNode, check_structure, format_trie, place_blocks, walk, walk_down
 from raydix.cache_core.trie.trie_tokens import plain_list, token_list
 
@@ -60,7 +60,7 @@ class RadixTrie:
         self.root = TrieNode(None, [], [], 0)  # the end of the empty prefix: never used, evicted or stale
         self.num_blocks = 0  # in the trie
         self.num_evictable_blocks = 0  # of those, the ones that `evict_blocks` can return now
-        self._queue = TrieQueue()
+        self._queue: RecencyQueue[TrieNode] = RecencyQueue(attrgetter("last_access_time"))
         self._clock = 0
 
     # ---------------------------------------------------------------- match and insert
@@ -227,7 +227,7 @@ class RadixTrie:
     def _queue_if_unused_leaf(self, node: TrieNode) -> None:
         """To be called with a node that was stamped just now."""
         if not node.users and not node.children:
-            self._queue.push_newest(node)
+            self._queue.push(node)
 
     # ---------------------------------------------------------------- eviction
 
@@ -286,7 +286,10 @@ class RadixTrie:
             below = Counter(seq_id for child in node.children.values() for seq_id in child.users)
             assert below.keys() <= node.users.keys(), f"rule 3 at {node}"
             assert node.users == {seq_id: below[seq_id] for seq_id in node.users}, f"rule 3 at {node}"
-        self._queue.check(nodes)
+        leaves = {node for node in nodes if not node.children and not node.users}
+        assert leaves == {node for node in nodes if node in self._queue}, f"rule 4: queued wrongly among {nodes}"
+        assert len(self._queue) == len(leaves), f"rule 4: {len(self._queue)} are queued, of {len(leaves)} leaves"
+        self._queue.check_invariants()
         num_blocks = sum(len(node.blocks) for node in nodes)
         num_evictable = sum(len(node.blocks) for node in nodes if not node.users)
         assert num_blocks == self.num_blocks, f"rule 5: {num_blocks} blocks, but {self.num_blocks=}"

@@ -1,90 +1,102 @@
-"""A queue of eviction candidates of any kind, the least recently used first."""
+"""`RecencyQueue`: eviction candidates of any kind, the least recently used first."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-
-class Queueable(Protocol):
-    """What can stand in a `RecencyQueue`."""
-
-    last_used: int
-    queued: bool  # written by the queue only
-
-
-Item = TypeVar("Item", bound=Queueable)
+Item = TypeVar("Item")
 
 
 class RecencyQueue(Generic[Item]):
-    """A line and a lazy heap: an entry is checked when it is popped, not when its item changes.
+    """Items in the order of their last use, in an ordered dict and a lazy heap.
 
-    What is pushed in the order of its use, as new items are, stands in line; the heap takes what comes out of order.
-    An item has one entry at most (`item.queued`). A use only makes an item younger, so an entry whose stamp is old is
-    put back with the new one and order is exact. What was discarded leaves when it is popped, or all together once it
-    is half of the queue. O(1) per item from the line, O(log n) from the heap.
+    Most items are pushed right after a use: they are appended to the dict, in O(1). An item that is pushed later goes
+    to the heap, in O(log n). An item has at most one valid entry. If it is used while it is in the queue, its entry is
+    out of date until the item is pushed again or `pop` meets the entry and moves it, so the order is exact.
+
+    Args:
+        last_use: returns the tick of an item's last use, which must never decrease.
     """
 
-    def __init__(self) -> None:
-        self._line: deque[tuple[int, int, Item]] = deque()  # stamp, a number that no other entry has, item
-        self._heap: list[tuple[int, int, Item]] = []
-        self._number = count()
-        self._num_discarded = 0
+    def __init__(self, last_use: Callable[[Item], int]) -> None:
+        self._last_use = last_use
+        self._recent: OrderedDict[Item, int] = OrderedDict()  # ticks ascend
+        self._newest = 0  # tick of the last item that was appended to `_recent`
+        self._heap: list[tuple[int, int, Item]] = []  # tick, number of the entry, item
+        self._late: dict[Item, int] = {}  # items in the heap, and the number of their valid entry
+        self._numbers = count()
 
     def push(self, item: Item) -> None:
-        """Queue an item; one that stands in the queue stays where it is."""
-        if item.queued:
-            return
-        item.queued = True
-        entry = (item.last_used, next(self._number), item)
-        if not self._line or entry > self._line[-1]:
-            self._line.append(entry)
-        else:
-            heappush(self._heap, entry)
+        """Queue an item. An item that is queued already moves to the end if it is the most recently used one."""
+        tick, recent = self._last_use(item), self._recent
+        if tick >= self._newest:
+            if item in self._late:
+                self._discard_late(item)
+            elif item in recent:
+                del recent[item]
+            recent[item] = self._newest = tick
+        elif item not in recent and item not in self._late:
+            number = self._late[item] = next(self._numbers)
+            heappush(self._heap, (tick, number, item))
 
-    def pop(self, is_candidate: Callable[[Item], bool]) -> Item | None:
-        """Take out the least recently used candidate; None if there is none.
+    def pop(self, is_candidate: Callable[[Item], bool] | None = None) -> Item | None:
+        """Take out and return the least recently used candidate, None if there is none.
 
-        What is no candidate leaves the queue, too: push it again once it is one.
+        Items that are not candidates leave the queue, too: push them again once they are.
         """
-        while self._line or self._heap:
-            stamp, _, item = self._take_first()
-            if not item.queued:
-                self._num_discarded -= 1
+        while self._recent or self._heap:
+            item, tick = self._take_first()
+            if item is None or (is_candidate is not None and not is_candidate(item)):
                 continue
-            item.queued = False
-            if not is_candidate(item):
-                continue
-            if item.last_used == stamp:
+            if self._last_use(item) == tick:
                 return item
             self.push(item)
         return None
 
-    def _take_first(self) -> tuple[int, int, Item]:
-        if self._line and not (self._heap and self._heap[0] < self._line[0]):
-            return self._line.popleft()
-        return heappop(self._heap)
+    def _take_first(self) -> tuple[Item | None, int]:
+        """Remove the first entry; return its item, or None if the entry is invalid, and its tick."""
+        recent, heap = self._recent, self._heap
+        if not heap or (recent and recent[next(iter(recent))] <= heap[0][0]):
+            return recent.popitem(last=False)
+        tick, number, item = heappop(heap)
+        if self._late.get(item) != number:
+            return None, tick
+        del self._late[item]
+        return item, tick
 
     def discard(self, item: Item) -> None:
-        """Forget an item for good: it must not be pushed again."""
-        if not item.queued:
-            return
-        item.queued = False
-        self._num_discarded += 1
-        if self._num_discarded * 2 > self.num_entries:
-            self._line = deque(entry for entry in self._line if entry[2].queued)
-            self._heap = [entry for entry in self._heap if entry[2].queued]
+        """Remove an item if it is in the queue. O(1) amortized."""
+        if item in self._recent:
+            del self._recent[item]
+        elif item in self._late:
+            self._discard_late(item)
+
+    def _discard_late(self, item: Item) -> None:
+        """Make the heap entry of an item invalid; drop all invalid entries once they are the majority."""
+        del self._late[item]
+        if len(self._heap) > 2 * len(self._late):
+            self._heap = [entry for entry in self._heap if self._late.get(entry[2]) == entry[1]]
             heapify(self._heap)
-            self._num_discarded = 0
 
     @property
     def num_entries(self) -> int:
-        """Items in the queue, and those discarded that still stand in it."""
-        return len(self._line) + len(self._heap)
+        """Entries in the dict and in the heap, invalid ones included."""
+        return len(self._recent) + len(self._heap)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._recent or item in self._late
 
     def __len__(self) -> int:
-        """How many items stand in the queue."""
-        return self.num_entries - self._num_discarded
+        return len(self._recent) + len(self._late)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each item has one valid entry and the dict is in order. O(n)."""
+        valid = [entry[2] for entry in self._heap if self._late.get(entry[2]) == entry[1]]
+        assert len(valid) == len(self._late), f"{len(self._late)} items, but {len(valid)} valid entries in the heap"
+        assert self._recent.keys().isdisjoint(self._late), "an item is queued twice"
+        ticks = list(self._recent.values())
+        assert ticks == sorted(ticks), f"the dict is out of order: {ticks}"

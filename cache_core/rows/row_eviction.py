@@ -11,6 +11,7 @@ Rules, checked by the `check` of each:
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import attrgetter
 
 from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.rows.row_tree import Row, RowNode, RowTree
@@ -23,7 +24,7 @@ class LeafEviction:
     def __init__(self, tree: RowTree) -> None:
         self.num_pins = 0  # taken and not given back
         self._tree = tree
-        self._queue: RecencyQueue[RowNode] = RecencyQueue()
+        self._queue: RecencyQueue[RowNode] = RecencyQueue(attrgetter("last_used"))
 
     def offer(self, node: RowNode) -> None:
         """Queue a node if it is a leaf that may go."""
@@ -81,7 +82,7 @@ class LeafEviction:
         for _, node in self._tree.nodes():
             below = sum(child.lock_ref for child in node.children.values())
             assert node.own_pins >= 0 and node.lock_ref == node.own_pins + below, f"rule 1 at {node}"
-            assert node.queued or not _may_go(node), f"rule 2 at {node}"
+            assert node in self._queue or not _may_go(node), f"rule 2 at {node}"
             num_pins += node.own_pins
         assert num_pins == self.num_pins, f"rule 1: {num_pins=}, but {self.num_pins=}"
 
@@ -96,7 +97,7 @@ class RowEviction:
     def __init__(self, allocator: SlotAllocator | None) -> None:
         num_slots = allocator.max_slots if allocator is not None else 0
         self._allocator = allocator
-        self._queue: RecencyQueue[Row] = RecencyQueue()
+        self._queue: RecencyQueue[Row] = RecencyQueue(attrgetter("last_used"))
         self._recorded = SlotMask(num_slots)
         self._parked = SlotMask(num_slots)
 
@@ -142,9 +143,11 @@ class RowEviction:
         self._parked.check_invariants()
         parked = set(self._parked.common(self._parked))
         for row in rows:
-            assert row.queued or row.slot in parked or _has_pin(row), f"rule 3 at {row}"
+            assert row in self._queue or row.slot in parked or _has_pin(row), f"rule 3 at {row}"
         slots = {row.slot for row in rows}
-        assert len(self._queue) == sum(row.queued for row in rows), f"rule 3: {len(self._queue)} rows are queued"
+        assert len(self._queue) == sum(row in self._queue for row in rows), (
+            f"rule 3: {len(self._queue)} rows are queued"
+        )
         assert parked <= slots, f"rule 3: {parked=} of {slots}"
         if self._allocator is not None:
             recorded = set(self._recorded.common(self._recorded))

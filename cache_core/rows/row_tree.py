@@ -27,7 +27,7 @@ WIDTH = 8  # bytes of each id in the tree
 class Row:
     """What is recorded of a slot: its version, and the node at which its valid prefix ends."""
 
-    __slots__ = ("last_used", "queued", "recorded_at", "slot", "tail", "version")
+    __slots__ = ("last_used", "recorded_at", "slot", "tail", "version")
 
     def __init__(self, slot: int, version: int, tail: RowNode, now: int) -> None:
         self.slot = slot
@@ -35,7 +35,6 @@ class Row:
         self.tail = tail
         self.recorded_at = now  # tick of the last insert
         self.last_used = now  # tick of the last insert, or of the last find that returned it
-        self.queued = False
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, version={self.version}, len={self.tail.end})"
@@ -45,7 +44,7 @@ class RowNode:
     """A run of tokens below its parent, and the slots of the rows that hold everything from the root to its end."""
 
     __slots__ = (
-        "children", "data", "end", "last_used", "lock_ref", "namespace", "own_pins", "parent", "queued", "rows",
+        "children", "data", "end", "last_used", "lock_ref", "namespace", "own_pins", "parent", "rows",
     )  # fmt: skip
 
     def __init__(self, parent: RowNode | None, namespace: str | None, data: bytes, end: int, last_used: int) -> None:
@@ -58,7 +57,6 @@ class RowNode:
         self.rows: dict[int, None] = {}  # slots, in the order in which they were recorded
         self.own_pins = 0
         self.lock_ref = 0  # pins of this node and of those below
-        self.queued = False
 
     def __len__(self) -> int:
         return len(self.data) // WIDTH

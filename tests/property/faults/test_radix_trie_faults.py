@@ -7,7 +7,7 @@ from support.faults.faults import Catalogue, Fault, Patch, around
 from support.traffic.trie import TrafficFailed, run_trie_traffic
 
 from raydix.cache_core import InvalidKeyError, RadixTrie, TrieNode, radix_trie
-from raydix.cache_core.eviction.trie_queue import TrieQueue
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.trie import trie_node, trie_tokens
 
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
@@ -261,7 +261,7 @@ def a_release_does_not_renew(patch: Patch) -> None:
                 trie._queue.discard(other)
         for leaf in sorted(trie.nodes(), key=lambda node: node.last_access_time):
             if not leaf.users and not leaf.children:
-                trie._queue.push_newest(leaf)
+                trie._queue.push(leaf)
 
     around(patch, RadixTrie, "mark_not_in_use_by", release)
 
@@ -300,23 +300,35 @@ def a_release_above_a_node_that_is_held_goes_through(patch: Patch) -> None:
 # ---------------------------------------------------------------- eviction
 
 
+def push_last(queue: RecencyQueue[TrieNode], leaf: TrieNode) -> None:
+    """`push`, as if the leaf had just been used."""
+    queue._recent[leaf] = leaf.last_access_time
+    queue._recent.move_to_end(leaf)
+
+
 @fault
 def the_most_recently_used_goes_first(patch: Patch) -> None:
-    def pop(queue: TrieQueue) -> Any:
-        return queue._row.popitem(last=True)[0] if queue._row else None
+    def pop(queue: RecencyQueue[TrieNode]) -> Any:
+        return queue._recent.popitem(last=True)[0] if queue._recent else None
 
-    patch.setattr(TrieQueue, "pop", pop)
-    patch.setattr(TrieQueue, "push", TrieQueue.push_newest)
+    patch.setattr(RecencyQueue, "pop", pop)
+    patch.setattr(RecencyQueue, "push", push_last)
 
 
 @fault
 def a_new_leaf_of_an_old_node_goes_last(patch: Patch) -> None:
-    patch.setattr(TrieQueue, "push", TrieQueue.push_newest)
+    patch.setattr(RecencyQueue, "push", push_last)
 
 
 @fault
 def a_leaf_keeps_its_turn_when_it_is_used_again(patch: Patch) -> None:
-    patch.setattr(TrieQueue, "push_newest", lambda queue, leaf: queue._row.setdefault(leaf))
+    def push(original: Any, queue: RecencyQueue[TrieNode], leaf: TrieNode) -> None:
+        if leaf in queue._recent:
+            queue._recent[leaf] = leaf.last_access_time
+        else:
+            original(queue, leaf)
+
+    around(patch, RecencyQueue, "push", push)
 
 
 @fault
@@ -324,7 +336,7 @@ def leaves_in_use_are_evicted(patch: Patch) -> None:
     def evict(original: Any, trie: RadixTrie, count: int) -> list[Any]:
         for leaf in trie.nodes():
             if leaf.users and not leaf.children:
-                trie._queue.push_newest(leaf)
+                trie._queue.push(leaf)
                 trie.num_evictable_blocks += len(leaf.blocks)
         return original(trie, count)  # type: ignore[no-any-return]
 
@@ -337,7 +349,7 @@ def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
         parent = leaf.parent
         trimmed = original(trie, leaf, most)
         if parent is not None and not parent.children:
-            parent.last_access_time += 1  # kills its entry
+            trie._queue.discard(parent)
         return trimmed
 
     around(patch, RadixTrie, "_trim", trim)

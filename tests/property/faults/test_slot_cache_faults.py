@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappush
 from typing import Any
 
 import pytest
@@ -333,32 +332,29 @@ def a_copy_takes_what_is_left_of_a_stale_prefix(patch: Patch) -> None:
 
 @fault
 def the_most_recently_used_goes_first(patch: Patch) -> None:
-    def push(queue: RecencyQueue[Any], item: Any) -> None:
-        if not item.queued:
-            item.queued = True
-            heappush(queue._heap, (-item.last_used, next(queue._number), item))
+    def pop(queue: RecencyQueue[Any], is_candidate: Any) -> Any:
+        for item in sorted([*queue._recent, *queue._late], key=queue._last_use, reverse=True):
+            queue.discard(item)
+            if is_candidate(item):
+                return item
+        return None
 
-    def pop(original: Any, queue: RecencyQueue[Any], is_candidate: Any) -> Any:
-        for at, (_, number, item) in enumerate(queue._heap):
-            queue._heap[at] = (item.last_used, number, item)  # so that no entry looks out of date
-        return original(queue, is_candidate)
-
-    patch.setattr(RecencyQueue, "push", push)
-    around(patch, RecencyQueue, "pop", pop)
+    patch.setattr(RecencyQueue, "pop", pop)
 
 
 @fault
 def a_use_is_not_noticed_by_the_queue(patch: Patch) -> None:
-    def pop(original: Any, queue: RecencyQueue[Any], is_candidate: Any) -> Any:
-        stamps = {item: stamp for stamp, _, item in [*queue._heap, *queue._line]}
-        used = {item: item.last_used for item in stamps}
-        for item, stamp in stamps.items():
-            item.last_used = stamp
-        found = original(queue, is_candidate)
-        for item in stamps:
-            item.last_used = used[item]
-        return found
+    def push(original: Any, queue: RecencyQueue[Any], item: Any) -> None:
+        if item not in queue:
+            original(queue, item)
 
+    def pop(original: Any, queue: RecencyQueue[Any], is_candidate: Any) -> Any:
+        ticks = {item: tick for tick, _, item in queue._heap} | queue._recent
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(queue, "_last_use", ticks.__getitem__)
+            return original(queue, is_candidate)
+
+    around(patch, RecencyQueue, "push", push)
     around(patch, RecencyQueue, "pop", pop)
 
 
@@ -429,12 +425,19 @@ def a_row_whose_pin_was_released_is_never_given_up_again(patch: Patch) -> None:
 
 @fault
 def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
+    parents = set[RowNode]()
+
     def remove_leaf(original: Any, tree: RowTree, leaf: RowNode) -> Any:
         parent = original(tree, leaf)
-        parent.queued = bool(parent.rows)  # as if it stood in the queue
+        parents.add(parent)
         return parent
 
+    def offer(original: Any, leaves: LeafEviction, node: RowNode) -> None:
+        if node not in parents:
+            original(leaves, node)
+
     around(patch, RowTree, "remove_leaf", remove_leaf)
+    around(patch, LeafEviction, "offer", offer)
 
 
 @fault

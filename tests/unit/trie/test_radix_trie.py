@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from support.caches.invariant_fixtures import checked_after
+from support.faults.faults import around
 
 from raydix.cache_core import InvalidKeyError, LockError, RadixTrie, StaleNodeError, TrieNode
-from raydix.cache_core.eviction import trie_queue
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 
 CHAIN = 10_000  # one-token nodes, one below the other
 
@@ -584,15 +585,9 @@ def test_an_eviction_looks_at_as_many_nodes_in_a_large_trie_as_in_a_small_one(
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The heap entries that an eviction looks at; it looks at one more leaf, the first of the row."""
+    """The queue entries that an eviction looks at."""
     seen: list[Any] = []
-    is_live = trie_queue._is_live
-
-    def look(entry: Any) -> bool:
-        seen.append(entry)
-        return is_live(entry)
-
-    monkeypatch.setattr(trie_queue, "_is_live", look)
+    around(monkeypatch, RecencyQueue, "_take_first", lambda original, queue: seen.append(queue) or original(queue))
     return seen
 
 
