@@ -11,15 +11,15 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raydix.actors.service.cache_actor import PrefixCacheActor
 from raydix.actors.service.config_difference import config_difference
-from raydix.actors.transport.call_arguments import checked_config, checked_name
 from raydix.actors.transport.pool_memory import may_lie_on_gpu
 from raydix.actors.transport.ray_calls import from_ray
-from raydix.actors.transport.validation import checked_seconds
+from raydix.actors.transport.validation import checked_config, checked_name, checked_seconds
 from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest
+from raydix.schemas.protocol import check_handshake, handshake
 from raydix.schemas.shown import brief, cut
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def start_cache(
         timeout_s: how long starting may take, waiting for another cache of that name to end included.
 
     Raises:
-        ConfigMismatch: a cache of that name runs with another configuration.
+        ConfigMismatch: a cache of that name runs with another configuration, or speaks another protocol.
         CacheUnavailable: it could not be started or did not become ready in time; the message says why, and what this
             call has started is ended.
         InvalidRequest: `config` is none, `timeout_s` no finite number of seconds, `name` no name, or Ray refuses one of
@@ -155,7 +155,8 @@ def connect(
 
     Raises:
         CacheUnavailable: no cache of that name runs, or it is asked and shuts down or does not answer.
-        ConfigMismatch: it runs with another configuration than `config`.
+        ConfigMismatch: the cache is asked and runs with another configuration than `config`, or speaks another
+            protocol.
         InvalidRequest: an argument is wrong; the message says which and why.
     """
     if config is not None:
@@ -219,14 +220,17 @@ def _ready(
         return None if _may_wait(deadline) else _still_there(name, timeout_s)
     except RayError as error:
         return from_ray(error)
+    failed: CacheError
     try:
         return actor, _digest_of(actor, max(0.0, deadline - time.monotonic()))
+    except ConfigMismatch as error:  # of its protocol
+        failed = error.with_traceback(None)
+        if found is not None:
+            return failed
     except GetTimeoutError:
         if found is not None:
             return _still_there(name, timeout_s)
-        failed: CacheError = CacheUnavailable(
-            f"the cache did not start in {timeout_s} s: does the cluster have room for it?"
-        )
+        failed = CacheUnavailable(f"the cache did not start in {timeout_s} s: does the cluster have room for it?")
     except RayError as error:
         failed = from_ray(error)
         failed.__cause__ = error.with_traceback(None)
@@ -273,18 +277,31 @@ def check_handle(cache: Any) -> None:
 
 
 def _digest_of(actor: ActorHandle[Any], timeout_s: float) -> str:
-    """Return which configuration a cache runs with, as soon as it is ready.
+    """Return the digest of a cache's configuration, as soon as the cache is ready.
 
     Raises:
-        GetTimeoutError: it has not answered in `timeout_s`, or the caller has given up.
-        RayError: it has died, restarts or shuts down.
+        ConfigMismatch: the cache speaks another protocol.
+        GetTimeoutError: the cache has not answered in `timeout_s`, or the caller has given up.
+        RayError: the cache has died, restarts or shuts down.
     """
     deadline = time.monotonic() + timeout_s
-    asked: Any = actor.config_digest.remote()
+    try:
+        row = _answer_of(actor.handshake.remote(handshake()), deadline)
+    except AttributeError:  # the handle's: a cache of protocol 0 has no such method
+        row = None
+    except RayTaskError as error:
+        if not isinstance(error.cause, AttributeError):  # the actor's
+            raise
+        row = None
+    check_handshake(row, "cache")
+    return cast(str, _answer_of(actor.config_digest.remote(handshake()), deadline))
+
+
+def _answer_of(asked: Any, deadline: float) -> Any:
     while not ray.wait([asked], timeout=min(_LOOK_S, max(0.0, deadline - time.monotonic())))[0]:
         if not _may_wait(deadline):
-            raise GetTimeoutError(f"the cache has not answered in {timeout_s} s")
-    return cast(str, ray.get(asked))
+            raise GetTimeoutError("the cache has not answered in time")
+    return ray.get(asked)
 
 
 def _check_digest(

@@ -305,5 +305,9 @@ with warnings.catch_warnings():
             return self.page_size if self.max_seq_len is None else self.max_seq_len
 
         def digest(self) -> str:
-            """A short hash of every field: equal digests, equal configurations."""
-            return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+            """Return a short hash of every field that differs from its default: equal digests, equal configurations.
+
+            A field that is added with a default changes no digest. A default that changes gets a new protocol number:
+            see `raydix.schemas.protocol`.
+            """
+            return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()[:16]

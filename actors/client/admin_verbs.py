@@ -7,9 +7,8 @@ from typing import Any
 
 from raydix.actors.client.event_verbs import EventVerbs
 from raydix.actors.sessions.bound_models import LAPSED
-from raydix.actors.transport.call_arguments import checked_namespace
 from raydix.actors.transport.error_map import may_have_taken_effect
-from raydix.actors.transport.validation import checked_response, make_request
+from raydix.actors.transport.validation import checked_namespace, checked_response, make_request
 from raydix.schemas import (
     BindModelRequest,
     BindModelResponse,

@@ -49,7 +49,7 @@ class EventVerbs(ClientSession):
                 ago. Another epoch counts anew: whoever kept a number across a restart compares epochs.
 
         Raises:
-            InvalidRequest: `after_seq` is no number of an event, or the cache tells no events.
+            InvalidRequest: `after_seq` is no number of an event, or the cache publishes no events.
             StaleEpoch: the cache has restarted; its events begin anew.
             CacheUnavailable: it does not answer, as while it restarts.
 
@@ -85,7 +85,7 @@ class EventVerbs(ClientSession):
         node, and 0.1 us a page.
 
         Raises:
-            InvalidRequest: the cache tells no events.
+            InvalidRequest: the cache publishes no events.
         """
         response = await self._call(EventSnapshotRequest())
         assert isinstance(response, KVEventSnapshot), f"a snapshot was due, not {type(response).__name__}"

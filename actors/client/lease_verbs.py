@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raydix.actors.client.handover_verbs import HandoverVerbs
 from raydix.actors.client.lease import Lease, not_mine
 from raydix.actors.client.pending_lease import pending
-from raydix.actors.transport.call_arguments import checked_count, checked_namespace, checked_token_ids, checked_tokens
 from raydix.actors.transport.error_map import may_have_taken_effect
-from raydix.actors.transport.validation import checked_response, make_checked, make_request
+from raydix.actors.transport.validation import (
+    checked_count,
+    checked_namespace,
+    checked_response,
+    checked_token_ids,
+    checked_tokens,
+    make_checked,
+    make_request,
+)
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,

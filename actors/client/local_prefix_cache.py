@@ -8,8 +8,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from raydix.actors.client.lease_verbs import CacheVerbs
-from raydix.actors.transport.call_arguments import checked_config
-from raydix.actors.transport.validation import checked_message, checked_seconds
+from raydix.actors.transport.validation import checked_config, checked_message, checked_seconds
 from raydix.schemas import CacheConfig, CacheReport, RecordingStatus, StartRecording
 
 if TYPE_CHECKING:

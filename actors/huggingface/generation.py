@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from raydix.actors.transport.call_arguments import checked_count
+from raydix.actors.transport.validation import checked_count
 from raydix.schemas import InvalidRequest, Message, TokenIds
 from raydix.schemas.shown import brief
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -42,6 +43,7 @@ from raydix.schemas import (
     WaitRequest,
     WriteKV,
 )
+from raydix.schemas.protocol import Handshake, check_handshake, handshake
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -91,18 +93,41 @@ class PrefixCacheActor:
 
         return MetricsPublisher(self._host.service.stats, _own_name(), config.metrics.interval_s)
 
-    async def config_digest(self) -> str:
-        """Which configuration this cache runs with; also says that it is ready.
+    async def handshake(self, row: Sequence[str | int]) -> Handshake:
+        """Return this cache's protocol and version; its callers compare them with their own: see `schemas.protocol`.
+
+        It is the first call of every client. The argument and the result are of built-in types, whatever the protocol.
+        """
+        return handshake()
+
+    async def config_digest(self, row: Sequence[str | int] = ()) -> str:
+        """Return the digest of this cache's configuration, once the cache is ready.
+
+        Args:
+            row: the caller's handshake. Clients of protocol 0 send none.
 
         Raises:
-            CacheUnavailable: it is shutting down.
+            CacheUnavailable: the cache is shutting down.
+            ConfigMismatch: the caller speaks another protocol.
         """
+        check_handshake(row, "client")
         self._host.service.check_taking()
         self._start_metrics()
         return self._host.service.config.digest()
 
-    async def open_session(self, request: OpenSession, owner: ActorHandle[Any] | None = None) -> SessionResponse:
-        """Open a client's session, which ends with the actor that owns it, if one does."""
+    async def open_session(
+        self, request: OpenSession, owner: ActorHandle[Any] | None = None, row: Sequence[str | int] = ()
+    ) -> SessionResponse:
+        """Open a client's session.
+
+        Args:
+            owner: the handle of the actor whose death ends the session; None: no actor's.
+            row: the client's handshake. Clients of protocol 0 send none.
+
+        Raises:
+            ConfigMismatch: the client speaks another protocol, or asks for another configuration.
+        """
+        check_handshake(row, "client")
         if owner is not None:
             check_watchable(owner)
         channel = await self._channels.address()

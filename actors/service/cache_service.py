@@ -19,13 +19,13 @@ from raydix.actors.observe.recordings import Recordings
 from raydix.actors.service.core_factory import build_core
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.eviction_task import EvictionTask
-from raydix.actors.service.model_bindings import ModelBindings
-from raydix.actors.service.request_handlers import DRAINING, RequestHandlers
+from raydix.actors.service.request_handlers import DRAINING, NO_EVENTS, RequestHandlers
 from raydix.actors.service.stats import core_stats
+from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.deadlocks import Deadlocks
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.lease_owners import LeaseOwners
-from raydix.actors.sessions.refusals import Refusals
+from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.session_reaper import SessionReaper
 from raydix.actors.sessions.session_table import Session
 from raydix.actors.sessions.wait_queue import WaitQueue
@@ -39,19 +39,16 @@ from raydix.schemas import (
     BatchResponse,
     BindModelRequest,
     CacheConfig,
-    CacheError,
     CacheReport,
     CacheStats,
     CacheUnavailable,
     CloseSession,
     ConfigMismatch,
-    EventSnapshotRequest,
     ExtendRequest,
     GrantRequest,
     InsertRequest,
     InvalidRequest,
     KVEventBatch,
-    KVEventSnapshot,
     Message,
     NextEvents,
     OpenSession,
@@ -59,18 +56,15 @@ from raydix.schemas import (
     SessionRef,
     SessionResponse,
     StaleEpoch,
-    StatsRequest,
     WaitRequest,
 )
 from raydix.schemas.message import assemble
 
-_NO_EVENTS = "this cache tells no events: start it with CacheConfig(events=True)"
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
-_SERVED_HERE = {StatsRequest, EventSnapshotRequest, AdoptRequest}  # the last if it was granted in another life
 _NOT_LATE = (AdoptRequest, BindModelRequest, ExtendRequest, GrantRequest, InsertRequest, ReleaseWindowRequest)
-_NUM_OWNERS = 32  # told in statistics
-_TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
+_NUM_OWNERS = 32  # in the statistics
+_TURN_TIMEOUT_S = 5.0  # that a batch waits for the one before it
 
 
 class Restarts(NamedTuple):
@@ -113,32 +107,35 @@ class CacheService:
         self._closed = False
         self.clock = clock
         self._batch_size = Distribution(BATCH_SIZES)
-        self.line = WaitQueue(config.leases.max_waiters, clock)
+        self.wait_queue = WaitQueue(config.leases.max_waiters, clock)
         self.core, gauges = build_core(config, pool, self._on_pressure)
         self.bindings = ModelBindings(self.core, config.fingerprint)
-        self.reaper = SessionReaper(config.leases, self.core, self.line, self._after_session, clock)
+        self.reaper = SessionReaper(config.leases, self.core, self.wait_queue, self._after_session, clock)
         self.sessions = self.reaper.sessions
-        self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self._serve_line)
-        self.offers = LeaseOffers(self.core, config.leases.grant_timeout_s, self._serve_line, clock)
+        self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self._serve_queue)
+        self.offers = LeaseOffers(self.core, config.leases.grant_timeout_s, self._serve_queue, clock)
         self._owners = LeaseOwners(self.core, self.sessions)
         self.lag = LoopLag()
-        refusals = Refusals(self.core, self._owners)
-        self._handlers = RequestHandlers(
-            self.core,
-            self.line,
-            refusals,
-            self.offers,
-            self.bindings,
-            config.leases.acquire_timeout_s,
-            lambda tick: self.insight.unused_s(tick),
-        )
-        self._deadlocks = Deadlocks(self.core, self.line, self._handlers.admission)
+        timeout_s = config.leases.acquire_timeout_s
+        self._admission = Admission(self.core, self.wait_queue, self._owners, self.bindings, timeout_s)
+        self._deadlocks = Deadlocks(self.core, self.wait_queue, self._admission)
         self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
         if self.feed is not None:
             self.core.publish_events_to(self.feed)
 
         self.core.use_clock(clock)
         self.insight = Insight(self.core, clock)
+        self._handlers = RequestHandlers(
+            epoch,
+            self.core,
+            self.wait_queue,
+            self._admission,
+            self.offers,
+            self.bindings,
+            self.feed,
+            self.stats,
+            self.insight.unused_s,
+        )
         self.recordings = Recordings(self.core.observers, clock, config.page_size)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
@@ -174,7 +171,7 @@ class CacheService:
         self.offers.stop()
         self.lag.stop()
         self.insight.stop()
-        self.line.change_loop()
+        self.wait_queue.change_loop()
         self.recordings.change_loop()
         if self.feed is not None:
             self.feed.change_loop()
@@ -199,11 +196,11 @@ class CacheService:
         self.bindings.forget(session_id)
         if self.feed is not None:
             self.feed.wake()
-        self._serve_line()
+        self._serve_queue()
 
-    def _serve_line(self) -> None:
+    def _serve_queue(self) -> None:
         """Slots may have become free, or no lease that holds some may be about to end."""
-        self.line.serve()
+        self.wait_queue.serve()
         self._deadlocks.resolve()
 
     def session(self, session_id: str, epoch: str) -> Session:
@@ -239,7 +236,7 @@ class CacheService:
         """
         deadline = time.monotonic() + checked_seconds(drain_s)
         self._handlers.draining = True
-        self.line.refuse_all(CacheUnavailable(DRAINING))
+        self.wait_queue.refuse_all(CacheUnavailable(DRAINING))
         while len(self.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
             await asyncio.sleep(_DRAIN_POLL_S)
         return len(self.core.leases)
@@ -260,51 +257,46 @@ class CacheService:
     # ---------------------------------------------------------------- execution
 
     async def execute_packed(self, *parts: bytes) -> bytes:
-        """Execute a numbered batch that a call brought; a packed `BatchResponse`."""
+        """Execute a numbered batch that a Ray call brought; return a packed `BatchResponse`."""
         arrived_at = self.clock()
-        return batch_codec.pack(
-            await self.execute_in_turn(checked_message(Batch, batch_codec.unpack(*parts)), arrived_at)
-        )
+        batch = checked_message(Batch, batch_codec.unpack(*parts))
+        return batch_codec.pack(await self.execute_in_turn(batch, arrived_at))
 
     async def execute_in_turn(self, batch: Batch, arrived_at: float | None = None) -> BatchResponse:
-        """Execute a numbered batch after the one that it names. It arrived at that time of the clock; None: now."""
+        """Execute a numbered batch after the one that it names: Ray starts the calls of a client in any order.
+
+        Args:
+            arrived_at: when the batch arrived, by the clock; None: now.
+        """
         if arrived_at is None:
             arrived_at = self.clock()
-        if (response := self.execute_if_due(batch, arrived_at)) is not None:
-            return response
         session = self.session(batch.session_id, batch.epoch)
-        turn = session.batch_order.setdefault(batch.after, asyncio.get_running_loop().create_future())
-        await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
-        session.batch_order.pop(batch.after, None)
-        return self._execute_numbered(batch, session, arrived_at)
-
-    def execute_if_due(self, batch: Batch, arrived_at: float) -> BatchResponse | None:
-        """Execute a numbered batch now; None if the one that it names has not been executed yet."""
-        session = self.session(batch.session_id, batch.epoch)
-        return self._execute_numbered(batch, session, arrived_at) if batch.after <= session.executed_seq else None
-
-    def _execute_numbered(self, batch: Batch, session: Session, arrived_at: float) -> BatchResponse:
+        if batch.after > session.executed_seq:
+            turn = session.batch_order.setdefault(batch.after, asyncio.get_running_loop().create_future())
+            await asyncio.wait((turn,), timeout=_TURN_TIMEOUT_S)  # the batch before it may be lost on the way
+            session.batch_order.pop(batch.after, None)
+            session = self.session(batch.session_id, batch.epoch)  # it may have ended meanwhile
         try:
             if 0 < batch.seq < session.executed_seq:  # 0: in no order
-                return self._execute_overtaken(batch)
-            return self.execute(batch.session_id, batch.epoch, batch.requests, arrived_at)
+                return self._execute_overtaken(session, batch.requests)
+            return self._execute(session, batch.requests, arrived_at)
         finally:
             session.executed_seq = max(session.executed_seq, batch.seq)
             if (turn_of_next := session.batch_order.pop(batch.seq, None)) is not None:
                 turn_of_next.set_result(None)
 
-    def _execute_overtaken(self, batch: Batch) -> BatchResponse:
-        """Execute a batch that comes after a later one, but for what its client may have given up by now.
+    def _execute_overtaken(self, session: Session, requests: Sequence[Message]) -> BatchResponse:
+        """Execute a batch that arrives after a later one, but for requests that its client may have given up.
 
-        Nobody would know of leases that were its own from now on, nor that pages of one are not any more: it may have
-        been told of them by an answer since; and a growth would take a newer one of its lease out of line. What else it
-        may have given up says so by itself, as the lease that it was for has ended.
+        An answer to the later batch may have told the client that a lease, or a page of one, is not its own: the client
+        would not know of those that it gets now. A growth would take a newer one of its lease out of the queue. Other
+        requests that the client may have given up fail by themselves, as the lease that they name has ended.
         """
-        kept = tuple([request for request in batch.requests if not isinstance(request, _NOT_LATE)])
-        done = self.execute(batch.session_id, batch.epoch, kept)
+        kept = tuple([request for request in requests if not isinstance(request, _NOT_LATE)])
+        done = self._execute(session, kept, self.clock())
         responses = iter(done.responses)
         refused = CacheUnavailable("the request came too late, after later ones of its client: ask again")
-        answers = [refused if isinstance(each, _NOT_LATE) else next(responses) for each in batch.requests]
+        answers = [refused if isinstance(each, _NOT_LATE) else next(responses) for each in requests]
         return assemble(BatchResponse, {"epoch": done.epoch, "responses": tuple(answers)})
 
     def execute(
@@ -312,21 +304,25 @@ class CacheService:
     ) -> BatchResponse:
         """Execute requests in order; one that fails leaves its error in its place.
 
-        `arrived_at` is the clock's time at which they arrived; None: now.
+        Args:
+            arrived_at: when the requests arrived, by the clock; None: now.
 
         Raises:
             CacheError: the session is over; or with `CacheConfig.validate` a rule of the cache is broken afterwards.
         """
-        session_id = self.session(session_id, epoch).session_id
+        return self._execute(self.session(session_id, epoch), requests, arrived_at)
+
+    def _execute(self, session: Session, requests: Sequence[Message], arrived_at: float | None) -> BatchResponse:
         if arrived_at is None:
             arrived_at = self.clock()
         self._batch_size.add(len(requests))
-        num_acquires = self._handlers.num_acquires
-        responses = tuple([self._respond(session_id, request) for request in requests])
-        if self.line.waiting:
-            self._serve_line()
-        if num_acquires != self._handlers.num_acquires:
-            self.line.acquire_latency.add(self.clock() - arrived_at, self._handlers.num_acquires - num_acquires)
+        num_acquires, dispatch = self._admission.num_acquires, self._handlers.dispatch
+        responses = tuple([dispatch(session.session_id, request) for request in requests])
+        if self.wait_queue.waiting:
+            self._serve_queue()
+        num_acquires = self._admission.num_acquires - num_acquires
+        if num_acquires:
+            self.wait_queue.acquire_latency.add(self.clock() - arrived_at, num_acquires)
         if self.config.validate:
             try:
                 self.core.check_invariants()
@@ -334,38 +330,21 @@ class CacheService:
                 raise to_cache_error(error) from error
         return assemble(BatchResponse, {"epoch": self.epoch, "responses": responses})
 
-    def _respond(self, session_id: str, request: Message) -> Message | CacheError:
-        if type(request) not in _SERVED_HERE:
-            return self._handlers.handle(session_id, request)
-        match request:
-            case StatsRequest():
-                return self.stats()
-            case EventSnapshotRequest():
-                return self._event_snapshot()
-            case AdoptRequest() if request.granted_epoch != self.epoch:
-                return StaleEpoch(request.granted_epoch, self.epoch)
-        return self._handlers.handle(session_id, request)
-
     async def wait(self, request: WaitRequest) -> Message:
         """The outcome of a request that was put in line."""
         session = self.session(checked_message(WaitRequest, request).session_id, request.epoch)
-        return await self.line.outcome(session.session_id, request.ticket)
+        return await self.wait_queue.outcome(session.session_id, request.ticket)
 
     async def next_events(self, request: NextEvents) -> KVEventBatch:
         """The events after those that a client has seen, or none after its timeout.
 
         Raises:
-            InvalidRequest: this cache tells no events.
+            InvalidRequest: this cache publishes no events.
         """
         self.session(checked_message(NextEvents, request).session_id, request.epoch)
         if self.feed is None:
-            raise InvalidRequest(_NO_EVENTS)
+            raise InvalidRequest(NO_EVENTS)
         return await self.feed.next_batch(request.after_seq, request.timeout_s)
-
-    def _event_snapshot(self) -> KVEventSnapshot | InvalidRequest:
-        if self.feed is None:
-            return InvalidRequest(_NO_EVENTS)
-        return self.feed.snapshot(self.core.resident_pages())
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Time evictions and the history by this clock, in seconds, as that of a trace; before the first request."""
@@ -388,16 +367,16 @@ class CacheService:
             open_sessions=len(self.sessions),
             bindings=len(self.bindings),
             model_fingerprint="" if self.bindings.base is None else str(self.bindings.base),
-            waiters=len(self.line),
+            waiters=len(self.wait_queue),
             expired_sessions=self.reaper.num_expired,
             dead_sessions=self.reaper.num_dead,
-            exhausted=self._handlers.admission.num_exhausted,
+            exhausted=self._admission.num_exhausted,
             deadlocks=self._deadlocks.num_broken,
             grants_expired=self.offers.num_expired,
-            refusals=dict(self._handlers.admission.refusals),
-            waited=self.line.num_waited,
-            wait_time=self.line.wait_time.histogram(),
-            acquire_latency=self.line.acquire_latency.histogram(),
+            refusals=dict(self._admission.refusals),
+            waited=self.wait_queue.num_waited,
+            wait_time=self.wait_queue.wait_time.histogram(),
+            acquire_latency=self.wait_queue.acquire_latency.histogram(),
             batch_size=batch_size,
             batches=batch_size.count,
             requests=int(batch_size.sum),

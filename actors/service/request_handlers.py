@@ -1,23 +1,18 @@
-"""What the cache does for each request: the verbs, as seen from the cache's side."""
+"""`RequestHandlers`: the dispatch of requests to the cache's verbs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from raydix.actors.service.model_bindings import ModelBindings
-from raydix.actors.service.tree_answer import tree_answer
-from raydix.actors.sessions.admission import Admission
+from raydix.actors.service.event_feed import EventFeed
+from raydix.actors.service.stats import tree_response
+from raydix.actors.sessions.admission import Admission, key_of, packed
 from raydix.actors.sessions.lease_offers import LeaseOffers
-from raydix.actors.sessions.refusals import Refusals
+from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
-from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core import LeasedCache, OutOfSlotsError
 from raydix.cache_core.outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
@@ -28,18 +23,20 @@ from raydix.schemas import (
     BindModelRequest,
     BindModelResponse,
     CacheError,
+    CacheStats,
     CacheUnavailable,
     CheckInvariantsRequest,
+    EventSnapshotRequest,
     EvictRequest,
     EvictResponse,
     ExplainRequest,
     ExplainResponse,
     ExtendRequest,
-    ExtendResponse,
     GrantRequest,
     InsertRequest,
     InsertResponse,
     InvalidRequest,
+    KVEventSnapshot,
     LeaseResponse,
     LockRequest,
     MatchRequest,
@@ -52,11 +49,12 @@ from raydix.schemas import (
     RetireResponse,
     RevokeRequest,
     RevokeResponse,
+    StaleEpoch,
+    StatsRequest,
     TakeBackRequest,
     TokenIds,
     TreeRequest,
     TreeResponse,
-    WaitingResponse,
     WindowResponse,
     WithdrawRequest,
     namespaces_of,
@@ -65,52 +63,57 @@ from raydix.schemas import (
 from raydix.schemas.message import Malformed
 
 DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
-_INT32 = np.dtype("<i4")
+NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events=True)"
 _TAKING = (AcquireRequest, LockRequest, ExtendRequest)
+
+Answer = Message | CacheError
 
 
 class RequestHandlers:
     """One method per verb. Each runs without awaiting, so each is atomic on the cache's loop.
 
     Attributes:
-        draining: nothing more is taken: leases are published and ended, no more.
-        admission: of leases that begin or grow.
-        num_acquires: `acquire` requests that were answered, granted or refused, without waiting.
+        draining: leases are published and ended; none begins or grows.
 
     Args:
+        epoch: names this life of the cache.
         core: the cache.
-        line: where those wait who find no room.
-        refusals: what those are told who find none.
+        wait_queue: of the requests that find no room.
+        admission: of leases that begin or grow.
         offers: leases that were granted and not adopted yet.
         bindings: of sessions to models.
-        acquire_timeout_s: how long they wait unless they say otherwise.
+        feed: of events; None: the cache publishes none.
+        stats: returns all counts.
         unused_s: returns the seconds since a tick of the cache's clock, if it has one.
     """
 
     def __init__(
         self,
+        epoch: str,
         core: LeasedCache,
-        line: WaitQueue,
-        refusals: Refusals,
+        wait_queue: WaitQueue,
+        admission: Admission,
         offers: LeaseOffers,
         bindings: ModelBindings,
-        acquire_timeout_s: float,
+        feed: EventFeed | None,
+        stats: Callable[[], CacheStats],
         unused_s: Callable[[int], float | None],
     ) -> None:
-        self.core = core
-        self.line = line
         self.draining = False
-        self.num_acquires = 0
-        self.admission = Admission(core, line, refusals, acquire_timeout_s)
+        self._epoch = epoch
+        self._core = core
+        self._wait_queue = wait_queue
+        self._admission = admission
         self._offers = offers
         self._bindings = bindings
+        self._feed = feed
         self._unused_s = unused_s
-        self._verbs: dict[type[Message], Callable[[str, Any], Message]] = {
+        self._verbs: dict[type[Message], Callable[[str, Any], Answer]] = {
             MatchRequest: self._match,
-            LockRequest: self._lock,
-            AcquireRequest: self._acquire,
+            LockRequest: admission.lock,
+            AcquireRequest: admission.acquire,
             InsertRequest: self._insert,
-            ExtendRequest: self._extend,
+            ExtendRequest: admission.extend,
             ReleaseWindowRequest: self._release_window,
             WithdrawRequest: self._withdraw,
             ReleaseRequest: self._release,
@@ -125,147 +128,101 @@ class RequestHandlers:
             RetireRequest: self._retire,
             ExplainRequest: self._explain,
             TreeRequest: self._tree,
+            StatsRequest: lambda session_id, request: stats(),
+            EventSnapshotRequest: self._event_snapshot,
             CheckInvariantsRequest: self._check_invariants,
         }
 
-    def handle(self, session_id: str, request: Message) -> Message | CacheError:
-        """The response to one request of a session, or the error that it failed with."""
+    def dispatch(self, session_id: str, request: Message) -> Answer:
+        """Return the response to one request of a session, or the error that it failed with."""
         verb = self._verbs.get(type(request))
         if verb is None:
             is_torn = isinstance(request, Malformed)
             text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
-            return self.admission.counted(InvalidRequest(text))
+            return self._admission.counted(InvalidRequest(text))
         if self.draining and isinstance(request, _TAKING):
-            return self.admission.counted(CacheUnavailable(DRAINING))
+            return self._admission.counted(CacheUnavailable(DRAINING))
         try:
             return verb(session_id, request)
         except OutOfSlotsError as error:
-            return self.admission.refusal(None, error)
+            return self._admission.refusal(None, error)
         except Exception as error:  # every failure becomes its caller's typed error
-            return self.admission.counted(to_cache_error(error))
+            return self._admission.counted(to_cache_error(error))
 
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
-        match = self.core.match(_key(request.tokens, request.namespace))
+        match = self._core.match(key_of(request.tokens, request.namespace))
         return MatchResponse(
             prefix_len=match.prefix_len,
             full_prefix_len=max(match.prefix_len, match.full_prefix_len),
             branching_len=match.mamba_branching_seqlen,
         )
 
-    def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
-        if session_id in self._bindings.sessions:
-            self._bindings.check(session_id, request.namespace, request.lease_id)
-        key = _key(request.tokens, request.namespace)
-        if self.line.waiting:
-            self.line.serve()  # those in line come first, if what came before in the batch has made room
-        return self._granted(self.core.lock(request.lease_id, session_id, key, request.priority))
-
-    def _acquire(self, session_id: str, request: AcquireRequest) -> Message:
-        self.num_acquires += 1
-        if self.line.waiting and session_id in self._bindings.sessions:  # it may have to wait before the attempt
-            self._bindings.check(session_id, request.namespace, request.lease_id)
-        key = _key(request.tokens, request.namespace)
-        attempt = partial(self._attempt_acquire, session_id, request, key)
-        num_tokens = len(key) + request.new_tokens
-        answer = self.admission.admit(session_id, request.lease_id, key, num_tokens, attempt, request.timeout_s)
-        if type(answer) is WaitingResponse:
-            self.num_acquires -= 1
-        return answer
-
-    def _attempt_acquire(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
-        if session_id in self._bindings.sessions:
-            self._bindings.check(session_id, request.namespace, request.lease_id)
-        lease = self.core.acquire(
-            request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len, request.priority
-        )
-        return self._granted(lease)
-
-    def _extend(self, session_id: str, request: ExtendRequest) -> Message:
-        lease = self.core.leases.get(request.lease_id, session_id)
-        self.line.withdraw(session_id, request.lease_id)  # an earlier growth whose caller is gone
-
-        def attempt() -> Message:
-            lease = self.core.leases.get(request.lease_id, session_id)
-            if lease.num_slots < request.num_slots:
-                self.core.extend(request.lease_id, session_id, request.num_slots - lease.num_slots)
-            added = _packed(lease.starts[request.known_pages :])
-            return ExtendResponse(num_slots=lease.num_slots, page_starts=added, swa_page_starts=self._window(lease))
-
-        return self.admission.admit(
-            session_id, request.lease_id, lease.key, request.num_slots, attempt, request.timeout_s, grows=True
-        )
-
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
-        lease = self.core.leases.get(request.lease_id, session_id)
-        suffix = _key(request.suffix, lease.key.extra_key)
-        before, known_len = self.core.published_len(lease), request.known_len
-        done = self.core.insert(request.lease_id, session_id, request.num_tokens, suffix, request.publish_state)
-        window, after = self._window(lease), self.core.published_len(lease)
+        lease = self._core.leases.get(request.lease_id, session_id)
+        suffix = key_of(request.suffix, lease.key.extra_key)
+        before, known_len = self._core.published_len(lease), request.known_len
+        done = self._core.insert(request.lease_id, session_id, request.num_tokens, suffix, request.publish_state)
+        window, after = self._admission.packed_window(lease), self._core.published_len(lease)
         changed = done.repointed
         if known_len != before:  # an answer before was lost, or is on its way
-            changed = lease.starts[known_len // self.core.page_size : after // self.core.page_size]
+            changed = lease.starts[known_len // self._core.page_size : after // self._core.page_size]
         if request.release:
-            if self.line.waiting:
-                self.line.withdraw(session_id, request.lease_id)  # it does not grow any more
-            self.core.release(request.lease_id, session_id)
-        repointed = _packed(changed) if len(changed) else b""
+            if self._wait_queue.waiting:
+                self._wait_queue.withdraw(session_id, request.lease_id)  # it does not grow any more
+            self._core.release(request.lease_id, session_id)
+        repointed = packed(changed) if len(changed) else b""
         return InsertResponse.of(
             done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window, after
         )
 
     def _release_window(self, session_id: str, request: ReleaseWindowRequest) -> WindowResponse:
-        lease = self.core.leases.get(request.lease_id, session_id)
-        self.core.release_window(request.lease_id, session_id, request.up_to)
-        return WindowResponse(swa_page_starts=self._window(lease))
-
-    def _granted(self, lease: LeaseRecord) -> LeaseResponse:
-        starts, window = _packed(lease.starts), self._window(lease)
-        return LeaseResponse.of(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot)
-
-    def _window(self, lease: LeaseRecord) -> bytes:
-        """The lease's window pages, packed; nothing without a sliding window."""
-        starts = self.core.swa_starts(lease)
-        return _packed(starts) if len(starts) else b""
+        lease = self._core.leases.get(request.lease_id, session_id)
+        self._core.release_window(request.lease_id, session_id, request.up_to)
+        return WindowResponse(swa_page_starts=self._admission.packed_window(lease))
 
     def _withdraw(self, session_id: str, request: WithdrawRequest) -> Ack:
-        self.line.withdraw(session_id, request.lease_id)
+        self._wait_queue.withdraw(session_id, request.lease_id)
         return Ack()
 
     def _release(self, session_id: str, request: ReleaseRequest | AbortRequest) -> Ack:
-        self.line.withdraw(session_id, request.lease_id)
-        self.core.release(request.lease_id, session_id)
+        self._wait_queue.withdraw(session_id, request.lease_id)
+        self._core.release(request.lease_id, session_id)
         return Ack()
 
     def _grant(self, session_id: str, request: GrantRequest) -> LeaseResponse:
-        return self._granted(self._offers.offer(request.lease_id, session_id, request.offer_id, request.timeout_s))
+        return self._admission.granted(
+            self._offers.offer(request.lease_id, session_id, request.offer_id, request.timeout_s)
+        )
 
     def _revoke(self, session_id: str, request: RevokeRequest) -> RevokeResponse:
         return RevokeResponse(ended=self._offers.revoke(request.lease_id, session_id, request.offer_id))
 
     def _take_back(self, session_id: str, request: TakeBackRequest) -> Ack:
-        self.core.take_back(request.lease_id, session_id, request.offer_id)
+        self._core.take_back(request.lease_id, session_id, request.offer_id)
         return Ack()
 
-    def _adopt(self, session_id: str, request: AdoptRequest) -> AdoptResponse:
+    def _adopt(self, session_id: str, request: AdoptRequest) -> AdoptResponse | StaleEpoch:
+        if request.granted_epoch != self._epoch:
+            return StaleEpoch(request.granted_epoch, self._epoch)
         if session_id in self._bindings.sessions:
-            offered = self.core.leases.get(request.lease_id, request.granter)
+            offered = self._core.leases.get(request.lease_id, request.granter)
             self._bindings.check_adoption(session_id, offered)
         lease = self._offers.adopt(request.lease_id, request.granter, session_id, request.offer_id)
         return AdoptResponse(
-            lease=self._granted(lease),
+            lease=self._admission.granted(lease),
             tokens=TokenIds(lease.key.data, lease.key.width),
-            published_len=self.core.published_len(lease),
+            published_len=self._core.published_len(lease),
         )
 
     def _bind_model(self, session_id: str, request: BindModelRequest) -> BindModelResponse:
         return BindModelResponse(generation=self._bindings.bind(session_id, request.lora_id, request.fingerprint))
 
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
-        return EvictResponse(num_evicted=self.core.evict(request.num_tokens))
+        return EvictResponse(num_evicted=self._core.evict(request.num_tokens))
 
     def _reset(self, session_id: str, request: ResetRequest) -> Ack:
         self._bindings.end_all()
-        self.core.reset()
+        self._core.reset()
         return Ack()
 
     def _retire(self, session_id: str, request: RetireRequest) -> RetireResponse:
@@ -274,10 +231,10 @@ class RequestHandlers:
             raise InvalidRequest("name at least one of extra_key, lora_id and cache_salt; reset() retires everything")
         if request.lora_id is not None and request.extra_key is request.cache_salt is None:
             self._bindings.end_generation(request.lora_id)
-        return RetireResponse(num_namespaces=self.core.retire(namespaces_of(*wanted)))
+        return RetireResponse(num_namespaces=self._core.retire(namespaces_of(*wanted)))
 
     def _explain(self, session_id: str, request: ExplainRequest) -> ExplainResponse:
-        found = self.core.explain(_key(request.tokens, request.namespace))
+        found = self._core.explain(key_of(request.tokens, request.namespace))
         other = found.elsewhere
         fields: tuple[str | None, str | None, str | None] = (None, None, None)
         if other is not None and other.extra_key is not None:
@@ -298,16 +255,13 @@ class RequestHandlers:
 
     def _tree(self, session_id: str, request: TreeRequest) -> TreeResponse:
         limits = OutlineLimits(request.max_nodes, request.max_depth, request.max_width)
-        return tree_answer(self.core.outline(limits), self._unused_s)
+        return tree_response(self._core.outline(limits), self._unused_s)
+
+    def _event_snapshot(self, session_id: str, request: EventSnapshotRequest) -> KVEventSnapshot | InvalidRequest:
+        if self._feed is None:
+            return InvalidRequest(NO_EVENTS)
+        return self._feed.snapshot(self._core.resident_pages())
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
-        self.core.check_invariants()
+        self._core.check_invariants()
         return Ack()
-
-
-def _key(tokens: TokenIds, namespace: str | None) -> RadixKey:
-    return RadixKey.from_packed(tokens.data, tokens.width, namespace)
-
-
-def _packed(starts: NDArray[np.int64]) -> bytes:
-    return starts.astype(_INT32).tobytes()

@@ -1,18 +1,20 @@
-"""What a cache's core counts, as the service's callers are told."""
+"""The core's counts and the outline of its tree as messages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.kernels import CORE
 from raydix.cache_core.leases.cache_facts import PoolSizes
-from raydix.schemas import PoolStats, TenantStats, TooLarge
+from raydix.cache_core.outline import Outline
+from raydix.schemas import PoolStats, TenantStats, TooLarge, TreeBranch, TreeResponse, unframe_namespace
 
 
 def core_stats(core: LeasedCache) -> dict[str, Any]:
-    """The fields of `CacheStats` that the core alone knows."""
+    """Return the fields of `CacheStats` that the core alone knows."""
     counters = core.counters
     return {
         "core": CORE,
@@ -42,6 +44,36 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
         "state": _pool_stats(core.state_sizes()),
         "tenants": tuple(map(_tenant_stats, core.configured_tenants())),
     }
+
+
+def tree_response(outline: Outline, unused_s: Callable[[int], float | None]) -> TreeResponse:
+    """Return an outline of the tree as its message: namespaces as their three fields, parents as indices.
+
+    Args:
+        unused_s: returns the seconds since a tick of the cache's clock, if it has one.
+    """
+    places = {each: place for place, each in enumerate(outline.nodes)}
+    branches = []
+    for each in outline.nodes:
+        extra_key, lora_id, cache_salt = unframe_namespace(each.extra_key) if each.extra_key else (None, None, None)
+        branch = TreeBranch(
+            parent=None if each.parent is None else places[each.parent],
+            extra_key=extra_key,
+            lora_id=lora_id,
+            cache_salt=cache_salt,
+            tokens=tuple(each.facts.tokens),
+            num_tokens=each.facts.num_tokens,
+            num_tokens_below=each.tokens_below,
+            num_nodes=each.num_nodes,
+            num_children=each.num_children,
+            is_whole=each.is_whole,
+            num_locks=each.facts.num_locks,
+            num_hits=each.hits,
+            age=max(0, outline.now - each.last_used),
+            unused_s=unused_s(each.last_used),
+        )
+        branches.append(branch)
+    return TreeResponse(branches=tuple(branches), num_namespaces=outline.num_namespaces)
 
 
 def _tenant_stats(tenant: Tenant) -> TenantStats:

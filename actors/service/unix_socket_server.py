@@ -1,4 +1,4 @@
-"""`UnixSocketServer`: the cache's end of the channels of its clients on the same machine."""
+"""`UnixSocketServer`: the cache's end of the Unix sockets of clients on the same machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from collections import deque
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, FramedProtocol, new_buffer, unix_sockets_are_enabled
+from raydix.actors.transport.unix_socket import (
+    MAX_FIRST_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    FramedProtocol,
+    new_buffer,
+    unix_sockets_are_enabled,
+)
 from raydix.actors.transport.validation import checked_message
-from raydix.schemas import Batch, BatchResponse, CacheError
+from raydix.schemas import Batch, BatchResponse, CacheError, ConfigMismatch
+from raydix.schemas.protocol import check_handshake, packed_handshake, read_handshake
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +26,7 @@ _BACKLOG = 4096  # clients that connect while the loop is busy; the kernel's net
 
 
 class UnixSocketServer:
-    """Listens on the loop of a cache's actor. What comes by a channel is executed in the tick in which it comes.
+    """Listens on the loop of a cache's actor. A batch is executed in the tick in which it arrives.
 
     Args:
         service: the cache.
@@ -32,7 +39,7 @@ class UnixSocketServer:
         self._buffer = new_buffer()
 
     async def address(self) -> str | None:
-        """Where it listens, from the first call on; None: it does not, and clients call through Ray."""
+        """Return the address, and listen from the first call on; None: clients have to call through Ray."""
         if self._listening is None:
             self._listening = asyncio.get_running_loop().create_task(self._listen())
         return await asyncio.shield(self._listening)
@@ -54,33 +61,37 @@ class UnixSocketServer:
         return _Connection(self._service, self._buffer)
 
     def close(self) -> None:
-        """Take no further clients. Those that are there are answered that the cache has been shut down."""
+        """Take no further clients. The others' batches are answered that the cache has been shut down."""
         if self._server is not None:
             self._server.close()
 
 
 class _Connection(FramedProtocol):
-    """One client. In each turn of the loop one of its frames is executed, so that others are served between."""
+    """One client. In each turn of the loop one of its frames is executed, so that others are served between.
+
+    The first frame is the client's handshake. A client of another protocol gets `ConfigMismatch` for each frame.
+    """
 
     def __init__(self, service: CacheService, shared: memoryview) -> None:
-        super().__init__(shared, MAX_FRAME_BYTES)
+        super().__init__(shared, MAX_FIRST_FRAME_BYTES)
         self._service = service
-        self._late: set[asyncio.Task[None]] = set()
+        self._is_admitted = False  # the client speaks this protocol
+        self._refusal: ConfigMismatch | None = None  # the client speaks another protocol
         self._waiting: deque[tuple[int, bytes, float]] = deque()  # frames that came with others in one read
         self._had_turn = False
         self._next_turn: asyncio.Handle | None = None
-        self._is_heard = True  # the client reads its answers
+        self._client_reads = True
 
     def buffer_updated(self, nbytes: int) -> None:
         """Execute the first frame that is whole now, and each other one in a later turn."""
         self._had_turn = bool(self._waiting)
         super().buffer_updated(nbytes)
-        if self._waiting and not self._transport.is_closing():
-            self._transport.pause_reading()
+        if self._waiting and self.is_open:
+            self.pause_reading()
             self._go_on()
 
     def frame_received(self, number: int, payload: memoryview) -> None:
-        """Execute a batch, once those before it have been, and answer."""
+        """Execute a batch, or queue it for a later turn."""
         if self._had_turn:
             self._waiting.append((number, bytes(payload), self._service.clock()))
         else:
@@ -89,50 +100,55 @@ class _Connection(FramedProtocol):
 
     def _go_on(self) -> None:
         """Execute the next frame that waits in the next turn; read on once there is none."""
-        if not self._is_heard:
+        if not self._client_reads:
             return
         if self._waiting and self._next_turn is None:
             self._next_turn = asyncio.get_running_loop().call_soon(self._execute_next)
-        elif not self._waiting and not self._transport.is_closing():
-            self._transport.resume_reading()
+        elif not self._waiting:
+            self.resume_reading()
 
     def _execute_next(self) -> None:
         self._next_turn = None
-        if self._is_heard:
+        if self._client_reads:
             self._execute(*self._waiting.popleft())
             self._go_on()
 
     def _execute(self, number: int, payload: bytes | memoryview, arrived_at: float) -> None:
+        if not self._is_admitted:
+            self._compare_versions(number, payload)
+            return
+        answer: BatchResponse | CacheError
         try:
             batch = checked_message(Batch, batch_codec.unpack(payload))
-            response = self._service.execute_if_due(batch, arrived_at)
+            answer = self._service.execute(batch.session_id, batch.epoch, batch.requests, arrived_at)
         except Exception as error:
-            self._answer(number, to_cache_error(error))
-            return
-        if response is not None:
-            self._answer(number, response)
-            return
-        task = asyncio.get_running_loop().create_task(self._execute_late(number, batch, arrived_at))
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
+            answer = to_cache_error(error)
+        self._answer(number, answer)
 
-    async def _execute_late(self, number: int, batch: Batch, arrived_at: float) -> None:
-        """One that has overtaken the batch before it, which came as a Ray call."""
-        try:
-            self._answer(number, await self._service.execute_in_turn(batch, arrived_at))
-        except Exception as error:
-            self._answer(number, to_cache_error(error))
+    def _compare_versions(self, number: int, payload: bytes | memoryview) -> None:
+        """Answer the first frame with this cache's handshake; refuse each frame of a client of another protocol."""
+        if self._refusal is None:
+            try:
+                check_handshake(payload, "client")
+                self._is_admitted, self.max_frame_bytes = True, MAX_FRAME_BYTES
+            except ConfigMismatch as error:
+                self._refusal = error
+            if read_handshake(payload) is not None:
+                self.send_frame(number, packed_handshake())
+                return
+        assert self._refusal is not None
+        self._answer(number, self._refusal)  # clients of protocol 0 read pickled errors alone
 
     def _answer(self, number: int, answer: BatchResponse | CacheError) -> None:
-        if not self._transport.is_closing():  # nobody waits on one that is
+        if self.is_open:
             self.send_frame(number, batch_codec.pack(answer))
 
     def pause_writing(self) -> None:
-        """The client does not read its answers: take no more of its batches until it does."""
-        self._is_heard = False
-        self._transport.pause_reading()
+        """Take no more batches until the client reads its answers."""
+        self._client_reads = False
+        self.pause_reading()
 
     def resume_writing(self) -> None:
-        """It does."""
-        self._is_heard = True
+        """Go on: the client reads its answers."""
+        self._client_reads = True
         self._go_on()

@@ -29,14 +29,14 @@ class Deadlocks:
 
     Args:
         core: the cache.
-        line: the requests that wait for room.
+        wait_queue: the requests that wait for room.
         admission: makes and counts the refusals.
     """
 
-    def __init__(self, core: LeasedCache, line: WaitQueue, admission: Admission) -> None:
+    def __init__(self, core: LeasedCache, wait_queue: WaitQueue, admission: Admission) -> None:
         self.num_broken = 0
         self._core = core
-        self._line = line
+        self._wait_queue = wait_queue
         self._admission = admission
 
     def resolve(self) -> None:
@@ -44,13 +44,13 @@ class Deadlocks:
 
         Call it after the line was served. O(1) while no lease waits in `extend`, else O(leases) at most.
         """
-        while (growing := self._line.growing()) and (found := self._find(growing)) is not None:
+        while (growing := self._wait_queue.growing()) and (found := self._find(growing)) is not None:
             if self._core.reclaim(_RECLAIMED_TOKENS):
-                self._line.serve()
+                self._wait_queue.serve()
                 continue
             waiter, lease = found
             self.num_broken += 1
-            self._line.refuse(waiter, self._admission.refusal(lease.key, waiter.shortage, deadlocked=True))
+            self._wait_queue.refuse(waiter, self._admission.refusal(lease.key, waiter.shortage, deadlocked=True))
 
     def _find(self, growing: list[Waiter]) -> tuple[Waiter, LeaseRecord] | None:
         by_lease = {waiter.lease_id: waiter for waiter in growing}

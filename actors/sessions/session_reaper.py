@@ -26,7 +26,7 @@ class SessionReaper:
     Args:
         config: how long a client may be silent, and how long its slots are withheld afterwards.
         core: whose leases they are.
-        line: where they may be waiting.
+        wait_queue: where they may be waiting.
         after_end: called with the id of each session that has ended; slots may have become free.
         clock: seconds, of any origin.
     """
@@ -35,7 +35,7 @@ class SessionReaper:
         self,
         config: LeaseConfig,
         core: LeasedCache,
-        line: WaitQueue,
+        wait_queue: WaitQueue,
         after_end: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -44,7 +44,7 @@ class SessionReaper:
         self.num_dead = 0  # sessions whose owner was seen to die
         self.on_end: Callable[[str], None] | None = None  # told of each session that is gone
         self._core = core
-        self._line = line
+        self._wait_queue = wait_queue
         self._after_end = after_end
         self._clock = clock
         self._ttl_s = config.session_ttl_s
@@ -70,7 +70,7 @@ class SessionReaper:
         Those of it who wait for room are told `error`; None: that they were given up.
         """
         if self.sessions.close(session_id) is not None:
-            self._line.withdraw(session_id, error=error)
+            self._wait_queue.withdraw(session_id, error=error)
             self._core.end_session(session_id)
             self._core.free_withheld(session_id)
             self._after_end(session_id)
@@ -129,7 +129,7 @@ class SessionReaper:
         about = {"session": session.session_id, "owner": session.owner}
         logger.warning("%s (%s): its leases have ended", error, shown(session.owner), extra=about)
         self.sessions.vanish(session)
-        self._line.withdraw(session.session_id, error=error)
+        self._wait_queue.withdraw(session.session_id, error=error)
         self._core.quarantine_session(session.session_id)
         self._after_end(session.session_id)
 

@@ -12,19 +12,19 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError, RaySystemError, RayTaskError
 
-from raydix.actors.transport.unix_socket import Answer, Tell
+from raydix.actors.transport.unix_socket import Answer, OnAnswer
 from raydix.schemas import CacheBusy, CacheError, CacheUnavailable
 from raydix.schemas.shown import shown
 
-RETRY_AFTER_S = 0.05  # what a client is told that has asked for too much at once
+RETRY_AFTER_S = 0.05  # of a `CacheBusy` for a client that has too many requests
 _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
 
 Answering = Future[bytes] | asyncio.Future[bytes]
-TellAs = Callable[[RayError | CacheError], CacheError]
+AsCacheError = Callable[[RayError | CacheError], CacheError]
 
 
-async def call(method: Any, *arguments: Any, told_as: TellAs | None = None) -> Any:
-    """The result of an actor call; Ray's own errors become the cache's, by `told_as` instead of `from_ray` if given.
+async def call(method: Any, *arguments: Any, as_cache_error: AsCacheError | None = None) -> Any:
+    """Return the result of an actor call; `as_cache_error`, by default `from_ray`, turns its errors into the cache's.
 
     Raises:
         CacheError: whatever went wrong.
@@ -32,36 +32,36 @@ async def call(method: Any, *arguments: Any, told_as: TellAs | None = None) -> A
     try:
         return await method.remote(*arguments)
     except (RayError, CacheError) as error:
-        raise (told_as or from_ray)(error) from None
+        raise (as_cache_error or from_ray)(error) from None
 
 
-def when_answered(sent: Any, loop: asyncio.AbstractEventLoop, tell: Tell) -> None:
-    """Call back on the loop when a call has its answer, in the tick in which that arrives.
+def when_answered(sent: Any, loop: asyncio.AbstractEventLoop, on_answer: OnAnswer) -> None:
+    """Call `on_answer` on the loop when a call has its answer, in the tick in which that arrives.
 
     Awaiting a Ray call takes a task and two ticks more.
     """
     if isinstance(sent, ray.ObjectRef):
-        sent.future().add_done_callback(partial(_hand_over, loop, tell))  # called in a thread of Ray's
+        sent.future().add_done_callback(partial(_pass_to_loop, loop, on_answer))  # called in a thread of Ray's
     else:
-        asyncio.ensure_future(sent).add_done_callback(partial(_tell_result, tell))
+        asyncio.ensure_future(sent).add_done_callback(partial(_pass_result, on_answer))
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, tell: Tell, answer: Answering) -> None:
-    if not loop.is_closed():  # nobody waits on one that is
-        loop.call_soon_threadsafe(_tell_result, tell, answer)
+def _pass_to_loop(loop: asyncio.AbstractEventLoop, on_answer: OnAnswer, answer: Answering) -> None:
+    if not loop.is_closed():  # no caller waits on one that is
+        loop.call_soon_threadsafe(_pass_result, on_answer, answer)
 
 
-def _tell_result(tell: Tell, answer: Answering) -> None:
+def _pass_result(on_answer: OnAnswer, answer: Answering) -> None:
     result: Answer
     try:
         result = answer.result()
-    except (Exception, asyncio.CancelledError) as error:  # told as if it were the answer
+    except (Exception, asyncio.CancelledError) as error:  # in place of an answer
         result = error
-    tell(result)
+    on_answer(result)
 
 
 def from_ray(error: BaseException) -> CacheError:
-    """A Ray error in the cache's terms."""
+    """Return a Ray error in the cache's terms."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, CacheError):
         return cause

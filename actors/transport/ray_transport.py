@@ -3,7 +3,8 @@
 A Ray call costs a hundred times what the cache does for it, so a client's requests travel together: those of one tick
 of its loop, and those that gather while others are on their way. At most two batches are in flight, one travelling
 while the other is executed: that pushes back on its own. They are numbered, because async actors start calls in any
-order. Where client and cache share a machine, batches travel by a `Channel` instead of calls.
+order. If client and cache share a machine, all batches of a session go through a `UnixSocketClient` instead, and the
+session ends if its connection breaks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
 from raydix.actors.transport.transport import Note, settle
-from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, Channel
+from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, UnixSocketClient
 from raydix.actors.transport.validation import checked_response
 from raydix.cache_core import KVPool
 from raydix.schemas import (
@@ -52,6 +53,7 @@ from raydix.schemas import (
     WithdrawRequest,
     WriteKV,
 )
+from raydix.schemas.protocol import check_handshake, handshake
 
 logger = logging.getLogger(__name__)
 
@@ -95,21 +97,37 @@ class RayTransport:
         self._pump_scheduled = False
         self._last_seq = 0
         self._in_flight: dict[int, list[Entry]] = {}  # by seq
-        self._landed = asyncio.Event()  # set whenever a batch has come back
-        self._silence: asyncio.Future[str] | None = None  # what those are told who wait for a call, once it is given up
-        self._channel: Channel | None = None
+        self._landed = asyncio.Event()  # set whenever a batch has been answered, or the queue failed
+        self._silence: asyncio.Future[str] | None = None  # for the callers: why the cache is given up
+        self._socket: UnixSocketClient | None = None
+        self._asking_why: asyncio.Task[None] | None = None  # the socket broke
 
     async def open(self, request: OpenSession) -> SessionResponse:
-        response: SessionResponse = await self._call(self._actor.open_session, request, self._owner)
+        check_handshake(await self._unless_given_up(self._handshake()), "cache")
+        response: SessionResponse = await self._call(self._actor.open_session, request, self._owner, handshake())
         self.session_id, self.epoch = request.session_id, response.epoch
-        self._channel = await Channel.open(response.channel, self)
+        self._socket = await self._unless_given_up(UnixSocketClient.open(response.channel, self))
         return response
+
+    async def _handshake(self) -> object:
+        """Return the cache's handshake; None: the cache has none, so it is of protocol 0."""
+        try:
+            return await self._actor.handshake.remote(handshake())
+        except AttributeError:  # the handle has no such method
+            return None
+        except (RayError, CacheError) as error:
+            if isinstance(getattr(error, "cause", None), AttributeError):  # the actor has none
+                return None
+            raise self._error_of(error) from None
 
     async def beat(self, stay_s: float) -> None:
         request = SessionRef(session_id=self.session_id, epoch=self.epoch)
         try:
             async with asyncio.timeout(stay_s + _ANSWER_S):
-                await self._noting_loss(self._answer_to(self._actor.heartbeat, request, stay_s))
+                await self._setting_lost(self._answer_to(self._actor.heartbeat, request, stay_s))
+            if self._socket is not None and not self._socket.is_open:
+                self.lost = LeaseExpired("the connection to the cache broke, and its session ended with it")
+                raise self.lost
         except InvalidRequest as error:  # the cache has even forgotten that the session expired
             self.lost = LeaseExpired(str(error))
             raise
@@ -117,10 +135,14 @@ class RayTransport:
             raise CacheUnavailable(f"the cache has not answered a heartbeat for {_ANSWER_S:g} s") from None
 
     async def _call(self, method: Any, *arguments: Any) -> Any:
-        """The result of an actor call, unless the cache is given up meanwhile."""
+        """Return the result of an actor call, unless the cache is given up meanwhile."""
+        return await self._unless_given_up(self._answer_to(method, *arguments))
+
+    async def _unless_given_up(self, answering: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine; raise CacheUnavailable if the cache is given up meanwhile."""
         loop = asyncio.get_running_loop()
         silence = self._silence = self._silence or loop.create_future()
-        answer = loop.create_task(self._answer_to(method, *arguments))
+        answer = loop.create_task(answering)
         try:
             await asyncio.wait((answer, silence), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -128,10 +150,10 @@ class RayTransport:
             return answer.result()
         finally:
             if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # it is told, or came too late
+                answer.exception()  # raised here, or too late
 
     async def _answer_to(self, method: Any, *arguments: Any) -> Any:
-        return await call(method, *arguments, told_as=self._told_as)
+        return await call(method, *arguments, as_cache_error=self._error_of)
 
     def give_up(self, why: str) -> None:
         given_up = [entry for entries in (*self._in_flight.values(), self._queue) for entry in entries]
@@ -143,25 +165,25 @@ class RayTransport:
         for _, future, note in given_up:
             settle(future, note, CacheUnavailable(why))
 
-    def _told_as(self, error: RayError | CacheError) -> CacheError:
-        """What a call failed with, in the cache's terms. Who is dead to Ray is dead to the channel, too."""
-        if isinstance(error, RayActorError) and self._channel is not None:
-            self._channel.abort()
+    def _error_of(self, error: RayError | CacheError) -> CacheError:
+        """Return the error of a call in the cache's terms. If Ray finds the actor dead, close the socket, too."""
+        if isinstance(error, RayActorError) and self._socket is not None:
+            self._socket.abort()
         if isinstance(error, ActorDiedError) and self._by_name and self.epoch:  # not one that restarts
             self.lost = StaleEpoch(self.epoch, "")
             return self.lost
         return from_ray(error)
 
-    async def _noting_loss(self, answer: Coroutine[Any, Any, T]) -> T:
-        """The answer to a call that names the session; if that is over, note so."""
+    async def _setting_lost(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Return the answer to a call that names the session; if the session is over, set `lost`."""
         try:
             return await answer
         except (StaleEpoch, LeaseExpired) as error:
-            self._loss_noted(error)
+            self.lost = error
             raise
 
-    def _loss_noted(self, error: CacheError) -> CacheError:
-        """What a call that names the session failed with; if that is over, note so."""
+    def _set_lost(self, error: CacheError) -> CacheError:
+        """Return the error of a call that names the session; if the session is over, set `lost`."""
         if isinstance(error, (StaleEpoch, LeaseExpired)):
             self.lost = error
         return error
@@ -177,7 +199,7 @@ class RayTransport:
         return future
 
     def _schedule_pump(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send at the end of this tick of the loop: whoever else runs in it joins the batch."""
+        """Send at the end of this tick of the loop: other requests of the tick join the batch."""
         self._pump_scheduled = True
         loop.call_soon(self._pump, loop)
 
@@ -187,11 +209,29 @@ class RayTransport:
         A long queue is shared between the free places, so that one batch is on its way while the other is executed.
         """
         self._pump_scheduled = False
+        if self._socket is not None and not self._socket.is_open:
+            if self._queue and self._asking_why is None:
+                self._asking_why = loop.create_task(self._fail_queue())
+            return
         while self._queue and (places := MAX_IN_FLIGHT - len(self._in_flight)) > 0:
             share = -(-len(self._queue) // places) if len(self._queue) >= MIN_SHARED_REQUESTS else len(self._queue)
             entries = self._next_entries(min(share, MAX_BATCH_REQUESTS))
             if entries:
                 self._send(entries, loop)
+
+    async def _fail_queue(self) -> None:
+        """The socket broke, so the session is over: ask the cache through Ray why, and fail the queued requests."""
+        error: CacheError
+        try:
+            await self.beat(0.0)
+            error = CacheError("internal error of the client: a session goes on without its socket")
+        except CacheError as why:
+            error = self.lost or why
+        self._asking_why = None
+        while self._queue:
+            _, future, note = self._queue.popleft()
+            settle(future, note, error)
+        self._landed.set()
 
     def _send(self, entries: list[Entry], loop: asyncio.AbstractEventLoop) -> None:
         """Send a batch here and now."""
@@ -200,18 +240,20 @@ class RayTransport:
         self._in_flight[seq] = entries
         requests = tuple([request for request, _, _ in entries])
         batch = Batch.of(self.session_id, self.epoch, requests, seq, after)
-        tell = partial(self._land, seq)
+        on_answer = partial(self._land, seq)
         try:
-            packed, channel = batch_codec.pack(batch), self._channel
-            if channel is not None and channel.is_open and len(packed) <= MAX_FRAME_BYTES:
-                channel.ask(seq, packed, tell)
+            packed = batch_codec.pack(batch)
+            if self._socket is None:
+                when_answered(self._actor.execute.remote(*batch_codec.in_parts(packed)), loop, on_answer)
+            elif len(packed) <= MAX_FRAME_BYTES:
+                self._socket.ask(seq, packed, on_answer)
             else:
-                when_answered(self._actor.execute.remote(*batch_codec.in_parts(packed)), loop, tell)
-        except Exception as error:  # told as if it were the answer
-            loop.call_soon(tell, error)
+                raise InvalidRequest(f"a request of {len(packed):,} bytes: at most {MAX_FRAME_BYTES:,} can be sent")
+        except Exception as error:  # in place of an answer
+            loop.call_soon(on_answer, error)
 
     def _land(self, seq: int, answer: Answer) -> None:
-        """Tell those whose requests travelled together what has become of them."""
+        """Settle the requests of a batch with their responses, or with the error of the batch."""
         entries = self._in_flight[seq]
         outcomes: Sequence[Any]
         try:
@@ -220,17 +262,17 @@ class RayTransport:
             outcomes = _responses(batch_codec.unpack(answer, torn=CacheError)) if entries else ()
             assert len(outcomes) == len(entries), f"{len(outcomes)} answers to {len(entries)} requests"
         except (RayError, CacheError) as error:
-            outcomes = [self._loss_noted(self._told_as(error))] * len(entries)
+            outcomes = [self._set_lost(self._error_of(error))] * len(entries)
         except (asyncio.CancelledError, CancelledError):
             outcomes = [CacheUnavailable("the request was given up on its way")] * len(entries)
-        except Exception as error:  # a fault of this package: it must not leave anybody waiting
+        except Exception as error:  # a fault of this package: no caller may wait for ever
             logger.exception("a batch of requests could not be sent")
             outcomes = [CacheError(f"internal error of the client: {type(error).__name__}: {error}")] * len(entries)
         del self._in_flight[seq]
         for (_, future, note), outcome in zip(entries, outcomes, strict=True):
             settle(future, note, outcome)
         if not self._pump_scheduled:
-            self._schedule_pump(asyncio.get_running_loop())  # after those who were told have gone on
+            self._schedule_pump(asyncio.get_running_loop())  # after the callers have gone on
         self._landed.set()
 
     def _next_entries(self, limit: int) -> list[Entry]:
@@ -250,12 +292,12 @@ class RayTransport:
 
     async def wait(self, ticket: int) -> Message:
         request = WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket)
-        response: Message = await self._noting_loss(self._call(self._actor.wait, request))
+        response: Message = await self._setting_lost(self._call(self._actor.wait, request))
         return response
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
         request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
-        batch: KVEventBatch = await self._noting_loss(self._call(self._actor.next_events, request))
+        batch: KVEventBatch = await self._setting_lost(self._call(self._actor.next_events, request))
         return batch
 
     async def pool_handle(self) -> PoolHandle:
@@ -266,11 +308,11 @@ class RayTransport:
         return None
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
-        response: KVResponse = await self._noting_loss(self._call(self._actor.read_kv, request))
+        response: KVResponse = await self._setting_lost(self._call(self._actor.read_kv, request))
         return response
 
     async def write_kv(self, request: WriteKV) -> None:
-        await self._noting_loss(self._call(self._actor.write_kv, request))
+        await self._setting_lost(self._call(self._actor.write_kv, request))
 
     async def close(self) -> None:
         request = CloseSession(session_id=self.session_id)
@@ -284,14 +326,14 @@ class RayTransport:
             self.give_up(why)
             raise CacheUnavailable(why) from None
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            if self._socket is not None:
+                self._socket.close()
 
     async def _finish(self) -> None:
-        """Wait until all that was submitted has been answered."""
+        """Wait until all submitted requests have been answered."""
         while self._queue or self._in_flight:
-            await asyncio.sleep(0)  # what is queued is sent at the end of this tick
-            if self._in_flight:
+            await asyncio.sleep(0)  # the queue is sent at the end of this tick
+            if self._in_flight or self._asking_why is not None:
                 self._landed.clear()
                 await self._landed.wait()
 

@@ -1,11 +1,12 @@
-"""A channel to a cache on the same machine: a Unix socket that carries batches and their answers.
+"""A Unix socket between a client and a cache on the same machine, which carries batches and their answers.
 
-Ray places the cache, finds it and notices its death; a call costs it a few hundred microseconds whatever travels in it.
-Where client and cache share a machine, their batches go straight from one to the other for a tenth of that. Where they
-do not, or once the channel has broken, they go as Ray calls: the same batches, by the same numbers.
+Ray places the cache, finds it and notices its death; a Ray call takes a few hundred microseconds, however short it is.
+If client and cache share a machine, all batches of a session go through one socket, for a tenth of that time. If they
+do not, all batches go as Ray calls. A socket that breaks ends its session.
 
-What travels is pickled, so both ends speak only to processes of their own user, as the kernel tells. The socket has no
-name in any folder: nothing is left behind however its processes end.
+The first frame and its answer are the handshakes of `raydix.schemas.protocol`. All later frames are pickled, so both
+ends speak only to processes of their own user, which the kernel names. The socket has no name in any folder: the kernel
+removes it when its processes end.
 """
 
 from __future__ import annotations
@@ -24,43 +25,48 @@ from typing import Self, cast
 import numpy as np
 
 from raydix.schemas import CacheUnavailable
+from raydix.schemas.protocol import check_handshake, packed_handshake
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 64 * 2**20  # of a batch: larger ones go as Ray calls; answers may have any size
-SWITCH = "RAYDIX_CHANNEL"  # "0" in the environment of a client or a cache: Ray calls only
-_HEADER = struct.Struct("<QI")  # the number of a batch, and the bytes that follow
+MAX_FRAME_BYTES = 2**32 - 1  # of a payload
+MAX_FIRST_FRAME_BYTES = 64 * 2**20  # the largest that clients of protocol 0 send; a handshake takes a few
+SWITCH = "RAYDIX_CHANNEL"  # "0" in the environment of a client or a cache: no sockets, Ray calls only
+_HEADER = struct.Struct("<QI")  # the number of a batch, and the bytes that follow; never changes
+_HANDSHAKE_NUMBER = 0  # of the frame; batches count from 1
 _LONG_BYTES = 65_536  # of a payload: to copy it takes longer than to send its header apart
 _BUFFER_BYTES = 262_144
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
 
-Answer = bytes | memoryview | BaseException  # read it before returning: a memoryview is of a buffer that goes on
-Tell = Callable[[Answer], None]
+Answer = bytes | memoryview | BaseException  # a memoryview is valid until the callback returns
+OnAnswer = Callable[[Answer], None]
 
 
 def unix_sockets_are_enabled() -> bool:
-    """Whether this process may use channels: there are such sockets on Linux only."""
+    """Return whether this process may use Unix sockets: Linux alone has such names for them."""
     return sys.platform == "linux" and os.environ.get(SWITCH, "1") != "0"
 
 
 def new_buffer() -> memoryview:
-    """What the connections of one loop can share."""
+    """Return a buffer that the connections of one loop can share."""
     return np.empty(_BUFFER_BYTES, np.uint8).data
 
 
 class FramedProtocol(asyncio.BufferedProtocol, ABC):
     """Numbered frames of bytes over one connection, between processes of one user.
 
-    What comes is read to where it is looked at: most of it to a buffer that connections of one loop may share, as
-    it is looked at before anything else is read; a frame that has begun, to one of its own size.
+    Data is read into a buffer that connections of one loop may share, as each handles its data before the loop reads
+    more. A frame that has arrived in part gets a buffer of its own size.
+
+    Attributes:
+        max_frame_bytes: a longer payload ends the connection.
 
     Args:
-        shared: that buffer.
-        max_frame_bytes: of what comes; None: whoever sends is trusted.
+        shared: the buffer that the connections share.
     """
 
-    def __init__(self, shared: memoryview, max_frame_bytes: int | None = None) -> None:
-        self._max_frame_bytes = max_frame_bytes
+    def __init__(self, shared: memoryview, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_frame_bytes = max_frame_bytes
         self._transport: asyncio.Transport
         self._shared = self._buffer = shared
         self._filled = 0  # bytes of `_buffer`: the beginning of a frame
@@ -69,14 +75,28 @@ class FramedProtocol(asyncio.BufferedProtocol, ABC):
         """Refuse other users' processes."""
         self._transport = cast(asyncio.Transport, transport)  # of whatever loop: uvloop's are no subclass of it
         peer: socket.socket = transport.get_extra_info("socket")
-        told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(told)
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(credentials)
         if user != os.geteuid():
             logger.warning("a process of user %d was refused: this one belongs to user %d", user, os.geteuid())
             self._transport.abort()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether frames can be sent."""
+        return not self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        """Read no frames until `resume_reading`."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read frames again; no effect on a connection that is closed."""
+        if self.is_open:
+            self._transport.resume_reading()
+
     def send_frame(self, number: int, payload: bytes) -> None:
-        """Send, or have it sent as soon as the other end takes it."""
+        """Send a frame, or queue it until the other end reads."""
         header = _HEADER.pack(number, len(payload))
         if len(payload) < _LONG_BYTES:
             self._transport.write(header + payload)
@@ -85,18 +105,18 @@ class FramedProtocol(asyncio.BufferedProtocol, ABC):
             self._transport.write(memoryview(payload))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where to read to."""
+        """Return the buffer that the loop reads into."""
         return self._buffer[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Hand on every frame that is whole."""
+        """Pass every whole frame to `frame_received`."""
         if self._transport.is_closing():
             return
         self._filled += nbytes
         view, at, needed = self._buffer[: self._filled], 0, _HEADER.size
         while len(view) - at >= _HEADER.size:
             number, size = _HEADER.unpack_from(view, at)
-            if self._max_frame_bytes is not None and size > self._max_frame_bytes:
+            if size > self.max_frame_bytes:
                 logger.error("a frame of %d bytes was refused: that is no frame", size)
                 self._transport.abort()
                 return
@@ -109,7 +129,7 @@ class FramedProtocol(asyncio.BufferedProtocol, ABC):
         self._keep(view[at:], needed)
 
     def _keep(self, begun: memoryview, num_bytes: int) -> None:
-        """Read the rest of a frame that has begun, of so many bytes as far as known."""
+        """Have the rest of a frame that has begun read, of so many bytes as far as known."""
         if begun and (self._buffer is self._shared or len(self._buffer) < num_bytes):
             self._buffer = np.empty(num_bytes, np.uint8).data  # not touched before it is filled
             self._buffer[: len(begun)] = begun
@@ -122,18 +142,21 @@ class FramedProtocol(asyncio.BufferedProtocol, ABC):
         """A frame has come. It must not raise; the payload is valid until it returns."""
 
 
-class Channel(FramedProtocol):
-    """A client's end. Get one by `open`; it lives as long as whoever it was opened for."""
+class UnixSocketClient(FramedProtocol):
+    """A client's end of the socket. Make one with `open`; it lives as long as the object that it is opened for."""
 
     def __init__(self) -> None:
         super().__init__(new_buffer())
-        self._told: dict[int, Tell] = {}  # by the number of the batch that they wait for
+        self._on_answer: dict[int, OnAnswer] = {}  # by the number of the batch
 
     @classmethod
     async def open(cls, address: str | None, holder: object) -> Self | None:
-        """A channel to the cache at an address that it gave; None if it cannot be reached so.
+        """Connect to the cache at an address that it gave, and compare versions.
 
-        It is closed when `holder` is no more.
+        Return None if the cache cannot be reached by a socket. The socket is closed when `holder` is collected.
+
+        Raises:
+            ConfigMismatch: the cache speaks another protocol.
         """
         if address is None or not unix_sockets_are_enabled():
             return None
@@ -143,54 +166,70 @@ class Channel(FramedProtocol):
         try:
             await loop.sock_connect(connection, address)  # uvloop cannot connect to such an address by itself
             _check_connected(connection)
-            transport, channel = await loop.create_unix_connection(cls, sock=connection)
+            transport, client = await loop.create_unix_connection(cls, sock=connection)
         except BlockingIOError as error:
             connection.close()
-            logger.warning("no channel to the cache, calls instead: %s", error)
+            logger.warning("no socket to the cache, Ray calls instead: %s", error)
             return None
-        except OSError as error:  # it is on another machine, or behind another wall
+        except OSError as error:  # it is on another machine, or in another network namespace
             connection.close()
-            logger.debug("no channel to the cache, calls instead: %s", error)
+            logger.debug("no socket to the cache, Ray calls instead: %s", error)
             return None
         except BaseException:
             connection.close()
             raise
         weakref.finalize(holder, _close, loop, transport).atexit = False
-        return channel
+        return await client._shake_hands()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it can be sent on."""
-        return not self._transport.is_closing()
+    async def _shake_hands(self) -> Self | None:
+        answered: asyncio.Future[bytes | BaseException] = asyncio.get_running_loop().create_future()
 
-    def ask(self, number: int, payload: bytes, tell: Tell) -> None:
-        """Send a batch; `tell` is called once, in a later tick: with the answer, or with what kept it away."""
-        self._told[number] = tell
+        def on_answer(answer: Answer) -> None:
+            if not answered.done():
+                answered.set_result(answer if isinstance(answer, BaseException) else bytes(answer))
+
+        self.ask(_HANDSHAKE_NUMBER, packed_handshake(), on_answer)
+        try:
+            answer = await answered
+            if isinstance(answer, BaseException):
+                logger.warning("no socket to the cache, Ray calls instead: %s", answer)
+                return None
+            check_handshake(answer, "cache")
+        except BaseException:
+            self.abort()
+            raise
+        return self
+
+    def ask(self, number: int, payload: bytes, on_answer: OnAnswer) -> None:
+        """Send a batch; `on_answer` is called once, in a later tick: with the answer, or with the error instead."""
+        self._on_answer[number] = on_answer
         self.send_frame(number, payload)
 
     def frame_received(self, number: int, payload: memoryview) -> None:
-        """The answer to a batch."""
-        if (tell := self._told.pop(number, None)) is not None:
-            tell(payload)
+        """Pass the answer on to the callback of its batch."""
+        if (on_answer := self._on_answer.pop(number, None)) is not None:
+            on_answer(payload)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The cache is gone, or has given up on this client. What was on its way may have been executed or not."""
+        """Fail all batches without an answer: the cache may have executed them or not."""
         why = f": {error}" if error is not None else ""
-        told, self._told = self._told, {}
-        for tell in told.values():
-            tell(CacheUnavailable(f"the cache is dead, restarting, or cannot be reached: its connection broke{why}"))
+        waiting, self._on_answer = self._on_answer, {}
+        for on_answer in waiting.values():
+            on_answer(
+                CacheUnavailable(f"the cache is dead, restarting, or cannot be reached: its connection broke{why}")
+            )
 
     def close(self) -> None:
-        """Send what waits to be sent, and no more."""
+        """Send the frames that are queued, and no more."""
         self._transport.close()
 
     def abort(self) -> None:
-        """Send nothing more, and wait for no answer."""
+        """Send nothing more, and fail all batches without an answer."""
         self._transport.abort()
 
 
 def _check_connected(connection: socket.socket) -> None:
-    """Raise BlockingIOError unless it is: loops take a queue that is full for a connection that is under way."""
+    """Raise BlockingIOError unless a socket is connected: loops take a full backlog for a connection under way."""
     try:
         connection.getpeername()
     except OSError as error:
@@ -198,6 +237,6 @@ def _check_connected(connection: socket.socket) -> None:
 
 
 def _close(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
-    """Close from whatever thread the collector runs in."""
+    """Close a transport from the thread that the collector runs in."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(transport.close)

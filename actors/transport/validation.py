@@ -1,14 +1,17 @@
-"""Messages as a client makes and takes them: what is wrong with them is told in its caller's terms."""
+"""Checks of messages and of callers' arguments: their errors name the argument in the caller's terms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from operator import index
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from raydix.schemas import CacheError, InvalidRequest, Message
+from raydix.schemas import CacheConfig, CacheError, InvalidRequest, Message, TokenIds, frame_namespace
+from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.message import Malformed, first_fault, validated
 from raydix.schemas.shown import brief
 
@@ -18,12 +21,12 @@ _MOST_SECONDS = 10**9  # thirty years: Ray and the kernel count in 64 bits of sm
 
 
 def make_request(model: type[M], **fields: Any) -> M:
-    """A request, validated."""
+    """Return a request, validated."""
     return make_checked(partial(validated, model), fields)
 
 
 def make_checked(make: Callable[..., M], *values: Any) -> M:
-    """A request that a validating function makes of these."""
+    """Return the request that a validating function makes of these values."""
     try:
         return make(*values)
     except ValidationError as error:
@@ -31,10 +34,10 @@ def make_checked(make: Callable[..., M], *values: Any) -> M:
 
 
 def checked_message(model: type[M], message: object) -> M:
-    """What a call brought, if it is what the call takes.
+    """Return the message that a call brought.
 
     Raises:
-        InvalidRequest: it is not.
+        InvalidRequest: it is malformed, or of another model.
     """
     if isinstance(message, model):
         return message
@@ -44,10 +47,10 @@ def checked_message(model: type[M], message: object) -> M:
 
 
 def checked_seconds(given: object) -> float:
-    """A duration that a call brought, if it is one.
+    """Return a number of seconds that a call brought.
 
     Raises:
-        InvalidRequest: it is not.
+        InvalidRequest: it is no finite number of at least 0, or too large.
     """
     if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= _MOST_SECONDS:
         return given
@@ -55,7 +58,56 @@ def checked_seconds(given: object) -> float:
 
 
 def checked_response(model: type[M], response: object) -> M:
-    """The response, if it is of the model that was due."""
+    """Return a response; CacheError if it is of another model."""
     if not isinstance(response, model):
         raise CacheError(f"the cache answered {type(response).__name__} where {model.__name__} was due")
     return response
+
+
+def checked_config(config: Any) -> CacheConfig:
+    """Return a configuration as it is; InvalidRequest if it is none."""
+    if not isinstance(config, CacheConfig):
+        raise InvalidRequest(f"a cache takes a CacheConfig, not {type(config).__name__}")
+    return config
+
+
+def checked_name(name: Any) -> str:
+    """Return a cache's name as it is; InvalidRequest if a cache cannot be called so."""
+    try:
+        return check_cache_name(name)
+    except ValueError as error:
+        raise InvalidRequest(f"a cache's name {error}") from None
+
+
+def checked_token_ids(tokens: Any) -> TokenIds:
+    """Return token ids, or none of them, as a message carries them; InvalidRequest unless they are a row of ids."""
+    try:
+        return TokenIds.pack(tokens)
+    except ValueError as error:
+        raise InvalidRequest(f"tokens: {error}") from None
+
+
+def checked_tokens(tokens: Any) -> TokenIds:
+    """Return token ids as a message carries them; InvalidRequest unless they are a row of at least one id."""
+    packed = checked_token_ids(tokens)
+    if not len(packed):
+        raise InvalidRequest("tokens: at least one token id is needed")
+    return packed
+
+
+def checked_count(num_tokens: Any, name: str = "num_tokens") -> int:
+    """Return a number of tokens as a plain int; InvalidRequest if it is none, or less than 1."""
+    with suppress(Exception):  # a value may raise anything where a number is asked of it
+        if not isinstance(num_tokens, bool) and index(num_tokens) > 0:
+            return index(num_tokens)
+    raise InvalidRequest(f"{name} must be a positive integer, not {brief(num_tokens)}")
+
+
+def checked_namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:
+    """Return the one name by which a cache knows a namespace; InvalidRequest for parts that it cannot have."""
+    if extra_key is lora_id is cache_salt is None:
+        return None
+    try:
+        return frame_namespace(extra_key, lora_id, cache_salt)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None

@@ -15,7 +15,7 @@ from support.caches.cache_under_test import CacheUnderTest, Reached, unchecked
 from support.processes.kv_workers import work
 
 from raydix.actors.service.request_handlers import RequestHandlers
-from raydix.actors.transport import call_arguments
+from raydix.actors.transport import validation
 from raydix.cache_core import KVCache, RadixKey
 from raydix.schemas import MatchRequest, MatchResponse
 
@@ -52,14 +52,14 @@ def a_probe_promises_a_page_too_many(patch: Patch) -> None:
     match = RequestHandlers._match
 
     def too_many(handlers: RequestHandlers, session_id: str, request: MatchRequest) -> MatchResponse:
-        whole = len(request.tokens) // handlers.core.page_size * handlers.core.page_size
+        whole = len(request.tokens) // handlers._core.page_size * handlers._core.page_size
         return match(handlers, session_id, request).model_copy(update={"prefix_len": whole})
 
     patch.setattr(RequestHandlers, "_match", too_many)
 
 
 def namespaces_do_not_count(patch: Patch) -> None:
-    patch.setattr(call_arguments, "frame_namespace", lambda *parts: None)
+    patch.setattr(validation, "frame_namespace", lambda *parts: None)
 
 
 def the_order_of_pages_does_not_count(patch: Patch) -> None:

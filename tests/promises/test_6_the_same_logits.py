@@ -19,7 +19,7 @@ from support.models.tiny_models import FALCON_H1, MISTRAL, continuation, random_
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
-from raydix.actors.service.request_handlers import RequestHandlers
+from raydix.actors.sessions.admission import Admission
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.cache_core import MambaPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
@@ -190,15 +190,15 @@ async def test_a_request_cancelled_on_ray_leaves_no_lease(cluster: Cluster) -> N
 
 
 async def test_a_page_of_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    granted = RequestHandlers._granted
+    granted = Admission.granted
 
-    def misplaced(handlers: RequestHandlers, lease: LeaseRecord) -> LeaseResponse:
-        response = granted(handlers, lease)
+    def misplaced(admission: Admission, lease: LeaseRecord) -> LeaseResponse:
+        response = granted(admission, lease)
         if lease.prefix_len < 2 * PAGE_SIZE:
             return response
         return response.model_copy(update={"page_starts": response.page_starts[4:8] + response.page_starts[4:]})
 
-    monkeypatch.setattr(RequestHandlers, "_granted", misplaced)
+    monkeypatch.setattr(Admission, "granted", misplaced)
 
     with pytest.raises(AssertionError, match=r"another continuation|other bits"):
         await reuse_changes_no_bit(LLAMA)

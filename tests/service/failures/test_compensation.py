@@ -248,7 +248,7 @@ async def silenced(cache: LocalPrefixCache) -> tuple[PrefixCacheClient, Lease]:
 async def silent(cache: LocalPrefixCache, client: PrefixCacheClient) -> None:
     """Let a client say nothing until its leases have expired."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client._timer, "set", lambda delay_s: None)
+        patch.setattr(client._timer, "schedule", lambda delay_s: None)
         client._timer.stop()
         async with asyncio.timeout(60):
             while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- the cache sees to it in time
@@ -313,7 +313,7 @@ async def test_a_session_that_the_cache_has_forgotten_is_lost() -> None:
         await client.acquire([1, 2])
         cache._host.service.close_session(CloseSession(session_id=client._session_id))
 
-        client._timer.set(0.0)  # the next beat
+        client._timer.schedule(0.0)  # the next beat
         async with asyncio.timeout(60):
             while client._transport.lost is None:  # noqa: ASYNC110 -- with that
                 await asyncio.sleep(0.01)
@@ -398,7 +398,7 @@ async def test_a_client_that_has_nothing_more_to_ask_is_back_as_soon_as_nobody_w
         lease = await client.acquire([1, 2])
         await silent(cache, client)
 
-        client._timer.set(0.0)  # its loop goes on
+        client._timer.schedule(0.0)  # its loop goes on
 
         if pool.mapped:
             await asyncio.sleep(3 * client._beat_s)

@@ -173,7 +173,7 @@ async def test_an_insert_answered_while_a_growth_stood_in_line_is_not_undone_by_
         growing = asyncio.create_task(lease.extend(4))
         while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend stands in line then
             await asyncio.sleep(0)
-    while cache._host.service.line._by_ticket:  # noqa: ASYNC110 -- it is served, and its answer is on its way then
+    while cache._host.service.wait_queue._by_ticket:  # noqa: ASYNC110 -- it is served, and its answer is on its way then
         await asyncio.sleep(0)
 
     await lease.insert(PROMPT)

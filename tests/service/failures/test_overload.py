@@ -147,7 +147,7 @@ def kept(actor: Any) -> dict[str, int]:
     """What the cache's process remembers of requests: run there."""
     service = actor._host.service
     return {
-        "outcomes that nobody collected": len(service.line._by_ticket),
+        "outcomes that nobody collected": len(service.wait_queue._by_ticket),
         "ended leases": len(service.core.leases.ended),
         "batches awaited": sum(len(service.sessions.find(each).batch_order) for each in service.sessions.ids),
     }

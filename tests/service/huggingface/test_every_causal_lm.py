@@ -16,7 +16,7 @@ from support.models.model_variants import NAMES, VARIANTS, config_named
 from support.models.model_zoo import MODEL_TYPES, NO_CONFIG
 from support.models.survey_cases import TOLERANCE, Tally
 
-from raydix.actors.service.request_handlers import RequestHandlers
+from raydix.actors.sessions.admission import Admission
 from raydix.actors.transformers_worker import Generation
 from raydix.cache_core import MambaPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
@@ -171,15 +171,15 @@ async def test_a_state_of_another_prefix_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_page_of_another_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    granted = RequestHandlers._granted
+    granted = Admission.granted
 
-    def misplaced(handlers: RequestHandlers, lease: LeaseRecord) -> LeaseResponse:
-        response = granted(handlers, lease)
+    def misplaced(admission: Admission, lease: LeaseRecord) -> LeaseResponse:
+        response = granted(admission, lease)
         if lease.prefix_len < 8:
             return response
         return response.model_copy(update={"page_starts": response.page_starts[4:8] + response.page_starts[4:]})
 
-    monkeypatch.setattr(RequestHandlers, "_granted", misplaced)
+    monkeypatch.setattr(Admission, "granted", misplaced)
 
     outcome = await survey(config_named("llama"), 4, cuts=CUTS)
 

@@ -86,7 +86,7 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
     ),
     "another epoch": (lambda wire: wire.execute(PROBE, epoch="another"), StaleEpoch, "drop its leases and acquire"),
     "no epoch": (lambda wire: wire.execute(PROBE, epoch=None), InvalidRequest, "epoch: .*string"),
-    "an unknown ticket": (lambda wire: wire.wait(77), UnknownLease, "ticket 77 is not in line"),
+    "an unknown ticket": (lambda wire: wire.wait(77), UnknownLease, "ticket 77 is not queued"),
     "a ticket of another epoch": (lambda wire: wire.wait(1, epoch="another"), StaleEpoch, "drop its leases"),
     "no ticket": (
         lambda wire: wire.call("wait", WaitRequest.model_construct(**wire.session, ticket="x")),
@@ -119,7 +119,7 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
     "events that are not told": (
         lambda wire: wire.call("next_events", NextEvents(**wire.session, after_seq=0, timeout_s=0)),
         InvalidRequest,
-        "tells no events",
+        "publishes no events",
     ),
     "events for ever": (
         lambda wire: wire.call("next_events", NextEvents.model_construct(**wire.session, after_seq=0, timeout_s=1e9)),

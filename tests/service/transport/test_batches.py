@@ -299,7 +299,7 @@ async def test_after_an_extend_cancelled_on_its_way_the_next_ones_slots_follow_o
 
 
 class RefusingHandle:
-    """Looks like an actor's handle; each call but the opening of a session raises where it is made."""
+    """Looks like an actor's handle; each call but the handshake and `open_session` raises where it is made."""
 
     _actor_id = "refusing"
 
@@ -309,11 +309,16 @@ class RefusingHandle:
     def __getattr__(self, method: str) -> Any:
         if method == "open_session":
             return Remote(self._open)
+        if method == "handshake":
+            return Remote(self._shake_hands)
         if method == "heartbeat":
             return Remote(lambda *arguments: asyncio.get_running_loop().create_future())
         return Remote(self._refuse)
 
-    async def _open(self, request: OpenSession, owner: None) -> SessionResponse:
+    async def _shake_hands(self, row: Any) -> Any:
+        return row
+
+    async def _open(self, request: OpenSession, owner: None, row: Any) -> SessionResponse:
         return SessionResponse(epoch="e", config=small_config())
 
     def _refuse(self, *arguments: Any) -> Any:

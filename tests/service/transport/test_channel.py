@@ -22,7 +22,7 @@ from support.caches.cache_under_test import small_config
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.actors.transport import batch_codec
-from raydix.actors.transport.unix_socket import Channel
+from raydix.actors.transport.unix_socket import UnixSocketClient
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -30,6 +30,7 @@ from raydix.schemas import (
     CacheUnavailable,
     InvalidRequest,
     LeaseConfig,
+    LeaseExpired,
     MatchRequest,
     Message,
     OpenSession,
@@ -39,6 +40,7 @@ from raydix.schemas import (
     TokenIds,
 )
 from raydix.schemas.message import receive
+from raydix.schemas.protocol import packed_handshake
 from raydix.schemas.requests import MAX_REQUESTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
@@ -63,10 +65,17 @@ class Listening:
         return address
 
     async def connected(self) -> socket.socket:
-        """A bare socket, as a client's."""
+        """A bare socket, as a client's, which has sent nothing."""
         peer = socket.socket(socket.AF_UNIX)
         peer.setblocking(False)
         await asyncio.get_running_loop().sock_connect(peer, await self.address())
+        return peer
+
+    async def admitted(self) -> socket.socket:
+        """A bare socket, as a client's, after the handshake."""
+        peer = await self.connected()
+        await asyncio.get_running_loop().sock_sendall(peer, framed(0, packed_handshake()))
+        assert await asyncio.wait_for(next_payload(peer), 30) == (0, packed_handshake())
         return peer
 
     def batch(self, seq: int, after: int, *requests: Message) -> Batch:
@@ -88,8 +97,13 @@ def framed(number: int, payload: bytes) -> bytes:
 
 async def next_frame(peer: socket.socket) -> tuple[int, Any]:
     """The number of a batch, and what has become of it."""
+    number, payload = await next_payload(peer)
+    return number, batch_codec.unpack(payload)
+
+
+async def next_payload(peer: socket.socket) -> tuple[int, bytes]:
     number, size = HEADER.unpack(await received(peer, HEADER.size))
-    return number, batch_codec.unpack(await received(peer, size))
+    return number, await received(peer, size)
 
 
 async def received(peer: socket.socket, size: int) -> bytes:
@@ -109,7 +123,7 @@ async def test_batches_are_whole_however_the_stream_is_cut(listening: Listening,
     rng = Random(longest)
     sent = [listening.batch(seq, seq - 1, *[PROBE] * rng.randint(0, 20), LOOK) for seq in range(1, 12)]
     stream = b"".join(framed(100 + batch.seq, batch_codec.pack(batch)) for batch in sent)
-    peer = await listening.connected()
+    peer = await listening.admitted()
 
     while stream:
         size = rng.randint(1, longest)
@@ -130,7 +144,7 @@ async def test_batches_are_whole_however_the_stream_is_cut(listening: Listening,
 async def test_what_is_no_batch_is_refused_and_the_next_one_served(listening: Listening) -> None:
     torn = batch_codec.pack(listening.batch(1, 0, LOOK))[:-5]
     past = Batch(session_id="s", epoch="another", requests=(LOOK,), seq=1, after=0)
-    peer = await listening.connected()
+    peer = await listening.admitted()
 
     for number, payload in enumerate([torn, batch_codec.pack(LOOK), b"", batch_codec.pack(past)]):
         await asyncio.get_running_loop().sock_sendall(peer, framed(number, payload))
@@ -156,8 +170,8 @@ async def test_what_is_no_frame_ends_the_connection(listening: Listening) -> Non
 async def test_a_frame_larger_than_any_batch_ends_its_connection_and_no_other(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_max_frame_bytes(4096, monkeypatch)
-    large, small = await listening.connected(), await listening.connected()
+    monkeypatch.setattr("raydix.actors.service.unix_socket_server.MAX_FIRST_FRAME_BYTES", 4096)
+    large, small = await listening.connected(), await listening.admitted()
 
     await asyncio.get_running_loop().sock_sendall(large, framed(1, bytes(4097))[:100])  # it is not waited for
     await asyncio.get_running_loop().sock_sendall(small, framed(1, batch_codec.pack(listening.batch(1, 0, LOOK))))
@@ -183,7 +197,7 @@ async def test_a_batch_of_too_many_requests_is_refused_before_any_of_them_is_loo
     fields = {"session_id": "s", "epoch": listening.service.epoch, "seq": 1, "after": 0}
     too_many = Batch.model_construct(requests=(PROBE,) * (MAX_REQUESTS + 1), **fields)
     most = Batch(requests=(PROBE,) * (MAX_REQUESTS - 1) + (LOOK,), **fields)  # type: ignore[arg-type]
-    peer = await listening.connected()
+    peer = await listening.admitted()
 
     await asyncio.get_running_loop().sock_sendall(peer, framed(1, batch_codec.pack(too_many)))
     _, refused = await asyncio.wait_for(next_frame(peer), 30)
@@ -205,10 +219,7 @@ def test_no_batch_of_too_many_requests_can_be_made(seq: int) -> None:
 
 
 async def test_between_the_batches_of_one_client_others_are_served(listening: Listening) -> None:
-    greedy, other = await listening.connected(), await listening.connected()
-    for peer in (greedy, other):  # so that both are known
-        await asyncio.get_running_loop().sock_sendall(peer, framed(0, batch_codec.pack(LOOK)))
-        await asyncio.wait_for(next_frame(peer), 30)
+    greedy, other = await listening.admitted(), await listening.admitted()
     batches = [batch_codec.pack(listening.batch(seq, seq - 1, *[PROBE] * 20, LOOK)) for seq in range(1, 31)]
     stream = b"".join(framed(seq, packed) for seq, packed in enumerate(batches, 1))
 
@@ -224,22 +235,9 @@ async def test_between_the_batches_of_one_client_others_are_served(listening: Li
     other.close()
 
 
-async def test_a_batch_that_overtakes_one_that_came_as_a_call_waits_for_it(listening: Listening) -> None:
-    peer = await listening.connected()
-    late = batch_codec.pack(listening.batch(2, 1, LOOK, PROBE))
-    await asyncio.get_running_loop().sock_sendall(peer, framed(2, late) + framed(3, batch_codec.pack(LOOK)))
-    assert (await asyncio.wait_for(next_frame(peer), 30))[0] == 3  # it has been read, and waits
-
-    await listening.service.execute_in_turn(listening.batch(1, 0, PROBE, PROBE))
-
-    number, answer = await asyncio.wait_for(next_frame(peer), 30)
-    assert (number, answer.responses[0].probes) == (2, 2)
-    peer.close()
-
-
 async def test_of_a_client_that_does_not_read_its_answers_no_more_is_taken_until_it_does(listening: Listening) -> None:
     num_batches = 2000
-    peer = await listening.connected()
+    peer = await listening.admitted()
     stream = b"".join(
         framed(seq, batch_codec.pack(listening.batch(seq, seq - 1, *[PROBE] * 50, LOOK)))
         for seq in range(1, num_batches + 1)
@@ -267,9 +265,9 @@ async def test_many_clients_connect_while_the_cache_is_busy(listening: Listening
         peers[-1].setblocking(False)
         peers[-1].connect(address)  # no connection is taken meanwhile
     for peer in peers:
-        await asyncio.get_running_loop().sock_sendall(peer, framed(1, batch_codec.pack(LOOK)))
+        await asyncio.get_running_loop().sock_sendall(peer, framed(1, packed_handshake()))
     for peer in peers:
-        assert (await asyncio.wait_for(next_frame(peer), 30))[0] == 1
+        assert (await asyncio.wait_for(next_payload(peer), 30))[0] == 1
         peer.close()
 
 
@@ -284,10 +282,10 @@ async def test_a_client_that_comes_when_too_many_connect_is_told_so_and_calls(
             peers[-1].setblocking(False)
             peers[-1].connect(address)
 
-    assert await Channel.open(address, listening) is None
+    assert await UnixSocketClient.open(address, listening) is None
 
     assert [record.getMessage() for record in caplog.records if record.name.startswith("raydix")] == [
-        "no channel to the cache, calls instead: too many clients connect to it at once"
+        "no socket to the cache, Ray calls instead: too many clients connect to it at once"
     ]
     for peer in peers:
         peer.close()
@@ -308,7 +306,7 @@ async def test_another_users_process_is_refused(listening: Listening) -> None:
     with pytest.raises((AssertionError, ConnectionError)):
         await asyncio.wait_for(next_frame(stranger), 30)
     stranger.close()
-    peer = await listening.connected()
+    peer = await listening.admitted()
     await asyncio.get_running_loop().sock_sendall(peer, framed(1, batch_codec.pack(listening.batch(1, 0, LOOK))))
     assert isinstance((await asyncio.wait_for(next_frame(peer), 30))[1], BatchResponse)
     peer.close()
@@ -332,8 +330,8 @@ def handle(listening: Listening) -> CountingHandle:
     return CountingHandle(listening.cache, Random(0), channels=listening.channels)
 
 
-def channel_of(client: PrefixCacheClient) -> Channel | None:
-    return client._transport._channel  # type: ignore[attr-defined]
+def socket_of(client: PrefixCacheClient) -> UnixSocketClient | None:
+    return client._transport._socket  # type: ignore[attr-defined]
 
 
 async def test_a_client_on_the_caches_machine_makes_no_calls(handle: CountingHandle) -> None:
@@ -358,53 +356,48 @@ async def test_a_client_that_cannot_reach_the_socket_calls(
         handle = CountingHandle(listening.cache, Random(0))
 
     async with PrefixCacheClient(handle) as client:
-        assert channel_of(client) is None
+        assert socket_of(client) is None
         assert (await client.match([1])).prefix_len == 0
 
     assert handle.num_calls == 1
 
 
-def set_max_frame_bytes(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a cache reads, and so of what its clients send."""
-    for module in ("service.unix_socket_server", "transport.ray_transport"):
-        monkeypatch.setattr(f"raydix.actors.{module}.MAX_FRAME_BYTES", num_bytes)
-
-
-async def test_an_answer_may_be_larger_than_a_batch(handle: CountingHandle, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_max_frame_bytes(2048, monkeypatch)
-    async with PrefixCacheClient(handle) as client:
-        told = await asyncio.gather(*[client.stats() for _ in range(100)])
-
-        assert len(batch_codec.pack(BatchResponse(epoch="e", responses=tuple(told)))) > 2 * 2 * 2048  # in two frames
-        there = channel_of(client)
-        assert there is not None and there.is_open
-
-    assert handle.num_calls == 0
-
-
-async def test_a_batch_too_large_for_a_frame_is_called_in_its_turn(
+async def test_batches_and_answers_may_be_longer_than_a_first_frame(
     handle: CountingHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_max_frame_bytes(4096, monkeypatch)
+    monkeypatch.setattr("raydix.actors.service.unix_socket_server.MAX_FIRST_FRAME_BYTES", 2048)
     async with PrefixCacheClient(handle) as client:
         lease = await client.acquire([1])
         large = asyncio.create_task(client.match(range(2000)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         small = asyncio.create_task(lease.insert([1], release=True))
+        stats = await asyncio.gather(*[client.stats() for _ in range(100)])
 
-        assert (await large).prefix_len == 0
-        assert (await small).num_inserted == 1
+        assert len(batch_codec.pack(BatchResponse(epoch="e", responses=tuple(stats)))) > 2 * 2 * 2048  # in two frames
+        assert ((await large).prefix_len, (await small).num_inserted) == (0, 1)
+        there = socket_of(client)
+        assert there is not None and there.is_open
 
-    assert handle.num_calls == 1
+    assert handle.num_calls == 0
 
 
-async def test_when_the_connection_breaks_what_was_on_its_way_fails_and_the_rest_is_called(
+async def test_a_batch_longer_than_any_frame_is_refused_and_the_next_one_served(
+    handle: CountingHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raydix.actors.transport.ray_transport.MAX_FRAME_BYTES", 4096)
+    async with PrefixCacheClient(handle) as client:
+        with pytest.raises(InvalidRequest, match="at most 4,096 can be sent"):
+            await client.match(range(2000))
+        assert (await client.match([1])).prefix_len == 0
+
+
+async def test_when_the_connection_breaks_what_was_on_its_way_fails_and_the_session_ends(
     listening: Listening, handle: CountingHandle
 ) -> None:
     async with PrefixCacheClient(handle) as client:
-        await client.match([1])
-        there = channel_of(client)
+        lease = await client.acquire([1])
+        there, session_id = socket_of(client), client._session_id
         assert there is not None
         asking = asyncio.create_task(client.match([1]))
         await asyncio.sleep(0)
@@ -414,8 +407,29 @@ async def test_when_the_connection_breaks_what_was_on_its_way_fails_and_the_rest
 
         with pytest.raises(CacheUnavailable, match="its connection broke"):
             await asking
-        assert (await client.match([1])).prefix_len == 0
-    assert handle.num_calls == 1
+        with pytest.raises(LeaseExpired, match="the connection to the cache broke, and its session ended with it"):
+            await lease.insert([1])
+        assert (await client.match([1])).prefix_len == 0  # by another session
+        assert client._session_id != session_id
+        assert session_id not in listening.service.sessions
+        assert (await client.stats()).open_leases == 0
+    assert handle.num_calls == 0
+
+
+async def test_a_client_that_asks_nothing_notices_that_its_connection_broke(
+    handle: CountingHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raydix.actors.client.client_session._MAX_BEAT_S", 0.01)
+    async with PrefixCacheClient(handle) as client:
+        await client.match([1])
+        transport, there = client._transport, socket_of(client)
+        assert there is not None
+
+        there._transport.abort()
+
+        async with asyncio.timeout(60):
+            while not isinstance(transport.lost, LeaseExpired):  # noqa: ASYNC110 -- with the next heartbeat
+                await asyncio.sleep(0.01)
 
 
 async def test_whenever_a_connection_breaks_nothing_is_left_behind() -> None:
@@ -442,7 +456,7 @@ async def test_whenever_a_connection_breaks_nothing_is_left_behind() -> None:
 
 
 async def breaking(client: PrefixCacheClient, rng: Random) -> int:
-    there = channel_of(client)
+    there = socket_of(client)
     assert there is not None
     for _ in range(rng.randint(0, 60)):
         await asyncio.sleep(0)
@@ -459,8 +473,8 @@ async def some_requests(client: PrefixCacheClient, rng: Random) -> int:
             async with await client.acquire(tokens) as lease:
                 await lease.insert(tokens, release=rng.random() < 0.5)
             served += 1
-        except CacheUnavailable as error:
-            assert "its connection broke" in str(error)
+        except (CacheUnavailable, LeaseExpired) as error:
+            assert "connection" in str(error) and "broke" in str(error)
     return served
 
 
@@ -500,7 +514,7 @@ async def test_an_actors_client_on_its_machine_has_a_channel_unless_it_is_switch
         over_calls(monkeypatch)
 
     async with PrefixCacheClient(actor) as client:
-        assert (channel_of(client) is not None) == (way == "channel")
+        assert (socket_of(client) is not None) == (way == "channel")
         async with await client.acquire([1, 2]) as lease:
             assert (await lease.insert([1, 2])).num_inserted == 2
         await client.reset()

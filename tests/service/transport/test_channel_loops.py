@@ -14,7 +14,7 @@ from support.processes.fresh_process import run_fresh
 from raydix.actors import LocalPrefixCache
 from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.actors.transport import batch_codec
-from raydix.actors.transport.unix_socket import Channel
+from raydix.actors.transport.unix_socket import UnixSocketClient
 from raydix.schemas import Batch, BatchResponse, OpenSession, StatsRequest
 
 uvloop = pytest.importorskip("uvloop")
@@ -34,7 +34,7 @@ async def main():
         lease = await client.acquire([1, 2, 3])
         await lease.insert([1, 2, 3], release=True)
         found = await client.match([1, 2, 3])
-        return found.prefix_len, client._transport._channel is not None and client._transport._channel.is_open
+        return found.prefix_len, client._transport._socket is not None and client._transport._socket.is_open
 
 for run in (asyncio.run, uvloop.run):
     print(*run(main()))
@@ -48,7 +48,7 @@ def test_a_batch_is_answered_on_every_loop(new_loop: Callable[[], asyncio.Abstra
             service = cache._host.service
             server = UnixSocketServer(service)
             service.open_session(OpenSession(session_id="s", owner="test"))
-            channel = await Channel.open(await server.address(), cache)
+            channel = await UnixSocketClient.open(await server.address(), cache)
             assert channel is not None, "it cannot connect"
             batch = Batch(session_id="s", epoch=service.epoch, requests=(StatsRequest(),), seq=1, after=0)
             told: asyncio.Future[object] = asyncio.get_running_loop().create_future()

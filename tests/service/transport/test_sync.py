@@ -252,13 +252,13 @@ def test_a_local_cache_whose_loop_has_ended_evicts_and_expires_on_the_next() -> 
 
 def test_who_stood_in_line_on_a_loop_that_was_closed_is_in_nobodys_way() -> None:
     cache = LocalPrefixCache(CONFIG.model_copy(update={"leases": LeaseConfig(session_ttl_s=0.3)}))
-    line, loop = cache._host.service.line, asyncio.new_event_loop()
+    queue, loop = cache._host.service.wait_queue, asyncio.new_event_loop()
 
     async def fill() -> None:
         client = PrefixCacheClient(cache)
         await client.acquire([1] * 32)
         await client._transport.submit(AcquireRequest(lease_id="2", tokens=TokenIds.pack([2])))
-        line._line[0].outcome.add_done_callback(lambda _: None)  # somebody waits for it
+        queue._queue[0].outcome.add_done_callback(lambda _: None)  # somebody waits for it
 
     async def go_on() -> None:
         async with PrefixCacheClient(cache) as client:

@@ -16,6 +16,7 @@ from raydix.schemas import (
     PoolConfig,
     TenantConfig,
 )
+from raydix.schemas.protocol import PROTOCOL
 
 POOL = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=3, head_dim=4)
 CONFIG = CacheConfig(page_size=4, pool=POOL)
@@ -304,6 +305,73 @@ def test_every_field_changes_the_digest() -> None:
     digests = {CONFIG.digest(), *(changed(part, field).digest() for part, field in every)}
 
     assert len(digests) == len(every) + 1
+
+
+def test_a_field_that_has_its_default_is_no_part_of_the_digest() -> None:
+    class Later(CacheConfig):
+        added: int = 3
+
+    later = Later(page_size=4, pool=CONFIG.pool)
+
+    assert later.digest() == CONFIG.digest() != later.model_copy(update={"added": 4}).digest()
+
+
+# By protocol: the digests of two releases of one protocol mean the same only if they have the same defaults.
+DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
+    1: {
+        CacheConfig: {
+            "kind": "radix",
+            "page_size": 1,
+            "sliding_window_size": None,
+            "max_seq_len": None,
+            "bigram": False,
+            "eviction": EvictionConfig(),
+            "leases": LeaseConfig(),
+            "tenants": (),
+            "events": False,
+            "ghost": None,
+            "json_logs": False,
+            "metrics": None,
+            "validate": False,
+            "fingerprint": "",
+        },
+        PoolConfig: {
+            "num_layers": 0,
+            "num_kv_heads": 0,
+            "head_dim": 0,
+            "v_head_dim": None,
+            "kv_shapes": None,
+            "layer_kinds": None,
+            "num_swa_slots": None,
+            "num_state_slots": 0,
+            "state_shapes": (),
+            "dtype": "bfloat16",
+            "device": "auto",
+        },
+        EvictionConfig: {"policy": "lru", "high_watermark": 0.9, "low_watermark": 0.8, "slice_ms": 1.0},
+        LeaseConfig: {
+            "acquire_timeout_s": 30.0,
+            "grant_timeout_s": 30.0,
+            "session_ttl_s": 30.0,
+            "quarantine_grace_s": 120.0,
+            "remembered_leases": 65_536,
+            "max_waiters": 1024,
+        },
+        MetricsConfig: {"interval_s": 5.0},
+        GhostConfig: {"max_factor": 8.0, "max_pages": 16_384},
+        TenantConfig: dict.fromkeys(("extra_key", "lora_id", "cache_salt", "cap_slots")) | {"floor_slots": 0},
+    }
+}
+
+
+def test_a_default_that_changes_gets_a_new_protocol_number() -> None:
+    defaults = {
+        model: {name: field.get_default() for name, field in model.model_fields.items() if not field.is_required()}
+        for model in DEFAULTS[1]
+    }
+
+    assert PROTOCOL in DEFAULTS, "a new protocol: add its defaults to the table, and leave the others as they are"
+    assert defaults == DEFAULTS[PROTOCOL], "a default has changed: raise PROTOCOL; a field was added: add it here"
 
 
 @pytest.mark.parametrize(("part", "field"), fields_that_can_differ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydix.actors.sessions.wait_queue import Place, WaitQueue
+from raydix.actors.sessions.wait_queue import Position, WaitQueue
 from raydix.cache_core import OutOfSlotsError
 from raydix.schemas import Ack, Message, UnknownLease
 
@@ -12,15 +12,15 @@ SHORTAGE = OutOfSlotsError(2, 0, 0, 8)
 
 
 class Crowd:
-    """A line, and how much room there is for those in it."""
+    """A queue, and how much room there is for its requests."""
 
     def __init__(self) -> None:
-        self.line = WaitQueue(8)
+        self.queue = WaitQueue(8)
         self.room = 0
 
     def join(self, session_id: str, lease_id: str, urgent: bool = False) -> tuple[int, int]:
-        place = Place(None, urgent, lambda: False)
-        return self.line.join(session_id, lease_id, place, self._attempt, 60.0, lambda shortage: shortage, SHORTAGE)
+        position = Position(None, urgent, lambda: False)
+        return self.queue.join(session_id, lease_id, position, self._attempt, 60.0, lambda shortage: shortage, SHORTAGE)
 
     def _attempt(self) -> Message:
         if not self.room:
@@ -29,7 +29,7 @@ class Crowd:
         return Ack()
 
     def nothing_is_kept(self) -> bool:
-        return not (len(self.line) or self.line._by_ticket or self.line._by_lease or self.line.waiting)
+        return not (len(self.queue) or self.queue._by_ticket or self.queue._by_lease or self.queue.waiting)
 
 
 async def test_a_retry_keeps_its_place() -> None:
@@ -40,8 +40,8 @@ async def test_a_retry_keeps_its_place() -> None:
     assert crowd.join("s", "b") == (2, 1)
     assert crowd.join("t", "b") == (3, 2)
     assert crowd.join("s", "b", urgent=True) == (4, 0)
-    crowd.line.withdraw("s")
-    crowd.line.withdraw("t")
+    crowd.queue.withdraw("s")
+    crowd.queue.withdraw("t")
 
 
 async def test_a_lease_that_is_given_up_takes_its_own_requests_out_and_no_others() -> None:
@@ -49,16 +49,16 @@ async def test_a_lease_that_is_given_up_takes_its_own_requests_out_and_no_others
     for session_id, lease_id, urgent in (("s", "a", False), ("s", "b", False), ("s", "b", True), ("t", "b", False)):
         crowd.join(session_id, lease_id, urgent)
 
-    crowd.line.withdraw("s", "b")
-    crowd.line.withdraw("s", "unknown")
+    crowd.queue.withdraw("s", "b")
+    crowd.queue.withdraw("s", "unknown")
 
-    assert len(crowd.line) == 2
+    assert len(crowd.queue) == 2
     for ticket in (2, 3):
-        with pytest.raises(UnknownLease, match="not in line"):
-            await crowd.line.outcome("s", ticket)
-    crowd.line.withdraw("s")
-    assert len(crowd.line) == 1
-    crowd.line.withdraw("t", "b")
+        with pytest.raises(UnknownLease, match="not queued"):
+            await crowd.queue.outcome("s", ticket)
+    crowd.queue.withdraw("s")
+    assert len(crowd.queue) == 1
+    crowd.queue.withdraw("t", "b")
     assert crowd.nothing_is_kept()
 
 
@@ -66,11 +66,11 @@ async def test_an_outcome_is_kept_until_it_is_collected_or_given_up() -> None:
     crowd = Crowd()
     tickets = [crowd.join("s", lease_id)[0] for lease_id in ("a", "b")]
     crowd.room = 2
-    crowd.line.serve()
+    crowd.queue.serve()
 
     assert crowd.join("s", "a") == (3, 0), "what was served before is no retry"
-    assert await crowd.line.outcome("s", tickets[0]) == Ack()
-    crowd.line.withdraw("s", "b")
-    assert len(crowd.line) == 1
-    crowd.line.withdraw("s", "a")
+    assert await crowd.queue.outcome("s", tickets[0]) == Ack()
+    crowd.queue.withdraw("s", "b")
+    assert len(crowd.queue) == 1
+    crowd.queue.withdraw("s", "a")
     assert crowd.nothing_is_kept()
