@@ -1,1 +1,1 @@
-"""A cache's counts as Ray's metrics, for Prometheus: `table` says which, `publisher` sends them now and then."""
+"""A cache's counts as Ray's metrics, for Prometheus: `table` lists them, `publisher` publishes them on a timer."""

@@ -13,19 +13,19 @@ _OF = '{cache=~"$cache"}'
 class _Panel(NamedTuple):
     title: str
     unit: str
-    queries: tuple[tuple[str, str], ...]  # PromQL, and what its lines are called
+    queries: tuple[tuple[str, str], ...]  # PromQL, and the name of its lines
     stacked: bool = False
 
 
 def _distribution(title: str, unit: str, name: str) -> _Panel:
-    """Half, 99 % and the mean of what a histogram counts."""
+    """Return a panel of a histogram: median, 99th percentile and mean."""
     per_bucket = f"sum by (cache, le) (rate(ray_raydix_{name}_bucket{_OF}[$__rate_interval]))"
     of_all, number = (f"sum by (cache) (rate(ray_raydix_{name}_{part}{_OF}[$__rate_interval]))" for part in _PARTS)
     return _Panel(
         title,
         unit,
         (
-            (f"histogram_quantile(0.5, {per_bucket})", "{{cache}} half"),
+            (f"histogram_quantile(0.5, {per_bucket})", "{{cache}} median"),
             (f"histogram_quantile(0.99, {per_bucket})", "{{cache}} 99 %"),
             (f"{of_all} / {number}", "{{cache}} mean"),
         ),
@@ -108,8 +108,8 @@ _PANELS = (
             )
         ),
     ),
-    _distribution("Time to the answer of an acquire", "s", "acquire_latency_seconds"),
-    _distribution("Time that requests waited for room", "s", "wait_seconds"),
+    _distribution("Time to the response of an acquire", "s", "acquire_latency_seconds"),
+    _distribution("Time that requests waited for free slots", "s", "wait_seconds"),
     _distribution("Batch size", "short", "batch_size"),
     _Panel(
         "Event loop",
@@ -120,7 +120,7 @@ _PANELS = (
         ),
     ),
     _Panel(
-        "Background eviction, and sessions that were lost",
+        "Background eviction and lost sessions",
         "short",
         (
             (f"min by (cache) (ray_raydix_eviction_task_alive{_OF})", "{{cache}} task alive"),
@@ -133,7 +133,7 @@ _PANELS = (
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana's JSON: pick the data source and the caches at its top."""
+    """Return the dashboard as Grafana's JSON, with variables for the data source and the caches."""
     return {
         "title": "Raydix caches",
         "uid": "raydix",

@@ -1,4 +1,4 @@
-"""`MetricsPublisher`: hands a cache's counts to Ray's metrics on a timer, which exports them to Prometheus."""
+"""`MetricsPublisher`: passes a cache's counts to Ray's metrics on a timer. Ray exports them to Prometheus."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.metrics.table import METRICS, Labels, Metric
 from raydix.schemas import CacheStats, CacheUnavailable
 
-_NEEDED = ("aiohttp", "opencensus", "opentelemetry.sdk", "prometheus_client")  # by Ray's agent, which exports
+_NEEDED = (
+    "aiohttp",
+    "opencensus",
+    "opentelemetry.sdk",
+    "prometheus_client",
+)  # imported by Ray's agent
 
 
 class MetricsPublisher:
-    """Publishes every `interval_s`, so that no request pays for it.
+    """Publish the counts every `interval_s`, outside the requests.
 
     Args:
-        stats: the counts now.
-        cache: the label of this cache: its name.
-        interval_s: seconds between two looks.
+        stats: returns the current counts.
+        cache: the name of the cache, for the label `cache`.
+        interval_s: seconds between two publications.
 
     Raises:
-        CacheUnavailable: what Ray needs to export metrics is not installed here.
+        CacheUnavailable: a package that Ray needs to export metrics is not installed here.
     """
 
     def __init__(self, stats: Callable[[], CacheStats], cache: str, interval_s: float) -> None:
         if missing := [name for name in _NEEDED if not _is_installed(name)]:
             raise CacheUnavailable(
                 f"CacheConfig.metrics is set, but Ray cannot export metrics without {', '.join(missing)}: "
-                "pip install 'raydix[metrics]' on every node, and start Ray anew"
+                "pip install 'raydix[metrics]' on every node, and restart Ray"
             )
         self._stats = stats
         self._interval_s = interval_s
@@ -43,12 +48,12 @@ class MetricsPublisher:
         self._timer = LoopTimer(self._tick)
 
     def start(self) -> None:
-        """Begin, on the running loop; no effect if it runs already."""
+        """Start the timer on the running loop, unless it runs already."""
         if not self._timer.is_set:
             self._timer.schedule(self._tick())
 
     def stop(self) -> None:
-        """Publish what there is, then no more."""
+        """Publish once more and stop the timer."""
         if self._timer.is_set:
             self.publish()
         self._timer.stop()
@@ -58,7 +63,7 @@ class MetricsPublisher:
         return self._interval_s
 
     def publish(self) -> None:
-        """Hand every metric to Ray, as it is now. Some 100 us."""
+        """Pass the current value of every metric to Ray. Takes about 100 us."""
         stats = self._stats()
         for metric in METRICS:
             for labels, value in metric.read(stats):
@@ -67,7 +72,7 @@ class MetricsPublisher:
                     self._gauges[metric.name].set(value, tags)
                     continue
                 rise = value - self._counted.get((metric.name, labels), 0.0)
-                if rise > 0:  # Ray takes no 0
+                if rise > 0:  # Ray refuses 0
                     self._counted[metric.name, labels] = value
                     self._counters[metric.name].inc(rise, tags)
 
@@ -83,5 +88,5 @@ def _is_gauge(metric: Metric) -> bool:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is not
+    except ModuleNotFoundError:  # its parent package is not installed
         return False

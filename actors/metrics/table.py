@@ -1,4 +1,4 @@
-"""Which metrics there are, what each means, and where in `CacheStats` it is."""
+"""The metrics of a cache: name, meaning, and the field of `CacheStats` that each one reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, float]
 
 GHOST_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
-EXPORTED_PREFIX = "ray_"  # Ray puts it before every name
+EXPORTED_PREFIX = "ray_"  # Ray prefixes every name with it
 BUCKETS = {
     "raydix_acquire_latency_seconds": ACQUIRE_S,
     "raydix_wait_seconds": WAIT_S,
@@ -23,17 +23,17 @@ _USES = ("free", "private", "evictable", "protected", "quarantined")
 
 
 class Metric(NamedTuple):
-    """One metric: gauges are set to what they are now, counters rise from the cache's start."""
+    """One metric: a gauge has the current value, a counter rises from the start of the cache."""
 
     name: str
     kind: Literal["gauge", "counter"]
     meaning: str
     read: Callable[[CacheStats], Iterator[Sample]]
-    labels: tuple[str, ...] = ()  # beside `cache`
+    labels: tuple[str, ...] = ()  # besides `cache`
 
     @property
     def exported_name(self) -> str:
-        """What Prometheus calls it."""
+        """The name in Prometheus."""
         return EXPORTED_PREFIX + self.name
 
 
@@ -64,10 +64,10 @@ def _slots(stats: CacheStats) -> Iterator[Sample]:
 
 
 def _histogram(name: str, field: str, meaning: str) -> tuple[Metric, ...]:
-    """The three series of a Prometheus histogram.
+    """Return the three series of a Prometheus histogram, as gauges.
 
-    Ray's own histograms take values one by one and export sums of bucket middles. Gauges take what was counted
-    already, and unlike Ray's counters they also export a bucket that has counted nothing yet.
+    Ray's histograms take one value at a time and export sums of bucket middles. Gauges can be set to existing counts.
+    Unlike Ray's counters, they also export empty buckets.
     """
 
     def buckets(stats: CacheStats) -> Iterator[Sample]:
@@ -138,7 +138,7 @@ METRICS = (
     Metric(
         "raydix_oldest_lease_seconds",
         "gauge",
-        "age of the oldest open lease, among the 32 owners with the most slots; 0 if none is",
+        "age of the oldest open lease, among the 32 owners with the most slots; 0 without leases",
         _oldest_lease,
     ),
     Metric(
@@ -155,7 +155,7 @@ METRICS = (
         "`lora_id`s, the base model included, with a model bound to them",
         _field("bindings"),
     ),
-    Metric("raydix_waiters", "gauge", "acquires and extends that wait for room", _field("waiters")),
+    Metric("raydix_waiters", "gauge", "acquires and extends that wait for free slots", _field("waiters")),
     Metric("raydix_loop_lag_seconds", "gauge", "longest delay of the event loop within the last 5 to 10 s", _loop_lag),
     Metric(
         "raydix_eviction_task_alive",
@@ -183,13 +183,13 @@ METRICS = (
         "time from the arrival of an `acquire` at the cache to its answer, granted or refused, waits included",
     ),
     *_histogram(
-        "raydix_wait_seconds", "wait_time", "time that an acquire or extend waited for room, however that ended"
+        "raydix_wait_seconds", "wait_time", "time that an acquire or extend waited for free slots, granted or refused"
     ),
     *_histogram("raydix_batch_size", "batch_size", "messages of a batch"),
     Metric(
         "raydix_waited_total",
         "counter",
-        "acquires and extends that found no room at first, and waited",
+        "acquires and extends that found too few free slots, and waited",
         _field("waited"),
     ),
     Metric("raydix_acquires_total", "counter", "requests granted by acquire or lock, a lease each", _field("acquires")),
@@ -200,10 +200,10 @@ METRICS = (
         "prompt tokens of all requests",
         _field("tokens_requested"),
     ),
-    Metric("raydix_reused_tokens_total", "counter", "of those, the tokens whose KV was there", _field("tokens_reused")),
+    Metric("raydix_reused_tokens_total", "counter", "of those, the tokens with cached KV", _field("tokens_reused")),
     Metric("raydix_inserted_tokens_total", "counter", "tokens published", _field("tokens_inserted")),
     Metric("raydix_duplicate_tokens_total", "counter", "tokens computed twice", _field("tokens_duplicate")),
-    Metric("raydix_evicted_tokens_total", "counter", "tokens evicted, for whatever cause", _field("tokens_evicted")),
+    Metric("raydix_evicted_tokens_total", "counter", "tokens evicted, for any cause", _field("tokens_evicted")),
     Metric(
         "raydix_tenant_evicted_tokens_total",
         "counter",
@@ -211,9 +211,9 @@ METRICS = (
         _tenants("tokens_evicted"),
         ("tenant",),
     ),
-    Metric("raydix_exhausted_total", "counter", "acquires and extends refused for want of room", _field("exhausted")),
+    Metric("raydix_exhausted_total", "counter", "acquires and extends refused for lack of slots", _field("exhausted")),
     Metric("raydix_refused_tokens_total", "counter", "prompt tokens of refused acquires", _field("tokens_refused")),
-    Metric("raydix_too_large_total", "counter", "acquires that can never fit, refused at once", _too_large),
+    Metric("raydix_too_large_total", "counter", "acquires that can never fit, refused immediately", _too_large),
     Metric(
         "raydix_deadlocks_total",
         "counter",
@@ -231,7 +231,7 @@ METRICS = (
     Metric(
         "raydix_requests_total",
         "counter",
-        "messages that those carried",
+        "messages in those batches",
         _field("requests"),
     ),
     Metric(
@@ -242,13 +242,13 @@ METRICS = (
         ("how",),
     ),
     Metric("raydix_eviction_rounds_total", "counter", "rounds of background eviction", _of_task("rounds")),
-    Metric("raydix_eviction_failures_total", "counter", "rounds that failed, and were survived", _of_task("failures")),
+    Metric("raydix_eviction_failures_total", "counter", "rounds that failed; the task went on", _of_task("failures")),
 )
 
 
 def markdown() -> str:
-    """The table for people."""
-    head = "| metric | kind | labels beside `cache` | meaning |\n|---|---|---|---|\n"
+    """Return the table of metrics in `examples/metrics.md`."""
+    head = "| metric | kind | labels besides `cache` | meaning |\n|---|---|---|---|\n"
     rows = []
     for each in METRICS:
         labels = ", ".join(f"`{label}`" for label in each.labels)

@@ -1,30 +1,29 @@
-"""Guides keep their word: their programs and commands run on a real cluster, in order, as they stand there."""
+"""The programs and commands of README and guides run on a real cluster, in order, as printed."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from re import findall
 
 import pytest
+from support.documents import GUIDES, RUN, Block, blocks, transcript
 from support.models.sample_trace import write_trace
 from support.processes.command_line import run
 
-from raydix.actors.cli.app import COMMANDS
-
-ROOT = Path(__file__).parents[3]
-GUIDES = sorted((ROOT / "examples").glob("*.md"))
 NOT_RUN = {  # first word of a command, and why no test runs it
     "git": "the tests run in a clone",
-    "make": "tests/examples/test_readme.py looks whether there is such a target",
+    "make": "tests/examples/test_documents.py checks that the target exists",
     "python3": "the tests have a virtual environment",
     ".": "they run in it",
     "pip": "it changes the environment",
     "export": "it is for the user's cluster",
     "ray": "the tests have a cluster of their own",
 }
-PRINTED = {  # what a guide's comments promise of its output
+WITH_BLOCKS = [path for path in GUIDES if any(block.language in RUN for block in blocks(path))]
+NO_SUCH_CACHE = 3  # exit status
+PRINTED = {  # the output that a guide's comments promise
     "worker.md": [
         "french: 0 of 40",
         "french: 32 of 40",
@@ -37,20 +36,16 @@ PRINTED = {  # what a guide's comments promise of its output
     ],
     "size.md": ["2048 bytes a token, 128 MiB"],
     "deploy.md": ["True\n"],
-    "README.md": ["0 of 100 tokens", "96 of 100 tokens", "what follows was never stored"],
+    "commands.md": [
+        "0 of 100 tokens were cached",
+        "96 of 100 tokens were cached",
+        "48 of 100 tokens hit",
+        "prefix_len=992",
+        "992 cached",
+        "1,000 requested",
+        "992 tokens, 0 hits",
+    ],
 }
-
-
-def blocks(text: str) -> list[tuple[str, str, str]]:
-    """The prose before each block, its language and its text, in order."""
-    return re.findall(r"(.*?)^```(python|sh|yaml)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def walk_of_the_readme() -> str:
-    """Its section for a new user; the first program of all is run by tests/examples/test_readme.py."""
-    sections = re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    (walk,) = [each for each in sections if each.startswith("From nothing to a report")]
-    return walk
 
 
 @pytest.fixture
@@ -62,24 +57,38 @@ def workplace(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run("stop", "--all")
 
 
-def perform(prose: str, language: str, text: str, output: list[str]) -> None:
-    """Do what a block says. A program whose file the prose names waits in that file for its `python FILE`."""
-    if language == "yaml":
-        (name,) = re.findall(r"^# (\S+)$", text, flags=re.MULTILINE)
-        Path(name).write_text(text)
-    elif language == "python":
-        if names := re.findall(r"`(\w+\.py)`", prose):
-            Path(names[-1]).write_text(text)
-        else:
-            execute(text)
+def perform(block: Block, output: list[str]) -> None:
+    """Run a block. A program whose file the prose names is saved there, for its `python FILE`."""
+    if block.language == "yaml":
+        (name,) = findall(r"(?m)^# (\S+)$", block.text)
+        Path(name).write_text(block.text)
+    elif block.language == "console":
+        for command, shown in transcript(block.text):
+            type_in(command, shown, output)
+    elif block.language == "sh":
+        for line in block.text.splitlines():
+            type_in(line, "", output)
+    elif names := findall(r"`(\w+\.py)`", block.prose):
+        Path(names[-1]).write_text(block.text)
     else:
-        for words in filter(None, (shlex.split(line, comments=True) for line in text.splitlines())):
-            if words[0] == "python":
-                execute(Path(words[1]).read_text())
-                Path(words[1]).unlink()
-            elif words[0] not in NOT_RUN:
-                assert words[0] == "raydix", words
-                output.append(run(*words[1:]).stdout)
+        execute(block.text)
+
+
+def type_in(line: str, shown: str, output: list[str]) -> None:
+    """Run a line of a shell. An error that the guide shows must be printed word for word."""
+    match shlex.split(line, comments=True):
+        case ["cat", name]:
+            Path(name).write_text(shown)
+        case ["python", name]:
+            execute(Path(name).read_text())
+            Path(name).unlink()
+        case ["raydix", *arguments]:
+            refused = shown.startswith("error:")
+            done = run(*arguments, exit_code=NO_SUCH_CACHE if refused else 0)
+            output.append(done.stdout)
+            assert not refused or done.stderr.strip() == shown
+        case [word, *_]:
+            assert word in NOT_RUN, line
 
 
 def execute(program: str) -> None:
@@ -87,38 +96,16 @@ def execute(program: str) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("name", ["README.md", *(guide.name for guide in GUIDES)])
-def test_every_block_of_a_guide_runs(name: str, workplace: None, capsys: pytest.CaptureFixture[str]) -> None:
-    text = walk_of_the_readme() if name == "README.md" else (ROOT / "examples" / name).read_text()
+@pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.name)
+def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest.CaptureFixture[str]) -> None:
     output: list[str] = []
 
-    for block in blocks(text):
-        perform(*block, output)
-        output.append(capsys.readouterr().out)
+    for block in blocks(path):
+        if block.language in RUN:
+            perform(block, output)
+            output.append(capsys.readouterr().out)
 
     assert not list(Path().glob("*.py")), "no command of the guide runs it"
     printed = "\n".join(output)
-    for promised in PRINTED.get(name, []):
+    for promised in PRINTED.get(path.name, []):
         assert promised in printed, printed
-
-
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
-def test_a_guide_names_the_extra_of_an_option_that_needs_one_before_it(guide: Path) -> None:
-    before, option, _ = guide.read_text().partition(" --plot ")
-    assert not option or re.search(r"pip install .*\[.*plot.*\]", before)
-
-
-@pytest.mark.parametrize("path", [ROOT / "README.md", *GUIDES], ids=lambda path: path.name)
-def test_every_command_named_in_passing_exists(path: Path) -> None:
-    for command, options in re.findall(r"`raydix ([a-z]+)([^`]*)`", path.read_text()):
-        assert command in COMMANDS
-        told = run(command, "--help").stdout
-        assert [each for each in re.findall(r"--[a-z-]+", options) if each not in told] == []
-
-
-def test_every_guide_is_named_in_the_readme_and_links_to_what_exists() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for guide in GUIDES:
-        assert f"examples/{guide.name}" in readme
-        for target in re.findall(r"\]\(([\w./-]+)\)", guide.read_text()):
-            assert (guide.parent / target).exists(), target

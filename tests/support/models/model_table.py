@@ -1,6 +1,6 @@
-"""Writes `examples/models.md`: what the survey finds of each causal LM of transformers, as a table.
+"""Write `examples/models.md`: the survey's result for each causal LM of transformers, as a table.
 
-PYTHONPATH=tests python -m model_table > examples/models.md
+PYTHONPATH=tests python -m support.models.model_table > examples/models.md
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ LONGEST_REASON = 220  # characters
 INTRODUCTION = f"""\
 # Models that `TransformersWorker` serves
 
-Each causal LM of transformers {transformers.__version__} was made with a tiny random configuration and asked on a CPU,
+Each causal LM of transformers {transformers.__version__} was made with a tiny random configuration and ran on a CPU
 with torch {torch.__version__.partition("+")[0]} and pages of {", ".join(map(str, PAGE_SIZES))} tokens.
-Two workers shared a cache: one wrote what the other one read. They were asked
-with prefixes of each number of pages, over the sliding window, for further turns, with repeated tokens, with pad tokens
-inside the prompt, and in a cache so small that it evicts.
+Two workers shared a cache: one wrote the KV that the other one read. The requests had
+prefixes of each number of pages, prompts beyond the sliding window, further turns, repeated tokens, pad tokens
+inside the prompt, and a cache so small that it evicts.
 
 - **cache**: the `kind` of `CacheConfig` that serves the model, "+ window" with `sliding_window_size`.
-  *without a cache*: a worker with `use_cache=False` serves it, one with a cache is refused.
+  *without a cache*: a worker with `use_cache=False` serves it, and a worker with a cache is refused.
   *refused*: `ConfigMismatch` when the worker is made or opened.
 - **float32**: the largest difference of a logit from one pass without a cache, in standard deviations of the logits.
-  The tests allow 0.001, and want the same tokens.
-- **bfloat16**: the largest difference from the model's own cache, cut at the same places. *same bits*: there is none.
+  The tests allow 0.001, and require the same tokens.
+- **bfloat16**: the largest difference from the model's own cache, cut at the same places. *same bits*: no difference.
   *refused*: transformers cannot run it in bfloat16.
-- **remark**: why there is no cache, in the words of the `ConfigMismatch`, or what is special.
+- **remark**: why there is no cache, in the words of the `ConfigMismatch`, or a special case.
 
-`make models` makes this page again. `tests/service/huggingface/test_every_causal_lm.py` holds what it says.
+`make models` makes this page again. `tests/service/huggingface/test_every_causal_lm.py` checks the table.
 """
 HEAD = "| {} | cache | float32 | bfloat16 | remark |\n|---|---|---|---|---|"
 VARIANTS_TITLE = """
@@ -54,7 +54,7 @@ The table above has the defaults of each type. These have other ropes, layers or
 
 
 def kind_of(outcome: Outcome) -> str:
-    """Return what the table says of the cache."""
+    """Return the cell of the column `cache`."""
     if outcome.tally.faults:
         return "wrong"
     return {"served": outcome.kind, "served without a cache": "without a cache"}.get(outcome.verdict, "refused")

@@ -1,0 +1,133 @@
+"""README and guides name files, links, commands and make targets that exist, and each of their commands is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from ray.scripts.scripts import cli as ray_commands
+from support.documents import DOCUMENTS, GUIDES, README, ROOT, RUN, anchors, blocks, commands, prose, transcript
+from support.processes.command_line import run
+
+from raydix.actors.cli.app import COMMANDS
+
+FOLDERS = ("actors", "cache_core", "examples", "schemas", "tests")
+NOT_CODE = ("", "promql")  # diagrams, output and queries
+MAX_README_LINES = 200
+
+each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+
+
+@each_document
+def test_every_command_stands_in_a_block_that_is_run(path: Path) -> None:
+    for _, language, text in blocks(path):
+        assert language in (*RUN, *NOT_CODE)
+        if language in NOT_CODE:
+            assert not re.search(r"^(?:\$|raydix|make|python3?|pip|ray|git) ", text, flags=re.MULTILINE), text
+    assert not re.search(r"^    \S", prose(path), flags=re.MULTILINE), "an indented block is run by no test"
+
+
+@each_document
+def test_every_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        name, _, anchor = target.partition("#")
+        linked = path.parent / name if name else path
+
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@each_document
+def test_every_path_named_exists(path: Path) -> None:
+    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w/?)", path.read_text())
+
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@each_document
+def test_every_command_named_in_passing_exists(path: Path) -> None:
+    for command, options in re.findall(r"`raydix ([a-z]+)([^`]*)`", prose(path)):
+        assert command in COMMANDS
+        shown = run(command, "--help").stdout
+        assert [each for each in re.findall(r"--[a-z-]+", options) if each not in shown] == []
+
+
+@each_document
+def test_every_make_target_named_exists(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+    assert set(re.findall(r"(?:^|`)make\s([a-z-]+)", path.read_text(), flags=re.MULTILINE)) <= targets
+
+
+@each_document
+def test_every_program_named_in_passing_takes_the_options_named(path: Path) -> None:
+    for line in re.findall(r"`python3? ([^`]*)`", prose(path)):
+        program, *arguments = shlex.split(line)
+        if program == "-m":
+            program = f"tests/{arguments.pop(0).replace('.', '/')}.py"
+        source = (ROOT / program).read_text()
+        assert [each for each in arguments if each.startswith("--") and f'"{each}"' not in source] == []
+
+
+@each_document
+def test_every_program_compiles(path: Path) -> None:
+    for _, language, text in blocks(path):
+        if language == "python":
+            compile(text, str(path), "exec")
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
+def test_a_guide_names_the_extra_of_an_option_that_needs_one_before_it(path: Path) -> None:
+    before, option, _ = path.read_text().partition("\nraydix replay trace.jsonl --plot ")
+    assert not option or re.search(r"pip install .*\[.*plot.*\]", before)
+
+
+def test_the_readme_is_short_and_links_to_every_guide() -> None:
+    text = README.read_text()
+
+    assert len(text.splitlines()) <= MAX_README_LINES
+    assert [guide.name for guide in GUIDES if f"](examples/{guide.name})" not in text] == []
+
+
+def test_the_glossary_has_25_words_each_once() -> None:
+    glossary = README.read_text().partition("\n## Glossary\n")[2]
+    words = re.findall(r"^\| ([\w ]+) \|", glossary, flags=re.MULTILINE)[1:]
+
+    assert len(words) == len(set(words)) == 25
+
+
+def test_the_walk_begins_with_a_clone_and_ends_the_cluster_that_it_starts() -> None:
+    """Check the commands that test_guides.py cannot run."""
+    walk = [block for block in blocks(ROOT / "examples/commands.md") if block.language == "sh"]
+    lines = [command for block in walk for command in commands(block.text)]
+
+    assert [" ".join(line.split()[:2]) for line in lines] == [
+        "git clone",
+        "cd raydix",
+        "python3 -m",
+        ". .venv/bin/activate",
+        "pip install",
+        "export RAY_AUTH_MODE=token",
+        "ray get-auth-token",
+        "ray start",
+        "python settings.py",
+        "raydix start",
+        "python worker.py",
+        "raydix stats",
+        "raydix explain",
+        "raydix report",
+        "raydix stop",
+        "ray stop",
+    ]
+    for _, name, *options in (line.split() for line in lines if line.startswith("ray ")):
+        shown = CliRunner().invoke(ray_commands, [name, "--help"]).output
+        assert [each for each in options if each.startswith("--") and each not in shown] == []
+
+
+def test_a_transcript_is_read_as_commands_with_their_output() -> None:
+    shown = "$ cat a.yaml\nname: a\n\n$ raydix stats a   # live\na  radix\n\n$ raydix stop a\n"
+
+    assert transcript(shown) == [("cat a.yaml", "name: a"), ("raydix stats a", "a  radix"), ("raydix stop a", "")]

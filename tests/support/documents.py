@@ -1,0 +1,50 @@
+"""The README and the guides: their blocks, commands, links and paths."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+GUIDES = sorted((ROOT / "examples").glob("*.md"))
+DOCUMENTS = [README, *GUIDES]
+RUN = ("python", "sh", "yaml", "console")  # languages of blocks that tests run
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    prose: str  # between the block before and this one
+    language: str
+    text: str
+
+
+def blocks(path: Path) -> list[Block]:
+    """Return the fenced blocks of a document, in order."""
+    found = re.findall(r"(.*?)^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [Block(*each) for each in found]
+
+
+def prose(path: Path) -> str:
+    """Return a document without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands of a block of shell lines, without comments."""
+    lines = (line.partition(" #")[0] for line in text.splitlines())
+    return [each.strip() for line in lines for each in line.split(" && ") if each.strip()]
+
+
+def transcript(text: str) -> list[tuple[str, str]]:
+    """Return the commands of a console block, each with its output."""
+    steps = (each.partition("\n") for each in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:])
+    return [(line.partition(" #")[0].rstrip(), output.rstrip("\n")) for line, _, output in steps]
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
