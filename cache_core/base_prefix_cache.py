@@ -18,7 +18,6 @@ from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kernels import maker
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.radix.page_events import KVEventSink, PageRun
-from raydix.cache_core.radix.sample import TreeSample
 from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.tree.radix_key import RadixKey
 
@@ -261,9 +260,9 @@ class BasePrefixCache(ABC):
         """The cache's clock, in ticks; 0 for a cache without one."""
         return 0
 
-    def sample(self, max_nodes: int) -> TreeSample:
+    def sample(self, max_nodes: int) -> Outline:
         """Return the size of each namespace and of its branches, estimated from about `max_nodes` nodes."""
-        return TreeSample([], 0)
+        return Outline([], 0, 0)
 
     def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- no pages, no events
         """Publish to `sink` which pages are stored and removed from now on."""

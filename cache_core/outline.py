@@ -1,25 +1,36 @@
-"""A tree in outline, for people: its largest branches, found in bounded work however large the tree is."""
+"""Outlines of a tree, for the CLI and the report: its largest branches, from a bounded number of nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
 _MAX_SEEN = 4096  # nodes: a few milliseconds
-_MAX_CHILDREN_SEEN = 256  # of one node, the latest: the rest of the work is for what is below them
-SHOWN = 8  # tokens told of a node
+_MAX_CHILDREN_SEEN = 256  # of one node, the latest: the remaining work is for the nodes below them
+SHOWN = 8  # token ids of a node
+
+Tops = Iterable[tuple[str | None, Any]]  # each namespace's `extra_key`, and the node above its nodes
 
 
 def head_of(items: Sequence[object]) -> str:
-    """The first few of a row, for people."""
+    """Return the first few items as text."""
     shown = " ".join(map(str, items[:SHOWN]))
     return f"[{shown}{' ...' if len(items) > SHOWN else ''}]"
 
 
+def walk_down(top: Any) -> Iterator[tuple[int, Any]]:
+    """Yield every node below `top` with its depth, from 1: parents before children, siblings in order of arrival."""
+    stack = [(1, child) for child in reversed(top.children.values())]
+    while stack:
+        depth, node = stack.pop()
+        yield depth, node
+        stack.extend((depth + 1, child) for child in reversed(node.children.values()))
+
+
 class OutlineLimits(NamedTuple):
-    """How much of a tree is told."""
+    """How many of the largest branches `outline` returns."""
 
     max_nodes: int
     max_depth: int  # below the namespaces, which are at depth 0
@@ -29,83 +40,129 @@ class OutlineLimits(NamedTuple):
 class Outline(NamedTuple):
     """The largest branches of a tree."""
 
-    nodes: list[OutlineNode]  # parents before children, the largest first
+    nodes: list[OutlineNode]  # parents before children, the largest first; of a sample, the namespaces only
     now: int  # tick
-    num_namespaces: int
-
-
-class NodeFacts(NamedTuple):
-    """What one node tells of itself."""
-
-    tokens: list[int]  # the first few
-    num_tokens: int
-    num_locks: int
-    num_hits: int | None  # None: this kind of tree counts none
-    last_used: int  # tick
+    num_namespaces: int  # of the tree
 
 
 @dataclass(slots=True, eq=False)
 class OutlineNode:
-    """A node, and what is known of all below it. `is_whole`: everything below it was looked at."""
+    """A node, and the totals of it and all nodes below it."""
 
-    node: Any
-    facts: NodeFacts
-    extra_key: str | None  # its namespace
-    parent: OutlineNode | None  # None: this is a namespace
-    num_children: int
-    is_whole: bool = True
-    num_nodes: int = 1  # this one and those below
+    node: Any  # with `children`
+    own_tokens: int  # of this node
+    num_locks: int
+    hits: int  # matches that ended in it or below
+    last_used: int  # tick; the latest use of it or a node below
+    first_ids: Callable[[Any], list[int]]  # returns the first `SHOWN` token ids of a node
+    extra_key: str | None = None  # its namespace
+    parent: OutlineNode | None = None  # None: this is a namespace
+    num_children: int = field(init=False)
+    children: list[OutlineNode] = field(default_factory=list)  # the children that were visited, the largest first
+    is_whole: bool = True  # every node below it was visited
+    num_nodes: int = 1
     tokens_below: int = 0  # its own included
-    hits: int = 0
-    last_used: int = 0
-    children: list[OutlineNode] = field(default_factory=list)  # the largest first, once told
+
+    def __post_init__(self) -> None:
+        self.num_children = len(self.node.children)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The first few token ids, read from the tree."""
+        ids, node = self.first_ids(self.node), self.node
+        while self.own_tokens > len(ids) < SHOWN:  # a chain of nodes
+            (node,) = node.children.values()
+            ids += self.first_ids(node)
+        return ids[:SHOWN]
 
 
-def outline(
-    tops: Iterable[tuple[str | None, Any]], look: Callable[[Any], NodeFacts], limits: OutlineLimits
-) -> list[OutlineNode]:
-    """The namespaces, then their nodes, level by level. Nothing is changed, and at most 4,096 nodes are looked at.
-
-    Args:
-        tops: each namespace's `extra_key`, and the node, with `children`, below which its nodes stand.
-        look: tells of a node.
-    """
-    seen = [
-        OutlineNode(top, look(top), extra_key, None, len(top.children)) for extra_key, top in islice(tops, _MAX_SEEN)
-    ]
-    roots = list(seen)
-    for above in seen:  # grows as it goes
-        room = min(_MAX_CHILDREN_SEEN, _MAX_SEEN - len(seen))
-        for child in _newest(above.node.children, max(0, room)):
-            seen.append(OutlineNode(child, look(child), above.extra_key, above, len(child.children)))
-            above.children.append(seen[-1])
-    for each in reversed(seen):  # children before parents
-        _sum_up(each)
-    return _told(roots, limits)
+Describe = Callable[[Any], OutlineNode]  # returns a node's own numbers
+Choose = Callable[[OutlineNode, int], Iterable[Any]]  # returns the children to visit, given the number of nodes visited
 
 
-def _newest(children: Any, limit: int) -> Iterable[Any]:
-    """Up to so many children, those that came last before the others. O(limit)."""
-    return islice(reversed(children.values()), limit) if isinstance(children, dict) else children.last(limit)
+def outline(tops: Tops, describe: Describe, limits: OutlineLimits) -> list[OutlineNode]:
+    """Return the largest namespaces, then their largest nodes, level by level. Visits at most 4,096 nodes."""
 
+    def newest(above: OutlineNode, num_seen: int) -> Iterable[Any]:
+        children, limit = above.node.children, max(0, min(_MAX_CHILDREN_SEEN, _MAX_SEEN - num_seen))
+        return islice(reversed(children.values()), limit) if isinstance(children, dict) else children.last(limit)
 
-def _sum_up(each: OutlineNode) -> None:
-    below, facts = each.children, each.facts
-    each.is_whole = len(below) == each.num_children and all(child.is_whole for child in below)
-    each.num_nodes = 1 + sum(child.num_nodes for child in below)
-    each.tokens_below = facts.num_tokens + sum(child.tokens_below for child in below)
-    each.hits = (facts.num_hits or 0) + sum(child.hits for child in below)
-    each.last_used = max(facts.last_used, *(child.last_used for child in below), facts.last_used)
-    below.sort(key=lambda child: child.tokens_below, reverse=True)
-
-
-def _told(roots: list[OutlineNode], limits: OutlineLimits) -> list[OutlineNode]:
-    """The largest at each place, as the limits have it."""
-    roots.sort(key=lambda each: each.tokens_below, reverse=True)
-    told: list[OutlineNode] = []
-    level = roots[: limits.max_width]
+    level = _visit(islice(tops, _MAX_SEEN), describe, newest)[: limits.max_width]
+    nodes: list[OutlineNode] = []
     for _ in range(limits.max_depth + 1):
-        level = level[: limits.max_nodes - len(told)]
-        told += level
+        level = level[: limits.max_nodes - len(nodes)]
+        nodes += level
         level = [child for each in level for child in each.children[: limits.max_width]]
-    return told
+    return nodes
+
+
+def sample(tops: Collection[tuple[str | None, Any]], describe: Describe, max_nodes: int, now: int) -> Outline:
+    """Estimate how large the branches of a tree are, from about `max_nodes` nodes; a chain of nodes becomes one node.
+
+    If a node has more children than may be visited, its first children stand for all of them. Visits at least two
+    nodes per namespace. If that exceeds `max_nodes`, only every k-th namespace is sampled; the others are left out.
+    """
+    step = -(-2 * len(tops) // max_nodes) or 1
+    chosen = list(islice(tops, 0, None, step))
+    shares: dict[OutlineNode | None, int] = {None: max_nodes // max(1, len(chosen))}  # nodes for each child of a node
+
+    def oldest(above: OutlineNode, num_seen: int) -> Iterable[Any]:
+        share, num_children = shares[above.parent], above.num_children
+        count = min(num_children, share // 2)
+        shares[above] = share - 1 if num_children == 1 else share // max(1, count)
+        first: Iterable[Any] = above.node.children.first(count)
+        return first
+
+    namespaces = _visit(chosen, describe, oldest, estimate=True)
+    _merge_chains(namespaces)
+    return Outline(namespaces, now, len(tops))
+
+
+def _visit(tops: Tops, describe: Describe, choose: Choose, estimate: bool = False) -> list[OutlineNode]:
+    """Describe the namespaces and the chosen nodes, level by level; return the namespaces, the largest first."""
+    seen: list[OutlineNode] = []
+    for extra_key, top in tops:
+        seen.append(describe(top))
+        seen[-1].extra_key = extra_key
+    namespaces = list(seen)
+    for above in seen:  # grows as it goes
+        for node in choose(above, len(seen)):
+            child = describe(node)
+            child.extra_key, child.parent = above.extra_key, above
+            above.children.append(child)
+            seen.append(child)
+    for each in reversed(seen):  # children before parents
+        _sum_up(each, estimate)
+    return sorted(namespaces, key=_size, reverse=True)
+
+
+def _sum_up(each: OutlineNode, estimate: bool) -> None:
+    """Add the totals of the visited children; in an estimate, these stand for all children."""
+    children = each.children
+    factor = each.num_children / len(children) if estimate and children else 1
+    each.is_whole = len(children) == each.num_children and all(child.is_whole for child in children)
+    each.num_nodes = 1 + round(factor * sum(child.num_nodes for child in children))
+    each.tokens_below = each.own_tokens + round(factor * sum(map(_size, children)))
+    each.hits += round(factor * sum(child.hits for child in children))
+    each.last_used = max([each.last_used, *(child.last_used for child in children)])
+    children.sort(key=_size, reverse=True)
+
+
+def _merge_chains(nodes: list[OutlineNode]) -> None:
+    """Merge each node that has one child with that child."""
+    stack = list(nodes)
+    while stack:
+        each = stack.pop()
+        while each.num_children == 1 and each.children:
+            (below,) = each.children
+            if not each.own_tokens:
+                each.node = below.node
+            each.own_tokens += below.own_tokens
+            each.num_children, each.children = below.num_children, below.children
+        for child in each.children:
+            child.parent = each
+        stack += each.children
+
+
+def _size(each: OutlineNode) -> int:
+    return each.tokens_below

@@ -27,7 +27,7 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
 )
 from raydix.cache_core.errors import LockError
-from raydix.cache_core.outline import SHOWN, NodeFacts, Outline, OutlineLimits, outline
+from raydix.cache_core.outline import SHOWN, Outline, OutlineLimits, OutlineNode, outline
 from raydix.cache_core.pool.release import KeptRefusal, release_slots
 from raydix.cache_core.radix_trie import RadixTrie
 from raydix.cache_core.tree.packed_slots import as_slots, expand_pages
@@ -221,7 +221,7 @@ class TriePrefixCache(BasePrefixCache):
 
     def outline(self, limits: OutlineLimits) -> Outline:
         """The largest branches, of all namespaces together. Bounded work, however much is cached."""
-        return Outline(outline([(None, self._trie.root)], _facts_of, limits), self._trie.clock, 1)
+        return Outline(outline([(None, self._trie.root)], _outline_node, limits), self._trie.clock, 1)
 
     def pretty_print(self) -> None:
         """Print the trie."""
@@ -262,10 +262,12 @@ def _space_of(token: Hashable) -> tuple[str | None, int]:
     return (token[0], 0) if len(token) == 2 else (token[0], token[1])
 
 
-def _facts_of(node: TrieNode) -> NodeFacts:
-    return NodeFacts(
-        list(map(_id_of, node.tokens[:SHOWN])), len(node.tokens), len(node.users), None, node.last_access_time
-    )
+def _outline_node(node: TrieNode) -> OutlineNode:
+    return OutlineNode(node, len(node.tokens), len(node.users), 0, node.last_access_time, _first_ids)
+
+
+def _first_ids(node: TrieNode) -> list[int]:
+    return list(map(_id_of, node.tokens[:SHOWN]))
 
 
 def _id_of(token: Any) -> int:

@@ -12,7 +12,7 @@ from raydix.actors.observe.count_history import History
 from raydix.actors.observe.namespace_hits import NamespaceUse, namespace_label
 from raydix.actors.observe.top_prefixes import top_prefixes
 from raydix.cache_core import LeasedCache
-from raydix.cache_core.radix.sample import TreeBox
+from raydix.cache_core.outline import OutlineNode
 from raydix.schemas import AgeCount, CacheReport, CacheStats, TreePart
 
 _TICK_S = 1.0
@@ -64,29 +64,29 @@ class Insight:
 
     def report(self, stats: CacheStats) -> CacheReport:
         """Everything there is to tell, beside these counts. O(1): of a large tree, a sample of nodes."""
-        boxes, num_namespaces = self._core.sample_tree(_SAMPLED_NODES)
-        seen = sum(box.num_tokens for box in boxes)
-        scale = stats.tree_slots / seen if seen and len(boxes) == num_namespaces else 1.0
+        sampled = self._core.sample_tree(_SAMPLED_NODES)
+        seen = sum(each.tokens_below for each in sampled.nodes)
+        scale = stats.tree_slots / seen if seen and len(sampled.nodes) == sampled.num_namespaces else 1.0
         return CacheReport(
             stats=stats,
             history=(*self.history.points, self.history.point()),
             namespaces=self.namespaces.stats(_NAMESPACES),
-            prefixes=top_prefixes(boxes, _PREFIXES, scale),
-            tree=tuple(self._part(box, scale, _PARTS) for box in boxes[:_NAMESPACES]),
+            prefixes=top_prefixes(sampled.nodes, _PREFIXES, scale),
+            tree=tuple(self._part(each, scale, _PARTS) for each in sampled.nodes[:_NAMESPACES]),
             eviction_ages=self._eviction_ages(),
         )
 
-    def _part(self, box: TreeBox, scale: float, kept: tuple[int, ...]) -> TreePart:
-        """A box, with so many of those in it, at each level."""
-        below = box.boxes[: kept[0]] if kept else ()
+    def _part(self, node: OutlineNode, scale: float, kept: tuple[int, ...]) -> TreePart:
+        """Return a node with the largest nodes below it, `kept[0]` at the first level and so on."""
+        below = node.children[: kept[0]] if kept else ()
         return TreePart(
-            namespace=namespace_label(box.extra_key),
-            tokens=tuple(box.tokens),
-            num_tokens=round(scale * box.num_tokens),
-            own_tokens=round(scale * box.own_tokens),
-            num_nodes=max(1, round(box.num_nodes)),
-            unused_s=self.unused_s(box.used_at) or 0.0,
-            num_locks=box.num_locks,
+            namespace=namespace_label(node.extra_key),
+            tokens=tuple(node.tokens),
+            num_tokens=round(scale * node.tokens_below),
+            own_tokens=round(scale * node.own_tokens),
+            num_nodes=node.num_nodes,
+            unused_s=self.unused_s(node.last_used) or 0.0,
+            num_locks=node.num_locks,
             parts=tuple(self._part(each, scale, kept[1:]) for each in below),
         )
 

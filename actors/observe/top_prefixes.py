@@ -8,15 +8,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from raydix.actors.observe.namespace_hits import namespace_label
-from raydix.cache_core.outline import SHOWN
-from raydix.cache_core.radix.sample import TreeBox
+from raydix.cache_core.outline import SHOWN, OutlineNode
 from raydix.schemas import PrefixUse
 
 
 class _Prefix(NamedTuple):
     """A run, and what is before it."""
 
-    box: TreeBox
+    node: OutlineNode
     above: _Prefix | None
     start: int  # tokens before the run
 
@@ -24,37 +23,37 @@ class _Prefix(NamedTuple):
     def tokens(self) -> list[int]:
         """The first few ids."""
         head = self.above.tokens if self.above is not None else []
-        return head if len(head) >= SHOWN else [*head, *self.box.tokens][:SHOWN]
+        return head if len(head) >= SHOWN else [*head, *self.node.tokens][:SHOWN]
 
     @property
     def rank(self) -> tuple[float, float]:
         """Tokens of the run that matches found, then those of all that begins with it."""
-        return self.box.own_tokens * self.box.num_hits, self.start + self.box.num_tokens
+        return self.node.own_tokens * self.node.hits, self.start + self.node.tokens_below
 
 
-def top_prefixes(boxes: Iterable[TreeBox], most: int, scale: float) -> tuple[PrefixUse, ...]:
-    """Those through whose last run the most tokens were reused, then those with the most slots. O(boxes).
+def top_prefixes(nodes: Iterable[OutlineNode], most: int, scale: float) -> tuple[PrefixUse, ...]:
+    """Return the prefixes through whose last node the most tokens were reused, then those with the most slots.
 
     Args:
-        boxes: the namespaces, from `sample_tree`.
+        nodes: the namespaces of a sampled tree.
         scale: for slots, to make them add up to those of the tree.
     """
-    found = [_Prefix(box, None, 0) for box in boxes]
+    found = [_Prefix(node, None, 0) for node in nodes]
     for each in found:  # grows as it goes
-        found += [_Prefix(box, each, each.start + each.box.own_tokens) for box in each.box.boxes]
-    chosen = nlargest(most, (each for each in found if each.box.own_tokens), key=attrgetter("rank"))
+        found += [_Prefix(node, each, each.start + each.node.own_tokens) for node in each.node.children]
+    chosen = nlargest(most, (each for each in found if each.node.own_tokens), key=attrgetter("rank"))
     return tuple(_use(each, scale) for each in chosen)
 
 
 def _use(prefix: _Prefix, scale: float) -> PrefixUse:
-    box = prefix.box
+    node = prefix.node
     return PrefixUse(
-        namespace=namespace_label(box.extra_key),
+        namespace=namespace_label(node.extra_key),
         tokens=tuple(prefix.tokens),
-        run_tokens=tuple(box.tokens),
-        num_tokens=prefix.start + box.own_tokens,
-        num_hits=round(box.num_hits),
-        num_slots=prefix.start + round(scale * box.num_tokens),
-        num_leases=box.num_locks,
-        is_whole=box.is_whole,
+        run_tokens=tuple(node.tokens),
+        num_tokens=prefix.start + node.own_tokens,
+        num_hits=node.hits,
+        num_slots=prefix.start + round(scale * node.tokens_below),
+        num_leases=node.num_locks,
+        is_whole=node.is_whole,
     )

@@ -17,7 +17,6 @@ from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.quarantine import Quarantine
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.radix.page_events import PageRun
-from raydix.cache_core.radix.sample import TreeSample
 
 NO_STARTS: Starts = np.empty(0, np.int64)
 
@@ -125,9 +124,9 @@ class CacheFacts(ABC):
         """The cache's own clock, in ticks; 0 where it has none."""
         return 0
 
-    def sample_tree(self, max_nodes: int) -> TreeSample:
+    def sample_tree(self, max_nodes: int) -> Outline:
         """What each namespace holds and where, from so many nodes or a few more; nothing where there is no tree."""
-        return TreeSample([], 0)
+        return Outline([], 0, 0)
 
     def evictions(self) -> list[EvictionRecord]:
         """What was evicted of late, the latest last, as far as that is remembered."""

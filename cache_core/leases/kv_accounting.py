@@ -28,7 +28,6 @@ from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_checks import PoolChecks
 from raydix.cache_core.radix.page_events import KVEventSink, PageRun
-from raydix.cache_core.radix.sample import TreeSample
 from raydix.cache_core.tree.radix_key import check_key
 
 
@@ -200,7 +199,7 @@ class KVLedger(LeasedCache):
         """The tree's clock, in ticks; 0 where it has none."""
         return self.tree.now
 
-    def sample_tree(self, max_nodes: int) -> TreeSample:
+    def sample_tree(self, max_nodes: int) -> Outline:
         """What each namespace holds and where, from so many nodes or a few more."""
         return self.tree.sample(max_nodes)
 

@@ -1,32 +1,54 @@
-"""A radix tree as text, for people."""
+"""A radix tree as text, for debugging; and the description of its nodes in an outline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.outline import SHOWN, NodeFacts, head_of
+from raydix.cache_core.outline import SHOWN, OutlineNode, head_of, walk_down
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.tree_node import TreeNode, Use, uses_in
 
 
-def format_tree(tops: Iterable[TreeNode], now: int) -> Iterator[str]:
-    """One line per node, indented by depth.
+def format_tree(tops: Iterable[TreeNode], line: Callable[[TreeNode, Use], str]) -> str:
+    """Return a line per namespace and a line per node, indented by depth.
 
-    Tokens, length, slots, locks (the windows among them), hits, age in ticks of the clock, what it has of its own, id.
+    Args:
+        tops: the node of each namespace.
+        line: describes a node; see `node_line`.
     """
+    lines: list[str] = []
     for top in tops:
-        yield f"namespace {top.space.extra_key!r}" + (f", tuples of {top.space.arity}" if top.space.arity else "")
+        space = top.space
+        lines.append(f"namespace {space.extra_key!r}" + (f", tuples of {space.arity}" if space.arity else ""))
         uses = uses_in(top)
-        stack = [(child, 1) for child in reversed(top.children.values())]
-        while stack:
-            node, depth = stack.pop()
-            yield "  " * depth + _line(node, uses[node], now)
-            stack.extend((child, depth + 1) for child in reversed(node.children.values()))
+        lines += ["  " * depth + line(node, uses[node]) for depth, node in walk_down(top)]
+    return "\n".join(lines)
+
+
+def head_line(node: TreeNode) -> str:
+    """Return the first tokens of a node, and its length."""
+    tokens = node.key.token_ids if node.key is not None else []
+    return f"{head_of(tokens)} len={len(node)}"
+
+
+def node_line(node: TreeNode, use: Use, now: int) -> str:
+    """Return a node of a radix cache as text.
+
+    Tokens, length, slots, locks (the windows among them), hits, age in ticks of the clock, tombstone, state, id.
+    """
+    slots = node.value.tolist() if node.value is not None else []
+    locks = f" locked x{node.lock_ref}" if node.lock_ref else ""
+    window = f" window x{node.swa_lock_ref}" if node.swa_lock_ref else ""
+    used = f"hits={use.hit_count} age={now - use.last_access_time}" + (f" priority={use.priority}" * bool(use.priority))
+    marks = " tombstone" if node.swa_tombstone else ""
+    if isinstance(node, MambaTreeNode) and node.mamba_value is not None:
+        marks += f" state={node.mamba_value}"
+    return f"{head_line(node)} slots={head_of(slots)}{locks}{window} {used}{marks} #{node.id}"
 
 
 def first_ids(node: TreeNode) -> list[int]:
-    """The first few token ids of a node's run; of tuples, their first ids."""
+    """Return the first few token ids of a node; of tuples, their first ids."""
     if not node.data:
         return []
     space = node.space
@@ -34,23 +56,6 @@ def first_ids(node: TreeNode) -> list[int]:
     return [each[0] if isinstance(each, tuple) else each for each in first.token_ids]
 
 
-def facts_of(node: TreeNode) -> NodeFacts:
-    """What a node tells of itself in an outline."""
-    return NodeFacts(first_ids(node), len(node), node.lock_ref, node.own_hits, node.own_access_time)
-
-
-def _line(node: TreeNode, use: Use, now: int) -> str:
-    tokens = node.key.token_ids if node.key is not None else []
-    slots = node.value.tolist() if node.value is not None else []
-    locks = f" locked x{node.lock_ref}" if node.lock_ref else ""
-    window = f" window x{node.swa_lock_ref}" if node.swa_lock_ref else ""
-    used = f"hits={use.hit_count} age={now - use.last_access_time}" + (f" priority={use.priority}" * bool(use.priority))
-    head = f"{head_of(tokens)} len={len(node)} slots={head_of(slots)}{locks}{window} {used}"
-    return f"{head}{''.join(_marks(node))} #{node.id}"
-
-
-def _marks(node: TreeNode) -> Iterator[str]:
-    if node.swa_tombstone:
-        yield " tombstone"
-    if isinstance(node, MambaTreeNode) and node.mamba_value is not None:
-        yield f" state={node.mamba_value}"
+def outline_node(node: TreeNode) -> OutlineNode:
+    """Describe a node in an outline."""
+    return OutlineNode(node, len(node), node.lock_ref, node.own_hits, node.own_access_time, first_ids)

@@ -12,8 +12,9 @@ from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.explanation import Explanation, Reason
 from raydix.cache_core.kernels import gather, reach, walk
+from raydix.cache_core.outline import Outline, sample
 from raydix.cache_core.radix.explain_miss import explain_absence
-from raydix.cache_core.radix.sample import TreeSample, sample_tree
+from raydix.cache_core.radix.format import outline_node
 from raydix.cache_core.tree.packed_slots import join_slots
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.radix_tree import RadixTree
@@ -85,9 +86,10 @@ class TreeMatch(BasePrefixCache):
         """The time of the last match or insert, in ticks of the cache's own clock."""
         return self._clock
 
-    def sample(self, max_nodes: int) -> TreeSample:
-        """What each namespace holds and where, from so many nodes or a few more: 10 ns for each namespace beyond."""
-        return sample_tree(self._tree.tops.values(), max_nodes)
+    def sample(self, max_nodes: int) -> Outline:
+        """Return an estimate of what each namespace holds, from about `max_nodes` nodes."""
+        tops = [(top.space.extra_key, top) for top in self._tree.tops.values()]
+        return sample(tops, outline_node, max_nodes, self._clock)
 
     # ---------------------------------------------------------------- reasons
 

@@ -21,7 +21,7 @@ from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.outline import Outline, OutlineLimits, outline
 from raydix.cache_core.pool.release import release_in_parts, release_victims, taking_pages
-from raydix.cache_core.radix.format import facts_of, format_tree
+from raydix.cache_core.radix.format import format_tree, node_line, outline_node
 from raydix.cache_core.radix.locks import TreeLocks
 from raydix.cache_core.radix.page_events import KVEventPublisher, KVEventSink, PageRun, page_run
 from raydix.cache_core.tree.packed_slots import unpack
@@ -221,12 +221,12 @@ class TreeCache(TreeLocks):
 
     def pretty_print(self) -> None:
         """Print the tree: one line per node with its tokens, slots, locks, hits and age."""
-        print("\n".join(format_tree(self._tree.tops.values(), self._clock)))
+        print(format_tree(self._tree.tops.values(), partial(node_line, now=self._clock)))
 
     def outline(self, limits: OutlineLimits) -> Outline:
         """The largest branches of what can be matched. Bounded work, however much is cached."""
         tops = self._tree.tops
-        nodes = outline(((top.space.extra_key, top) for top in tops.values()), facts_of, limits)
+        nodes = outline(((top.space.extra_key, top) for top in tops.values()), outline_node, limits)
         return Outline(nodes, self._clock, len(tops))
 
     def tree_starts(self) -> list[Starts]:

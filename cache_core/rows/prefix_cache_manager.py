@@ -18,16 +18,19 @@ Nothing here awaits: whoever calls from one thread finds each operation atomic, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from operator import index
 from typing import Any, NamedTuple
 
 from raydix.cache_core.errors import InvalidKeyError, LockError, SlotError, StaleNodeError
-from raydix.cache_core.outline import Outline, OutlineLimits, outline
+from raydix.cache_core.outline import Outline, OutlineLimits, head_of, outline
+from raydix.cache_core.radix.format import format_tree, head_line, outline_node
 from raydix.cache_core.rows.row_index import RowIndex
-from raydix.cache_core.rows.row_tree import WIDTH, Row, RowNode, facts_of
+from raydix.cache_core.rows.row_tree import Row, RowNode
 from raydix.cache_core.rows.slot_allocator import SlotAllocator
 from raydix.cache_core.tree.radix_key import RadixKey
+from raydix.cache_core.tree.tree_node import TreeNode, Use
 
 __all__ = ["FoundRow", "PrefixCacheManager", "SlotAllocator"]
 
@@ -102,9 +105,9 @@ class PrefixCacheManager:
         return end, list(islice(filter(self.slot_is_findable, reversed(node.rows)), limit))
 
     def _locate(self, key: RadixKey) -> tuple[RowNode, int, Row] | None:
-        """The deepest node on the path of `key` that a current row holds, how far the key goes there, and the row."""
-        deepest, end = self._index.tree.walk(key)
-        for node in deepest.path_up():
+        """Return the deepest node on the path of `key` with a current row, how many tokens match there, and the row."""
+        path, end = self._index.tree.walk(key)
+        for node in reversed(path):
             for slot in reversed(node.rows):
                 if self.slot_is_findable(slot):
                     return node, min(end, node.end), self._index.rows[slot]
@@ -163,9 +166,7 @@ class PrefixCacheManager:
             StaleNodeError: no row holds all of `token_ids`; nothing changed.
         """
         node, end, _ = self._locate_all(_as_key(token_ids))
-        if end < node.end:
-            node = self._index.tree.split(node, end)
-        self._index.leaves.pin(node)
+        self._index.tree.pin(self._index.tree.split(node, end))
 
     def release(self, token_ids: Any) -> None:
         """Undo one `pin` of this very prefix. At zero pins it stays recorded, as evictable as any other.
@@ -176,10 +177,11 @@ class PrefixCacheManager:
             LockError: it has no pin; nothing changed.
         """
         key = _as_key(token_ids)
-        node, end = self._index.tree.walk(key)
-        if not end == node.end == len(key) or not node.own_pins:
+        path, end = self._index.tree.walk(key)
+        if not path or not end == path[-1].end == len(key) or not path[-1].own_locks:
             raise LockError(f"{key} is not pinned")
-        self._index.leaves.unpin(node)
+        node = path[-1]
+        self._index.tree.unpin(node)
         for slot in node.rows:
             self._index.released.requeue(self._index.rows[slot])
 
@@ -260,12 +262,12 @@ class PrefixCacheManager:
 
     def recorded_key(self, slot: int) -> RadixKey | None:
         """The tokens recorded of a slot, current or not. O(their number)."""
-        return self._index.rows[slot].tail.key() if slot in self._index.rows else None
+        return self._index.rows[slot].tail.prefix() if slot in self._index.rows else None
 
     def forget_namespaces(self, is_meant: Callable[[str | None], bool]) -> tuple[int, list[int]]:
         """`forget` every slot that holds a sequence of one of these; how many namespaces those are, and the slots."""
-        meant = [row for row in self._index.rows.values() if is_meant(row.tail.namespace)]
-        namespaces = {row.tail.namespace for row in meant}
+        meant = [row for row in self._index.rows.values() if is_meant(row.tail.space.extra_key)]
+        namespaces = {row.tail.space.extra_key for row in meant}
         for row in meant:
             self.forget(row.slot)
         return len(namespaces), [row.slot for row in meant]
@@ -282,7 +284,7 @@ class PrefixCacheManager:
     @property
     def num_pins(self) -> int:
         """Pins taken and not given back. O(1)."""
-        return self._index.leaves.num_pins
+        return self._index.tree.num_pins
 
     @property
     def num_rows(self) -> int:
@@ -304,11 +306,12 @@ class PrefixCacheManager:
     def outline(self, limits: OutlineLimits) -> Outline:
         """The largest branches, stale versions included. Bounded work."""
         tops = self._index.tree.tops
-        return Outline(outline(tops.items(), facts_of, limits), self._index.clock, len(tops))
+        nodes = outline(((top.space.extra_key, top) for top in tops), outline_node, limits)
+        return Outline(nodes, self._index.clock, len(tops))
 
     def pretty_format(self) -> str:
         """One line per run, indented by depth: tokens, length, rows, pins, and age in ticks of the clock."""
-        return "\n".join(self._index.tree.format_lines(self._index.clock))
+        return format_tree(self._index.tree.tops, partial(_row_line, now=self._index.clock))
 
     def pretty_print(self) -> None:
         """Print `pretty_format()`."""
@@ -323,4 +326,10 @@ def _as_key(token_ids: Any) -> RadixKey:
     key = token_ids if isinstance(token_ids, RadixKey) else RadixKey(token_ids)
     if key.arity:
         raise InvalidKeyError("slots hold one position per token: plain ids only, no tuples")
-    return key.with_width(WIDTH)
+    return key
+
+
+def _row_line(node: TreeNode, use: Use, now: int) -> str:
+    assert isinstance(node, RowNode)
+    pins = f" pinned x{node.lock_ref}" if node.lock_ref else ""
+    return f"{head_line(node)} rows={head_of(list(node.rows))}{pins} age={now - use.last_access_time}"

@@ -1,61 +1,67 @@
-"""`RowIndex`: what is recorded of each row, and the tree that finds it. No versions are compared here.
+"""`RowIndex`: the record of each row, and the tree that finds it. Versions are not compared here.
 
-Rules, checked by `check` beside those of the tree and of eviction:
+Rules, checked by `check` besides those of the tree and of eviction:
 
-1. A slot has one record at most, under its own number, never of length 0.
-2. The tree holds `max_tokens` at most.
+1. A slot has at most one record, under its own number, never of length 0.
+2. The tree holds at most `max_tokens` tokens.
 """
 
 from __future__ import annotations
 
-from raydix.cache_core.rows.row_eviction import LeafEviction, RowEviction
-from raydix.cache_core.rows.row_tree import WIDTH, Row, RowNode, RowTree
+from raydix.cache_core.rows.row_eviction import RowEviction
+from raydix.cache_core.rows.row_tree import Row, RowNode, RowTree
 from raydix.cache_core.rows.slot_allocator import SlotAllocator
 from raydix.cache_core.tree.radix_key import RadixKey
 
 
 class RowIndex:
-    """Rows, tree, recency and eviction together: each method leaves them whole."""
+    """Rows, tree, recency and eviction; each method leaves them consistent."""
 
     def __init__(self, max_tokens: int, allocator: SlotAllocator | None) -> None:
         self.max_tokens = max_tokens
         self.clock = 0  # ticks at each use
         self.rows: dict[int, Row] = {}  # by slot
         self.tree = RowTree()
-        self.leaves = LeafEviction(self.tree)
         self.released = RowEviction(allocator)
 
     def touch(self, node: RowNode, end: int) -> RowNode:
-        """Make tokens [0, end), which end in `node`, the most recently used; returns the node that ends there."""
-        if 0 < end < node.end:
-            node = self.tree.split(node, end)
+        """Make the first `end` tokens of a path, which end in `node`, the most recently used prefix.
+
+        Returns the node that ends there.
+        """
+        node = self.tree.split(node, end)
         self.clock += 1
-        for above in node.path_up():
-            above.last_used = self.clock
+        node.own_access_time = self.clock
+        self.tree.offer(node)
         return node
 
     def write(self, key: RadixKey, slot: int, slot_ver: int) -> int:
-        """Record that a slot holds the tokens of `key`, as many as there is room for; returns how many."""
+        """Record that a slot holds the tokens of `key`, as many as there is room for; return how many."""
         row = self.rows.get(slot)
         if row is not None and row.version != slot_ver:
             self.shorten(row, 0)
         self.drop_overwritten(slot, key)
-        node = self._grow(self.touch(*self.tree.walk(key)), key)
-        if node.parent is not None:
-            self._record(slot, slot_ver, node)
+        path, end = self.tree.walk(key)
+        if path:
+            node = self._grow(self.touch(path[-1], end), key)
+        else:
+            self.clock += 1
+            node = self._grow(None, key)
+        if node is None:
+            return 0
+        self._record(slot, slot_ver, node)
         return node.end
 
-    def _grow(self, node: RowNode, key: RadixKey) -> RowNode:
-        """Add what `key` has beyond `node`, as much as there is room for; returns the node that ends it."""
-        missing = len(key) - node.end
+    def _grow(self, node: RowNode | None, key: RadixKey) -> RowNode | None:
+        """Add the tokens of `key` beyond `node`, as many as there is room for; return the node that ends them."""
+        start = 0 if node is None else node.end
+        missing = len(key) - start
         self.evict(self.tree.num_tokens + missing - self.max_tokens, used_before=self.clock)
         length = min(missing, self.max_tokens - self.tree.num_tokens)
-        if not length:
-            return node
-        return self.tree.add_leaf(node, key.data[node.end * WIDTH : (node.end + length) * WIDTH], self.clock)
+        return self.tree.add_leaf(node, key, start + length, self.clock) if length else node
 
     def _record(self, slot: int, slot_ver: int, node: RowNode) -> None:
-        """Note that `slot` holds everything up to `node`, as the last one recorded on its path."""
+        """Record that `slot` holds all tokens up to the end of `node`, as the last row on its path."""
         row = self.rows.get(slot)
         if row is None:
             row = self.rows[slot] = Row(slot, slot_ver, node, self.clock)
@@ -66,56 +72,52 @@ class RowIndex:
         for above in row.tail.path_up():
             above.rows.pop(slot, None)
             above.rows[slot] = None
-        self.leaves.offer(node)
+        self.tree.offer(node)
 
     def drop_overwritten(self, slot: int, key: RadixKey) -> None:
-        """Shorten the record of a slot to what it shares with the tokens now written there, if these differ from it."""
+        """Shorten the record of a slot to the tokens that it shares with `key`, unless it holds all of `key`."""
         row = self.rows.get(slot)
         if row is None:
             return
-        node, end = self.tree.walk(key)
-        while node.parent is not None and slot not in node.rows:
-            node = node.parent
-        if min(end, node.end) < len(key):
-            self.shorten(row, min(end, node.end))
+        path, end = self.tree.walk(key)
+        held = next((node.end for node in reversed(path) if slot in node.rows), 0)
+        if min(end, held) < len(key):
+            self.shorten(row, min(end, held))
 
     def shorten(self, row: Row, length: int) -> None:
-        """Take a row out of all nodes beyond `length`; nodes that nobody needs go."""
+        """Remove a row from all nodes beyond `length`, and the nodes that are no longer needed."""
         node = row.tail
         while node.end > length:
+            if node.parent.end < length:
+                self.tree.split(node, length)
             parent = node.parent
-            assert parent is not None, f"{row} ends above the top"
-            if parent.end < length:
-                parent = self.tree.split(node, length)
             del node.rows[row.slot]
-            self.leaves.prune(node)
+            self.tree.prune(node)
             node = parent
         self._move_tail(row, node)
 
     def _move_tail(self, row: Row, node: RowNode) -> None:
-        """Let a row that was taken out of the nodes below end here; none is left of it at a top."""
+        """End a row, which was removed from the nodes below, at `node`; forget it if that is its namespace's node."""
         row.tail = node
-        if node.parent is not None:
-            self.released.requeue(row)  # the pins of its path may lie beyond it now
+        if node.end:
+            self.released.requeue(row)  # the pins of its path may have been beyond `node`
         else:
             del self.rows[row.slot]
             self.released.discard(row)
 
     def evict(self, num_tokens: int, used_before: int) -> int:
-        """Give up that many tokens of unpinned leaves last used before that tick, LRU first; returns how many went."""
-        freed, removed = self.leaves.evict(num_tokens, used_before)
+        """Evict that many tokens of unpinned leaves last used before a tick, LRU first; return how many went."""
+        removed = self.tree.evict(num_tokens, used_before)
         for leaf in removed:
-            assert leaf.parent is not None
             for slot in leaf.rows:
                 self._move_tail(self.rows[slot], leaf.parent)
-        return freed
+        return sum(map(len, removed))
 
     def check(self) -> None:
         """Raise AssertionError if a rule of this module, of the tree or of eviction is broken. O(n)."""
         rows = self.rows.values()
         self.tree.check(rows)
-        self.leaves.check()
         self.released.check(rows)
         for slot, row in self.rows.items():
-            assert row.slot == slot and row.tail.parent is not None, f"rule 1: {row} under {slot}"
+            assert row.slot == slot and row.tail.end, f"rule 1: {row} under {slot}"
         assert self.tree.num_tokens <= self.max_tokens, f"rule 2: {self.tree.num_tokens=}, {self.max_tokens=}"

@@ -7,7 +7,7 @@ Rules, checked by `check_structure`:
 1. A run is a whole number of pages, never empty; a top is empty and hangs below the root under its namespace.
 2. A node stands in its parent's `children` under the packed ids of its first page.
 3. `node.end` is its parent's `end` plus its own length.
-4. A node's slots are one per token, or one per page.
+4. A node's slots are one per token, or one per page; none in a tree whose type of nodes holds no slots.
 5. A top without children is not in the tree.
 """
 
@@ -145,4 +145,5 @@ class RadixTree:
             assert parent.children.get(node.data[: page * space.unit]) is node, f"rule 2 at {node}"
             assert node.end == parent.end + len(node), f"rule 3 at {node}"
             assert node.slots is not None, f"rule 4 at {node}: evicted, yet in the tree"
-            assert unpack(node.slots).size in (len(node), len(node) // page), f"rule 4 at {node}"
+            sizes = (len(node), len(node) // page) if node.holds_slots else (0,)
+            assert unpack(node.slots).size in sizes, f"rule 4 at {node}"

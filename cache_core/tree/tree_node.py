@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -52,6 +52,8 @@ class TreeNode(Node):
     """
 
     __slots__ = ()
+
+    holds_slots: ClassVar[bool] = True  # whether `slots` of a node in the tree are those of its tokens, or empty
 
     id: int
     parent: TreeNode | None

@@ -9,12 +9,13 @@ import pytest
 from support.faults.faults import Catalogue, Fault, Patch, around
 from support.traffic.slots import SlotTrafficFailed, run_slot_traffic
 
-from raydix.cache_core import PrefixCacheManager, SlotAllocator, SlotError
+from raydix.cache_core import PrefixCacheManager, RadixKey, SlotAllocator, SlotError
 from raydix.cache_core.eviction.recency_queue import RecencyQueue
-from raydix.cache_core.rows.row_eviction import LeafEviction, RowEviction
+from raydix.cache_core.rows.row_eviction import RowEviction
 from raydix.cache_core.rows.row_index import RowIndex
-from raydix.cache_core.rows.row_tree import WIDTH, Row, RowNode, RowTree
+from raydix.cache_core.rows.row_tree import Row, RowNode, RowTree
 from raydix.cache_core.rows.slot_allocator import SlotMask
+from raydix.cache_core.tree.radix_tree import RadixTree
 
 RUNS = [(seed, with_allocator) for seed in range(4) for with_allocator in (True, False)]
 
@@ -126,16 +127,21 @@ def old_versions_are_found(patch: Patch) -> None:
 @fault
 def an_old_row_hides_the_current_one_beside_it(patch: Patch) -> None:
     def locate(cache: PrefixCacheManager, key: Any) -> Any:
-        node, end = cache._index.tree.walk(key)
-        slot = next(reversed(node.rows), -1)
-        return (node, end, cache._index.rows[slot]) if cache.slot_is_findable(slot) else None
+        path, end = cache._index.tree.walk(key)
+        slot = next(reversed(path[-1].rows), -1) if path else -1
+        return (path[-1], end, cache._index.rows[slot]) if cache.slot_is_findable(slot) else None
 
     patch.setattr(PrefixCacheManager, "_locate", locate)
 
 
 @fault
 def the_row_recorded_first_is_found(patch: Patch) -> None:
-    around(patch, RowNode, "path_up", lambda original, node: list(original(node))[::-1])
+    def locate(cache: PrefixCacheManager, key: Any) -> Any:
+        path, end = cache._index.tree.walk(key)
+        found = ((node, slot) for node in reversed(path) for slot in node.rows if cache.slot_is_findable(slot))
+        return next(((node, min(end, node.end), cache._index.rows[slot]) for node, slot in found), None)
+
+    patch.setattr(PrefixCacheManager, "_locate", locate)
 
 
 @fault
@@ -164,8 +170,8 @@ def only_the_last_node_of_a_path_records_the_row(patch: Patch) -> None:
 @fault
 def a_match_within_a_run_is_lost(patch: Patch) -> None:
     def walk(original: Any, tree: RowTree, key: Any) -> Any:
-        node, end = original(tree, key)
-        return (node.parent, node.parent.end) if end < node.end and node.parent else (node, end)
+        path, end = original(tree, key)
+        return (path[:-1], path[-1].parent.end) if path and end < path[-1].end else (path, end)
 
     around(patch, RowTree, "walk", walk)
 
@@ -181,20 +187,20 @@ def a_match_within_a_run_claims_all_of_it(patch: Patch) -> None:
 
 @fault
 def namespaces_are_one(patch: Patch) -> None:
-    def walk(original: Any, tree: RowTree, key: Any) -> Any:
-        key.extra_key = None
-        return original(tree, key)
+    def in_one(original: Any, tree: RadixTree, key: RadixKey, *args: Any) -> Any:
+        return original(tree, RadixKey.from_packed(key.data, key.width), *args)
 
-    around(patch, RowTree, "walk", walk)
+    around(patch, RadixTree, "find_namespace", in_one)
+    around(patch, RadixTree, "ensure_namespace", in_one)
 
 
 @fault
 def ids_lose_their_upper_half(patch: Patch) -> None:
-    def walk(original: Any, tree: RowTree, key: Any) -> Any:
-        key.data = b"".join(key.data[at : at + 4] + b"\0\0\0\0" for at in range(0, len(key.data), WIDTH))
-        return original(tree, key)
+    def narrow(original: Any, tree: RadixTree, key: RadixKey, *args: Any) -> Any:
+        return original(tree, key.with_width(4), *args)
 
-    around(patch, RowTree, "walk", walk)
+    around(patch, RadixTree, "find_namespace", narrow)
+    around(patch, RadixTree, "ensure_namespace", narrow)
 
 
 @fault
@@ -271,7 +277,7 @@ def an_invalidation_takes_the_whole_record(patch: Patch) -> None:
 @fault
 def an_invalidation_spares_what_is_pinned(patch: Patch) -> None:
     def shorten(original: Any, index: RowIndex, row: Row, length: int) -> None:
-        pinned = [node.end for node in row.tail.path_up() if node.own_pins]
+        pinned = [node.end for node in row.tail.path_up() if node.own_locks]
         original(index, row, max([length, *pinned]))
 
     around(patch, RowIndex, "shorten", shorten)
@@ -279,7 +285,7 @@ def an_invalidation_spares_what_is_pinned(patch: Patch) -> None:
 
 @fault
 def an_invalidation_leaves_empty_nodes(patch: Patch) -> None:
-    patch.setattr(LeafEviction, "prune", nothing)
+    patch.setattr(RowTree, "prune", nothing)
 
 
 @fault
@@ -365,21 +371,23 @@ def a_use_renews_the_rest_of_the_run_too(patch: Patch) -> None:
 
 def touch_all(index: RowIndex, node: RowNode, end: int) -> RowNode:
     """`touch`, with the stamps of both halves renewed."""
-    above = index.tree.split(node, end) if 0 < end < node.end else node
+    above = index.tree.split(node, end)
     index.clock += 1
-    for each in (node if end else above).path_up():
-        each.last_used = index.clock
+    above.own_access_time = node.own_access_time = index.clock
+    index.tree.offer(node)
     return above
 
 
 @fault
 def a_find_is_no_use_of_the_prefix(patch: Patch) -> None:
+    def touch(index: RowIndex, node: RowNode, end: int) -> RowNode:
+        index.clock += 1
+        return index.tree.split(node, end)
+
     def find(original: Any, cache: PrefixCacheManager, tokens: Any) -> Any:
-        stamps = {id(node): node.last_used for _, node in cache._index.tree.nodes()}
-        found = original(cache, tokens)
-        for _, node in cache._index.tree.nodes():
-            node.last_used = stamps.get(id(node), node.last_used)
-        return found
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(RowIndex, "touch", touch)
+            return original(cache, tokens)
 
     around(patch, PrefixCacheManager, "find", find)
 
@@ -398,7 +406,7 @@ def a_find_is_no_use_of_the_row(patch: Patch) -> None:
 
 @fault
 def eviction_takes_what_is_pinned(patch: Patch) -> None:
-    patch.setattr("raydix.cache_core.rows.row_eviction._may_go", lambda node: not node.children)
+    patch.setattr("raydix.cache_core.rows.row_tree._may_go", lambda node: not node.children)
 
 
 @fault
@@ -410,7 +418,7 @@ def rows_with_pins_are_given_up(patch: Patch) -> None:
 
 @fault
 def rows_in_use_are_given_up(patch: Patch) -> None:
-    around(patch, RowEviction, "_may_go", lambda original, rows, row: not any(n.own_pins for n in row.tail.path_up()))
+    around(patch, RowEviction, "_may_go", lambda original, rows, row: not row.is_pinned)
 
 
 @fault
@@ -427,49 +435,46 @@ def a_row_whose_pin_was_released_is_never_given_up_again(patch: Patch) -> None:
 def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
     parents = set[RowNode]()
 
-    def remove_leaf(original: Any, tree: RowTree, leaf: RowNode) -> Any:
-        parent = original(tree, leaf)
-        parents.add(parent)
-        return parent
+    def remove_leaf(original: Any, tree: RowTree, leaf: RowNode) -> None:
+        parents.add(leaf.parent)
+        original(tree, leaf)
 
-    def offer(original: Any, leaves: LeafEviction, node: RowNode) -> None:
+    def offer(original: Any, tree: RowTree, node: RowNode) -> None:
         if node not in parents:
-            original(leaves, node)
+            original(tree, node)
 
-    around(patch, RowTree, "remove_leaf", remove_leaf)
-    around(patch, LeafEviction, "offer", offer)
+    around(patch, RowTree, "_remove_leaf", remove_leaf)
+    around(patch, RowTree, "offer", offer)
 
 
 @fault
 def an_unpinned_leaf_never_becomes_a_candidate_again(patch: Patch) -> None:
-    def unpin(original: Any, leaves: LeafEviction, node: RowNode) -> None:
+    def unpin(original: Any, tree: RowTree, node: RowNode) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(LeafEviction, "offer", nothing)
-            original(leaves, node)
+            inner.setattr(RowTree, "offer", nothing)
+            original(tree, node)
 
-    around(patch, LeafEviction, "unpin", unpin)
+    around(patch, RowTree, "unpin", unpin)
 
 
 @fault
 def eviction_takes_whole_runs_where_a_tail_would_do(patch: Patch) -> None:
-    def trim(original: Any, tree: RowTree, leaf: RowNode, length: int) -> None:
-        original(tree, leaf, len(leaf) - 1)
+    def evict(original: Any, tree: RowTree, num_tokens: int, used_before: int) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(RowTree, "split", lambda tree, leaf, end: leaf)
+            return original(tree, num_tokens, used_before)
 
-    around(patch, RowTree, "trim", trim)
+    around(patch, RowTree, "evict", evict)
 
 
 @fault
 def eviction_stops_one_short(patch: Patch) -> None:
-    around(
-        patch, LeafEviction, "evict", lambda original, leaves, num, used_before: original(leaves, num - 1, used_before)
-    )
+    around(patch, RowTree, "evict", lambda original, tree, num, used_before: original(tree, num - 1, used_before))
 
 
 @fault
 def an_insert_evicts_its_own_path(patch: Patch) -> None:
-    around(
-        patch, LeafEviction, "evict", lambda original, leaves, num, used_before: original(leaves, num, used_before + 1)
-    )
+    around(patch, RowTree, "evict", lambda original, tree, num, used_before: original(tree, num, used_before + 1))
 
 
 @fault
@@ -487,7 +492,7 @@ def an_insert_exceeds_the_capacity(patch: Patch) -> None:
 @fault
 def rows_that_ended_at_an_evicted_leaf_are_lost(patch: Patch) -> None:
     def evict(index: RowIndex, num_tokens: int, used_before: int) -> int:
-        return index.leaves.evict(num_tokens, used_before)[0]
+        return sum(map(len, index.tree.evict(num_tokens, used_before)))
 
     patch.setattr(RowIndex, "evict", evict)
 
@@ -499,7 +504,7 @@ def rows_that_ended_at_an_evicted_leaf_are_lost(patch: Patch) -> None:
 def every_insert_takes_a_reference(patch: Patch) -> None:
     def record(original: Any, index: RowIndex, slot: int, version: int, node: RowNode) -> None:
         original(index, slot, version, node)
-        index.leaves.pin(node)
+        index.tree.pin(node)
 
     around(patch, RowIndex, "_record", record)
 
@@ -517,8 +522,8 @@ def a_release_drops_what_was_recorded(patch: Patch) -> None:
 @fault
 def a_release_without_a_pin_is_let_through(patch: Patch) -> None:
     def release(original: Any, cache: PrefixCacheManager, tokens: Any) -> None:
-        node, _ = cache._index.tree.walk(tokens.with_width(WIDTH))
-        if node.own_pins:
+        path, _ = cache._index.tree.walk(tokens)
+        if path and path[-1].own_locks:
             original(cache, tokens)
 
     around(patch, PrefixCacheManager, "release", release)
@@ -536,26 +541,27 @@ def a_pin_of_what_is_not_there_is_let_through(patch: Patch) -> None:
 @fault
 def a_pin_covers_the_whole_run(patch: Patch) -> None:
     def pin(cache: PrefixCacheManager, tokens: Any) -> None:
-        cache._index.leaves.pin(cache._locate_all(tokens.with_width(WIDTH))[0])
+        cache._index.tree.pin(cache._locate_all(tokens)[0])
 
     patch.setattr(PrefixCacheManager, "pin", pin)
 
 
 @fault
 def a_pin_covers_its_own_node_only(patch: Patch) -> None:
-    def pin(leaves: LeafEviction, node: RowNode) -> None:
-        leaves.num_pins += 1
-        node.own_pins += 1
+    def pin(tree: RowTree, node: RowNode) -> None:
+        tree.num_pins += 1
+        node.own_locks += 1
         node.lock_ref += 1
 
-    patch.setattr(LeafEviction, "pin", pin)
+    patch.setattr(RowTree, "pin", pin)
 
 
 @fault
 def a_split_forgets_the_locks(patch: Patch) -> None:
     def split(original: Any, tree: RowTree, node: RowNode, end: int) -> Any:
         above = original(tree, node, end)
-        above.lock_ref = 0
+        if above is not node:
+            above.lock_ref = 0
         return above
 
     around(patch, RowTree, "split", split)
@@ -565,7 +571,8 @@ def a_split_forgets_the_locks(patch: Patch) -> None:
 def a_split_forgets_the_rows(patch: Patch) -> None:
     def split(original: Any, tree: RowTree, node: RowNode, end: int) -> Any:
         above = original(tree, node, end)
-        above.rows = {}
+        if above is not node:
+            above.rows = {}
         return above
 
     around(patch, RowTree, "split", split)
@@ -575,7 +582,8 @@ def a_split_forgets_the_rows(patch: Patch) -> None:
 def a_split_moves_the_pins_up(patch: Patch) -> None:
     def split(original: Any, tree: RowTree, node: RowNode, end: int) -> Any:
         above = original(tree, node, end)
-        above.own_pins, node.own_pins = node.own_pins, 0
+        if above is not node:
+            above.own_locks, node.own_locks = node.own_locks, 0
         return above
 
     around(patch, RowTree, "split", split)

@@ -15,7 +15,7 @@ from raydix.actors.report.treemap import Rect, squarify
 from raydix.actors.report.units import short_count, short_time
 from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
-from raydix.cache_core.radix.sample import TreeBox
+from raydix.cache_core.outline import OutlineNode
 from raydix.schemas import (
     CacheConfig,
     CacheReport,
@@ -381,8 +381,8 @@ def test_history_of_any_length_has_a_bounded_number_of_points_at_equal_distances
     assert distances == {16}
 
 
-def count(boxes: list[TreeBox]) -> int:
-    return sum(1 + count(box.boxes) for box in boxes)
+def count(nodes: list[OutlineNode]) -> int:
+    return sum(1 + count(node.children) for node in nodes)
 
 
 def test_a_large_tree_is_judged_by_a_bounded_number_of_its_nodes() -> None:
@@ -392,14 +392,14 @@ def test_a_large_tree_is_judged_by_a_bounded_number_of_its_nodes() -> None:
             cache.insert(RadixKey([first, second, 0, 0]))
     cache.insert(RadixKey([7] * 100, extra_key="small"))
 
-    all_of_it, some = cache.sample(100_000).boxes, cache.sample(200).boxes
+    all_of_it, some = cache.sample(100_000).nodes, cache.sample(200).nodes
 
-    assert [(box.extra_key, box.num_tokens, box.num_nodes) for box in all_of_it] == [
+    assert [(node.extra_key, node.tokens_below, node.num_nodes) for node in all_of_it] == [
         (None, 20 + 20 * 400 * 3, 1 + 20 + 20 * 400), ("small", 100, 2),
     ]  # fmt: skip
     assert count(some) <= 200
-    assert [box.extra_key for box in some] == [None, "small"]
-    assert some[0].num_tokens == pytest.approx(all_of_it[0].num_tokens, rel=0.01)
+    assert [node.extra_key for node in some] == [None, "small"]
+    assert some[0].tokens_below == pytest.approx(all_of_it[0].tokens_below, rel=0.01)
 
 
 @pytest.mark.parametrize(("there", "looked_at"), [(50, 50), (100, 100), (101, 51), (1_000, 100)])
@@ -410,8 +410,8 @@ def test_of_many_namespaces_an_even_choice_is_looked_at_and_below_each_top(there
 
     sample = cache.sample(200)
 
-    assert (len(sample.boxes), sample.num_namespaces) == (looked_at, there)
-    assert {box.num_tokens for box in sample.boxes} == {2}
+    assert (len(sample.nodes), sample.num_namespaces) == (looked_at, there)
+    assert {node.tokens_below for node in sample.nodes} == {2}
 
 
 def test_namespaces_that_were_not_looked_at_make_the_others_no_larger() -> None:
@@ -423,14 +423,14 @@ def test_namespaces_that_were_not_looked_at_make_the_others_no_larger() -> None:
     assert {part.num_tokens for part in service.report().tree} == {4}
 
 
-def test_a_chain_of_many_nodes_is_one_box() -> None:
+def test_a_chain_of_many_nodes_is_one_node() -> None:
     cache = RadixCache(1)
     for stop in range(1, 3_000):
         cache.insert(RadixKey(list(range(stop))))
 
-    (box,) = cache.sample(10_000).boxes
+    (node,) = cache.sample(10_000).nodes
 
-    assert (box.own_tokens, box.num_tokens, box.boxes) == (2_999, 2_999, [])
+    assert (node.own_tokens, node.tokens_below, node.children) == (2_999, 2_999, [])
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -713,5 +713,5 @@ def test_queues_do_not_outgrow_what_they_queue(make: Make) -> None:
         cache.find((turn, 1))
 
     assert cache.num_rows == 10
-    assert cache._index.leaves._queue.num_entries <= 50
+    assert cache._index.tree._queue.num_entries <= 50
     assert cache._index.released._queue.num_entries <= 50

@@ -14,10 +14,10 @@ def told(outline: Outline) -> list[tuple[object, ...]]:
     """Each node's first tokens, own and total sizes, and the tokens of the one above it."""
 
     def name(each: OutlineNode) -> str:
-        return " ".join(map(str, each.facts.tokens)) or str(each.extra_key)
+        return " ".join(map(str, each.tokens)) or str(each.extra_key)
 
     return [
-        (name(each), each.facts.num_tokens, each.tokens_below, each.num_nodes, each.parent and name(each.parent))
+        (name(each), each.own_tokens, each.tokens_below, each.num_nodes, each.parent and name(each.parent))
         for each in outline.nodes
     ]
 
@@ -51,7 +51,7 @@ def test_locks_hits_and_ages_are_those_of_a_node_and_all_below_it(cache: RadixCa
 
     outline = cache.outline(ALL)
     facts = {
-        " ".join(map(str, each.facts.tokens)): (each.facts.num_locks, each.hits, outline.now - each.last_used)
+        " ".join(map(str, each.tokens)): (each.num_locks, each.hits, outline.now - each.last_used)
         for each in outline.nodes
         if each.parent is not None
     }
@@ -92,7 +92,7 @@ def test_of_a_large_tree_a_bounded_part_is_looked_at_and_said_to_be_a_part() -> 
     assert not root.is_whole
     assert root.num_children == 300
     assert sum(each.parent is root for each in nodes) == 256  # the latest
-    assert min(each.facts.tokens[0] for each in nodes if each.parent is root) == 44
+    assert min(each.tokens[0] for each in nodes if each.parent is root) == 44
     assert max(each.num_nodes for each in nodes if each.parent is root) == 31
 
 
