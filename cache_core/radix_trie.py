@@ -1,16 +1,16 @@
-"""`RadixTrie`: prefixes of tokens to blocks, shared by sequences, with LRU eviction from the leaves' tails.
+"""`RadixTrie`: tokens to blocks, shared by sequences, with LRU eviction of leaves from their last block.
 
     root ── [1, 2, 3] : [10, 11, 12]         page_size 1: a block per token
-            ├─ [4] : [13]                    a sequence that uses this one uses [1, 2, 3], too
+            ├─ [4] : [13]                    a sequence that uses this node uses [1, 2, 3], too
             └─ [7, 8] : [14, 15]             unused: eviction takes 15, then 14
 
 Rules, checked by `check_invariants`:
 
-1. A node's run is whole pages, never empty, with one block per page; the root's is empty.
-2. A node stands in its parent's `children` under its first page, and knows its parent and its root.
-3. Who uses a node uses its parent; a node counts, for each user, the children that this user uses.
-4. Every unused leaf, and nothing else, stands in the eviction queue.
-5. `num_blocks` counts the blocks in the trie, `num_evictable_blocks` those of nodes that nobody uses.
+1. A node holds whole pages, at least one, with one block per page; the root holds none.
+2. A node is in its parent's `children` under its first page, and knows its parent and its root.
+3. A sequence that uses a node uses its parent. A node counts, for each of its users, the children that this user uses.
+4. The eviction queue holds every unused leaf, and nothing else.
+5. `num_blocks` counts the blocks in the trie, `num_evictable_blocks` those of unused nodes.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from typing import Any
 
 from raydix.cache_core.errors import InvalidKeyError, LockError, StaleNodeError
 from raydix.cache_core.eviction.recency_queue import RecencyQueue
-from raydix.cache_core.trie.trie_node import TrieNode, check_structure, format_trie, place_blocks, walk, walk_down
-from raydix.cache_core.trie.trie_tokens import plain_list, token_list
+from raydix.cache_core.outline import walk_down
+from raydix.cache_core.trie.trie_node import TrieNode, check_structure, place_blocks, plain_list, token_list, walk
 
 
 class RadixTrie:
     """The prefix cache for paged attention with whole blocks (after the contract of Modular MAX's ``RadixTrie``).
 
     Tokens are any hashable values, compared by value; one block, any value with equality, stands for `page_size` of
-    them. Scalars of NumPy and torch count as Python's. A block that was inserted is the trie's until `evict_blocks`
-    returns it or `on_displaced` is told of it. Only a node that a sequence uses is safe from both, so mark what you
-    matched before you rely on its blocks.
+    them. Scalars of NumPy and torch count as Python's. An inserted block is owned by the trie until `evict_blocks`
+    returns it or `on_displaced` is called with it. Only a node that a sequence uses is safe from both, so mark the
+    matched node before you rely on its blocks.
 
-    A `TrieNode` that was handed out means the end of one prefix, whatever is inserted or split around it. Once the
-    block at that end is evicted the node is refused as stale, even where the front of its run is still in the trie.
+    A `TrieNode` that the trie returned stands for the end of one prefix, whatever is inserted or split around it. Once
+    the block at that end is evicted the node is rejected as stale, even if its first tokens are still in the trie.
 
-    A trie is neither pickled nor copied deeply: TypeError.
+    A trie can be neither pickled nor deep-copied: TypeError.
 
-    Time is a logical clock that ticks when a sequence lets go and at each insert; a match leaves it alone. Equal
-    operations have equal outcomes.
+    Time is a logical clock that ticks at each insert and when a sequence stops using a node; a match leaves it alone.
+    Equal operations have equal outcomes.
 
     Args:
-        page_size: tokens a block.
-        on_displaced: called once with each block that an insert left without a place in the trie; by then the trie
-            is whole. It must not raise: the rest of that insert's blocks would not be told.
+        page_size: tokens per block.
+        on_displaced: called once with each block that an insert left without a place in the trie, when the trie is
+            consistent again. It must not raise: it would not be called with the remaining blocks of that insert.
 
     Raises:
         ValueError: `page_size` is below 1.
@@ -57,9 +57,9 @@ class RadixTrie:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
         self.on_displaced = on_displaced
-        self.root = TrieNode(None, [], [], 0)  # the end of the empty prefix: never used, evicted or stale
+        self.root = TrieNode(None, [], [], 0)  # end of the empty prefix: never used, evicted or stale
         self.num_blocks = 0  # in the trie
-        self.num_evictable_blocks = 0  # of those, the ones that `evict_blocks` can return now
+        self.num_evictable_blocks = 0  # the blocks that `evict_blocks` can return now
         self._queue: RecencyQueue[TrieNode] = RecencyQueue(attrgetter("last_access_time"))
         self._clock = 0
 
@@ -67,18 +67,18 @@ class RadixTrie:
 
     @property
     def clock(self) -> int:
-        """Ticks at each use; what `last_access_time` is in."""
+        """The current tick, in the unit of `last_access_time`."""
         return self._clock
 
     def match_prefix(self, tokens: Any, node: TrieNode | None = None) -> tuple[TrieNode, list[Any]]:
-        """The longest prefix of `tokens` that is in the trie below `node`, floored to whole pages.
+        """Return the longest prefix of `tokens` that is in the trie below `node`, floored to whole pages.
 
         Returns the node that ends it (`node` itself, by default the root, on a miss) and the blocks from `node` to
-        there, which stay the trie's. A match that ends inside a run splits it. Costs a comparison of the match and a
-        lookup per node.
+        there, which remain owned by the trie. A match that ends inside a node splits it. Costs a comparison of the
+        matched tokens and a lookup per node.
 
         Raises:
-            InvalidKeyError: `tokens` is empty or holds what cannot be hashed by value. It is a ValueError.
+            InvalidKeyError: `tokens` is empty, or a token cannot be hashed by value. It is a ValueError.
             StaleNodeError: `node` is not, or no longer, in this trie.
         """
         node = self._live(node)
@@ -86,31 +86,34 @@ class RadixTrie:
         return path[-1] if path else node, [block for step in path for block in step.blocks]
 
     def peek_prefix(self, tokens: Any, node: TrieNode | None = None) -> list[Any]:
-        """The blocks that `match_prefix` would find; nothing changes. Raises as it does."""
+        """Return the blocks that `match_prefix` would return, without any effect. Raises the same errors."""
         path, part, num_pages = walk(self._live(node), token_list(tokens), self.page_size)
         return [block for step in path for block in step.blocks] + (part.blocks[:num_pages] if part else [])
 
     def insert(self, tokens: Any, blocks: Any, node: TrieNode | None = None) -> TrieNode:
-        """Make `blocks` findable under `tokens`, one block per page, going on from `node`.
+        """Insert `blocks` under `tokens`, one block per page, below `node`.
 
         `tokens` and `blocks` are those beyond `node` only, by default all from the root; both are copied. Returns the
-        node that ends the sequence: use it to mark the sequence, and to insert what is generated next.
+        node that ends the sequence: use it to mark the sequence, and to insert the tokens that are generated next.
 
-        Where the trie already has a page, its block stays if a sequence uses that node, and the incoming one takes
-        its place otherwise. All blocks are the trie's afterwards but those that `on_displaced` is told of, in token
-        order: the caller's to free. A block equal to the one that is there is not displaced. Costs what a match does.
+        If the trie already has a page, its block stays if a sequence uses that node; otherwise the incoming block
+        replaces it. `on_displaced` is called with the other block, in token order: the caller must free it. A block
+        that equals the one in the trie is not displaced. All other blocks are owned by the trie. Costs as much as a
+        match.
 
         Raises:
-            InvalidKeyError: no tokens, tokens that cannot be hashed or are no whole pages, or another number of
-                blocks than of pages. It is a ValueError.
+            InvalidKeyError: `tokens` is empty, or a token cannot be hashed, or the tokens are not whole pages, or the
+                number of blocks is not that of the pages. It is a ValueError.
             StaleNodeError: `node` is not, or no longer, in this trie.
         """
         node = self._live(node)
         run, incoming = token_list(tokens), plain_list(blocks)
         if len(run) % self.page_size:
-            raise InvalidKeyError(f"{len(run)} tokens are no whole pages of {self.page_size}")
+            raise InvalidKeyError(f"tokens must be whole pages of {self.page_size}, not {len(run)} tokens")
         if len(incoming) * self.page_size != len(run):
-            raise InvalidKeyError(f"{len(incoming)} blocks for {len(run)} tokens, {self.page_size} tokens a page")
+            raise InvalidKeyError(
+                f"blocks must be one per page of {self.page_size}: {len(incoming)} for {len(run)} tokens"
+            )
         self._clock += 1
         done = 0  # pages
         displaced: list[Any] = []
@@ -121,7 +124,7 @@ class RadixTrie:
         if done < len(incoming):
             node = self._add_leaf(node, run[done * self.page_size :], incoming[done:])
         self._queue_if_unused_leaf(node)
-        self._tell_displaced(displaced)
+        self._on_displaced_blocks(displaced)
         return node
 
     def _live(self, node: TrieNode | None) -> TrieNode:
@@ -132,7 +135,7 @@ class RadixTrie:
         return node
 
     def _follow(self, node: TrieNode, tokens: list[Hashable]) -> list[TrieNode]:
-        """The nodes below `node` whose runs together are the longest known prefix of `tokens`; splits the last."""
+        """Return the nodes below `node` that hold the longest known prefix of `tokens`; split the last one."""
         path, part, num_pages = walk(node, tokens, self.page_size)
         if part is not None:
             path.append(self._split(part, num_pages))
@@ -147,9 +150,9 @@ class RadixTrie:
         return leaf
 
     def _split(self, node: TrieNode, num_pages: int) -> TrieNode:
-        """Give the first pages of a run to a new node above it, with its users and its recency.
+        """Move the first pages of a node to a new node above it, with the same users and tick; return the new node.
 
-        The old node keeps its end, for those who hold it as that.
+        `node` still stands for the end of its prefix.
         """
         parent, page, cut = node.parent, self.page_size, num_pages * self.page_size
         assert parent is not None and 0 < num_pages < len(node.blocks), f"cannot split {node} at page {num_pages}"
@@ -160,7 +163,7 @@ class RadixTrie:
         above.children[node.first_page(page)] = node
         return above
 
-    def _tell_displaced(self, displaced: list[Any]) -> None:
+    def _on_displaced_blocks(self, displaced: list[Any]) -> None:
         if self.on_displaced is not None:
             for block in displaced:
                 self.on_displaced(block)
@@ -168,19 +171,20 @@ class RadixTrie:
     # ---------------------------------------------------------------- use by sequences
 
     def mark_in_use_by(self, node: TrieNode, seq_id: Hashable) -> None:
-        """Keep `node` and its ancestors, with their blocks, for a sequence. Twice is once; the root needs no mark.
+        """Keep `node` and its ancestors, with their blocks, for a sequence.
 
-        Climbs to the root, or to a node that this sequence already holds: O(nodes climbed).
+        A second mark has no effect, nor has a mark of the root. Climbs to the root or to a node that this sequence
+        already uses, in O(nodes climbed).
 
         Raises:
             StaleNodeError: `node` is not, or no longer, in this trie.
         """
         step: TrieNode | None = self._live(node)
-        num_below = 0  # 1 once the climb comes from a child that the sequence has just taken
+        num_below = 0  # 1 after the first step: the child that the sequence has begun to use
         while step is not None and step is not self.root:
-            held = seq_id in step.users
+            in_use = seq_id in step.users
             step.users[seq_id] = step.users.get(seq_id, 0) + num_below
-            if held:
+            if in_use:
                 return
             if len(step.users) == 1:
                 self.num_evictable_blocks -= len(step.blocks)
@@ -189,14 +193,14 @@ class RadixTrie:
             step = step.parent
 
     def mark_not_in_use_by(self, node: TrieNode, seq_id: Hashable) -> None:
-        """Let go of `node` and its ancestors for a sequence, and stamp them as used now. O(depth in nodes).
+        """End the use of `node` and its ancestors by a sequence; they are the most recently used. O(depth in nodes).
 
-        `node` is the deepest that the sequence holds on this path. An ancestor stays held as long as the sequence
-        holds another branch below it. The root is never held: letting go of it does nothing.
+        `node` must be the deepest node that the sequence uses on this path. An ancestor stays in use as long as the
+        sequence uses another branch below it. The root is never in use: the call has no effect.
 
         Raises:
             StaleNodeError: `node` is not, or no longer, in this trie.
-            LockError: the sequence does not hold `node`, or it holds a node below it.
+            LockError: the sequence does not use `node`, or it uses a node below it.
         """
         step: TrieNode | None = self._live(node)
         if node is self.root:
@@ -204,9 +208,9 @@ class RadixTrie:
         if seq_id not in node.users:
             raise LockError(f"{node} is not in use by sequence {seq_id!r}")
         if node.users[seq_id]:
-            raise LockError(f"sequence {seq_id!r} holds nodes below {node}: let go of those")
+            raise LockError(f"sequence {seq_id!r} uses nodes below {node}: mark the deepest one as not in use")
         self._clock += 1
-        num_below = 0  # children that the sequence has just let go of
+        num_below = 0  # children that the sequence no longer uses
         releasing = True
         while step is not None and step is not self.root:
             step.last_access_time = self._clock
@@ -225,17 +229,17 @@ class RadixTrie:
             self.num_evictable_blocks += len(node.blocks)
 
     def _queue_if_unused_leaf(self, node: TrieNode) -> None:
-        """To be called with a node that was stamped just now."""
+        """Queue an unused leaf that has just been used."""
         if not node.users and not node.children:
             self._queue.push(node)
 
     # ---------------------------------------------------------------- eviction
 
     def evict_blocks(self, desired_num_evicted: int) -> list[Any]:
-        """Take that many blocks out of the trie, or all that can be, and hand them to the caller.
+        """Remove that many blocks from the trie, or all evictable ones, and return them, owned by the caller.
 
-        Trims the least recently used unused leaf from its tail, block by block; when nothing is left of it, it goes
-        and its parent becomes a candidate. Never takes a block of a node in use. O(log n) per leaf, O(1) per block.
+        Trims the least recently used unused leaf from its last block; a leaf without blocks is removed, and its parent
+        becomes a candidate. Blocks of nodes in use stay. O(log n) per leaf, O(1) per block.
         """
         desired_num_evicted, evicted = index(desired_num_evicted), list[Any]()
         while len(evicted) < desired_num_evicted and (leaf := self._queue.pop()) is not None:
@@ -245,8 +249,7 @@ class RadixTrie:
         return evicted
 
     def _trim(self, leaf: TrieNode, most: int) -> list[Any]:
-        """Take up to `most` blocks off an unused leaf; whoever holds the leaf as the end of its prefix holds a stale
-        node from now on."""
+        """Remove up to `most` blocks from the end of an unused leaf, which becomes stale; return them."""
         parent, first_page = leaf.parent, leaf.first_page(self.page_size)
         assert parent is not None
         tokens, blocks = leaf.tokens, leaf.blocks
@@ -264,15 +267,18 @@ class RadixTrie:
             self._queue.push(parent)
         return trimmed
 
-    # ---------------------------------------------------------------- people, tests
+    # ---------------------------------------------------------------- debugging
 
     def nodes(self) -> Iterator[TrieNode]:
-        """Every node but the root, parents before children. O(n)."""
+        """Return every node but the root, parents before children. O(n)."""
         return (node for _, node in walk_down(self.root))
 
     def pretty_format(self, print_blocks: bool = False) -> list[str]:
-        """The trie as one line per node: two dashes per depth, the token list, ` : ` and the blocks if asked."""
-        return format_trie(self.root, print_blocks)
+        """Return one line per node: two dashes per depth, the tokens, and with `print_blocks` ` : ` and the blocks."""
+        return [
+            f"{'--' * (depth - 1)}{node.tokens!r}" + (f" : {node.blocks!r}" if print_blocks else "")
+            for depth, node in walk_down(self.root)
+        ]
 
     def pretty_print(self, print_blocks: bool = True) -> None:
         """Print `pretty_format`."""

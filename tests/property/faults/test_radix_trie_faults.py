@@ -8,7 +8,7 @@ from support.traffic.trie import TrafficFailed, run_trie_traffic
 
 from raydix.cache_core import InvalidKeyError, RadixTrie, TrieNode, radix_trie
 from raydix.cache_core.eviction.recency_queue import RecencyQueue
-from raydix.cache_core.trie import trie_node, trie_tokens
+from raydix.cache_core.trie import trie_node
 
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
 
@@ -32,7 +32,7 @@ def a_match_ends_at_the_node_above_the_split(patch: Patch) -> None:
 def a_match_does_not_split(patch: Patch) -> None:
     def match(trie: RadixTrie, tokens: Any, node: Any = None) -> Any:
         node = trie._live(node)
-        path, part, num_pages = trie_node.walk(node, trie_tokens.token_list(tokens), trie.page_size)
+        path, part, num_pages = trie_node.walk(node, trie_node.token_list(tokens), trie.page_size)
         blocks = [block for step in path for block in step.blocks] + (part.blocks[:num_pages] if part else [])
         return part or (path[-1] if path else node), blocks
 
@@ -167,7 +167,9 @@ def only_the_first_displaced_block_is_told_of(patch: Patch) -> None:
 
 @fault
 def a_displaced_block_is_told_of_twice(patch: Patch) -> None:
-    around(patch, RadixTrie, "_tell_displaced", lambda original, trie, blocks: original(trie, blocks + blocks[-1:]))
+    around(
+        patch, RadixTrie, "_on_displaced_blocks", lambda original, trie, blocks: original(trie, blocks + blocks[-1:])
+    )
 
 
 @fault
