@@ -44,9 +44,10 @@ from raydix.cache_core.kernels import use_huge_pages
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
-from raydix.cache_core.pool.kv_pool import KVPool, PoolLayout
+from raydix.cache_core.pool.kv_pool import KVPool
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.pool.pool_layout import PoolLayout
 from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.radix_trie import RadixTrie

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
 from raydix.cache_core.pool.kv_pool import wait_for_device
-from raydix.cache_core.pool.state_rows import bytes_of_row, views_of_rows
+from raydix.cache_core.pool.pool_layout import bytes_of_row, views_of_rows
 
 
 class MambaPool:

@@ -22,7 +22,8 @@ from benchmarks.local_ray import ray_started
 from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache
 from raydix.actors.client.attached_pool import AttachedPool
 from raydix.cache_core import MambaPool, PrefixCacheManager, RadixKey
-from raydix.cache_core.pool.kv_pool import KVPool, PoolLayout
+from raydix.cache_core.pool.kv_pool import KVPool
+from raydix.cache_core.pool.pool_layout import PoolLayout
 from raydix.schemas import CacheConfig, PoolConfig
 
 PAGE, NUM_HEADS, HEAD_DIM = 16, 8, 128

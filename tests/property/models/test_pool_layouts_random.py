@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from support.claims.hypothesis_claims import refute, uphold
 
 from raydix.cache_core import KVPool, PoolLayout
-from raydix.cache_core.pool import kv_pool
+from raydix.cache_core.pool import kv_pool, pool_layout
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
@@ -180,7 +180,7 @@ def layers_are_as_far_apart_as_if_they_were_alike(patch: Patch) -> None:
         first = all_layers[layout.kv_layers[0]][0]
         for number, layer in enumerate(layout.kv_layers):
             k, v = all_layers[layer]
-            at = number * kv_pool.aligned(first.nbytes)
+            at = number * pool_layout.aligned(first.nbytes)
             all_layers[layer] = storage[at : at + k.nbytes].view(layout.dtype).view(k.shape), v
         return all_layers
 
@@ -194,7 +194,7 @@ def states_begin_within_the_last_layer(patch: Patch) -> None:
 
     def state_rows(layout: PoolLayout, storage: torch.Tensor) -> torch.Tensor:
         rows = original(layout, storage)
-        at = storage.numel() - rows.numel() - kv_pool.aligned(1)
+        at = storage.numel() - rows.numel() - pool_layout.aligned(1)
         return storage[at : at + rows.numel()].view(rows.shape)
 
     patch.setattr(PoolLayout, "state_rows", state_rows)

@@ -25,7 +25,7 @@ from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.actors.huggingface.pooled_cache import PooledCache
 from raydix.actors.transport.pool_memory import layout_of
 from raydix.cache_core import KVPool
-from raydix.cache_core.pool.kv_pool import PoolLayout
+from raydix.cache_core.pool.pool_layout import PoolLayout
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,184 @@
+"""`PoolLayout`: where the KV and the states of each layer lie in one allocation; no tensors are allocated here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+Shape = Sequence[int]
+
+_ALIGNMENT = 256  # bytes; each tensor starts on such a boundary
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """Where each layer's tensors lie in the pool's memory.
+
+    A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`, its V the same with `v_head_dim`; a
+    sliding-window layer has `num_swa_slots` in place of `num_slots`. The first `page_size` rows are reserved for
+    padding, so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for
+    each of `state_shapes`, with row 0 reserved, and no K and V. States lie behind all KV, those of one slot together.
+
+    With `kv_shapes`, layers differ in `(num_kv_heads, head_dim, v_head_dim)`, and the fields of these names are unused.
+
+    With `max_seq_len`, slots come in runs of so many, for one sequence each, and none is reserved: every layer is full,
+    its K `[num_slots, num_kv_heads, head_dim]`.
+
+    Raises:
+        ValueError: `kv_shapes` does not have a shape for each layer, or those of all layers with K and V are equal.
+    """
+
+    num_slots: int
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    layer_kinds: tuple[str, ...] | None = None  # "full", "swa" or "state" of each layer; None: all full
+    num_swa_slots: int = 0
+    num_state_slots: int = 0
+    state_shapes: tuple[tuple[int, ...], ...] = ()
+    max_seq_len: int | None = None
+    kv_shapes: tuple[tuple[int, int, int], ...] | None = None  # of each layer, where layers differ; None: all alike
+
+    def __post_init__(self) -> None:
+        if self.kv_shapes is None:
+            return
+        if len(self.kv_shapes) != self.num_layers:
+            raise ValueError(f"kv_shapes must have a shape for each of {self.num_layers} layers: {self.kv_shapes}")
+        if len({self.kv_shapes[layer] for layer in self.kv_layers}) < 2:
+            raise ValueError(f"kv_shapes is for layers that differ, but those with K and V are alike: {self.kv_shapes}")
+
+    def kind(self, layer: int) -> str:
+        """ "full", "swa" or "state"."""
+        return self.layer_kinds[layer] if self.layer_kinds is not None else "full"
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers that have K and V."""
+        return [layer for layer in range(self.num_layers) if self.kind(layer) != "state"]
+
+    def kv_shape(self, layer: int) -> tuple[int, int, int]:
+        """Return `(num_kv_heads, head_dim, v_head_dim)` of a layer with K and V."""
+        if self.kv_shapes is not None:
+            return self.kv_shapes[layer]
+        return self.num_kv_heads, self.head_dim, self.v_head_dim
+
+    @property
+    def difference(self) -> str:
+        """Name two layers whose K and V differ in shape, and their shapes; empty where all layers are alike."""
+        if self.kv_shapes is None:
+            return ""
+        first, *others = self.kv_layers
+        other = next(layer for layer in others if self.kv_shapes[layer] != self.kv_shapes[first])
+        return (
+            f"(num_kv_heads, head_dim, v_head_dim) is {self.kv_shapes[first]} in layer {first}, "
+            f"but {self.kv_shapes[other]} in layer {other}"
+        )
+
+    def shapes(self, layer: int) -> list[tuple[int, ...]]:
+        """The shapes of a layer's K and V; none for a state layer."""
+        if self.kind(layer) == "state":
+            return []
+        rows = self.num_slots if self.kind(layer) == "full" else self.num_swa_slots
+        if self.max_seq_len is None:
+            rows += self.page_size
+        num_kv_heads, head_dim, v_head_dim = self.kv_shape(layer)
+        return [(rows, num_kv_heads, head_dim), (rows, num_kv_heads, v_head_dim)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        num_rows, row = self._state_rows
+        return self._kv_bytes + num_rows * row
+
+    def views(self, storage: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Each layer's tensors, as views of `storage`, a 1-D uint8 tensor of `num_bytes`."""
+        layers, at = [], 0
+        states = iter(views_of_rows(self.state_rows(storage), self._states, self.dtype))
+        for layer in range(self.num_layers):
+            if self.kind(layer) == "state":
+                layers.append(next(states))
+                continue
+            tensors = []
+            for shape in self.shapes(layer):
+                size = prod(shape) * self.dtype.itemsize
+                tensors.append(storage[at : at + size].view(self.dtype).view(shape))
+                at += aligned(size)
+            layers.append(tuple(tensors))
+        return layers
+
+    def state_rows(self, storage: torch.Tensor) -> torch.Tensor:
+        """All there is of each state slot, `[num_state_slots + 1, bytes]` uint8, as a view of `storage`."""
+        return storage[self._kv_bytes : self.num_bytes].view(self._state_rows)
+
+    def sequence_views(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All K and all V by sequence, `[sequence, position, layer, num_kv_heads, dim]` each, as views of `storage`.
+
+        Only with `max_seq_len`: the layers are all alike then, so one stride leads from each to the next.
+        """
+        assert self.max_seq_len is not None, "this pool's slots come in pages"
+        assert self.kv_shapes is None, "this pool's layers differ"
+        memory = storage[: self.num_bytes].view(self.dtype)
+        to_next_layer = memory.numel() // max(1, self.num_layers)
+        at, views, length = memory.storage_offset(), [], self.max_seq_len
+        for dim in (self.head_dim, self.v_head_dim):
+            slot = self.num_kv_heads * dim
+            shape = (self.num_slots // length, length, self.num_layers, self.num_kv_heads, dim)
+            views.append(memory.as_strided(shape, (length * slot, slot, to_next_layer, dim, 1), at))
+            at += self._bytes((self.num_slots, slot)) // self.dtype.itemsize
+        return views[0], views[1]
+
+    @property
+    def _kv_bytes(self) -> int:
+        return sum(self._bytes(shape) for layer in range(self.num_layers) for shape in self.shapes(layer))
+
+    @property
+    def _states(self) -> list[tuple[tuple[int, ...], ...]]:
+        """The shapes of each state layer's tensors."""
+        return [self.state_shapes] * (self.num_layers - len(self.kv_layers))
+
+    @property
+    def _state_rows(self) -> tuple[int, int]:
+        """How many rows the states have, and of how many bytes."""
+        return self.num_state_slots + 1, bytes_of_row(self._states, self.dtype)
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        return aligned(prod(shape) * self.dtype.itemsize)
+
+
+def aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to the next boundary."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes_of(shape: Shape, dtype: torch.dtype) -> int:
+    return aligned(max(1, prod(shape)) * dtype.itemsize)  # an empty tensor, too, needs a row
+
+
+def bytes_of_row(shapes: Sequence[Sequence[Shape]], dtype: torch.dtype) -> int:
+    """Return the bytes of one state slot, given the shapes of each layer's tensors."""
+    return sum(_bytes_of(shape, dtype) for of_layer in shapes for shape in of_layer)
+
+
+def views_of_rows(
+    rows: torch.Tensor, shapes: Sequence[Sequence[Shape]], dtype: torch.dtype
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return each layer's tensors, `[num_rows, *shape]`, as views of `rows`, `[num_rows, bytes_of_row]` uint8.
+
+    Within one slot a tensor is contiguous; its stride from slot to slot is `bytes_of_row`, so one copy of a row moves
+    the states of all layers.
+    """
+    layers, at = [], 0
+    for of_layer in shapes:
+        tensors = []
+        for shape in of_layer:
+            size = prod(shape) * dtype.itemsize
+            tensors.append(rows[:, at : at + size].view(dtype).view(len(rows), *shape))
+            at += _bytes_of(shape, dtype)
+        layers.append(tuple(tensors))
+    return layers
