@@ -1,7 +1,44 @@
-"""`CacheService`: sessions, verbs, waiting and background eviction around one `LeasedCache`.
+"""`CacheService`: sessions, requests, the wait queue and background eviction around one cache.
 
 Both the Ray actor and `LocalPrefixCache` drive it. All state lives on one event loop, and no operation awaits between
 its first look at the cache and its last change of it: each is atomic.
+
+How a request runs: one `acquire` of a cached prompt over the Unix socket, from the client's call to the node and back.
+
+    client  actors/client/pending_lease.py          makes `acquire` awaitable and usable with `async with`
+            actors/client/lease_verbs.py            `acquire`: the arguments as a request
+            actors/transport/validation.py          checks the arguments
+            actors/client/client_session.py         opens a session if none is open; numbers the lease
+            schemas/tokens.py                       packs the token ids: copy 1
+            schemas/requests.py, schemas/message.py `AcquireRequest`, validated
+            actors/transport/ray_transport.py       queues the request; the requests of one tick become one batch
+            actors/transport/unix_socket.py         sends the batch, and later receives its answer
+            actors/transport/batch_codec.py         packs the batch as rows of plain values: copy 2
+    cache   actors/service/unix_socket_server.py    unpacks the batch in the tick in which it arrives
+            actors/service/cache_service.py         `execute`: finds the session once, runs the requests in order
+            actors/sessions/session_table.py        moves the session's deadline
+            actors/distribution.py                  counts the size of the batch
+            actors/service/request_handlers.py      `dispatch`: the method of each request
+            actors/sessions/admission.py            `acquire`: now, after the queued requests, or not at all
+    core    cache_core/tree/radix_key.py            the token ids as the tree's key, without a copy
+            cache_core/leases/kv_cache.py           `acquire`: match, lock, allocate the rest, in one step
+            cache_core/leases/lease_table.py        is the lease granted already? It may be a retry
+            cache_core/leases/ended_leases.py       has it ended already?
+            cache_core/eviction/tenants.py          the tenant of the namespace
+            cache_core/leases/lease_allocator.py    can so many slots ever fit?
+            cache_core/leases/kv_accounting.py      the key without what may not match
+            cache_core/radix/lookup.py              `match_pages`: the longest cached prefix
+            cache_core/tree/radix_tree.py           the namespace; the compiled walk ends at the node
+            cache_core/tree/tree_node.py, cache_core/tree/packed_slots.py  joins the slots of the path
+            cache_core/radix/locks.py               locks the path
+            cache_core/leases/leased_cache.py       counts the hit
+            actors/observe/namespace_hits.py        counts it for its namespace
+    back    schemas/responses.py                    `LeaseResponse`; packed and sent as above
+            actors/transport/transport.py           settles the caller's future
+            schemas/config.py                       how many slots lie in a row
+            actors/client/lease.py                  the lease
+            actors/client/lease_slots.py            its slots, from the packed pages
+            actors/client/expired_writers.py        remembers the lease until it ends
 """
 
 from __future__ import annotations

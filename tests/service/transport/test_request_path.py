@@ -1,0 +1,66 @@
+"""One warm `acquire` over the Unix socket runs through the files that `CacheService`'s module names, in that order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.caches.cache_in_process import HandleInProcess
+
+import raydix.actors
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.service import cache_service
+from raydix.actors.service.unix_socket_server import UnixSocketServer
+from raydix.cache_core.kernels import COMPILED
+from raydix.schemas import CacheConfig, PoolConfig
+
+PACKAGES = Path(raydix.actors.__file__).parents[1]
+OURS = tuple(f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas"))  # nothing else that lies beside
+CONFIG = CacheConfig(page_size=16, pool=PoolConfig(num_slots=1024, device="cpu"))
+PROMPT = list(range(64))
+MAX_FILES = 36
+
+
+@pytest.mark.figures
+@pytest.mark.skipif(not COMPILED, reason="the plain kernels are files, too")
+@pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
+async def test_an_acquire_runs_through_the_files_that_the_service_names() -> None:
+    files = await files_of_an_acquire()
+
+    print(f"\none acquire over the socket, {len(files)} files:", *files, sep="\n  ")
+    assert files == named_files()
+    assert len(files) <= MAX_FILES
+
+
+async def files_of_an_acquire() -> list[str]:
+    """Return the files of ours whose functions one warm `acquire` calls, in the order of their first calls."""
+    files: dict[str, None] = {}
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            files.setdefault(str(Path(frame.f_code.co_filename).relative_to(PACKAGES)))
+
+    async with LocalPrefixCache(CONFIG) as cache:
+        server = UnixSocketServer(cache._host.service)
+        async with PrefixCacheClient(HandleInProcess(cache, Random(0), channels=server)) as client:
+            for _ in range(2):
+                async with await client.acquire(PROMPT) as lease:
+                    await lease.insert(PROMPT)
+            sys.setprofile(profile)
+            try:
+                lease = await client.acquire(PROMPT)
+            finally:
+                sys.setprofile(None)
+            assert lease.prefix_len == len(PROMPT)
+            await lease.release()
+        server.close()
+    return list(files)
+
+
+def named_files() -> list[str]:
+    """Return the files that the docstring names, in order."""
+    return re.findall(r"[a-z_]+(?:/[a-z_]+)+\.py", cache_service.__doc__ or "")
