@@ -12,12 +12,12 @@ from importlib import import_module
 from typing import Any
 
 from raydix.actors.client.lease import Lease
-from raydix.actors.client.lease_verbs import CacheVerbs
-from raydix.actors.client.pending_lease import pending
+from raydix.actors.client.pending_lease import make_pending
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.schemas import InsertResponse, MatchResponse
 
 VERBS = ("match", "lock", "acquire", "insert", "extend", "release", "abort")
-_LEASING = ("lock", "acquire")  # their results can be entered, too
+_LEASING = ("lock", "acquire")  # their results can also be entered
 
 Attributes = dict[str, str | int]
 Verb = Callable[..., Awaitable[Any]]
@@ -28,13 +28,15 @@ _untraced: dict[str, Verb] = {}  # the verbs as they were, while spans are made
 def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
     """Make a span `raydix.<verb>` of each request of every client of this process, from now on.
 
-    It lasts from the call to its answer, time in the batch and in line included, below the span that the caller is in.
-    It tells the lease, its epoch and what was found or published; of a failure, the error. Without it there is no cost.
+    The span lasts from the call to its result, with the time in the batch and in the queue. Its parent is the caller's
+    span. Its attributes are the lease, its epoch, and the tokens found or published, or the error. Verbs that are not
+    traced cost nothing more.
 
     Args:
         tracer_provider: of opentelemetry; None: the one that the process has set.
 
-    Returns what ends it. Done again, it takes the place of what was done before.
+    Returns:
+        A function that ends the tracing. A second call of `trace_verbs` replaces the first.
 
     Raises:
         ImportError: opentelemetry-api is not installed.
@@ -46,35 +48,36 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
     stop_tracing()
     tracer = trace.get_tracer("raydix", tracer_provider=tracer_provider)
     for verb in VERBS:
-        _untraced[verb] = getattr(CacheVerbs, verb)
-        setattr(CacheVerbs, verb, _traced(verb, _untraced[verb], tracer))
+        _untraced[verb] = getattr(PrefixCacheClient, verb)
+        setattr(PrefixCacheClient, verb, _trace(verb, _untraced[verb], tracer))
     return stop_tracing
 
 
 def stop_tracing() -> None:
     """Make no more spans; no effect if none are made."""
     while _untraced:
-        setattr(CacheVerbs, *_untraced.popitem())
+        setattr(PrefixCacheClient, *_untraced.popitem())
 
 
-def _traced(name: str, verb: Verb, tracer: Any) -> Verb:
+def _trace(name: str, verb: Verb, tracer: Any) -> Verb:
     @wraps(verb)
-    async def traced(client: CacheVerbs, *args: Any, **kwargs: Any) -> Any:
-        with tracer.start_as_current_span(f"raydix.{name}", attributes=_told_by(args[0] if args else None)) as span:
+    async def traced(client: PrefixCacheClient, *args: Any, **kwargs: Any) -> Any:
+        attributes = _attributes_of(args[0] if args else None)
+        with tracer.start_as_current_span(f"raydix.{name}", attributes=attributes) as span:
             answer = await verb(client, *args, **kwargs)
-            span.set_attributes(_told_by(answer))
+            span.set_attributes(_attributes_of(answer))
             return answer
 
-    return pending(traced) if name in _LEASING else traced
+    return make_pending(traced) if name in _LEASING else traced
 
 
-def _told_by(what: Any) -> Attributes:
-    """What is worth telling of an argument or an answer."""
-    if isinstance(what, Lease):
-        lease: Attributes = {"raydix.lease": what.lease_id, "raydix.epoch": what.epoch}
-        return lease | {"raydix.prefix_len": what.prefix_len, "raydix.num_slots": len(what)}
-    if isinstance(what, MatchResponse):
-        return {"raydix.prefix_len": what.prefix_len}
-    if isinstance(what, InsertResponse):
-        return {"raydix.num_inserted": what.num_inserted, "raydix.num_duplicates": what.num_duplicates}
+def _attributes_of(value: Any) -> Attributes:
+    """Return the span's attributes of an argument or a result of a verb."""
+    if isinstance(value, Lease):
+        lease: Attributes = {"raydix.lease": value.lease_id, "raydix.epoch": value.epoch}
+        return lease | {"raydix.prefix_len": value.prefix_len, "raydix.num_slots": len(value)}
+    if isinstance(value, MatchResponse):
+        return {"raydix.prefix_len": value.prefix_len}
+    if isinstance(value, InsertResponse):
+        return {"raydix.num_inserted": value.num_inserted, "raydix.num_duplicates": value.num_duplicates}
     return {}

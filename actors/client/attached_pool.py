@@ -1,4 +1,4 @@
-"""`AttachedPool`: a worker's way to the pool's tensors, mapped or by copying."""
+"""`AttachedPool`: the pool's tensors for a worker, mapped or by copying."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
-    from raydix.actors.client.lease_verbs import CacheVerbs
+    from raydix.actors.client.protocols import PoolClient
     from raydix.actors.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -42,40 +42,44 @@ _NUMBERS = _INTEGERS | {
     torch.float8_e5m2fnuz,
 }
 
-Chunk = tuple[int, int]  # the first of its slots, and the one after its last
+Chunk = tuple[int, int]  # the range of its slots
 
-_CHUNK_BYTES = 8 * 2**20  # copied by one message, so that the cache's loop is never held for long
-_NUM_IN_FLIGHT = 2  # messages: one is on its way while the other one is copied
+_CHUNK_BYTES = 8 * 2**20  # copied by one message: a bound on the time that the cache's loop is blocked
+_NUM_IN_FLIGHT = 2  # messages: one travels while the other one is copied
 
 
 class AttachedPool:
-    """The pool as seen from here. Get one by `attach_pool`; it holds the mapping as long as it lives.
+    """The pool in this process, from `attach_pool`; it holds the mapping as long as it lives.
 
-    Mapped, `write`, `gather`, `k` and `v` work on the cache's own memory: the caller answers for holding the slots.
-    `write_kv` and `read_kv` work everywhere, and are checked against the lease.
+    If it is mapped, `write`, `gather`, `k` and `v` work on the cache's memory, and the caller must hold the slots.
+    `write_kv` and `read_kv` work everywhere, and the cache checks them against the lease.
+
+    Attributes:
+        epoch: the life of the cache that the pool belongs to.
+        layout: the shapes and dtypes of its tensors.
     """
 
-    def __init__(self, client: CacheVerbs, handle: PoolHandle, pool: KVPool | None) -> None:
+    def __init__(self, client: PoolClient, handle: PoolHandle, pool: KVPool | None) -> None:
         self._client = client
         self._pool = pool
         self._life = (
             None if pool is None or handle.liveness_path is None else ProcessLiveness.find(handle.liveness_path)
         )
         self._lost: CacheError | None = None
-        self.epoch = handle.epoch  # the life of the cache that it belongs to
+        self.epoch = handle.epoch
         self.layout = layout_of(handle.config)
 
     @classmethod
-    async def attach(cls, client: CacheVerbs, transport: Transport, mapped: bool | None) -> AttachedPool:
-        """Attach to the pool at the other end of a client's transport; see `CacheVerbs.attach_pool`."""
-        if not (mapped is None or isinstance(mapped, bool)):
-            raise InvalidRequest(f"mapped must be True, False or None, not {brief(mapped)}")
-        handle = await transport.pool_handle()
+    def attach(cls, client: PoolClient, handle: PoolHandle, local: KVPool | None, mapped: bool | None) -> AttachedPool:
+        """Attach to a pool; see `PrefixCacheClient.attach_pool`.
+
+        Args:
+            local: the pool itself, if it lies in this process.
+        """
         pool: KVPool | None = None
         if mapped is not False:
-            pool = transport.local_pool()
             try:
-                pool = pool or map_pool(handle)
+                pool = local or map_pool(handle)
             except OSError as error:
                 if mapped:
                     raise CacheUnavailable(f"the pool cannot be mapped from here: {error}") from error
@@ -85,9 +89,15 @@ class AttachedPool:
                 logger.warning("the pool cannot be mapped from here (%s): KV is copied through the cache", error)
         return cls(client, handle, pool)
 
+    @staticmethod
+    def check_mapped(mapped: object) -> None:
+        """Raise InvalidRequest unless this is a value of `mapped` for `attach_pool`."""
+        if not (mapped is None or isinstance(mapped, bool)):
+            raise InvalidRequest(f"mapped must be True, False or None, not {brief(mapped)}")
+
     @property
     def mapped(self) -> bool:
-        """Whether the cache's own memory is reached directly."""
+        """Whether the tensors are the cache's memory."""
         return self._pool is not None
 
     @property
@@ -96,11 +106,11 @@ class AttachedPool:
         return self._lost is not None
 
     def drop(self, error: CacheError) -> None:
-        """Let go of the memory of a life of the cache that is over; what is used of it from now on raises."""
+        """Release the memory of a cache that has ended; every later use of the pool raises `error`."""
         self._lost, self._pool = error, None
 
     def drop_if_orphaned(self) -> None:
-        """Let go of mapped memory whose cache's process has ended: a cache that restarts may need the room."""
+        """Release mapped memory if the cache's process has ended: a cache that restarts may need the memory."""
         if self._pool is not None and self._life is not None and self._life.has_ended():
             self.drop(CacheUnavailable("the cache's process has ended, and the pool with it: attach_pool again"))
 
@@ -114,11 +124,11 @@ class AttachedPool:
 
     @property
     def v(self) -> list[torch.Tensor]:
-        """Each layer's V, likewise with `v_head_dim`."""
+        """Each layer's V, as `k` with `v_head_dim`."""
         return self._mapped_pool().v
 
     def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of the same memory.
+        """Return `(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of the same memory.
 
         Raises:
             InvalidRequest: the cache is not of kind "slots", or the pool is not mapped.
@@ -128,50 +138,50 @@ class AttachedPool:
         return self._mapped_pool().by_sequence()
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; the caller's row: `lease.state_slot`.
+        """Return the tensors of a state layer, `[num_state_slots + 1, *shape]` each, indexed by `lease.state_slot`.
 
         Raises:
             InvalidRequest: there is no such layer, or the pool is not mapped.
         """
-        return self._mapped_pool().state(self._known(layer))
+        return self._mapped_pool().state(self._checked_layer(layer))
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write KV of one layer, `[n, num_kv_heads, dim]` each, into slots that the caller holds privately.
+        """Write KV of one layer, `[n, num_kv_heads, dim]` each, into private slots of the caller's leases.
 
         A sliding-window layer takes the lease's `swa_slots`.
 
         Raises:
             InvalidRequest: there is no such layer or slot, a shape does not fit, or the pool is not mapped.
         """
-        pool, slots = self._mapped_pool(), _row_of(slots)
-        k, v = _values_of(k), _values_of(v)
+        pool, slots = self._mapped_pool(), _checked_slots(slots)
+        k, v = _checked_values(k), _checked_values(v)
         try:
-            pool.write(self._known(layer), slots, k, v)
+            pool.write(self._checked_layer(layer), slots, k, v)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            _refuse(error, pool.k[layer], slots, k, v)
+            _raise_callers_fault(error, pool.k[layer], slots, k, v)
             raise
 
     def gather(
         self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V of slots in one layer, `[n, num_kv_heads, dim]` each, in `out` where it is given.
+        """Return copies of the K and V of slots in one layer, `[n, num_kv_heads, dim]` each, in `out` if it is given.
 
-        They are those of the lease's tokens if the lease has not expired by then: its next verb tells.
-        New memory costs several times the copy where it is large, so who gathers often keeps its own.
+        They belong to the lease's tokens if the lease has not expired by then, which its next verb would raise.
+        Allocating large tensors takes several times as long as the copy: pass `out` to gather often.
 
         Raises:
             InvalidRequest: there is no such layer or slot, `out` does not fit, or the pool is not mapped.
         """
-        pool, slots = self._mapped_pool(), _row_of(slots)
+        pool, slots = self._mapped_pool(), _checked_slots(slots)
         if out is not None:
             if not isinstance(out, (tuple, list)) or len(out) != 2:
                 raise InvalidRequest("out must be two tensors, of K and of V")
             for each in out:
                 _check_values(each)
         try:
-            return pool.gather(self._known(layer), slots, out)
+            return pool.gather(self._checked_layer(layer), slots, out)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            _refuse(error, pool.k[layer], slots)
+            _raise_callers_fault(error, pool.k[layer], slots)
             raise
 
     async def write_kv(self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -183,9 +193,9 @@ class AttachedPool:
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
-        transport, slots = await self._transport_of(lease), _row_of(slots)
+        transport, slots = self._checked_transport(lease), _checked_slots(slots)
         _check_dense(slots)
-        k, v = _values_of(k), _values_of(v)
+        k, v = _checked_values(k), _checked_values(v)
         layout = self.layout
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
         for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
@@ -203,17 +213,17 @@ class AttachedPool:
             )
             await transport.write_kv(request)
 
-        await _for_each(self._chunks(len(slots)), write)
+        await _run_for_each(self._chunks(len(slots)), write)
 
     async def read_kv(self, lease: Lease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V of slots that a lease covers, all layers, `[num_layers, n, num_kv_heads, dim]` each.
+        """Return copies of the K and V of slots of a lease, all layers, `[num_layers, n, num_kv_heads, dim]` each.
 
         Raises:
             InvalidRequest: the lease does not cover all the slots, or the pool's layers differ in shape.
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
-        transport, slots = await self._transport_of(lease), _row_of(slots)
+        transport, slots = self._checked_transport(lease), _checked_slots(slots)
         _check_dense(slots)
         layout = self.layout
         k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
@@ -231,15 +241,15 @@ class AttachedPool:
                 part = target[:, start:stop].view(torch.uint8).numpy()
                 part[:] = data.reshape(part.shape)
 
-        await _for_each(self._chunks(len(slots)), read)
+        await _run_for_each(self._chunks(len(slots)), read)
         return k, v
 
-    async def _transport_of(self, lease: Lease) -> Transport:
-        """The session of a lease, which this pool serves as well, if all layers can be copied at once."""
+    def _checked_transport(self, lease: Lease) -> Transport:
+        """Return the transport of an open lease of this pool's client; raise an error if its KV cannot be copied."""
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)
         check_layers_alike(self.layout)
-        await self._client._check_mine(lease)
+        self._client.check_lease(lease)
         return lease.transport
 
     def _mapped_pool(self) -> KVPool:
@@ -250,25 +260,27 @@ class AttachedPool:
             raise InvalidRequest("this pool is not mapped: use `await write_kv(...)` and `await read_kv(...)`")
         return self._pool
 
-    def _known(self, layer: int) -> int:
-        with suppress(Exception):  # whatever a value raises that is asked to be a number
+    def _checked_layer(self, layer: int) -> int:
+        with suppress(Exception):  # `index` of a foreign object may raise any error
             if 0 <= index(layer) < self.layout.num_layers:
                 return index(layer)
         raise InvalidRequest(f"layer must be one of the pool's {self.layout.num_layers}, not {brief(layer)}")
 
     def _chunks(self, num_slots: int) -> list[Chunk]:
         layout = self.layout
-        row = layout.num_layers * layout.num_kv_heads * (layout.head_dim + layout.v_head_dim) * layout.dtype.itemsize
-        step = max(1, _CHUNK_BYTES // max(1, row))
+        values = layout.num_layers * layout.num_kv_heads * (layout.head_dim + layout.v_head_dim)  # of a slot
+        step = max(1, _CHUNK_BYTES // max(1, values * layout.dtype.itemsize))
         return [(start, min(start + step, num_slots)) for start in range(0, num_slots, step)]
 
 
-async def _for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitable[None]]) -> None:
-    """Do some work for each chunk, few at a time, in order. After an error none begins, and what has begun is waited
-    for: a message that is under way takes effect, whoever has ceased to wait for it."""
+async def _run_for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitable[None]]) -> None:
+    """Run `work` for each chunk in order, two at a time.
+
+    After an error start no more, but wait for those in flight: a message that was sent takes effect.
+    """
     left = deque(chunks)
 
-    async def go_on() -> None:
+    async def run_next() -> None:
         try:
             while left:
                 await work(*left.popleft())
@@ -276,10 +288,10 @@ async def _for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitabl
             left.clear()
             raise
 
-    tasks = [asyncio.create_task(go_on()) for _ in range(_NUM_IN_FLIGHT)]
+    tasks = [asyncio.create_task(run_next()) for _ in range(_NUM_IN_FLIGHT)]
     try:
         await asyncio.wait(tasks)
-    finally:  # who is cancelled waits no longer
+    finally:  # also if the caller is cancelled
         left.clear()
         for task in tasks:
             task.cancel()
@@ -292,7 +304,7 @@ def map_pool(handle: PoolHandle) -> KVPool:
     """Map the pool of another process.
 
     Raises:
-        OSError: it lies on another node or card, or cannot be seen from here.
+        OSError: it lies on another node or GPU, or this process cannot open it.
     """
     import ray
 
@@ -303,20 +315,20 @@ def map_pool(handle: PoolHandle) -> KVPool:
     return KVPool(layout_of(handle.config), storage=storage)
 
 
-def _row_of(slots: torch.Tensor) -> torch.Tensor:
-    """Slots as int64; InvalidRequest unless they are a 1-D tensor of integers."""
+def _checked_slots(slots: torch.Tensor) -> torch.Tensor:
+    """Return slots as int64; raise InvalidRequest unless they are a 1-D tensor of integers."""
     if not isinstance(slots, torch.Tensor):
-        raise InvalidRequest(f"slots must be a tensor, a 1-D row of integers, not a {type(slots).__name__}")
+        raise InvalidRequest(f"slots must be a tensor of integers, 1-D, not a {type(slots).__name__}")
     if slots.ndim == 1 and slots.dtype is torch.int64 and not slots.is_neg():
         return slots
     _check_dense(slots)
     if slots.ndim != 1 or slots.dtype not in _INTEGERS:
-        raise InvalidRequest(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {tuple(slots.shape)}")
+        raise InvalidRequest(f"slots must be a 1-D tensor of integers, not {slots.dtype} of shape {tuple(slots.shape)}")
     return slots.resolve_neg().to(torch.int64)
 
 
-def _values_of(given: torch.Tensor) -> torch.Tensor:
-    """Return K or V as values alone: a gradient or a pending negation would go into the pool's own tensors."""
+def _checked_values(given: torch.Tensor) -> torch.Tensor:
+    """Return K or V as plain values: a gradient or a pending negation would go into the pool's tensors."""
     _check_values(given)
     return given.detach().resolve_neg() if given.requires_grad or given.is_neg() else given
 
@@ -336,8 +348,8 @@ def _check_dense(*given: torch.Tensor) -> None:
             raise InvalidRequest("slots, K and V must be dense tensors that have values")
 
 
-def _refuse(error: Exception, rows: torch.Tensor, slots: torch.Tensor, *given: torch.Tensor) -> None:
-    """Raise InvalidRequest of what was wrong with a use of a mapped pool's layer, if it is its caller's fault."""
+def _raise_callers_fault(error: Exception, rows: torch.Tensor, slots: torch.Tensor, *given: torch.Tensor) -> None:
+    """Raise InvalidRequest if an argument of the caller has caused this error of a mapped pool's layer."""
     if isinstance(error, ValueError):
         raise InvalidRequest(str(error)) from error
     _check_dense(slots, *given)

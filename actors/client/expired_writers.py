@@ -1,4 +1,4 @@
-"""`ExpiredWriters`: who may still be writing through a lease that is over."""
+"""`ExpiredWriters`: leases of a client that may still be written, though their session has expired."""
 
 from __future__ import annotations
 
@@ -18,74 +18,75 @@ logger = logging.getLogger(__name__)
 
 
 class ExpiredWriters:
-    """The leases of a client, and those of its lost sessions of which it has not told the cache that it is back.
+    """The client's leases, and its expired sessions that it has not yet closed at the cache.
 
-    A session that fell silent has expired, but its coroutines and threads may be in the middle of a computation that
-    ends in mapped memory. The cache withholds those slots until the client is back: not before they all know.
+    A session that fell silent has expired, but coroutines and threads of the client may still be computing KV that they
+    write into mapped memory. The cache keeps the session's slots in quarantine until the client closes the session,
+    which it does once no lease of it can still be written.
 
     Attributes:
-        pools: those that the client has attached.
+        pools: the pools that the client has attached.
     """
 
     def __init__(self) -> None:
         self.pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
-        self._leases: set[weakref.ref[Lease]] = set()  # a WeakSet takes five times as long, of each request
-        self._late: set[Transport] = set()
-        self._returning: set[asyncio.Task[None]] = set()
+        self._leases: set[weakref.ref[Lease]] = set()  # a WeakSet takes five times as long per request
+        self._sessions: set[Transport] = set()  # expired, and not closed
+        self._closing: set[asyncio.Task[None]] = set()
 
-    def add(self, lease: Lease) -> None:
-        """A lease was granted."""
+    def add_lease(self, lease: Lease) -> None:
+        """Add a lease that was granted."""
         self._leases.add(weakref.ref(lease, self._leases.discard))
 
-    def held(self) -> set[str]:
-        """The leases that somebody holds, as far as known."""
+    def held_lease_ids(self) -> set[str]:
+        """Return the ids of the leases that callers may still use."""
         return {lease.lease_id for each in self._leases.copy() if (lease := each()) is not None and lease.may_write}
 
-    def give_up(self, lease_id: str) -> None:
-        """End the handle of a lease: the cache may end the lease at any time."""
+    def end_lease(self, lease_id: str) -> None:
+        """Mark a lease as ended: the cache may end it at any time."""
         for each in self._leases.copy():
             if (lease := each()) is not None and lease.lease_id == lease_id:
-                lease.end()
+                lease.mark_ended()
 
-    def any_of(self, transport: Transport) -> bool:
-        """Whether somebody may be writing mapped memory through a lease of that lost session, not knowing."""
+    def may_write_through(self, transport: Transport) -> bool:
+        """Return whether a lease of this lost session may still be written in mapped memory."""
         return any(pool.mapped for pool in self.pools) and any(
             lease.may_write and lease.transport is transport
             for each in self._leases.copy()
             if (lease := each()) is not None
         )
 
-    def wait_for(self, transport: Transport) -> None:
-        """A session has expired: remember to tell the cache when nobody writes through it any more."""
-        self._late.add(transport)
+    def add_session(self, transport: Transport) -> None:
+        """Add a session that has expired, to close it once no lease of it can still be written."""
+        self._sessions.add(transport)
 
-    def forget(self, transport: Transport) -> None:
-        """The cache has been told."""
-        self._late.discard(transport)
+    def forget_session(self, transport: Transport) -> None:
+        """Forget a session that another has replaced at the cache."""
+        self._sessions.discard(transport)
 
     @property
-    def any_late(self) -> bool:
-        """Whether there is anything that the cache has not been told, as far as known."""
-        return bool(self._late or self._returning)
+    def has_sessions(self) -> bool:
+        """Whether there are expired sessions that are not closed yet."""
+        return bool(self._sessions or self._closing)
 
-    def close_returned(self) -> None:
-        """Tell the cache of the sessions through which nobody writes any more: what it withholds of them is free."""
-        for transport in self._late.copy():
-            if not self.any_of(transport):
-                self._late.discard(transport)
-                returning = asyncio.get_running_loop().create_task(self._close(transport))
-                self._returning.add(returning)
-                returning.add_done_callback(self._returning.discard)
+    def close_unused_sessions(self) -> None:
+        """Close the expired sessions of which no lease can still be written: the cache frees their slots then."""
+        for transport in self._sessions.copy():
+            if not self.may_write_through(transport):
+                self._sessions.discard(transport)
+                closing = asyncio.get_running_loop().create_task(self._close(transport))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
 
     async def _close(self, transport: Transport) -> None:
         try:
             await transport.close()
         except CacheUnavailable:
-            self._late.add(transport)  # for the next time
+            self._sessions.add(transport)  # the next call tries again
         except StaleEpoch:
-            logger.debug("session %s: there is no cache left to tell", transport.session_id)
+            logger.debug("session %s: its cache is gone", transport.session_id)
 
-    def take_all(self) -> list[Transport]:
-        """All sessions that wait: their client closes."""
-        late, self._late = list(self._late), set()
-        return late
+    def take_sessions(self) -> list[Transport]:
+        """Remove and return all expired sessions, for a client that closes."""
+        sessions, self._sessions = list(self._sessions), set()
+        return sessions

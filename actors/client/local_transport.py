@@ -1,4 +1,4 @@
-"""`LocalTransport`: a client's requests go straight to a cache in the same process."""
+"""`LocalTransport`: calls of a cache in the same process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raydix.schemas import (
 
 
 class LocalTransport:
-    """Straight to a cache in this process, on its loop: no serialisation, no batches."""
+    """The requests of one session to a cache in this process, on its loop: no serialisation, no batches."""
 
     def __init__(self, host: CacheHost) -> None:
         self._host = host
@@ -46,7 +46,7 @@ class LocalTransport:
     async def beat(self, stay_s: float) -> None:
         try:
             self._check_open()
-        except InvalidRequest as error:  # the cache has even forgotten that the session expired
+        except InvalidRequest as error:  # the cache no longer remembers that the session expired
             self.lost = LeaseExpired(str(error))
             raise
 
@@ -63,16 +63,16 @@ class LocalTransport:
         return future
 
     def give_up(self, why: str) -> None:
-        """Nobody waits: a cache in this process answers at once, or ends what it has to put off."""
+        """Do nothing: a cache in this process always answers."""
 
     async def wait(self, ticket: int) -> Message:
         request = WaitRequest(session_id=self.session_id, epoch=self.epoch, ticket=ticket)
-        with self._noting_loss():
+        with self._recording_loss():
             return await self._host.service.wait(request)
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
         request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
-        with self._noting_loss():
+        with self._recording_loss():
             return await self._host.service.next_events(request)
 
     async def pool_handle(self) -> PoolHandle:
@@ -83,24 +83,24 @@ class LocalTransport:
         return self._host.exported.pool
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
-        with self._noting_loss():
+        with self._recording_loss():
             return self._host.read_kv(request)
 
     async def write_kv(self, request: WriteKV) -> None:
-        with self._noting_loss():
+        with self._recording_loss():
             self._host.write_kv(request)
 
     async def close(self) -> None:
         self._host.service.close_session(CloseSession(session_id=self.session_id))
 
     def _check_open(self) -> None:
-        """Raise whatever keeps the session from being used; if it is over, note so."""
-        with self._noting_loss():
+        """Raise an error unless the session is open; if it is lost, set `lost`."""
+        with self._recording_loss():
             self._host.service.session(self.session_id, self.epoch)
 
     @contextmanager
-    def _noting_loss(self) -> Iterator[None]:
-        """Around what names the session: if that is over, note so."""
+    def _recording_loss(self) -> Iterator[None]:
+        """Set `lost` if the block raises the loss of the session."""
         try:
             yield
         except (StaleEpoch, LeaseExpired) as error:

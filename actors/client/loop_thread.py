@@ -1,4 +1,4 @@
-"""`LoopThread`: an event loop in a thread of its own, for callers who have none, or whose own is busy with them."""
+"""`LoopThread`: an event loop in a thread of its own, for callers that have no loop or block theirs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for whoever calls, from any thread but its own. The thread starts with the first of them."""
+    """An event loop in a thread. It runs coroutines for callers in all other threads, and starts with the first one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -21,10 +21,10 @@ class LoopThread:
         self._lock = threading.Lock()
 
     def run(self, coroutine: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, Any]] | None = None) -> T:
-        """The coroutine's result, or its error.
+        """Run a coroutine, and return its result or raise its error.
 
-        If the caller is interrupted (Ctrl-C, or whatever else a signal's handler raises), the coroutine is cancelled
-        and has ended when the interrupt goes on. What it had given by then is undone, as nobody will get it.
+        If the caller is interrupted (by Ctrl-C, or by another exception of a signal handler), the coroutine is
+        cancelled and has ended when the interrupt goes on. If it has returned a result by then, `undo` is run with it.
         """
         loop: asyncio.AbstractEventLoop | None = None
         done = threading.Event()
@@ -37,17 +37,17 @@ class LoopThread:
         def cancel() -> None:
             if tasks:
                 tasks[0].cancel()
-            else:  # interrupted before it was begun
+            else:  # interrupted before the task was made
                 coroutine.close()
                 done.set()
 
         try:
-            with self._lock:  # `stop` comes before, and this starts another loop, or after, and cancels it
-                loop = self._started()
+            with self._lock:  # `stop` runs either before, and this starts another loop, or after, and cancels the task
+                loop = self._ensure_loop()
                 loop.call_soon_threadsafe(begin)
             done.wait()
             return tasks[0].result()
-        except BaseException:  # the coroutine's own, which is done then, or an interrupt
+        except BaseException:  # the error of the coroutine, which is done then, or an interrupt
             if loop is not None and not done.is_set():
                 loop.call_soon_threadsafe(cancel)
                 done.wait()
@@ -56,18 +56,18 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End the loop with all that still runs on it, and the thread. Idempotent; a later `run` starts another."""
+        """End the loop with its tasks, and the thread. Idempotent; a later `run` starts another."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
-    def _started(self) -> asyncio.AbstractEventLoop:
-        """The loop. For whoever has the lock."""
+    def _ensure_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop, which is started if there is none. The caller must hold the lock."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
             weakref.finalize(self, _stop_soon, self._loop).atexit = False
         if self._thread is threading.current_thread():
@@ -75,8 +75,8 @@ class LoopThread:
         return self._loop
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """The thread: it knows the loop alone, so that a client that is dropped can be collected."""
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the thread. It refers to the loop alone, so that a client that is dropped can be collected."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

@@ -1,4 +1,4 @@
-"""`PendingLease`: a lease that is not there yet, to be awaited or entered."""
+"""`PendingLease`: the result of a verb that takes a lease, to be awaited or entered."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ P = ParamSpec("P")
 
 
 class PendingLease(Coroutine[Any, Any, "Lease"]):
-    """The coroutine of a verb that gives a lease, and an asynchronous context manager. Good once, either way.
+    """The coroutine of a verb that takes a lease, and an asynchronous context manager. Usable once, either way.
 
         lease = await client.acquire(tokens)
         async with client.acquire(tokens) as lease: ...
         async with await client.acquire(tokens) as lease: ...
 
-    Nothing is sent before it is awaited or entered. If it is cancelled, the cache takes back what it granted.
+    Nothing is sent before it is awaited or entered. If it is cancelled, the cache ends the lease that it granted.
     """
 
     __slots__ = ("_coroutine", "_lease")
@@ -30,7 +30,7 @@ class PendingLease(Coroutine[Any, Any, "Lease"]):
         self._coroutine = coroutine
 
     def __getattr__(self, name: str) -> Any:
-        """Give asyncio the coroutine's name and frame, for the repr and the stack of a task."""
+        """Return the coroutine's name or frame, which asyncio shows for a task."""
         if name.startswith("cr_") or name in ("__name__", "__qualname__"):
             return getattr(self._coroutine, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -57,10 +57,10 @@ class PendingLease(Coroutine[Any, Any, "Lease"]):
         await self._lease.__aexit__(kind, error, trace)
 
 
-def pending(
+def make_pending(
     verb: Callable[Concatenate[C, P], Coroutine[Any, Any, Lease]],
 ) -> Callable[Concatenate[C, P], PendingLease]:
-    """Return `verb` with a result that can be entered as well as awaited."""
+    """Return `verb` with a result that can be awaited or entered."""
 
     @wraps(verb)
     def call(client: C, /, *args: P.args, **kwargs: P.kwargs) -> PendingLease:

@@ -1,63 +1,636 @@
-"""`PrefixCacheClient`: what schedulers and workers hold to use a cache."""
+"""`PrefixCacheClient`: the verbs of schedulers and workers that use a cache."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+from itertools import count
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from raydix.actors.client.lease_verbs import CacheVerbs
-from raydix.actors.sessions.watched_actor import check_watchable, warn_if_unwatched, watched_self
-from raydix.schemas import InvalidRequest
+from raydix.actors.client.client_session import ClientSession
+from raydix.actors.client.connectors import LocalConnector, RayConnector
+from raydix.actors.client.event_reader import read_events
+from raydix.actors.client.lease import Lease, make_ownership_error
+from raydix.actors.client.pending_lease import make_pending
+from raydix.actors.sessions.bound_models import LAPSED
+from raydix.actors.sessions.watched_actor import check_watchable
+from raydix.actors.transport.error_map import may_have_taken_effect
+from raydix.actors.transport.validation import (
+    checked_count,
+    checked_namespace,
+    checked_response,
+    checked_token_ids,
+    checked_tokens,
+    make_checked,
+    make_request,
+)
+from raydix.schemas import (
+    AbortRequest,
+    AcquireRequest,
+    AdoptRequest,
+    AdoptResponse,
+    BindModelRequest,
+    BindModelResponse,
+    CacheConfig,
+    CacheError,
+    CacheStats,
+    CacheUnavailable,
+    CheckInvariantsRequest,
+    EventSnapshotRequest,
+    EvictRequest,
+    EvictResponse,
+    ExplainRequest,
+    ExplainResponse,
+    ExtendRequest,
+    ExtendResponse,
+    GrantRequest,
+    InsertRequest,
+    InsertResponse,
+    InvalidRequest,
+    KVEventBatch,
+    KVEventSnapshot,
+    LeaseExpired,
+    LeaseGrant,
+    LeaseResponse,
+    LockRequest,
+    MatchRequest,
+    MatchResponse,
+    Message,
+    ModelFingerprint,
+    ReleaseRequest,
+    ReleaseWindowRequest,
+    ResetRequest,
+    RetireRequest,
+    RetireResponse,
+    RevokeRequest,
+    RevokeResponse,
+    StaleEpoch,
+    StatsRequest,
+    TakeBackRequest,
+    TreeRequest,
+    TreeResponse,
+    UnknownLease,
+    WaitingResponse,
+    WindowResponse,
+    WithdrawRequest,
+)
 
 if TYPE_CHECKING:
-    from raydix.actors.transport.transport import Transport
+    import torch
+
+    from raydix.actors.client.attached_pool import AttachedPool
+    from raydix.actors.client.protocols import Connector
+    from raydix.actors.client.sync_client import SyncClient
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+_MAKING_SYNC = Lock()
 
 
-class PrefixCacheClient(CacheVerbs):
-    """One session with a cache: the verbs, and the leases it takes.
+class PrefixCacheClient:
+    """A client of one cache: one session there, the verbs, and the leases it takes.
 
     Making one does no I/O and needs no running loop. Its first verb, `await open()` or `async with` opens the session
-    on the loop that runs then, and the client stays on that loop. Requests of one tick travel in one message.
+    on the running loop, and the client stays on that loop. Requests of one tick of the loop travel in one message.
 
     Args:
         cache: the handle of a cache actor, the name of one (in the namespace of `start_cache`), or a
-            `LocalPrefixCache`. By its name a client follows a cache that was shut down and started anew, as it does
-            one that restarts; a handle is one cache's for good.
-        owner: who this is, for people: shown in logs. None: host and process. Or the handle of an actor with the mixin
-            `WatchedActor`: when it dies, what this client holds is freed at once. Inside such an actor that is the
-            actor itself, unless another is named. The cache keeps a named one's handle until this client closes.
-            Inside another actor, opening a client logs once how long its slots stay held if the actor is killed.
+            `LocalPrefixCache`. By its name a client follows a cache that was shut down and started again, as it does
+            one that restarts; a handle stays with one actor.
+        owner: a name that logs show for this client; None: host and process. Or the handle of an actor with the mixin
+            `WatchedActor`: when that actor dies, the leases of this client are freed immediately. Inside such an actor
+            the default is the actor itself. The cache keeps the handle until this client closes. Inside another actor,
+            opening a client logs once how long its slots stay held if the actor is killed.
+
+    Attributes:
+        session: the client's session, for the parts of this package.
 
     Raises:
         InvalidRequest: the owner is an actor that cannot be watched.
     """
 
     def __init__(self, cache: Any, *, owner: Any = None) -> None:
-        named = owner if owner is not None and not isinstance(owner, str) else None
-        if named is not None:
-            check_watchable(named)
-        super().__init__(None if named is not None else owner)
-        self._cache = cache
-        self._named_owner = named
+        watched = owner if owner is not None and not isinstance(owner, str) else None
+        if watched is not None:
+            check_watchable(watched)
+        self._cache = cache  # a local cache lives as long as its clients
+        self.session = ClientSession(_connector_to(cache, watched), None if watched is not None else owner)
+        self._lease_numbers = count(1)
+        self._offer_numbers = count(1)
+        self._sync: SyncClient | None = None
 
-    def _own_life_path(self) -> str | None:
-        return super()._own_life_path() if self._named_owner is None else None  # another's death is what counts
+    @property
+    def sync(self) -> SyncClient:
+        """This client with plain calls that wait for their results, for notebooks and scripts.
 
-    async def _open(self) -> None:
-        await super()._open()
-        if self._named_owner is None and not isinstance(self._cache, CacheVerbs):
-            warn_if_unwatched(self._config.leases)
+        It runs on a loop in a thread of its own, so coroutines of another loop cannot use it at the same time. Close
+        it.
+        """
+        if self._sync is None:
+            from raydix.actors.client.sync_client import SyncClient
 
-    def _make_transport(self) -> Transport:
-        if isinstance(self._cache, CacheVerbs):
-            return self._cache._make_transport()
-        from raydix.actors.deploy import check_handle, connect
-        from raydix.actors.transport.ray_transport import RayTransport
+            with _MAKING_SYNC:  # all threads that share this client get the same one
+                self._sync = self._sync or SyncClient(self)
+        return self._sync
 
-        if isinstance(self._cache, str):
-            return RayTransport(connect(self._cache), self._named_owner or watched_self(), by_name=True)
-        if not hasattr(self._cache, "_actor_id"):
-            raise InvalidRequest(
-                f"a cache is an actor handle, a name or a LocalPrefixCache, not {type(self._cache).__name__}"
+    # ---------------------------------------------------------------- session
+
+    async def open(self) -> Self:
+        """Open the session; no effect if it is open.
+
+        Raises:
+            CacheUnavailable: the cache cannot be reached.
+            InvalidRequest: the session belongs to another event loop, or was closed, or its owner's name cannot be
+                shown or is too long.
+        """
+        await self.session.open()
+        return self
+
+    async def close(self) -> None:
+        """Close the session: every lease it still holds ends. Idempotent; no error if the cache is gone.
+
+        It is closed even if the caller is cancelled.
+        """
+        await self.session.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def config(self) -> CacheConfig:
+        """The cache's configuration, known once the session is open."""
+        if not self.session.ready:
+            raise InvalidRequest("the session is not open yet: await open() first")
+        return self.session.config
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called: all leases of this client have ended."""
+        return self.session.closed
+
+    def __reduce__(self) -> Any:
+        raise InvalidRequest(
+            "a client belongs to its process: it cannot be pickled or sent elsewhere; send the cache's name or handle, "
+            "and make one there"
+        )
+
+    # ---------------------------------------------------------------- leases
+
+    @make_pending
+    async def lock(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> Lease:
+        """Lock the cached prefix of `tokens`, and allocate nothing; `extend` adds private slots behind it.
+
+        In kind "slots" it is an `acquire` of that prefix alone: it takes a whole row, even if nothing is cached.
+
+        Raises:
+            PoolExhausted: kinds "slots" and "mamba" alone: the lease gets no row, or no state. Raised immediately.
+        """
+        request = make_request(
+            LockRequest,
+            lease_id=f"{self.session.session_id}-{next(self._lease_numbers)}",
+            tokens=tokens,
+            namespace=checked_namespace(extra_key, lora_id, cache_salt),
+            priority=priority,
+        )
+        return await self._request_lease(request)
+
+    @make_pending
+    async def acquire(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+        new_tokens: int = 0,
+        max_prefix_len: int | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Lease:
+        """Lock the cached prefix of `tokens` and allocate slots for the rest and `new_tokens` more, in one step.
+
+        If slots are short, the cache evicts. If that is not enough, the request waits in a FIFO queue.
+
+        Args:
+            tokens: the ids of the prompt, at least one: a list, `array.array`, 1-D integer numpy array or torch tensor,
+                each id in 0..2**64-1. Copied.
+            extra_key: part of the namespace, as are the next two: only requests with the same three share KV. For
+                everything that changes the KV of the same ids, such as the hash of an image.
+            lora_id: the adapter that computes the KV; None: the base model.
+            cache_salt: a secret or a tenant's name that separates its prefixes from those of others.
+            new_tokens: slots for this many more tokens behind the prompt, for decoding; `extend` adds more later.
+            max_prefix_len: match at most this many tokens; `len(tokens) - 1` leaves one to compute for its logits.
+                None: all.
+            priority: under the policy "priority", pages that the lease uses and publishes stay longer the higher this
+                is.
+            timeout_s: seconds to wait for slots; None: `LeaseConfig.acquire_timeout_s`; 0: do not wait.
+
+        Returns:
+            The lease, to be awaited or entered once. `lease.slots` has `len(tokens) + new_tokens` entries: those of
+            the first `prefix_len` tokens are locked in the tree, the others are private. End it with `async with`,
+            `release` or `abort`.
+
+        Raises:
+            PoolExhausted: no slots came free in time. With `can_ever_fit=False` it is raised immediately: the request
+                can never fit.
+            CacheBusy: the queue is full; try again after `retry_after_s`.
+            CacheUnavailable: the cache is dead, silent or shutting down.
+            InvalidRequest: an argument is wrong; the message says which and why.
+        """
+        namespace = checked_namespace(extra_key, lora_id, cache_salt)
+        lease_id = f"{self.session.session_id}-{next(self._lease_numbers)}"
+        packed = checked_tokens(tokens)
+        request = make_checked(
+            AcquireRequest.of, lease_id, packed, namespace, new_tokens, max_prefix_len, priority, timeout_s
+        )
+        lease = await self._request_lease(request)
+        lease.remember_packed(tokens)
+        return lease
+
+    async def _request_lease(self, request: AcquireRequest | LockRequest) -> Lease:
+        session = self.session
+        try:
+            response, transport = await session.ask(request)
+            if not isinstance(response, LeaseResponse):
+                if isinstance(response, WaitingResponse):
+                    response = await transport.wait(response.ticket)
+                response = checked_response(LeaseResponse, response)
+        except (asyncio.CancelledError, CacheError) as error:
+            session.undo_if_executed(error, AbortRequest, lease_id=request.lease_id)
+            raise
+        lease = Lease(self, response, request.tokens, transport, session.config.run_len)
+        session.writers.add_lease(lease)
+        return lease
+
+    async def insert(
+        self, lease: Lease, tokens: Any, *, release: bool = False, publish_state: bool = False
+    ) -> InsertResponse:
+        """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease is updated."""
+        self.check_lease(lease)
+        packed = lease.reuse_packed(tokens) or checked_tokens(tokens)
+        unsent, mark = lease.cut_unsent(packed), lease.mark_request()
+        request = make_checked(InsertRequest.of, lease.lease_id, len(packed), unsent, release, publish_state, mark[0])
+        note = partial(lease.on_insert, packed, request.release, mark)
+        return checked_response(InsertResponse, await self.session.ask_for_lease(request, note))
+
+    async def preempt(self, lease: Lease, tokens: Any, *, publish_state: bool = False) -> None:
+        """`Lease.preempt`."""
+        if len(packed := checked_token_ids(tokens)):
+            await self.insert(lease, packed, release=True, publish_state=publish_state)
+        else:
+            self.check_lease(lease)
+            await self.release(lease)
+
+    async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
+        """`Lease.extend`."""
+        self.check_lease(lease)
+        if type(num_tokens) is not int or num_tokens < 1:
+            num_tokens = checked_count(num_tokens)
+        with lease.guard_extend() as (covered, known_pages, number):
+            request = make_request(
+                ExtendRequest,
+                lease_id=lease.lease_id,
+                num_slots=covered + num_tokens,
+                known_pages=known_pages,
+                timeout_s=timeout_s,
             )
-        check_handle(self._cache)
-        return RayTransport(self._cache, self._named_owner or watched_self())
+            with self.session.undo_on_failure(WithdrawRequest, lease_id=lease.lease_id):
+                response = checked_response(ExtendResponse, await self.session.ask_for_lease(request))
+            return lease.on_extend(response, known_pages, number, request.num_slots, num_tokens)
+
+    async def release_window(self, lease: Lease, up_to: int) -> None:
+        """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease is updated."""
+        self.check_lease(lease)
+        request = make_request(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
+        note = partial(lease.on_window_release, lease.mark_request())
+        checked_response(WindowResponse, await self.session.ask_for_lease(request, note))
+
+    async def release(self, lease: Lease) -> None:
+        """`Lease.release`."""
+        await self._end_lease(lease, ReleaseRequest)
+
+    async def unlock(self, lease: Lease) -> None:
+        """`Lease.release`, for a lease from `lock`."""
+        await self.release(lease)
+
+    async def abort(self, lease: Lease) -> None:
+        """`Lease.abort`."""
+        await self._end_lease(lease, AbortRequest)
+
+    async def _end_lease(self, lease: Lease, model: type[ReleaseRequest | AbortRequest]) -> None:
+        if getattr(lease, "client", None) is not self:
+            raise make_ownership_error(lease)
+        session = self.session
+        if not session.closed:
+            session.check_usable()
+        if not lease.mark_ended() or session.closed:
+            return
+        request = model(lease_id=lease.lease_id)
+        about = {"lease": lease.lease_id, "epoch": lease.epoch}
+        try:
+            await session.ask_for_lease(request, partial(session.on_lease_end, request))
+        except CacheUnavailable as error:
+            logger.info("lease %r ended with its cache, or will soon: %s", lease.lease_id, error, extra=about)
+        except (StaleEpoch, LeaseExpired) as error:
+            logger.info("lease %r ended with its session: %s", lease.lease_id, error, extra=about)
+
+    def check_lease(self, lease: Lease) -> None:
+        """Raise an error unless this is an open lease of this client, on the client's event loop.
+
+        Raises:
+            InvalidRequest: it is no lease, or the client is closed or belongs to another event loop.
+            UnknownLease: another client's lease, or one that has ended.
+            CacheError: the session's loss, with which the lease has ended.
+        """
+        if getattr(lease, "client", None) is not self:
+            raise make_ownership_error(lease)
+        session = self.session
+        if session.closed or session.loop is not asyncio.get_running_loop():
+            session.check_usable()
+        lease.check_open()
+
+    # ---------------------------------------------------------------- grants
+
+    async def grant(self, lease: Lease, *, timeout_s: float | None = None) -> LeaseGrant:
+        """`Lease.grant`. If the caller is cancelled, the offer is withdrawn and the lease is as before.
+
+        lease = await scheduler.acquire(tokens)
+        grant = await lease.grant(timeout_s=5)  # pickles
+        lease = await worker.adopt(grant)  # in another process, within 5 s
+        """
+        self.check_lease(lease)
+        session, lease_id = self.session, lease.lease_id
+        offer_id = f"{session.session_id}-{next(self._offer_numbers)}"
+        request = make_request(GrantRequest, lease_id=lease_id, offer_id=offer_id, timeout_s=timeout_s)
+        with lease.hand_over(), session.undo_on_failure(TakeBackRequest, lease_id=lease_id, offer_id=offer_id):
+            offered = checked_response(LeaseResponse, await session.ask_for_lease(request))
+        return LeaseGrant(
+            lease_id=lease_id,
+            granter=session.session_id,
+            epoch=lease.epoch,
+            prefix_len=offered.prefix_len,
+            published_len=lease.published_len,
+            num_slots=offered.num_slots,
+            offer_id=offer_id,
+        )
+
+    async def revoke(self, grant: LeaseGrant) -> bool:
+        """End a lease that this client granted, if it has not been adopted.
+
+        Returns:
+            True if this call ended the lease; False if it was adopted, revoked or expired before.
+
+        Raises:
+            UnknownLease: another client granted it.
+        """
+        _check_grant(grant)
+        if not self.session.has_used_id(grant.granter):
+            raise UnknownLease(f"lease {grant.lease_id!r} was granted by another client: only its granter revokes it")
+        request = make_request(RevokeRequest, lease_id=grant.lease_id, offer_id=grant.offer_id)
+        return (await self._ask(request, RevokeResponse)).ended
+
+    @make_pending
+    async def adopt(self, grant: LeaseGrant) -> Lease:
+        """Take over a lease that another client granted: from now on this client owns it, with all its slots.
+
+        Raises:
+            UnknownLease: the lease has ended, or was adopted or revoked already.
+            LeaseExpired: the grant's time ran out, or its granter was silent for too long, or died.
+            StaleEpoch: the cache has restarted since.
+        """
+        _check_grant(grant)
+        request = make_request(
+            AdoptRequest,
+            lease_id=grant.lease_id,
+            granter=grant.granter,
+            granted_epoch=grant.epoch,
+            offer_id=grant.offer_id,
+        )
+        session = self.session
+        with session.undo_on_failure(AbortRequest, lease_id=grant.lease_id):
+            response, transport = await session.ask(request)
+        adopted = checked_response(AdoptResponse, response)
+        lease = Lease(self, adopted.lease, adopted.tokens, transport, session.config.run_len)
+        lease.published_len = adopted.published_len
+        session.writers.add_lease(lease)
+        return lease
+
+    # ---------------------------------------------------------------- the pool's tensors
+
+    async def attach_pool(self, mapped: bool | None = None) -> AttachedPool:
+        """Return the pool's tensors, for reading and writing the slots of leases.
+
+        Args:
+            mapped: None maps the memory if this process can reach it, and copies through the cache otherwise; True
+                insists on mapping; False declines it.
+
+        Raises:
+            CacheUnavailable: `mapped=True`, or the pool's layers differ in shape, but this process cannot map it; the
+                message says why.
+        """
+        from raydix.actors.client.attached_pool import AttachedPool
+
+        AttachedPool.check_mapped(mapped)
+        handle, transport = await self.session.ask_for_pool()
+        pool = AttachedPool.attach(self, handle, transport.local_pool(), mapped)
+        self.session.writers.pools.add(pool)
+        return pool
+
+    # ---------------------------------------------------------------- probes and administration
+
+    async def match(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> MatchResponse:
+        """Return how many tokens of `tokens` are cached. A probe: it locks nothing and changes no recency."""
+        namespace = checked_namespace(extra_key, lora_id, cache_salt)
+        return await self._ask(make_request(MatchRequest, tokens=tokens, namespace=namespace), MatchResponse)
+
+    async def bind_model(self, fingerprint: ModelFingerprint, *, lora_id: str | None = None) -> int:
+        """Bind this session to the model that computes the KV of a `lora_id`; None: of the base model.
+
+        The first session sets the fingerprint of a generation, which outlives that session; sessions with an equal one
+        join. `retire(lora_id=...)` begins the next generation, without a fingerprint; `reset()` begins that of every
+        `lora_id` and of the base. A session that is bound to an earlier generation gets ConfigMismatch from `acquire`,
+        `lock` and `adopt` in that `lora_id` (of the base: everywhere) until it has bound again. So does a client whose
+        session was lost: its next session is bound to nothing yet. Sessions that bind nothing are not checked.
+
+        If weights are replaced under one `lora_id`: stop requests, push to every worker, retire, bind again.
+
+        Args:
+            fingerprint: of the weights as they are now.
+            lora_id: the adapter, as in `acquire`.
+
+        Returns:
+            The generation's number, which is unique in the cache.
+
+        Raises:
+            ConfigMismatch: another model is bound; the message names the fields that differ, or "weights". Or the
+                cache is configured for another base (`CacheConfig.fingerprint`).
+            InvalidRequest: `fingerprint` is no ModelFingerprint, or `lora_id` no string.
+        """
+        if not isinstance(fingerprint, ModelFingerprint):
+            raise InvalidRequest(f"fingerprint must be a ModelFingerprint, not {type(fingerprint).__name__}")
+        checked_namespace(None, lora_id, None)
+        request = make_request(BindModelRequest, fingerprint=fingerprint, lora_id=lora_id)
+        try:
+            generation = (await self._ask(request, BindModelResponse)).generation
+        except (asyncio.CancelledError, CacheError) as error:
+            if may_have_taken_effect(error):
+                self.session.bound.note(lora_id, LAPSED)
+            raise
+        self.session.bound.note(lora_id, generation)
+        return generation
+
+    async def evict(self, num_tokens: int) -> EvictResponse:
+        """Free at least `num_tokens` slots of cached tokens, or all that no lease holds."""
+        return await self._ask(make_request(EvictRequest, num_tokens=num_tokens), EvictResponse)
+
+    async def reset(self) -> None:
+        """Make everything unmatchable and free it; running leases keep their slots, but publish no more."""
+        await self.session.ask(ResetRequest())
+
+    async def retire(
+        self, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
+    ) -> RetireResponse:
+        """Make every namespace that matches all given fields unmatchable immediately, and reclaim its slots.
+
+        For an adapter that was deleted, or weights that were replaced. Running leases keep their slots to the end, but
+        their `insert` publishes nothing (`retired=True`); new leases of the same namespace start from an empty one.
+        Slots that no lease holds are freed in the background.
+
+        Raises:
+            InvalidRequest: no field is given: `reset()` retires everything.
+        """
+        checked_namespace(extra_key, lora_id, cache_salt)
+        request = make_request(RetireRequest, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
+        return await self._ask(request, RetireResponse)
+
+    async def explain(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> ExplainResponse:
+        """Return where a match of `tokens` ends, and why it goes no further: a probe. Printed, it is a sentence.
+
+        The reasons: never stored, evicted (when, and for which request), retired, in another namespace, a missing
+        window or state, or less than a page. The cache remembers its latest 16,384 evictions for it.
+        """
+        namespace = checked_namespace(extra_key, lora_id, cache_salt)
+        return await self._ask(make_request(ExplainRequest, tokens=tokens, namespace=namespace), ExplainResponse)
+
+    async def tree(self, *, max_nodes: int = 200, max_depth: int = 64, max_width: int = 64) -> TreeResponse:
+        """Return the largest branches of the cached tree, with sizes, locks, hits and ages: a probe.
+
+        The cache looks at 4,096 nodes at most, a few milliseconds, and says which branches it saw in full.
+
+        Args:
+            max_nodes: branches returned.
+            max_depth: levels below the namespaces.
+            max_width: children returned of each branch.
+        """
+        request = make_request(TreeRequest, max_nodes=max_nodes, max_depth=max_depth, max_width=max_width)
+        return await self._ask(request, TreeResponse)
+
+    async def stats(self) -> CacheStats:
+        """Return a snapshot of the cache's counts."""
+        return await self._ask(StatsRequest(), CacheStats)
+
+    async def check_invariants(self) -> None:
+        """Have the cache verify every rule it keeps. O(everything); for tests and doubts.
+
+        Raises:
+            CacheError: a rule is broken; the message says which.
+        """
+        await self.session.ask(CheckInvariantsRequest())
+
+    async def _ask(self, request: Message, model: type[M]) -> M:
+        return checked_response(model, (await self.session.ask(request))[0])
+
+    # ---------------------------------------------------------------- KV events
+
+    def events(self, after_seq: int | None = None) -> AsyncIterator[KVEventBatch]:
+        """Yield stored and removed pages in batches, as it happens; end when this client is closed.
+
+        Needs `CacheConfig(events=True)`. Applied in order to an empty index, from the beginning, or to one made of
+        `event_snapshot()`, the events give exactly the cached pages. Readers do not slow the cache down: it keeps its
+        latest events for all readers (10,000 of them, up to 64 MiB). A reader that falls behind gets a batch with
+        `gap=True`, without events. Then replace the index by a new snapshot and go on with the same iterator. Batches
+        up to the snapshot's `seq` need not be applied, but may be.
+
+            following = True
+            while following:
+                try:
+                    index = Index(await client.event_snapshot())
+                    async for batch in client.events(index.seq):
+                        if batch.gap or batch.epoch != index.epoch:
+                            index = Index(await client.event_snapshot())
+                        elif batch.seq > index.seq:
+                            index.apply(batch)
+                    following = False  # the client was closed
+                except (StaleEpoch, CacheUnavailable):  # the cache has restarted, or is about to
+                    await asyncio.sleep(1)
+
+        Args:
+            after_seq: go on after this event of the present epoch; None: from the beginning, with a gap if that is long
+                ago. Each epoch numbers its events from 1: compare epochs before you use a number across a restart.
+
+        Raises:
+            InvalidRequest: `after_seq` is not the number of an event, or the cache publishes no events.
+            StaleEpoch: the cache has restarted; its events begin again.
+            CacheUnavailable: the cache does not answer, as while it restarts.
+
+        After either of these a new snapshot and a new `events()` go on.
+        """
+        return read_events(self.session, after_seq)
+
+    async def event_snapshot(self) -> KVEventSnapshot:
+        """Return all cached pages as events, and the number to go on after: `events(snapshot.seq)`.
+
+        It includes the results of this client's requests before. The cache does nothing else while it walks its tree:
+        about 10 us a node, and 0.1 us a page.
+
+        Raises:
+            InvalidRequest: the cache publishes no events.
+        """
+        return await self._ask(EventSnapshotRequest(), KVEventSnapshot)
+
+
+def _connector_to(cache: Any, owner: Any) -> Connector:
+    if isinstance(cache, PrefixCacheClient):
+        return cache.session.connector
+    return cache if isinstance(cache, LocalConnector) else RayConnector(cache, owner)
+
+
+def _check_grant(grant: Any) -> None:
+    """Raise InvalidRequest unless this is a grant."""
+    if not isinstance(grant, LeaseGrant):
+        raise InvalidRequest(f"grant must be a LeaseGrant, as `await lease.grant()` gives, not {type(grant).__name__}")
+    if not isinstance(grant.granter, str):
+        raise InvalidRequest(f"the granter of a grant must be a str, not {type(grant.granter).__name__}")

@@ -1,4 +1,4 @@
-"""`SyncClient`: the verbs as plain calls, for notebooks and scripts. `client.sync` makes it."""
+"""`SyncClient`: the verbs as plain calls, for notebooks and scripts; `client.sync` returns it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from raydix.actors.client.lease import Lease
-from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.client.pending_lease import PendingLease
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.schemas import CacheConfig, InvalidRequest, KVEventBatch, LeaseGrant
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _plain(
-    verb: Callable[Concatenate[CacheVerbs, P], Coroutine[Any, Any, R]],
+def _make_plain(
+    verb: Callable[Concatenate[PrefixCacheClient, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[SyncClient, P], R]:
     name = verb.__name__
 
@@ -35,7 +35,7 @@ def _plain(
     return call
 
 
-def _leasing(
+def _make_leasing(
     verb: Callable[Concatenate[Any, P], PendingLease],
 ) -> Callable[Concatenate[SyncClient, P], SyncLease]:
     name = verb.__name__
@@ -48,7 +48,9 @@ def _leasing(
     return call
 
 
-def _of_lease(verb: Callable[Concatenate[Lease, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[SyncLease, P], R]:
+def _make_plain_lease_verb(
+    verb: Callable[Concatenate[Lease, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[SyncLease, P], R]:
     @wraps(verb)
     def call(self: SyncLease, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.owner.run(verb(self.lease, *args, **kwargs))
@@ -56,74 +58,75 @@ def _of_lease(verb: Callable[Concatenate[Lease, P], Coroutine[Any, Any, R]]) -> 
     return call
 
 
-def _ending(verb: Callable[[Lease], Coroutine[Any, Any, None]]) -> Callable[[SyncLease], None]:
+def _make_plain_ending(verb: Callable[[Lease], Coroutine[Any, Any, None]]) -> Callable[[SyncLease], None]:
     @wraps(verb)
     def call(self: SyncLease, /) -> None:
-        if not self.owner.closed:  # else it has ended
+        if not self.owner.closed:  # closing has ended the lease
             self.owner.run(verb(self.lease))
 
     return call
 
 
 class SyncClient:
-    """A client whose verbs wait for their answers, also where a loop runs already, as in a notebook.
+    """A client whose verbs wait for their results, also if a loop runs already, as in a notebook.
 
         with PrefixCacheClient("kv-0").sync as cache:
             print(cache.match(tokens))
             with cache.acquire(tokens) as lease:
                 lease.insert(tokens)
 
-    The client runs on a loop in a thread of its own, where it beats and what was interrupted (Ctrl-C) is given back.
-    Calls may come from several threads. Close it: the thread ends with it.
+    The client runs on a loop in a thread of its own. There it sends its heartbeats, and ends the leases of interrupted
+    calls (Ctrl-C). Calls may come from several threads. Close it: the thread ends with it.
 
     Attributes:
-        client: the one behind it; its coroutines belong to the other thread's loop.
-        closed: whether it was, with all its leases.
+        client: the asynchronous client; its coroutines belong to the other thread's loop.
+        thread: the thread of that loop.
+        closed: whether `close` has ended all its leases.
     """
 
-    def __init__(self, client: CacheVerbs) -> None:
+    def __init__(self, client: PrefixCacheClient) -> None:
         self.client = client
         self.thread = LoopThread("raydix-sync")
         self.closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, R], undo: Callable[[R], Coroutine[Any, Any, Any]] | None = None) -> R:
-        """`LoopThread.run`, until this is closed.
+        """Run a coroutine on the thread's loop, as `LoopThread.run` does.
 
         Raises:
-            InvalidRequest: it is.
+            InvalidRequest: the client was closed.
         """
         if self.closed:
             coroutine.close()
             raise InvalidRequest("this client was closed: make a new one")
         return self.thread.run(coroutine, undo)
 
-    match = _plain(CacheVerbs.match)
-    acquire = _leasing(CacheVerbs.acquire)
-    lock = _leasing(CacheVerbs.lock)
-    adopt = _leasing(CacheVerbs.adopt)
-    revoke = _plain(CacheVerbs.revoke)
-    bind_model = _plain(CacheVerbs.bind_model)
-    evict = _plain(CacheVerbs.evict)
-    reset = _plain(CacheVerbs.reset)
-    retire = _plain(CacheVerbs.retire)
-    explain = _plain(CacheVerbs.explain)
-    stats = _plain(CacheVerbs.stats)
-    tree = _plain(CacheVerbs.tree)
-    check_invariants = _plain(CacheVerbs.check_invariants)
-    event_snapshot = _plain(CacheVerbs.event_snapshot)
+    match = _make_plain(PrefixCacheClient.match)
+    acquire = _make_leasing(PrefixCacheClient.acquire)
+    lock = _make_leasing(PrefixCacheClient.lock)
+    adopt = _make_leasing(PrefixCacheClient.adopt)
+    revoke = _make_plain(PrefixCacheClient.revoke)
+    bind_model = _make_plain(PrefixCacheClient.bind_model)
+    evict = _make_plain(PrefixCacheClient.evict)
+    reset = _make_plain(PrefixCacheClient.reset)
+    retire = _make_plain(PrefixCacheClient.retire)
+    explain = _make_plain(PrefixCacheClient.explain)
+    stats = _make_plain(PrefixCacheClient.stats)
+    tree = _make_plain(PrefixCacheClient.tree)
+    check_invariants = _make_plain(PrefixCacheClient.check_invariants)
+    event_snapshot = _make_plain(PrefixCacheClient.event_snapshot)
 
     def attach_pool(self, mapped: bool | None = None) -> SyncPool:
-        """`CacheVerbs.attach_pool`."""
+        """`PrefixCacheClient.attach_pool`."""
         return SyncPool(self, self.run(self.client.attach_pool(mapped)))
 
     def events(self, after_seq: int | None = None) -> Iterator[KVEventBatch]:
-        """`CacheVerbs.events`, as an iterator that waits for each batch."""
+        """`PrefixCacheClient.events`, as an iterator that waits for each batch."""
         batches = self.client.events(after_seq)
 
-        async def following() -> KVEventBatch | None:
+        async def read_next() -> KVEventBatch | None:
             return await anext(batches, None)
 
-        while (batch := self.run(following())) is not None:
+        while (batch := self.run(read_next())) is not None:
             yield batch
 
     @property
@@ -132,12 +135,12 @@ class SyncClient:
         return self.client.config
 
     def open(self) -> Self:
-        """Open the session; the first verb does it, too."""
+        """Open the session, as the first verb also does."""
         self.run(self.client.open())
         return self
 
     def close(self) -> None:
-        """Close the session, which ends what it still holds, and the thread. Idempotent."""
+        """Close the session, which ends its leases, and the thread. Idempotent."""
         if self.closed:
             return
         try:
@@ -159,20 +162,20 @@ class SyncLease:
     """A lease whose verbs wait. As a context manager it is released at the end, or aborted if the block raises.
 
     Attributes:
-        owner: whose it is.
-        lease: the one behind it, where `slots`, `prefix_len` and the like are.
+        owner: the client that made it.
+        lease: the asynchronous lease.
     """
 
     def __init__(self, owner: SyncClient, lease: Lease) -> None:
         self.owner = owner
         self.lease = lease
 
-    insert = _of_lease(Lease.insert)
-    extend = _of_lease(Lease.extend)
-    preempt = _of_lease(Lease.preempt)
-    release_window = _of_lease(Lease.release_window)
-    release = _ending(Lease.release)
-    abort = _ending(Lease.abort)
+    insert = _make_plain_lease_verb(Lease.insert)
+    extend = _make_plain_lease_verb(Lease.extend)
+    preempt = _make_plain_lease_verb(Lease.preempt)
+    release_window = _make_plain_lease_verb(Lease.release_window)
+    release = _make_plain_ending(Lease.release)
+    abort = _make_plain_ending(Lease.abort)
 
     def grant(self, *, timeout_s: float | None = None) -> LeaseGrant:
         """`Lease.grant`. If it is interrupted, the lease is as before, or has ended."""
@@ -217,7 +220,7 @@ class SyncLease:
         return len(self.lease)
 
     def __bool__(self) -> bool:
-        """True, as `Lease` is, whatever it covers."""
+        """Return True, as `Lease` does."""
         return True
 
     def __enter__(self) -> Self:
@@ -229,14 +232,14 @@ class SyncLease:
         (self.release if kind is None else self.abort)()
 
     def __reduce__(self) -> Any:
-        return self.lease.__reduce__()  # which says what can be sent instead
+        return self.lease.__reduce__()  # it raises: a grant can be sent instead
 
     def __repr__(self) -> str:
         return f"Sync{self.lease!r}"
 
 
-def _lease_of(lease: Any) -> Any:
-    """The one behind it; what is none is left to be refused."""
+def _unwrap_lease(lease: Any) -> Any:
+    """Return the asynchronous lease, or the object itself if it is no lease: the verb rejects it."""
     return getattr(lease, "lease", lease)
 
 
@@ -244,7 +247,7 @@ class SyncPool:
     """A pool whose copies wait.
 
     Attributes:
-        pool: the one behind it, with the plain calls and the tensors of a mapped one.
+        pool: the asynchronous pool; if it is mapped, its tensors can be used directly.
     """
 
     def __init__(self, owner: SyncClient, pool: AttachedPool) -> None:
@@ -266,8 +269,8 @@ class SyncPool:
 
     def write_kv(self, lease: SyncLease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """`AttachedPool.write_kv`."""
-        self._owner.run(self.pool.write_kv(_lease_of(lease), slots, k, v))
+        self._owner.run(self.pool.write_kv(_unwrap_lease(lease), slots, k, v))
 
     def read_kv(self, lease: SyncLease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`AttachedPool.read_kv`."""
-        return self._owner.run(self.pool.read_kv(_lease_of(lease), slots))
+        return self._owner.run(self.pool.read_kv(_unwrap_lease(lease), slots))

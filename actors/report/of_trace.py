@@ -1,4 +1,4 @@
-"""The report of a cache that a trace is replayed on, in the time of the trace."""
+"""`report_of_trace`: the report of a cache that a trace is replayed on, in the time of the trace."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 from raydix.actors.client.local_prefix_cache import LocalPrefixCache
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.replay import replay_on
+from raydix.actors.service.cache_service import CacheService
 from raydix.actors.trace import TracedRequest
 from raydix.schemas import CacheConfig, CacheReport
 
 
-class _CacheInTraceTime(LocalPrefixCache):
-    """A local cache whose report has the times of a trace. Sessions keep the time of this process."""
+class _TraceClock:
+    """The clock of a cache's report, set to the times of a trace. Sessions keep the time of this process."""
 
-    def __init__(self, config: CacheConfig) -> None:
-        super().__init__(config)
+    def __init__(self, service: CacheService) -> None:
         self._now_s = 0.0
-        self._host.service.use_clock(lambda: self._now_s)
+        self._service = service
+        service.use_clock(lambda: self._now_s)
 
-    def note_time(self, now_s: float) -> None:
+    def set_time(self, now_s: float) -> None:
         """Set the time, in seconds since the trace began."""
         self._now_s = now_s
-        self._host.service.insight.history.note()
+        self._service.insight.history.note()
 
 
 async def report_of_trace(
@@ -32,8 +33,10 @@ async def report_of_trace(
     """Replay a trace on a cache in this process, as `replay` does, and return the cache's report.
 
     Args:
-        progress: called now and then with the number of requests that are done.
+        progress: called after some requests with the number of requests that are done.
     """
-    async with _CacheInTraceTime(config) as cache, PrefixCacheClient(cache) as client:
-        await replay_on(client, trace, config, progress, cache.note_time)
+    cache = LocalPrefixCache(config)
+    clock = _TraceClock(cache.service)
+    async with cache, PrefixCacheClient(cache) as client:
+        await replay_on(client, trace, config, progress, clock.set_time)
         return cache.report()

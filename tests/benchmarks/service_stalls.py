@@ -55,14 +55,14 @@ async def of_retirement(num_tokens: int) -> dict[str, Any]:
 async def _namespace_of(cache: LocalPrefixCache) -> RadixKey:
     """The key under which the core knows the adapter's namespace."""
     async with await cache.acquire([1], extra_key=ADAPTER) as lease:
-        return cache._host.service.core.leases.get(lease.lease_id, cache._session_id).key
+        return cache._host.service.core.leases.get(lease.lease_id, cache.session.session_id).key
 
 
 def _publish(cache: LocalPrefixCache, core: LeasedCache, number: int, key: RadixKey) -> None:
     lease_id = f"l{number}"
-    core.acquire(lease_id, cache._session_id, key)
-    core.insert(lease_id, cache._session_id, len(key), key[len(key) :])
-    core.release(lease_id, cache._session_id)
+    core.acquire(lease_id, cache.session.session_id, key)
+    core.insert(lease_id, cache.session.session_id, len(key), key[len(key) :])
+    core.release(lease_id, cache.session.session_id)
 
 
 async def _turns_until(done: Callable[[], bool]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from support.processes.cancelled_workers import OF_A_LEASE, OTHERS, Floor
 from support.processes.shuffled_loop import ShuffledLoop
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.client.client_session import ClientSession
 from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import KVCache, LeasedCache
 from raydix.schemas import EvictionConfig, LeaseConfig
@@ -119,7 +119,7 @@ def test_nothing_is_lost_wherever_an_operation_is_cancelled(kind: KindUnderTest,
 
 
 def what_is_given_up_is_not_given_back(patch: Patch) -> None:
-    patch.setattr(CacheVerbs, "_compensate", lambda client, request: None)
+    patch.setattr(ClientSession, "_undo", lambda session, request: None)
 
 
 def what_was_withheld_is_forgotten(patch: Patch) -> None:

@@ -17,7 +17,6 @@ from support.caches.cache_under_test import CacheUnderTest, small_config, unchec
 from support.caches.raw_calls import Wire, counts
 
 from raydix.actors import Lease, PrefixCacheClient, start_cache
-from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core.leases.ended_leases import EndedLeases
 from raydix.schemas import (
@@ -65,7 +64,7 @@ async def hand_over(cache: CacheUnderTest, lease: Lease) -> None:
     await cache.another_client().adopt(await lease.grant())
 
 
-async def late_messages_change_nothing(cache: CacheUnderTest, lease_id: str, sender: CacheVerbs) -> None:
+async def late_messages_change_nothing(cache: CacheUnderTest, lease_id: str, sender: PrefixCacheClient) -> None:
     """Not one at a time, and not all at once."""
     before, wire = await counts(cache.client), Wire(cache, sender)
     for name, late in LATE.items():

@@ -103,7 +103,7 @@ class Holder:
         """Several verbs at once, and then nothing is on its way."""
         verbs = self.rng.sample(("insert", "insert", "extend", "window"), 3)
         await asyncio.gather(self.compete(), *map(self.act, verbs))
-        transport: Any = self.client._transport
+        transport: Any = self.client.session.transport
         while transport._queue or transport._in_flight:  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0)
 
@@ -166,12 +166,12 @@ async def play_all() -> None:
 @fault
 def a_growth_tells_of_new_pages_alone_unless_an_answer_is_known_to_be_lost(patch: Patch) -> None:
     @contextmanager
-    def extending(original: Any, lease: Lease) -> Iterator[tuple[int, int, int]]:
+    def guard_extend(original: Any, lease: Lease) -> Iterator[tuple[int, int, int]]:
         with original(lease) as (covered, known_pages, number):
             in_doubt = lease._unanswered > lease._answered
             yield covered, known_pages if in_doubt else len(lease._held.starts), number
 
-    around(patch, Lease, "extending", extending)
+    around(patch, Lease, "guard_extend", guard_extend)
 
 
 @fault
@@ -189,7 +189,7 @@ def a_release_of_the_window_that_was_not_answered_leaves_no_doubt(patch: Patch) 
         if isinstance(outcome, WindowResponse):
             original(lease, asked, outcome)
 
-    around(patch, Lease, "note_released_window", note)
+    around(patch, Lease, "on_window_release", note)
 
 
 async def test_a_client_knows_its_lease_as_the_cache_does_or_says_that_it_does_not() -> None:

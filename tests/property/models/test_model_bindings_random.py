@@ -177,7 +177,7 @@ class Traffic:
         """As if the client had been silent: its leases end, and it has bound nothing any more."""
         client, real = self.plain[who], self.real[who]
         await real.open()
-        self.cache._host.service.reaper.owner_unavailable(real._session_id, is_dead=True)
+        self.cache._host.service.reaper.owner_unavailable(real.session.session_id, is_dead=True)
         await real.stats()  # in another session
         self.grants = [each for each in self.grants if each[1] is not client]
         client.leases.clear()

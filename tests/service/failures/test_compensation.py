@@ -76,13 +76,13 @@ async def test_window_kv_given_up_by_a_caller_who_was_cancelled_is_no_longer_the
     pool = PoolConfig(num_slots=8, device="cpu")
     async with LocalPrefixCache(CacheConfig(pool=pool, sliding_window_size=2)) as cache:
         lease = await cache.acquire([1, 2, 3, 4, 5, 6])
-        submit = cache._transport.submit
+        submit = cache.session.transport.submit
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         notes: list[Any] = []
-        cache._transport.submit = lambda request, note: notes.append(note) or answer  # type: ignore[method-assign]
+        cache.session.transport.submit = lambda request, note: notes.append(note) or answer  # type: ignore[method-assign]
         task = asyncio.create_task(lease.release_window(6))
         await asyncio.sleep(0)
-        cache._transport.submit = submit  # type: ignore[method-assign]
+        cache.session.transport.submit = submit  # type: ignore[method-assign]
         sent = asyncio.create_task(lease.release_window(6))
         await sent
         expected = lease.swa_slots.tolist()
@@ -163,7 +163,7 @@ async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the
     handle = LossyHandle(ray_cache, error)
     async with PrefixCacheClient(ray_cache) as witness, PrefixCacheClient(handle) as client:
         lease = await client.acquire([1, 2])
-        execute, handle.lossy = client._transport, True
+        execute, handle.lossy = client.session.transport, True
         if lost == "the grant":
             with pytest.raises(error):
                 await client.acquire([3, 4])
@@ -171,11 +171,11 @@ async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the
             execute._actor = Unreachable(ray_cache, error)  # type: ignore[attr-defined]
         with suppress(CacheError):  # what is no want of an answer is told
             await lease.release()
-        assert client._undos or lost == "the grant"
+        assert client.session._undos or lost == "the grant"
         execute._actor, handle.lossy = handle, False  # type: ignore[attr-defined]
 
         async with asyncio.timeout(300):
-            while (await witness.stats()).open_leases or client._undos:  # noqa: ASYNC110 -- with the next heartbeat
+            while (await witness.stats()).open_leases or client.session._undos:  # noqa: ASYNC110 -- with the next heartbeat
                 await asyncio.sleep(0.01)
         assert (await witness.stats()).free_slots == 8
 
@@ -248,8 +248,8 @@ async def silenced(cache: LocalPrefixCache) -> tuple[PrefixCacheClient, Lease]:
 async def silent(cache: LocalPrefixCache, client: PrefixCacheClient) -> None:
     """Let a client say nothing until its leases have expired."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client._timer, "schedule", lambda delay_s: None)
-        client._timer.stop()
+        patch.setattr(client.session._timer, "schedule", lambda delay_s: None)
+        client.session._timer.stop()
         async with asyncio.timeout(60):
             while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- the cache sees to it in time
                 await asyncio.sleep(0.01)
@@ -301,9 +301,9 @@ async def test_whatever_is_asked_in_a_session_that_has_expired_tells_the_client_
         client, _ = await silenced(cache)
 
         with pytest.raises(LeaseExpired):
-            await ask(client._transport)
+            await ask(client.session.transport)
 
-        assert isinstance(client._transport.lost, LeaseExpired)
+        assert isinstance(client.session.transport.lost, LeaseExpired)
         await client.close()
 
 
@@ -311,11 +311,11 @@ async def test_a_session_that_the_cache_has_forgotten_is_lost() -> None:
     async with LocalPrefixCache(QUICK) as cache:
         client = PrefixCacheClient(cache)
         await client.acquire([1, 2])
-        cache._host.service.close_session(CloseSession(session_id=client._session_id))
+        cache._host.service.close_session(CloseSession(session_id=client.session.session_id))
 
-        client._timer.schedule(0.0)  # the next beat
+        client.session._timer.schedule(0.0)  # the next beat
         async with asyncio.timeout(60):
-            while client._transport.lost is None:  # noqa: ASYNC110 -- with that
+            while client.session.transport.lost is None:  # noqa: ASYNC110 -- with that
                 await asyncio.sleep(0.01)
 
         assert (await client.match([1])).prefix_len == 0
@@ -398,10 +398,10 @@ async def test_a_client_that_has_nothing_more_to_ask_is_back_as_soon_as_nobody_w
         lease = await client.acquire([1, 2])
         await silent(cache, client)
 
-        client._timer.schedule(0.0)  # its loop goes on
+        client.session._timer.schedule(0.0)  # its loop goes on
 
         if pool.mapped:
-            await asyncio.sleep(3 * client._beat_s)
+            await asyncio.sleep(3 * client.session._beat_s)
             assert (await cache.stats()).quarantined_slots == 2
             await refused(lease.insert([1]))
         async with asyncio.timeout(60):

@@ -16,7 +16,6 @@ from support.caches.cache_kinds import Access
 from support.caches.cache_under_test import small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
-from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.actors.service import request_handlers
 from raydix.actors.transport.process_liveness import ProcessLiveness
 from raydix.schemas import CacheUnavailable, InvalidRequest
@@ -27,7 +26,7 @@ class Drained:
 
     def __init__(self, access: Access) -> None:
         self.cache: Any = start_cache(small_config()) if access == "ray" else LocalPrefixCache(small_config())
-        self.client: CacheVerbs = self.cache if access == "local" else PrefixCacheClient(self.cache)
+        self.client: PrefixCacheClient = self.cache if access == "local" else PrefixCacheClient(self.cache)
 
     def shut_down(self, drain_s: float) -> asyncio.Task[None]:
         """Begin to end it."""
@@ -69,7 +68,7 @@ async def refuses(verb: Callable[[], Awaitable[Any]]) -> None:
         await verb()
 
 
-async def takes_nothing_new(client: CacheVerbs, lease: Lease) -> None:
+async def takes_nothing_new(client: PrefixCacheClient, lease: Lease) -> None:
     """The claim that a planted fault must break."""
     await refuses(lambda: client.acquire([1, 2], timeout_s=0))
     await refuses(lambda: client.lock([1]))

@@ -58,7 +58,7 @@ async def close_the_client(cache: LocalPrefixCache, client: PrefixCacheClient, l
 
 
 async def lose_the_session(cache: LocalPrefixCache, client: PrefixCacheClient, lease: Lease) -> None:
-    cache._host.service.reaper.owner_unavailable(client._session_id, is_dead=True)
+    cache._host.service.reaper.owner_unavailable(client.session.session_id, is_dead=True)
     await client.match([1])  # in another session
 
 

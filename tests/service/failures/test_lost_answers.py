@@ -153,7 +153,7 @@ async def test_a_growth_asked_for_before_an_insert_was_lost_tells_of_its_slots(
     handle.lost = {"execute"}
     inserting = asyncio.create_task(lease.insert(PROMPT))
     await asyncio.sleep(0)
-    client._transport._pump(asyncio.get_running_loop())  # the insert is on its way
+    client.session.transport._pump(asyncio.get_running_loop())  # the insert is on its way
     handle.lost.clear()
     growing = asyncio.create_task(lease.extend(2))
     with pytest.raises(CacheUnavailable):
@@ -246,13 +246,13 @@ async def test_an_adoption_that_was_lost_with_its_undoing_does_not_end_one_made_
     handle.loss = 1.0
     with pytest.raises(CacheUnavailable):
         await client.adopt(grant)
-    while client._compensations:  # noqa: ASYNC110 -- what was to undo it is lost, too
+    while client.session._compensations:  # noqa: ASYNC110 -- what was to undo it is lost, too
         await asyncio.sleep(0)
     handle.loss = 0.0
 
     lease = await client.adopt(grant)
     async with asyncio.timeout(20):
-        while client._undos or client._compensations:  # noqa: ASYNC110 -- until the next beat
+        while client.session._undos or client.session._compensations:  # noqa: ASYNC110 -- until the next beat
             await asyncio.sleep(0.01)
 
     assert (await lease.insert(PROMPT)).num_inserted == 4
@@ -319,7 +319,7 @@ async def test_what_an_opening_failed_with_is_not_told_to_whoever_comes_later(
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait((first,))
-    opening = client._opening
+    opening = client.session._opening
     assert opening is not None
     await asyncio.wait((opening,))  # it has failed then, and nobody was left to hear of it
     handle.lost.clear()

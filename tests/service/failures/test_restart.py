@@ -191,7 +191,7 @@ async def test_a_client_that_asks_nothing_notices_too_and_lets_go_of_the_pool(ca
         assert not mapped(epoch)  # nor is it anywhere else: its process is gone
         with pytest.raises((StaleEpoch, CacheUnavailable)):
             pool.write(0, lease.slots, torch.zeros(3, 1, 2), torch.zeros(3, 1, 1))
-        await when(lambda: not client._ready)
+        await when(lambda: not client.session.ready)
 
 
 def mapped(epoch: str) -> bool:

@@ -148,7 +148,7 @@ async def test_answers_that_come_after_all_are_dropped_and_what_they_granted_is_
     for _ in range(3):
         await asyncio.sleep(0)
 
-    client._transport.give_up("it is silent")
+    client.session.transport.give_up("it is silent")
 
     for outcome in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(outcome, CacheUnavailable)

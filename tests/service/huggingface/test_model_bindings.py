@@ -11,7 +11,6 @@ from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 from support.caches.raw_calls import Scene, Wire
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.actors.service import model_bindings
 from raydix.actors.sessions import bound_models
 from raydix.schemas import (
@@ -31,12 +30,12 @@ FURTHER = ModelFingerprint(fields=BASE | {"rope_theta": 5e5, "rms_norm_eps": 1e-
 BIND_AGAIN = "may have another model by now.*Bind again"
 
 
-async def publish(client: CacheVerbs, *tokens: int, **namespace: str | None) -> None:
+async def publish(client: PrefixCacheClient, *tokens: int, **namespace: str | None) -> None:
     async with client.acquire(tokens, **namespace) as lease:
         await lease.insert(tokens)
 
 
-async def hit(client: CacheVerbs, *tokens: int, **namespace: str | None) -> int:
+async def hit(client: PrefixCacheClient, *tokens: int, **namespace: str | None) -> int:
     async with client.acquire(tokens, **namespace) as lease:
         return lease.prefix_len
 
@@ -150,7 +149,7 @@ async def test_a_cache_configured_for_a_base_model_takes_no_other() -> None:
 # ---------------------------------------------------------------- generations
 
 
-async def ended(client: CacheVerbs, lora_id: str | None) -> None:
+async def ended(client: PrefixCacheClient, lora_id: str | None) -> None:
     """The next generation has begun."""
     await (client.reset() if lora_id is None else client.retire(lora_id=lora_id))
 
@@ -325,7 +324,7 @@ async def test_a_bind_that_comes_too_late_binds_nothing(cache1: CacheUnderTest) 
 # ---------------------------------------------------------------- sessions that are lost
 
 
-async def test_a_client_that_lost_its_session_must_bind_again(lost: Callable[[CacheVerbs], None]) -> None:
+async def test_a_client_that_lost_its_session_must_bind_again(lost: Callable[[PrefixCacheClient], None]) -> None:
     async with LocalPrefixCache(small_config()) as cache:
         worker, adapter, scheduler = (PrefixCacheClient(cache) for _ in range(3))
         await worker.bind_model(OLD)
@@ -356,18 +355,18 @@ async def test_a_client_that_lost_its_session_must_bind_again(lost: Callable[[Ca
 
 
 @pytest.fixture
-def lost() -> Callable[[CacheVerbs], None]:
+def lost() -> Callable[[PrefixCacheClient], None]:
     """Ends a client's session in the cache: it was silent, or its owner has died."""
 
-    def lose(client: CacheVerbs) -> None:
-        reaper = client._make_transport()._host.service.keeper  # type: ignore[attr-defined]
-        assert reaper.owner_unavailable(client._session_id, is_dead=True)
+    def lose(client: PrefixCacheClient) -> None:
+        reaper = client.session.connector.host.service.reaper  # type: ignore[attr-defined]
+        assert reaper.owner_unavailable(client.session.session_id, is_dead=True)
 
     return lose
 
 
 async def test_of_very_many_models_a_client_that_lost_its_session_must_bind_each_again(
-    lost: Callable[[CacheVerbs], None],
+    lost: Callable[[PrefixCacheClient], None],
 ) -> None:
     async with LocalPrefixCache(small_config()) as cache:
         worker = PrefixCacheClient(cache)
@@ -448,7 +447,7 @@ async def test_ever_new_lora_ids_leave_the_bindings_and_what_sessions_remember_a
         bindings = cache._host.service.bindings
         (bound,) = bindings.sessions.values()
         stats = await cache.stats()
-        assert (len(bindings), len(bound.generations), len(worker._bound.generations)) == (4, 5, 5)
+        assert (len(bindings), len(bound.generations), len(worker.session.bound.generations)) == (4, 5, 5)
         assert stats.tree_slots == 3
         assert await hit(worker, 1) == 0
         for forgotten in ("0", "never bound"):
@@ -472,11 +471,11 @@ async def test_a_cancelled_bind_counts_as_one() -> None:
     async with LocalPrefixCache(small_config()) as cache:
         worker = PrefixCacheClient(cache)
         await worker.open()
-        worker._transport.submit = lambda *_: asyncio.get_running_loop().create_future()  # type: ignore[method-assign]
+        worker.session.transport.submit = lambda *_: asyncio.get_running_loop().create_future()  # type: ignore[method-assign]
         binding = asyncio.ensure_future(worker.bind_model(OLD, lora_id="x"))
         await asyncio.sleep(0)
         binding.cancel()
         await asyncio.wait((binding,))
 
-        assert worker._bound.generations == {"x": 0}
+        assert worker.session.bound.generations == {"x": 0}
         await worker.close()

@@ -282,11 +282,11 @@ async def test_a_worker_whose_session_was_lost_binds_again(scene: Scene) -> None
     assert [await answer(worker), await answer(worker, "x")] == [0, 0]
     assert worker._client is not None
     reaper = scene.cache._host.service.keeper
-    reaper.owner_unavailable(worker._client._session_id, is_dead=True)
+    reaper.owner_unavailable(worker._client.session.session_id, is_dead=True)
 
     assert await answer(worker) > 0
 
-    reaper.owner_unavailable(worker._client._session_id, is_dead=True)
+    reaper.owner_unavailable(worker._client.session.session_id, is_dead=True)
     await scene.cache.reset()
     assert await answer(other, "x") == 0
     with pytest.raises(ConfigMismatch, match="the weights differ"):

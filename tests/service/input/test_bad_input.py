@@ -19,7 +19,6 @@ from support.models.bad_tensors import TENSORS_WITHOUT_A_ROW
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, connect, start_cache
 from raydix.actors.client.attached_pool import AttachedPool
-from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -209,10 +208,10 @@ async def test_of_two_inserts_at_once_with_different_generated_tokens_the_second
 
 # ---------------------------------------------------------------- leases of others, and ended ones
 
-Use = Callable[[CacheVerbs, Lease], Awaitable[Any]]
+Use = Callable[[PrefixCacheClient, Lease], Awaitable[Any]]
 
 
-async def read_kv(client: CacheVerbs, lease: Lease) -> Any:
+async def read_kv(client: PrefixCacheClient, lease: Lease) -> Any:
     return await (await client.attach_pool(mapped=False)).read_kv(lease, torch.tensor([1]))
 
 
@@ -320,7 +319,7 @@ async def test_a_request_for_which_there_is_no_room_now_says_who_holds_it(scene:
 
 # ---------------------------------------------------------------- clients
 
-VERBS: dict[str, Callable[[CacheVerbs, Lease], Awaitable[Any]]] = {
+VERBS: dict[str, Callable[[PrefixCacheClient, Lease], Awaitable[Any]]] = {
     "match": lambda client, lease: client.match([1]),
     "lock": lambda client, lease: client.lock([1]),
     "acquire": lambda client, lease: client.acquire([1]),
@@ -401,7 +400,7 @@ async def test_a_client_that_is_not_open_does_not_know_its_configuration(cache1:
 
 @pytest.mark.parametrize("cache", [None, 7, object()], ids=["None", "int", "object"])
 async def test_a_client_of_what_is_no_cache_says_what_a_cache_is(cache: Any) -> None:
-    with pytest.raises(InvalidRequest, match="a cache is an actor handle, a name or a LocalPrefixCache, not"):
+    with pytest.raises(InvalidRequest, match="cache must be an actor handle, a name or a LocalPrefixCache, not"):
         await PrefixCacheClient(cache).match([1])
 
 
@@ -558,7 +557,7 @@ async def test_what_is_copied_has_values_and_is_dense(scene: Scene) -> None:
 async def test_a_row_of_slots_is_one_dimensional(scene: Scene) -> None:
     pool = await scene.client.attach_pool(mapped=False)
 
-    with pytest.raises(InvalidRequest, match="slots must be a 1-D row of integers"):
+    with pytest.raises(InvalidRequest, match="slots must be a 1-D tensor of integers"):
         await pool.read_kv(scene.lease, scene.lease.slots[None])
 
 

@@ -95,7 +95,12 @@ def of_lease(verb: str, argument: str, *before: Any) -> Use:
 
 def granted(scene: Scene, **fields: Any) -> LeaseGrant:
     lease = scene.lease
-    whole = {"lease_id": lease.lease_id, "granter": scene.cache._session_id, "epoch": lease.epoch, "prefix_len": 0}
+    whole = {
+        "lease_id": lease.lease_id,
+        "granter": scene.cache.session.session_id,
+        "epoch": lease.epoch,
+        "prefix_len": 0,
+    }
     return LeaseGrant.model_construct(**whole | {"published_len": 4, "num_slots": 8, "offer_id": "none"} | fields)
 
 

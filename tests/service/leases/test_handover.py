@@ -103,7 +103,7 @@ async def test_what_is_no_grant_cannot_be_adopted(cache1: CacheUnderTest) -> Non
     lease = await cache1.client.acquire([1, 2])
     forged = LeaseGrant(
         lease_id=lease.lease_id,
-        granter=cache1.client._session_id,
+        granter=cache1.client.session.session_id,
         epoch=lease.epoch,
         prefix_len=0,
         published_len=0,
@@ -111,7 +111,7 @@ async def test_what_is_no_grant_cannot_be_adopted(cache1: CacheUnderTest) -> Non
         offer_id="forged",
     )
 
-    with pytest.raises(InvalidRequest, match="a grant is what"):
+    with pytest.raises(InvalidRequest, match="grant must be a LeaseGrant"):
         await cache1.client.adopt(lease)  # type: ignore[arg-type]
     with pytest.raises(UnknownLease, match="not offered"):
         await cache1.another_client().adopt(forged)
@@ -239,7 +239,7 @@ async def test_a_grant_takes_a_positive_number_of_seconds(cache1: CacheUnderTest
 async def test_only_a_grant_can_be_revoked(cache1: CacheUnderTest) -> None:
     lease = await cache1.client.acquire([1, 2])
 
-    with pytest.raises(InvalidRequest, match="a grant is what"):
+    with pytest.raises(InvalidRequest, match="grant must be a LeaseGrant"):
         await cache1.client.revoke(lease)  # type: ignore[arg-type]
 
 

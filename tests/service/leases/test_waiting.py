@@ -364,7 +364,7 @@ async def test_refused_requests_are_counted_by_cause() -> None:
             await cache.retire()
         await lease.release()
         other = await waiting
-        await cache._call(ReleaseRequest(lease_id=other.lease_id))
+        await cache.session.ask(ReleaseRequest(lease_id=other.lease_id))
         with pytest.raises(UnknownLease):
             await other.insert([2] * 2)
 
@@ -578,7 +578,7 @@ async def test_who_waits_when_the_cache_shuts_down_is_told_so() -> None:
 
 async def end_session(cache: CacheUnderTest, client: PrefixCacheClient) -> None:
     """For the sake of the next test: what a close should have done."""
-    message = CloseSession(session_id=client._session_id)
+    message = CloseSession(session_id=client.session.session_id)
     if isinstance(cache.cache, LocalPrefixCache):
         cache.cache._host.service.close_session(message)
     else:

@@ -15,7 +15,7 @@ from support.caches.cache_under_test import Access, CacheUnderTest, small_config
 from support.reference.event_index import ReplayedIndex
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors.client.connectors import LocalConnector
 from raydix.actors.client.local_transport import LocalTransport
 from raydix.actors.service.cache_host import CacheHost, local_device
 from raydix.actors.service.event_feed import EventFeed
@@ -51,7 +51,7 @@ def chain(*pages: int) -> list[int]:
     return [hash_to_int64(digest) for digest in digests]
 
 
-async def read(client: CacheVerbs, index: ReplayedIndex, until: Callable[[], bool]) -> list[KVEventBatch]:
+async def read(client: PrefixCacheClient, index: ReplayedIndex, until: Callable[[], bool]) -> list[KVEventBatch]:
     """Replay into an index until it is as wanted."""
     batches: list[KVEventBatch] = []
     async with asyncio.timeout(60), aclosing(client.events(index.seq)) as events:
@@ -61,7 +61,7 @@ async def read(client: CacheVerbs, index: ReplayedIndex, until: Callable[[], boo
     return batches
 
 
-async def the_next(client: CacheVerbs, after_seq: int | None) -> KVEventBatch:
+async def the_next(client: PrefixCacheClient, after_seq: int | None) -> KVEventBatch:
     """The first batch that a reader gets."""
     async with asyncio.timeout(60), aclosing(client.events(after_seq)) as events:
         return await anext(events)
@@ -343,9 +343,9 @@ async def test_a_reader_learns_of_a_restart_that_another_user_of_its_client_was_
             await (await cache.acquire([page] * PAGE)).insert([page] * PAGE, release=True)
         before = await anext(events)
         await cache._host.service.eviction_task.stop()
-        cache._host = cast("LocalTransport", cache._transport)._host = CacheHost(
-            config, local_device(config), "", False
-        )
+        host = CacheHost(config, local_device(config), "", False)
+        cast("LocalTransport", cache.session.transport)._host = host
+        cast("LocalConnector", cache.session.connector).host = host
         for page in (3, 4, 5):  # the first of them opens another session
             await (await cache.acquire([page] * PAGE)).insert([page] * PAGE, release=True)
 
@@ -358,7 +358,7 @@ async def test_a_reader_learns_of_a_restart_that_another_user_of_its_client_was_
 
 
 async def test_a_shutdown_ends_the_readers(own_cache: CacheUnderTest) -> None:
-    async def read_on(client: CacheVerbs) -> list[KVEventBatch]:
+    async def read_on(client: PrefixCacheClient) -> list[KVEventBatch]:
         return [batch async for batch in client.events()]
 
     reading = asyncio.ensure_future(read_on(own_cache.client))

@@ -158,7 +158,7 @@ async def test_long_prompts_asked_for_at_once_do_not_all_travel_together(cache1:
 async def test_at_most_two_batches_are_on_their_way(cache1: CacheUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     await cache1.client.open()
     on_their_way: list[int] = []
-    transport = cache1.client._transport
+    transport = cache1.client.session.transport
     land = transport._land  # type: ignore[attr-defined]
 
     def counted(*arguments: Any) -> None:
@@ -249,7 +249,7 @@ async def cancelled_on_its_way(request: Coroutine[Any, Any, Any]) -> None:
 async def all_answered(client: Any) -> None:
     """Wait until nothing of a client is on its way."""
     async with asyncio.timeout(60):
-        while getattr(client._transport, "_in_flight", None):  # noqa: ASYNC110 -- nobody tells
+        while getattr(client.session.transport, "_in_flight", None):  # noqa: ASYNC110 -- nobody tells
             await asyncio.sleep(0.001)
 
 

@@ -331,7 +331,7 @@ def handle(listening: Listening) -> CountingHandle:
 
 
 def socket_of(client: PrefixCacheClient) -> UnixSocketClient | None:
-    return client._transport._socket  # type: ignore[attr-defined]
+    return client.session.transport._socket  # type: ignore[attr-defined]
 
 
 async def test_a_client_on_the_caches_machine_makes_no_calls(handle: CountingHandle) -> None:
@@ -422,7 +422,7 @@ async def test_a_client_that_asks_nothing_notices_that_its_connection_broke(
     monkeypatch.setattr("raydix.actors.client.client_session._MAX_BEAT_S", 0.01)
     async with PrefixCacheClient(handle) as client:
         await client.match([1])
-        transport, there = client._transport, socket_of(client)
+        transport, there = client.session.transport, socket_of(client)
         assert there is not None
 
         there._transport.abort()
@@ -529,7 +529,7 @@ async def test_a_killed_cache_is_known_to_be_gone_at_once_and_leaves_no_socket(
     cache = start_cache(small_config())
     client = PrefixCacheClient(cache)
     await client.match([1])
-    address = f"\0raydix-{client._epoch}"
+    address = f"\0raydix-{client.session.transport.epoch}"
     assert num_sockets(address) == 2
 
     ray.kill(cache)

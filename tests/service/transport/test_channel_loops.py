@@ -34,7 +34,8 @@ async def main():
         lease = await client.acquire([1, 2, 3])
         await lease.insert([1, 2, 3], release=True)
         found = await client.match([1, 2, 3])
-        return found.prefix_len, client._transport._socket is not None and client._transport._socket.is_open
+        socket = client.session.transport._socket
+        return found.prefix_len, socket is not None and socket.is_open
 
 for run in (asyncio.run, uvloop.run):
     print(*run(main()))

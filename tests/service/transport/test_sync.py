@@ -18,7 +18,6 @@ from support.caches.cache_under_test import small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client import sync_client
-from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.actors.client.sync_client import SyncClient
 from raydix.schemas import (
     AcquireRequest,
@@ -38,7 +37,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 def cache(request: pytest.FixtureRequest) -> Iterator[SyncClient]:
     """A client of an empty cache, which must be left with nothing held."""
     if request.param == "local":
-        client: CacheVerbs = LocalPrefixCache(CONFIG)
+        client: PrefixCacheClient = LocalPrefixCache(CONFIG)
     else:
         client = PrefixCacheClient(request.getfixturevalue("running_cache")(CONFIG))
     with client.sync as cache:
@@ -192,7 +191,7 @@ def test_a_closed_client_starts_no_thread_to_refuse_a_verb_or_to_end_a_lease_aga
 
 def test_several_threads_that_ask_first_are_given_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(SyncClient):
-        def __init__(self, client: CacheVerbs) -> None:
+        def __init__(self, client: PrefixCacheClient) -> None:
             time.sleep(0.05)
             super().__init__(client)
 
@@ -257,7 +256,7 @@ def test_who_stood_in_line_on_a_loop_that_was_closed_is_in_nobodys_way() -> None
     async def fill() -> None:
         client = PrefixCacheClient(cache)
         await client.acquire([1] * 32)
-        await client._transport.submit(AcquireRequest(lease_id="2", tokens=TokenIds.pack([2])))
+        await client.session.transport.submit(AcquireRequest(lease_id="2", tokens=TokenIds.pack([2])))
         queue._queue[0].outcome.add_done_callback(lambda _: None)  # somebody waits for it
 
     async def go_on() -> None:
@@ -274,10 +273,10 @@ def test_who_stood_in_line_on_a_loop_that_was_closed_is_in_nobodys_way() -> None
 
 
 def test_every_verb_of_a_client_has_its_plain_twin_with_the_same_parameters() -> None:
-    of_leases = {"insert", "extend", "release", "release_window", "abort", "unlock", "grant", "preempt", "note_granted"}
+    of_leases = {"insert", "extend", "release", "release_window", "abort", "unlock", "grant", "preempt", "check_lease"}
     verbs = {
         name: verb
-        for name, verb in inspect.getmembers(CacheVerbs, inspect.isfunction)
+        for name, verb in inspect.getmembers(PrefixCacheClient, inspect.isfunction)
         if not name.startswith("_") and name not in of_leases
     }
 

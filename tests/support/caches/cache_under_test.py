@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from support.caches.cache_kinds import NUM_PAGES, Access, KindUnderTest, radix
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.client.lease_verbs import CacheVerbs
 from raydix.schemas import CacheConfig, CacheStats, InsertResponse, PoolStats
 
 
@@ -52,12 +51,12 @@ def check_sizes(stats: CacheStats) -> None:
 class CacheUnderTest:
     """One cache and the clients that a test makes of it. `client` is the first of them."""
 
-    def __init__(self, cache: Any, client: CacheVerbs, kind: KindUnderTest) -> None:
+    def __init__(self, cache: Any, client: PrefixCacheClient, kind: KindUnderTest) -> None:
         self.cache = cache  # what a client is made of: an actor's handle, or a LocalPrefixCache
         self.client = client
         self.kind = kind
         self.page_size = kind.page_size
-        self._clients: list[CacheVerbs] = [client]
+        self._clients: list[PrefixCacheClient] = [client]
 
     @classmethod
     def reached(
@@ -107,12 +106,12 @@ class CacheUnderTest:
         """Publish these pages so that they can be hit: with the state after the last, where hits need one."""
         return await lease.insert(self.tokens(*pages), release=release, publish_state=self.kind.publishes_states)
 
-    async def publish(self, *pages: int, client: CacheVerbs | None = None, **namespace: str | None) -> None:
+    async def publish(self, *pages: int, client: PrefixCacheClient | None = None, **namespace: str | None) -> None:
         """Have these pages in the tree, held by nobody; each can be hit."""
         await self.hold(*pages, client=client, release=True, **namespace)
 
     async def hold(
-        self, *pages: int, client: CacheVerbs | None = None, release: bool = False, **namespace: str | None
+        self, *pages: int, client: PrefixCacheClient | None = None, release: bool = False, **namespace: str | None
     ) -> Lease:
         """A lease of these pages, published so that each can be hit."""
         lease = await (client or self.client).acquire(self.tokens(*pages), **namespace)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from support.caches.cache_under_test import CacheUnderTest
 
-from raydix.actors import Lease, LocalPrefixCache
-from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.ray_calls import call
 from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
@@ -25,11 +24,11 @@ class Scene(NamedTuple):
     """A cache of eight slots with two cached tokens, [5, 6], and a lease that holds them and one slot more."""
 
     cache: CacheUnderTest
-    client: CacheVerbs
+    client: PrefixCacheClient
     lease: Lease
 
 
-async def counts(client: CacheVerbs) -> dict[str, Any]:
+async def counts(client: PrefixCacheClient) -> dict[str, Any]:
     """All that `stats` tells but what counts refused requests, too."""
     return (await client.stats()).model_dump(exclude=COUNTED_ANYWAY)
 
@@ -37,10 +36,10 @@ async def counts(client: CacheVerbs) -> dict[str, Any]:
 class Wire:
     """The calls of a client's session; what they bring is pickled on its way to a local cache, too."""
 
-    def __init__(self, cache: CacheUnderTest, sender: CacheVerbs | None = None) -> None:
+    def __init__(self, cache: CacheUnderTest, sender: PrefixCacheClient | None = None) -> None:
         self._cache = cache.cache
         sender = sender or cache.client
-        self.session = {"session_id": sender._session_id, "epoch": sender._epoch}
+        self.session = {"session_id": sender.session.session_id, "epoch": sender.session.transport.epoch}
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The cache's answer; a batch goes packed."""

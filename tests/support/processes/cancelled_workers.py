@@ -176,9 +176,9 @@ class Worker:
 
     async def fall_silent(self) -> None:
         """Give no sign of life for a while, which may be longer than the time to live."""
-        self.client._timer.stop()
-        if self.client._beating is not None:
-            self.client._beating.cancel()  # else its answer starts the timer again
+        self.client.session._timer.stop()
+        if self.client.session._beating is not None:
+            self.client.session._beating.cancel()  # else its answer starts the timer again
         await asyncio.sleep(self.rng.randrange(10))
 
     async def begin(self, verb: str, cancel_at: int) -> int:

@@ -7,15 +7,14 @@ from random import Random
 from support.caches.cache_under_test import CacheUnderTest, check_sizes
 from support.models.stamped_kv import check_kv, check_state, compute
 
-from raydix.actors import AttachedPool, Lease
-from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors import AttachedPool, Lease, PrefixCacheClient
 from raydix.schemas import PoolExhausted
 
 
 class Worker:
     """A client that computes at random: what it hits and what it holds must be right at each step."""
 
-    def __init__(self, cache: CacheUnderTest, client: CacheVerbs, pool: AttachedPool, rng: Random) -> None:
+    def __init__(self, cache: CacheUnderTest, client: PrefixCacheClient, pool: AttachedPool, rng: Random) -> None:
         self.cache = cache
         self.client = client
         self.pool = pool

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import cast
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from raydix.actors.client import attached_pool
 from raydix.actors.client.attached_pool import AttachedPool
 from raydix.actors.transport import pool_memory
 from raydix.actors.transport.pool_memory import ExportedPool, layout_of, open_cuda_pool, open_shared_pool
-from raydix.actors.transport.transport import Transport
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig, PoolHandle
 
@@ -120,34 +118,21 @@ def no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "from_file", fails)
 
 
-class FarTransport:
-    """The way to a cache in another process on this node."""
-
-    def __init__(self, handle: PoolHandle) -> None:
-        self._handle = handle
-
-    async def pool_handle(self) -> PoolHandle:
-        return self._handle
-
-    def local_pool(self) -> None:
-        return None
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="pools are shared on Linux")
-async def test_who_has_no_addresses_for_the_pool_copies_unless_he_insists(
+def test_who_has_no_addresses_for_the_pool_copies_unless_he_insists(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     exported = ExportedPool(CONFIG, torch.device("cpu"), "e" * 32, "here", share=True)
     monkeypatch.setattr(
         attached_pool, "map_pool", lambda handle: KVPool(layout_of(handle.config), storage=open_shared_pool(handle))
     )
-    client, transport = LocalPrefixCache(CONFIG), cast(Transport, FarTransport(exported.handle))
-    assert (await AttachedPool.attach(client, transport, None)).mapped
+    client, handle = LocalPrefixCache(CONFIG), exported.handle
+    assert AttachedPool.attach(client, handle, None, None).mapped
     request.getfixturevalue("no_mapping")
 
-    assert not (await AttachedPool.attach(client, transport, None)).mapped
+    assert not AttachedPool.attach(client, handle, None, None).mapped
     with pytest.raises(CacheUnavailable, match="cannot be mapped from here: unable to mmap"):
-        await AttachedPool.attach(client, transport, True)
+        AttachedPool.attach(client, handle, None, True)
 
 
 NO_ADDRESSES = """

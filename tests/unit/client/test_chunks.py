@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from raydix.actors.client.attached_pool import _for_each
+from raydix.actors.client.attached_pool import _run_for_each
 from raydix.schemas import UnknownLease
 
 CHUNKS = [(start, start + 2) for start in range(0, 10, 2)]
@@ -47,7 +47,7 @@ async def turns() -> None:
 
 async def test_two_are_under_way_and_the_next_begins_when_either_ends() -> None:
     work = Work()
-    task = asyncio.create_task(_for_each(CHUNKS, work))
+    task = asyncio.create_task(_run_for_each(CHUNKS, work))
     await turns()
     assert work.begun == [0, 2]
 
@@ -64,7 +64,7 @@ async def test_two_are_under_way_and_the_next_begins_when_either_ends() -> None:
 
 async def test_after_an_error_none_begins_and_what_is_under_way_is_waited_for() -> None:
     work = Work()
-    task = asyncio.create_task(_for_each(CHUNKS, work))
+    task = asyncio.create_task(_run_for_each(CHUNKS, work))
     await turns()
 
     work.end(2, UnknownLease("gone"))
@@ -79,7 +79,7 @@ async def test_after_an_error_none_begins_and_what_is_under_way_is_waited_for() 
 
 async def test_of_two_errors_one_is_raised() -> None:
     work = Work()
-    task = asyncio.create_task(_for_each(CHUNKS, work))
+    task = asyncio.create_task(_run_for_each(CHUNKS, work))
     await turns()
 
     work.end(2, UnknownLease("second"))
@@ -98,14 +98,14 @@ async def test_none_begins_after_one_that_fails_without_waiting() -> None:
         raise UnknownLease("gone")
 
     with pytest.raises(UnknownLease, match="gone"):
-        await _for_each(CHUNKS, refuse)
+        await _run_for_each(CHUNKS, refuse)
 
     assert begun == [0]
 
 
 async def test_who_is_cancelled_leaves_nothing_under_way() -> None:
     work = Work(turns_to_end=3)
-    task = asyncio.create_task(_for_each(CHUNKS, work))
+    task = asyncio.create_task(_run_for_each(CHUNKS, work))
     await turns()
 
     task.cancel()
@@ -117,5 +117,5 @@ async def test_who_is_cancelled_leaves_nothing_under_way() -> None:
 
 async def test_no_chunk_is_no_work() -> None:
     work = Work()
-    await _for_each([], work)
+    await _run_for_each([], work)
     assert work.begun == []

@@ -23,13 +23,13 @@ def test_a_line_has_the_cache_its_epoch_and_the_lease() -> None:
     stream = io.StringIO()
     log_as_json(stream, cache="kv-0", epoch="e1")
 
-    logging.getLogger("raydix.actors.client.lease_verbs").warning("lease %s ended", "l-7", extra={"lease": "l-7"})
+    logging.getLogger("raydix.actors.client.client_session").warning("lease %s ended", "l-7", extra={"lease": "l-7"})
 
     (line,) = map(json.loads, stream.getvalue().splitlines())
     assert line.pop("time").endswith("+00:00")
     assert line == {
         "level": "warning",
-        "logger": "raydix.actors.client.lease_verbs",
+        "logger": "raydix.actors.client.client_session",
         "message": "lease l-7 ended",
         "cache": "kv-0",
         "epoch": "e1",

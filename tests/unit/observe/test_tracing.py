@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from support.caches.cache_under_test import small_config
 
-from raydix.actors import LocalPrefixCache
-from raydix.actors.client.lease_verbs import CacheVerbs
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.tracing import VERBS, stop_tracing, trace_verbs
 from raydix.schemas import PoolExhausted
 
@@ -78,11 +77,11 @@ async def test_a_refused_request_tells_its_error(spans: Any) -> None:
 
 
 async def test_nothing_is_traced_before_or_after() -> None:
-    before = [getattr(CacheVerbs, verb) for verb in VERBS]
+    before = [getattr(PrefixCacheClient, verb) for verb in VERBS]
 
     stop = trace_verbs()
-    assert all(getattr(CacheVerbs, verb) is not old for verb, old in zip(VERBS, before, strict=True))
+    assert all(getattr(PrefixCacheClient, verb) is not old for verb, old in zip(VERBS, before, strict=True))
     trace_verbs()
     stop()
 
-    assert [getattr(CacheVerbs, verb) for verb in VERBS] == before
+    assert [getattr(PrefixCacheClient, verb) for verb in VERBS] == before

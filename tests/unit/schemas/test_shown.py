@@ -173,7 +173,7 @@ def test_a_line_of_json_escapes_as_json_does() -> None:
 async def test_the_log_of_a_lost_session_escapes_its_owner(caplog: pytest.LogCaptureFixture) -> None:
     async with LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=8))) as cache:
         client = await PrefixCacheClient(cache, owner=EVIL.replace("\ud800", "")).open()
-        cache._host.service.reaper.owner_unavailable(client._session_id, is_dead=True)
+        cache._host.service.reaper.owner_unavailable(client.session.session_id, is_dead=True)
 
         (text,) = [each.getMessage() for each in caplog.records if "its leases have ended" in each.getMessage()]
         assert r"(\x1b]0;owned\x07\x9b31m\u202e" in text

@@ -1,0 +1,40 @@
+"""`read_events`: a cache's KV events, read batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from raydix.schemas import CacheError, InvalidRequest, KVEventBatch, LeaseExpired, StaleEpoch
+from raydix.schemas.shown import brief
+
+if TYPE_CHECKING:
+    from raydix.actors.client.client_session import ClientSession
+
+_TIMEOUT_S = 10.0  # a reader asks again after this time, so that no call waits at a cache forever
+
+
+async def read_events(session: ClientSession, after_seq: int | None) -> AsyncIterator[KVEventBatch]:
+    """Yield the events after a number, as `PrefixCacheClient.events` documents; end when the session is closed."""
+    seq = 0 if after_seq is None else after_seq
+    if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
+        raise InvalidRequest(f"after_seq must be the number of an event, not {brief(after_seq)}")
+    await session.open()
+    epoch = session.transport.epoch
+    while not session.closed:
+        transport = session.transport
+        if transport.epoch != epoch:  # another request met the restart, and opened this session
+            raise StaleEpoch(epoch, transport.epoch)
+        try:
+            batch = await transport.next_events(seq, _TIMEOUT_S)
+        except CacheError as error:
+            if session.closed:
+                return
+            session.check_loss(transport)
+            if not isinstance(error, LeaseExpired):
+                raise
+            await session.open()  # the next session reads the same events
+            continue
+        seq = batch.seq
+        if batch.events or batch.gap:
+            yield batch

@@ -1,0 +1,50 @@
+"""What the parts of a client ask of each other: the way to a cache, and the client of a lease and of a pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from raydix.actors.transport.transport import Transport
+    from raydix.schemas import CacheConfig, InsertResponse, LeaseGrant
+
+
+class Connector(Protocol):
+    """The way to one cache, for each session that a client opens there."""
+
+    @property
+    def liveness_path(self) -> str | None:
+        """The file that this process holds locked while it lives; None: the death of another process counts."""
+
+    def make_transport(self) -> Transport:
+        """Return the transport of a new session."""
+
+    def on_open(self, config: CacheConfig) -> None:
+        """Log advice on a session that has just opened, if there is any."""
+
+
+class LeaseClient(Protocol):
+    """The client of a `Lease`, which carries out the lease's verbs."""
+
+    @property
+    def config(self) -> CacheConfig: ...
+    @property
+    def closed(self) -> bool: ...
+    async def insert(
+        self, lease: Any, tokens: Any, *, release: bool = False, publish_state: bool = False
+    ) -> InsertResponse: ...
+    async def extend(self, lease: Any, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor: ...
+    async def release_window(self, lease: Any, up_to: int) -> None: ...
+    async def grant(self, lease: Any, *, timeout_s: float | None = None) -> LeaseGrant: ...
+    async def preempt(self, lease: Any, tokens: Any, *, publish_state: bool = False) -> None: ...
+    async def release(self, lease: Any) -> None: ...
+    async def abort(self, lease: Any) -> None: ...
+
+
+class PoolClient(Protocol):
+    """The client of an `AttachedPool`, which knows its open leases."""
+
+    def check_lease(self, lease: Any) -> None:
+        """Raise an error unless this is an open lease of the client, on the client's event loop."""
