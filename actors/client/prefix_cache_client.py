@@ -1,21 +1,23 @@
-"""`PrefixCacheClient`: the verbs of schedulers and workers that use a cache."""
+"""`PrefixCacheClient`: the verbs of schedulers and workers that use a cache; `SyncClient`: the same as plain calls."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial, wraps
 from itertools import count
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from raydix.actors.client.client_session import ClientSession
 from raydix.actors.client.connectors import LocalConnector, RayConnector
 from raydix.actors.client.event_reader import read_events
 from raydix.actors.client.lease import Lease, make_ownership_error
-from raydix.actors.client.pending_lease import make_pending
+from raydix.actors.client.loop_thread import LoopThread
+from raydix.actors.client.pending_lease import PendingLease, make_pending
+from raydix.actors.client.sync_lease import SyncLease, SyncPool
 from raydix.actors.sessions.bound_models import LAPSED
 from raydix.actors.sessions.watched_actor import check_watchable
 from raydix.actors.transport.error_map import may_have_taken_effect
@@ -84,10 +86,11 @@ if TYPE_CHECKING:
 
     from raydix.actors.client.attached_pool import AttachedPool
     from raydix.actors.client.protocols import Connector
-    from raydix.actors.client.sync_client import SyncClient
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 
 _MAKING_SYNC = Lock()
@@ -133,8 +136,6 @@ class PrefixCacheClient:
         it.
         """
         if self._sync is None:
-            from raydix.actors.client.sync_client import SyncClient
-
             with _MAKING_SYNC:  # all threads that share this client get the same one
                 self._sync = self._sync or SyncClient(self)
         return self._sync
@@ -620,6 +621,123 @@ class PrefixCacheClient:
             InvalidRequest: the cache publishes no events.
         """
         return await self._ask(EventSnapshotRequest(), KVEventSnapshot)
+
+
+def _make_plain(
+    verb: Callable[Concatenate[PrefixCacheClient, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[SyncClient, P], R]:
+    name = verb.__name__
+
+    @wraps(verb)
+    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        now: Callable[P, Coroutine[Any, Any, R]] = getattr(self.client, name)  # tracing may have replaced it
+        return self.run(now(*args, **kwargs))
+
+    return call
+
+
+def _make_leasing(
+    verb: Callable[Concatenate[Any, P], PendingLease],
+) -> Callable[Concatenate[SyncClient, P], SyncLease]:
+    name = verb.__name__
+
+    @wraps(verb)
+    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> SyncLease:
+        now: Callable[P, PendingLease] = getattr(self.client, name)
+        return SyncLease(self, self.run(now(*args, **kwargs), undo=Lease.abort))
+
+    return call
+
+
+class SyncClient:
+    """A client whose verbs wait for their results, also if a loop runs already, as in a notebook; see `sync`.
+
+        with PrefixCacheClient("kv-0").sync as cache:
+            print(cache.match(tokens))
+            with cache.acquire(tokens) as lease:
+                lease.insert(tokens)
+
+    The client runs on a loop in a thread of its own. There it sends its heartbeats, and ends the leases of interrupted
+    calls (Ctrl-C). Calls may come from several threads. Close it: the thread ends with it.
+
+    Attributes:
+        client: the asynchronous client; its coroutines belong to the other thread's loop.
+        thread: the thread of that loop.
+        closed: whether `close` has ended all its leases.
+    """
+
+    def __init__(self, client: PrefixCacheClient) -> None:
+        self.client = client
+        self.thread = LoopThread("raydix-sync")
+        self.closed = False
+
+    def run(self, coroutine: Coroutine[Any, Any, R], undo: Callable[[R], Coroutine[Any, Any, Any]] | None = None) -> R:
+        """Run a coroutine on the thread's loop, as `LoopThread.run` does.
+
+        Raises:
+            InvalidRequest: the client was closed.
+        """
+        if self.closed:
+            coroutine.close()
+            raise InvalidRequest("this client was closed: make a new one")
+        return self.thread.run(coroutine, undo)
+
+    match = _make_plain(PrefixCacheClient.match)
+    acquire = _make_leasing(PrefixCacheClient.acquire)
+    lock = _make_leasing(PrefixCacheClient.lock)
+    adopt = _make_leasing(PrefixCacheClient.adopt)
+    revoke = _make_plain(PrefixCacheClient.revoke)
+    bind_model = _make_plain(PrefixCacheClient.bind_model)
+    evict = _make_plain(PrefixCacheClient.evict)
+    reset = _make_plain(PrefixCacheClient.reset)
+    retire = _make_plain(PrefixCacheClient.retire)
+    explain = _make_plain(PrefixCacheClient.explain)
+    stats = _make_plain(PrefixCacheClient.stats)
+    tree = _make_plain(PrefixCacheClient.tree)
+    check_invariants = _make_plain(PrefixCacheClient.check_invariants)
+    event_snapshot = _make_plain(PrefixCacheClient.event_snapshot)
+
+    def attach_pool(self, mapped: bool | None = None) -> SyncPool:
+        """`PrefixCacheClient.attach_pool`."""
+        return SyncPool(self, self.run(self.client.attach_pool(mapped)))
+
+    def events(self, after_seq: int | None = None) -> Iterator[KVEventBatch]:
+        """`PrefixCacheClient.events`, as an iterator that waits for each batch."""
+        batches = self.client.events(after_seq)
+
+        async def read_next() -> KVEventBatch | None:
+            return await anext(batches, None)
+
+        while (batch := self.run(read_next())) is not None:
+            yield batch
+
+    @property
+    def config(self) -> CacheConfig:
+        """The cache's configuration, known once the session is open."""
+        return self.client.config
+
+    def open(self) -> Self:
+        """Open the session, as the first verb also does."""
+        self.run(self.client.open())
+        return self
+
+    def close(self) -> None:
+        """Close the session, which ends its leases, and the thread. Idempotent."""
+        if self.closed:
+            return
+        try:
+            self.run(self.client.close())
+            self.closed = True
+        finally:
+            self.thread.stop()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def _connector_to(cache: Any, owner: Any) -> Connector:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
     from raydix.actors.transport.transport import Transport
     from raydix.schemas import CacheConfig, InsertResponse, LeaseGrant
+
+R = TypeVar("R")
 
 
 class Connector(Protocol):
@@ -39,8 +42,19 @@ class LeaseClient(Protocol):
     async def release_window(self, lease: Any, up_to: int) -> None: ...
     async def grant(self, lease: Any, *, timeout_s: float | None = None) -> LeaseGrant: ...
     async def preempt(self, lease: Any, tokens: Any, *, publish_state: bool = False) -> None: ...
+    async def revoke(self, grant: LeaseGrant) -> bool: ...
     async def release(self, lease: Any) -> None: ...
     async def abort(self, lease: Any) -> None: ...
+
+
+class CoroutineRunner(Protocol):
+    """The client of a `SyncLease` and a `SyncPool`, which runs their coroutines on its thread."""
+
+    @property
+    def closed(self) -> bool: ...
+    def run(
+        self, coroutine: Coroutine[Any, Any, R], undo: Callable[[R], Coroutine[Any, Any, Any]] | None = None
+    ) -> R: ...
 
 
 class PoolClient(Protocol):

@@ -17,8 +17,8 @@ import torch
 from support.caches.cache_under_test import small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.client import sync_client
-from raydix.actors.client.sync_client import SyncClient
+from raydix.actors.client import prefix_cache_client
+from raydix.actors.client.prefix_cache_client import SyncClient
 from raydix.schemas import (
     AcquireRequest,
     EvictionConfig,
@@ -195,7 +195,7 @@ def test_several_threads_that_ask_first_are_given_one_client(monkeypatch: pytest
             time.sleep(0.05)
             super().__init__(client)
 
-    monkeypatch.setattr(sync_client, "SyncClient", Slow)
+    monkeypatch.setattr(prefix_cache_client, "SyncClient", Slow)
     cache = LocalPrefixCache(CONFIG)
     with ThreadPoolExecutor(4) as threads:
         clients = set(threads.map(lambda _: cache.sync, range(4)))

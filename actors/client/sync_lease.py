@@ -1,0 +1,157 @@
+"""`SyncLease` and `SyncPool`: the lease and the pool of a `SyncClient`, with plain calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+
+from raydix.actors.client.lease import Lease
+from raydix.schemas import LeaseGrant
+
+if TYPE_CHECKING:
+    import torch
+
+    from raydix.actors.client.attached_pool import AttachedPool
+    from raydix.actors.client.protocols import CoroutineRunner
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _make_plain_lease_verb(
+    verb: Callable[Concatenate[Lease, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[SyncLease, P], R]:
+    @wraps(verb)
+    def call(self: SyncLease, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.owner.run(verb(self.lease, *args, **kwargs))
+
+    return call
+
+
+def _make_plain_ending(verb: Callable[[Lease], Coroutine[Any, Any, None]]) -> Callable[[SyncLease], None]:
+    @wraps(verb)
+    def call(self: SyncLease, /) -> None:
+        if not self.owner.closed:  # closing has ended the lease
+            self.owner.run(verb(self.lease))
+
+    return call
+
+
+class SyncLease:
+    """A lease whose verbs wait. As a context manager it is released at the end, or aborted if the block raises.
+
+    Attributes:
+        owner: the client that made it.
+        lease: the asynchronous lease.
+    """
+
+    def __init__(self, owner: CoroutineRunner, lease: Lease) -> None:
+        self.owner = owner
+        self.lease = lease
+
+    insert = _make_plain_lease_verb(Lease.insert)
+    extend = _make_plain_lease_verb(Lease.extend)
+    preempt = _make_plain_lease_verb(Lease.preempt)
+    release_window = _make_plain_lease_verb(Lease.release_window)
+    release = _make_plain_ending(Lease.release)
+    abort = _make_plain_ending(Lease.abort)
+
+    def grant(self, *, timeout_s: float | None = None) -> LeaseGrant:
+        """`Lease.grant`. If it is interrupted, the lease is as before, or has ended."""
+        return self.owner.run(self.lease.grant(timeout_s=timeout_s), undo=self.lease.client.revoke)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """`Lease.slots`."""
+        return self.lease.slots
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """`Lease.pages`."""
+        return self.lease.pages
+
+    @property
+    def swa_slots(self) -> torch.Tensor:
+        """`Lease.swa_slots`."""
+        return self.lease.swa_slots
+
+    @property
+    def state_slot(self) -> int | None:
+        """`Lease.state_slot`."""
+        return self.lease.state_slot
+
+    @property
+    def lease_id(self) -> str:
+        """`Lease.lease_id`."""
+        return self.lease.lease_id
+
+    @property
+    def prefix_len(self) -> int:
+        """`Lease.prefix_len`."""
+        return self.lease.prefix_len
+
+    @property
+    def published_len(self) -> int:
+        """`Lease.published_len`."""
+        return self.lease.published_len
+
+    def __len__(self) -> int:
+        return len(self.lease)
+
+    def __bool__(self) -> bool:
+        """Return True, as `Lease` does."""
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        (self.release if kind is None else self.abort)()
+
+    def __reduce__(self) -> Any:
+        return self.lease.__reduce__()  # it raises: a grant can be sent instead
+
+    def __repr__(self) -> str:
+        return f"Sync{self.lease!r}"
+
+
+def _unwrap_lease(lease: Any) -> Any:
+    """Return the asynchronous lease, or the object itself if it is no lease: the verb rejects it."""
+    return getattr(lease, "lease", lease)
+
+
+class SyncPool:
+    """A pool whose copies wait.
+
+    Attributes:
+        pool: the asynchronous pool; if it is mapped, its tensors can be used directly.
+    """
+
+    def __init__(self, owner: CoroutineRunner, pool: AttachedPool) -> None:
+        self._owner = owner
+        self.pool = pool
+
+    @property
+    def mapped(self) -> bool:
+        """`AttachedPool.mapped`."""
+        return self.pool.mapped
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """`AttachedPool.write`."""
+        self.pool.write(layer, slots, k, v)
+
+    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`AttachedPool.gather`."""
+        return self.pool.gather(layer, slots)
+
+    def write_kv(self, lease: SyncLease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """`AttachedPool.write_kv`."""
+        self._owner.run(self.pool.write_kv(_unwrap_lease(lease), slots, k, v))
+
+    def read_kv(self, lease: SyncLease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`AttachedPool.read_kv`."""
+        return self._owner.run(self.pool.read_kv(_unwrap_lease(lease), slots))
