@@ -18,8 +18,9 @@ import torch
 from shared_counters import DETAILS, IDLE, NUM_PLACES, OUTCOMES, PID, WAITING, WRITING, Board, Mailbox
 
 from raydix.actors import AttachedPool, Lease, PrefixCacheClient, WatchedActor
+from raydix.actors.client.connectors import RayConnector
 from raydix.actors.transport.transport import Transport
-from raydix.schemas import CacheUnavailable, LeaseGrant, Message, WaitingResponse
+from raydix.schemas import CacheUnavailable, LeaseGrant, Message
 
 CACHE = "swarm"
 NUM_LAYERS = 2
@@ -40,18 +41,23 @@ def stamped_kv(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return k, -k
 
 
-class BoardedClient(PrefixCacheClient):
-    """A client that tells the board how many of its requests stand in line."""
+class BoardedConnector(RayConnector):
+    """The way to the cache, for a client that counts its waiting requests on the board."""
 
     def __init__(self, board: Board, place: int) -> None:
         super().__init__(CACHE)
         self._board, self._place = board, place
 
-    async def _admitted(self, response: Message, transport: Transport) -> Message:
-        if not isinstance(response, WaitingResponse):
-            return response
-        with self._board.doing(self._place, WAITING):
-            return await super()._admitted(response, transport)
+    def make_transport(self) -> Transport:
+        transport = super().make_transport()
+        wait = transport.wait
+
+        async def wait_on_board(ticket: int) -> Message:
+            with self._board.doing(self._place, WAITING):
+                return await wait(ticket)
+
+        transport.wait = wait_on_board  # type: ignore[method-assign]
+        return transport
 
 
 class SwarmClient:
@@ -67,7 +73,8 @@ class SwarmClient:
     async def work(self) -> None:
         """Have requests refused, cancelled and served; what is hit is compared."""
         while not self._board.closed:
-            self._client, self._pool = BoardedClient(self._board, self._place), None
+            self._client, self._pool = PrefixCacheClient(CACHE), None
+            self._client.session.connector = BoardedConnector(self._board, self._place)
             try:
                 async with self._client:
                     self._board.add(self._place, SESSIONS)
