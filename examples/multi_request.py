@@ -1,10 +1,10 @@
-"""Many conversations, several model workers, one prefix cache: what sharing saves, and that it changes no answer.
+"""Many conversations and several model workers on one prefix cache: the savings, and a check of every answer.
 
-    python examples/multi_request.py                # what `make demo` runs, and `raydix demo`
+    python examples/multi_request.py                # the same as `make demo` and `raydix demo`
     python examples/multi_request.py --conversations 48 --workers 4 --pool-tokens 16384
 
-`raydix.actors.demo` tells the story: how the cache is started, how the workers share it, what is measured and what has
-to come out. Ends with a table, and with exit status 1 if the cache did not keep one of its promises.
+`raydix.actors.demo` has the code: it starts the cache, lets the workers share it, measures, and checks the results. The
+program ends with a table, and with exit status 1 if the cache broke one of its promises.
 """
 
 import sys

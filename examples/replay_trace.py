@@ -1,14 +1,14 @@
-"""How much prefill would a cache of this size have saved? Replays real traffic against an index-only cache.
+"""Replay recorded traffic on an index-only cache, and print how much prefill a cache of each size saves.
 
     python examples/replay_trace.py trace.jsonl --capacity 1024000 4096000 16384000
 
 Real traces, of an hour of chat each, are in the folder FAST25-release/traces of
-https://github.com/kvcache-ai/Mooncake; `raydix.actors.trace` describes their format. The text was never published, so
-each id of 512 tokens is expanded to 512 token ids of its own; equal prefixes stay equal.
+https://github.com/kvcache-ai/Mooncake; `raydix.actors.trace` describes their format. They contain hashes of blocks of
+512 tokens and no text. The replay expands each hash to 512 token ids, so that equal prefixes stay equal.
 
-The cache is a Ray actor without tensors (`num_layers=0`), reached by `PrefixCacheClient` as a scheduler would reach it;
-`--local` takes the same cache in this process, without Ray. The command `raydix replay` does the same and more: it
-compares policies and page sizes, and draws the rates.
+The cache is a Ray actor without tensors (`num_layers=0`). `PrefixCacheClient` reaches it as a scheduler would. With
+`--local` the same cache runs in this process, without Ray. The command `raydix replay` also compares policies and page
+sizes, and draws the rates.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ DEFAULT_CAPACITIES = (1_024_000, 4_096_000, 16_384_000)
 
 
 def count(text: str) -> int:
-    """A number on the command line."""
+    """Return a count given on the command line."""
     if not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}")
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
     return int(text)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="?", default=os.environ.get("RAYDIX_TRACE"), help="or RAYDIX_TRACE")
     parser.add_argument("--capacity", type=count, nargs="+", default=DEFAULT_CAPACITIES, metavar="TOKENS")
     parser.add_argument("--page-size", type=count, default=512, metavar="TOKENS")
     parser.add_argument("--limit", type=count, metavar="N", help="replay the first N requests only")
     parser.add_argument("--local", action="store_true", help="without Ray")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args()
     if args.trace is None:
         parser.error("give the path of a trace, or set RAYDIX_TRACE")
     if args.json is not None:
         try:
-            args.json.open("a").close()  # now, and not after the work
+            args.json.open("a").close()  # fail before the replay, not after it
         except OSError as error:
             parser.error(f"{args.json}: {error.strerror}")
     return args
 
 
 def main() -> None:
-    """Replay, and say of each capacity what came out."""
+    """Replay the trace at each capacity, and print a line for each."""
     args = arguments()
     try:
         trace = read_trace(Path(args.trace), args.limit)

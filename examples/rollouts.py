@@ -1,17 +1,17 @@
-"""Reinforcement-learning rollouts: several samples share their prompt's KV, and new weights never meet the old ones'.
+"""Reinforcement-learning rollouts: samples share their prompt's KV, and new weights never hit the KV of old ones.
 
     python examples/rollouts.py --rounds 5 --prompts 16 --samples 8
     python examples/rollouts.py --one-lora-id
 
-Each round one worker computes a prompt and draws the first tokens of its samples; then any worker continues any of
-them, from the prompt's KV in the shared cache. A policy is a namespace, `lora_id="policy-3"`. When new weights (here
-random ones) are pushed, the old policy is retired: nothing of it is matched from then on, and its slots come back.
+In each round one worker computes a prompt and draws the first tokens of its samples. Any worker then continues any
+sample, from the prompt's KV in the shared cache. Each policy has a namespace, as `lora_id="policy-3"`. After a push
+of new weights (random ones here) the old policy is retired: its KV cannot be matched any more, and its slots are freed.
 
-With `--one-lora-id` all policies have one namespace, `lora_id="policy"`, where new weights replace the old ones. Then
-the order counts: stop requests, push to every worker, retire, go on. The first worker that serves a request binds its
-weights; the cache refuses one that has others, and so would not mix the KV of two policies if a push was lost.
+With `--one-lora-id` all policies share one namespace, `lora_id="policy"`, and new weights replace the old ones. Then
+the order is essential: stop requests, push to every worker, retire, go on. The first worker that serves a request binds
+its weights, and the cache refuses workers with other weights. So a lost push cannot mix the KV of two policies.
 
-Ends with a table, and with exit status 1 if one of the `promises` was not kept.
+The program ends with a table, and with exit status 1 if one of the `promises` was broken.
 """
 
 import asyncio
@@ -39,21 +39,21 @@ TINY = MODEL | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers"
 
 
 class RolloutWorker(WatchedActor):
-    """A policy model on the shared cache, whose weights can be pushed."""
+    """A policy model on the shared cache, with a method to push new weights."""
 
     def __init__(self, cache):
         self._cache = cache
         self._served: Any = None
 
     async def push(self, policy):
-        """Take new weights. A new session with the cache comes with them."""
+        """Load new weights, and open a new session with the cache."""
         if self._served is not None:
             await self._served.close()
         self._served = TransformersWorker(self._cache, model=TINY, seed=policy, device="cpu", num_threads=1)
         await self._served.open()
 
     async def first_tokens(self, prompt, num_samples, lora_id):
-        """Compute a prompt, publish it, and draw how its samples begin, from what the policy says after it."""
+        """Compute and publish a prompt, and draw the first tokens of its samples from the policy's logits."""
         prefill = await self._served.generate(prompt, 1, lora_id=lora_id, return_logits=True)
         return torch.multinomial(prefill.logits[-1].softmax(0), num_samples).tolist(), prefill.prefix_len
 
@@ -64,21 +64,21 @@ class RolloutWorker(WatchedActor):
 
 @dataclass
 class Round:
-    """What came of one policy."""
+    """The figures of one policy."""
 
     policy: str
     lora_id: str
-    prompt_tokens: int  # asked for, by prefills and samples
+    prompt_tokens: int  # of all prefills and samples
     reused_tokens: int
     needed_tokens: int  # each prompt once, and each sample's first token
-    changed_answers: int  # samples whose answer is another one without the cache
-    stored_slots: int  # when its weights were replaced
-    matched_after: int = -1  # tokens of its prompts that could still be matched once it was retired
-    slots_left: int = -1  # cached when all should have been reclaimed
+    changed_answers: int  # samples with another answer without the cache
+    stored_slots: int  # at the end of the round
+    matched_after: int = -1  # tokens of its prompts that still matched after `retire`
+    slots_left: int = -1  # still cached after the reclaim
 
 
 async def roll_out(workers, client, policy, lora_id, prompts, num_samples):
-    """One round: every prompt once, then all of its samples, wherever there is a worker."""
+    """Run one round: each prompt once, then all samples, with the workers in turn."""
     turns = itertools.cycle(workers)
     prefills = [next(turns).first_tokens.remote(tokens, num_samples, lora_id) for tokens in prompts]
     first = await asyncio.gather(*prefills)
@@ -97,17 +97,17 @@ async def roll_out(workers, client, policy, lora_id, prompts, num_samples):
 
 
 async def retire(client, done, prompts):
-    """Make a policy's KV unmatchable, and see its slots come back: in slices, between the requests of others."""
+    """Make a policy's KV unmatchable, and wait until the background task has freed its slots."""
     await client.retire(lora_id=done.lora_id)
     done.matched_after = sum([(await client.match(prompt, lora_id=done.lora_id)).prefix_len for prompt in prompts])
-    for _ in range(10_000):  # looks; each is a call, and so leaves the cache time
+    for _ in range(10_000):  # each call leaves the cache time for a slice
         done.slots_left = (await client.stats()).tree_slots
         if not done.slots_left:
             break
 
 
 async def train(rounds, num_prompts, num_samples, num_workers, one_lora_id=False):
-    """Rollouts and weight pushes in turn."""
+    """Alternate rollouts and weight pushes."""
     num_slots = PAGE_SIZE * num_prompts * (PROMPT_LEN // PAGE_SIZE + (num_samples + 2) * 2)
     pool = pool_config_for(TINY, num_slots, dtype="float32", device="cpu")
     cache = await start_cache_async(CacheConfig(page_size=PAGE_SIZE, pool=pool))
@@ -131,7 +131,7 @@ async def train(rounds, num_prompts, num_samples, num_workers, one_lora_id=False
 
 
 def promises(done):
-    """What the cache should have done for a policy, and whether it did."""
+    """Return the promises of the cache for a policy, and whether each was kept."""
     return {
         "a policy computes each prompt once": done.reused_tokens == done.prompt_tokens - done.needed_tokens,
         "answers are those without the cache": done.changed_answers == 0,
@@ -141,7 +141,7 @@ def promises(done):
 
 
 def table(history):
-    """The closing table."""
+    """Return the table that the program prints at the end."""
     rows = table_of("policy", ">hit rate", ">answers changed", ">slots", ">matched later", ">slots later")
     for each in history:
         counts = (each.changed_answers, each.stored_slots, each.matched_after, each.slots_left)
@@ -157,7 +157,7 @@ def main(
     one_lora_id: bool = False,
     as_json: AsJson = False,
 ):
-    """Roll out a few policies, one after the other, and retire each."""
+    """Roll out a few policies, one after another, and retire each."""
     ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     history = asyncio.run(train(rounds, prompts, samples, workers, one_lora_id))
     show([asdict(each) for each in history], as_json, lambda: table(history))

@@ -4,9 +4,9 @@
     serve run --app-dir examples --working-dir examples serve_app:app    # sends this folder to the replicas
     curl localhost:8000 -d '{"token_ids": [1, 2, 3], "max_new_tokens": 8}'
 
-The first replica on a node starts its cache, detached; the others find it by name. Serve replaces replicas as it likes,
-and what they computed stays. `raydix list` shows the caches; after `serve shutdown`, `raydix stop --all` ends them. A
-node with one GPU shares it as elsewhere: `Model.options(ray_actor_options={"num_gpus": 0.9})`.
+The first replica on a node starts the node's cache, detached; the others find it by name. The cached KV stays when
+Serve replaces replicas. `raydix list` shows the caches; after `serve shutdown`, `raydix stop --all` ends them. Replicas
+share a node's only GPU with `Model.options(ray_actor_options={"num_gpus": 0.9})`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ except ImportError as error:
 
 
 def node_cache(config: CacheConfig, name: str = "kv") -> Any:
-    """The cache of this node, started by whoever asks first."""
+    """Return the cache of this node; the first caller starts it."""
     node_id = ray.get_runtime_context().get_node_id()
     place = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return start_cache(config, name=f"{name}-{node_id[:12]}", lifetime="detached", scheduling_strategy=place)
 
 
 class Asked(pydantic.BaseModel):
-    """The body of a request by HTTP."""
+    """The JSON body of an HTTP request."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
@@ -48,7 +48,7 @@ class Asked(pydantic.BaseModel):
 
 @serve.deployment(num_replicas=2, max_ongoing_requests=64)
 class Model:
-    """A replica: a model on the cache of its node."""
+    """A replica: a model worker on the cache of its node."""
 
     def __init__(self, model: Any, config: CacheConfig) -> None:
         self._worker = TransformersWorker(
@@ -56,16 +56,16 @@ class Model:
         )
 
     async def check_health(self) -> None:
-        """For Serve, which asks before the first request: the session is open, and the model fits the pool."""
+        """Open the session and check that the model fits the pool. Serve calls this before the first request."""
         await self._worker.open()
 
     async def generate(self, token_ids: list[int], max_new_tokens: int = 16, lora_id: str | None = None) -> Any:
-        """Continue a prompt, for other deployments: `await handle.generate.remote(token_ids)`."""
+        """Continue a prompt. Other deployments call `await handle.generate.remote(token_ids)`."""
         done = await self._worker.generate(token_ids, max_new_tokens, lora_id=lora_id)
         return {"token_ids": list(done.token_ids), "prefix_len": done.prefix_len}
 
     async def __call__(self, request: Any) -> Any:
-        """The same by HTTP, with a JSON body: 400 for what can never be served, 503 for what finds no room in time."""
+        """Serve an HTTP request: 400 if it can never be served, 503 if it gets no slots in time."""
         try:
             asked = Asked.model_validate_json(await request.body())
             return await self.generate(asked.token_ids, asked.max_new_tokens, asked.lora_id)

@@ -1,0 +1,141 @@
+"""The prose of a folder: public texts (docstrings, errors, help) and the rest (comments, private docstrings)."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from support.documents import ROOT, prose
+
+HEADLESS = r"(?:^|[.,:;(]\s*|\b(?:of|by|to|in|and|or|is|that|for|from|with|as|than)\s+)what\b"
+BANNED = {
+    "headless what": re.compile(HEADLESS, re.IGNORECASE),
+    "persons": re.compile(r"\b(?:who|whom|whoever|whose|nobody|somebody|anybody)\b", re.IGNORECASE),
+    "tell": re.compile(r"\b(?:tell|tells|told)\b", re.IGNORECASE),
+    "archaic": re.compile(r"\b(?:anew|likewise|of late|and no more|beside|at once)\b", re.IGNORECASE),
+}
+HELP_ARGUMENTS = ("help", "epilog", "short_help", "description")
+DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Text(NamedTuple):
+    """A docstring, a comment, a message or a help text."""
+
+    path: Path
+    line: int
+    is_public: bool
+    words: str  # without inline code
+
+
+class Found(NamedTuple):
+    """A banned word."""
+
+    kind: str
+    place: str  # file and line
+    excerpt: str
+
+
+class Counts(NamedTuple):
+    """The banned words of a folder."""
+
+    public: Counter[str]
+    other: Counter[str]
+    other_words: int
+
+    def per_thousand(self, kind: str) -> float:
+        """Return the banned words of a kind in 1,000 words that are not public."""
+        return 1000 * self.other[kind] / max(self.other_words, 1)
+
+
+def texts_of(path: Path, are_tests: bool) -> Iterator[Text]:
+    """Yield the texts of a Python file or a guide. The docstrings of tests are not public."""
+    if path.suffix == ".md":
+        yield Text(path, 1, True, _without_code(prose(path)))
+        return
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    for line, is_public, words in (*_docstrings(tree), *_comments(source), *_messages(tree)):
+        yield Text(path, line, is_public and not are_tests, _without_code(words))
+
+
+def texts_below(folder: str) -> list[Text]:
+    """Return the texts of a folder's own files and of all folders in it. `actors/*` leaves out the latter."""
+    name, only_files, _ = folder.partition("/*")
+    files = (ROOT / name).glob("*" if only_files else "**/*")
+    paths = sorted(path for path in files if path.suffix in (".py", ".md"))
+    return [text for path in paths for text in texts_of(path, are_tests=name.startswith("tests"))]
+
+
+def found_in(text: Text) -> Iterator[Found]:
+    """Yield the banned words of a text."""
+    for kind, pattern in BANNED.items():
+        for match in pattern.finditer(text.words):
+            start = max(match.start() - 40, 0)
+            line = text.line + text.words.count("\n", 0, match.start())
+            place = f"{text.path.relative_to(ROOT) if text.path.is_relative_to(ROOT) else text.path.name}:{line}"
+            yield Found(kind, place, " ".join(text.words[start : match.end() + 40].split()))
+
+
+def counts_of(texts: list[Text]) -> Counts:
+    """Count the banned words of some texts."""
+    counters: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for text in texts:
+        counters[text.is_public].update(found.kind for found in found_in(text))
+    words = sum(len(text.words.split()) for text in texts if not text.is_public)
+    return Counts(counters[True], counters[False], words)
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"``.*?``|`[^`\n]*`", "`code`", text, flags=re.DOTALL)
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, bool, str]]:
+    def walk(node: ast.AST, is_public: bool) -> Iterator[tuple[int, bool, str]]:
+        name = getattr(node, "name", None) or ""
+        is_public = is_public and (not name.startswith("_") or name.startswith("__"))
+        if isinstance(node, DEFINITIONS) and (docstring := ast.get_docstring(node, clean=False)):
+            yield node.body[0].lineno, is_public, docstring
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, is_public)
+
+    return walk(tree, True)
+
+
+def _comments(source: str) -> Iterator[tuple[int, bool, str]]:
+    """Yield the comments; those on consecutive lines of their own are one."""
+    block: list[str] = []
+    last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, words = token.start[0], token.string.lstrip("# ")
+        if token.line.lstrip().startswith("#") and block and line == last + 1:
+            block.append(words)
+        else:
+            if block:
+                yield last - len(block) + 1, False, "\n".join(block)
+            block = [words]
+        last = line
+    if block:
+        yield last - len(block) + 1, False, "\n".join(block)
+
+
+def _messages(tree: ast.Module) -> Iterator[tuple[int, bool, str]]:
+    """Yield the strings of raised errors and of help texts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            yield from _strings(node.exc)
+        elif isinstance(node, ast.keyword) and node.arg in HELP_ARGUMENTS:
+            yield from _strings(node.value)
+
+
+def _strings(node: ast.AST) -> Iterator[tuple[int, bool, str]]:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Constant) and isinstance(each.value, str):
+            yield each.lineno, True, each.value
