@@ -103,7 +103,7 @@ class RadixCache(WindowTreeCache):
         """
         free = self._free
         nobody_told = self.on_node_evict is None and self._events is None and self._history is None
-        if free is not None and nobody_told and not self._full.retired.pending:
+        if free is not None and nobody_told and not self._full.tenants.rest.retired.pending:
             try:
                 freed = self._full.free_leaves(num_tokens, self.page_size, free, self._free_each)
             except OverflowError:  # more than the compiled loop counts to, or less; nothing has happened yet

@@ -1,10 +1,16 @@
-"""`FullKV`: who holds the full-attention KV of a tree's nodes, and which of it goes next.
+"""`FullKV`: the full-attention KV of a tree's nodes: locks, sizes, tenants, and which leaf is evicted next.
 
 Rules, checked by `check`:
 
 1. `evictable` is the tokens of nodes without locks, `protected` of those with; both together, all tokens.
 2. A node's `lock_ref` counts its own locks and those of its children.
-3. The unlocked leaves, and no others, stand in the eviction queue; of retired namespaces they are still to be found.
+3. The unlocked leaves, and no others, stand in the eviction queue; `Tenants` finds those of retired namespaces.
+
+In a tree that is divided among tenants, also:
+
+4. `cached` of a tenant is the tokens of its nodes, `evictable` those of nodes without locks, `dead` those of nodes
+   without locks in retired namespaces.
+5. A namespace's `evictable` is the tokens of its nodes without locks.
 """
 
 from __future__ import annotations
@@ -15,103 +21,173 @@ from operator import index
 from raydix.cache_core.components.component import Component
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.eviction.queue import EvictionQueue
-from raydix.cache_core.eviction.retired_nodes import RetiredNodes
-from raydix.cache_core.eviction.tenants import TenantQueues, TenantRetired
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.kernels import Holdings, Victims
 from raydix.cache_core.tree.radix_tree import RadixTree
-from raydix.cache_core.tree.tree_node import TreeNode
+from raydix.cache_core.tree.tree_node import Namespace, TreeNode
 
 
 class FullKV(Holdings):
-    """Locks, sizes and eviction order of the full KV."""
+    """Locks, sizes and eviction order of the full KV, by tenant.
 
-    _queue: EvictionQueue | TenantQueues
+    Where the rest is the only tenant, no node is counted by tenant, and the compiled loops do all of the work.
+
+    Attributes:
+        policy: the eviction policy.
+        tenants: the tenants, with their candidates and retired nodes. Retired nodes go before all others.
+        is_divided: whether tokens are counted by tenant.
+    """
+
+    _queue: EvictionQueue | Tenants  # the compiled loops push to it and pop from it
 
     def __init__(self, tree: RadixTree, policy: EvictionPolicy, aux: Sequence[Component] = ()) -> None:
-        super().__init__(EvictionQueue(policy.rank))
+        self.tenants = Tenants()
+        self.tenants.rank_by(policy.rank)
+        super().__init__(self.tenants.rest.queue)
         self._tree = tree
-        self._aux = aux  # told of nodes that leave
+        self._aux = aux  # the components that hear of nodes that leave
         self.policy = policy
-        self.retired: RetiredNodes | TenantRetired = RetiredNodes()  # they go before all others
+        self.is_divided = False
+
+    def divide(self, tenants: Tenants) -> None:
+        """Count tokens by tenant from now on, and keep the tenants' floors. The tree must be empty."""
+        self.tenants, self.is_divided, self._queue = tenants, True, tenants
+        tenants.rank_by(self.policy.rank)
+        # set on the instance, so that a tree without tenants keeps the compiled methods
+        self.add, self.lock, self.unlock = self._add, self._lock, self._unlock  # type: ignore[method-assign]
+
+    # ---------------------------------------------------------------- counts by tenant
+
+    def _add(self, leaf: TreeNode) -> None:
+        before = self.evictable
+        super().add(leaf)
+        self._count(leaf.space, self.evictable - before, self.evictable - before)
+
+    def _lock(self, node: TreeNode) -> None:
+        before = self.evictable
+        super().lock(node)
+        self._count(node.space, self.evictable - before, 0)
+
+    def _unlock(self, node: TreeNode) -> bool:
+        before = self.evictable
+        was_locked = super().unlock(node)
+        self._count(node.space, self.evictable - before, 0)
+        return was_locked
+
+    def _count(self, space: Namespace, evictable: int, cached: int) -> None:
+        """Add to the evictable and cached tokens of a namespace."""
+        tenant = self.tenants.of(space.extra_key)
+        tenant.cached += cached
+        tenant.evictable += evictable
+        space.evictable += evictable
+        if not space.live:
+            tenant.dead += evictable
+
+    def may_take(self, leaf: TreeNode) -> bool:
+        """Return whether an unlocked leaf may go whole: no floor keeps it, or it is the caller's own."""
+        if not self.is_divided:
+            return True
+        tenant = self.tenants.of_node(leaf)
+        return (
+            tenant is self.tenants.caller
+            or not leaf.space.live
+            or tenant.held - tenant.dead - len(leaf) >= tenant.floor
+        )
+
+    # ---------------------------------------------------------------- eviction
 
     def evict(self, num_tokens: int, victims: Victims) -> None:
-        """Take out unlocked leaves, in the policy's order, until the victims hold `num_tokens`. O(log n) for each.
+        """Take out unlocked leaves until the victims hold `num_tokens`: retired ones, then in the policy's order.
 
-        Who is among the victims has left the tree, whatever is raised: the caller hands back what they held.
+        Floors keep their leaves. A victim has left the tree, whatever is raised: the caller frees its slots.
+        O(log n) for each, and O(tenants) in a divided tree.
         """
-        if self.retired.pending:
+        if self.tenants.has_retired:
             num_tokens = min(index(num_tokens), self.evictable)
             self.evict_retired(num_tokens, victims)
-        if self._aux:
-            self._evict_each(num_tokens, victims)
+        if self._aux or self.is_divided:
+            while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
+                self._remove(leaf, victims)
             return
         try:
             self.fell(num_tokens, self._tree.page_size, victims)
-        except OverflowError:  # more than it counts to, or less; nothing has happened yet
+        except OverflowError:  # the compiled loop cannot count to it; nothing has happened yet
             self.fell(self.at_most(num_tokens), self._tree.page_size, victims)
 
-    def at_most(self, num_tokens: int) -> int:
-        """So many tokens, or as many as can be evicted, which the compiled loops can count to; none if negative."""
-        return max(0, min(index(num_tokens), self.evictable))
-
-    def _evict_each(self, num_tokens: int, victims: Victims) -> None:
-        """`fell` where others are to know of each leaf."""
-        while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
-            self._remove(leaf, victims)
+    def evict_own(self, tenant: Tenant, num_tokens: int, victims: Victims) -> None:
+        """`evict` from the nodes of one tenant, for the tenant itself. It must have that many unlocked tokens."""
+        while victims.num_tokens < num_tokens:
+            leaf = tenant.retired.pop() or tenant.queue.pop()
+            assert leaf is not None, f"tenant {tenant.name!r} has fewer than {num_tokens} tokens to evict"
+            self.take_out(leaf, victims)
 
     def evict_retired(self, max_tokens: int | None, victims: Victims) -> None:
-        """`evict` what is of retired namespaces; given a limit, until it is reached."""
+        """`evict` from retired namespaces, up to a limit if one is given."""
         while max_tokens is None or victims.num_tokens < max_tokens:
-            if (leaf := self.retired.pop()) is None:
+            if (leaf := self.tenants.pop_retired()) is None:
                 break
             self.take_out(leaf, victims)
 
-    def _offer(self, leaf: TreeNode) -> None:
-        """Queue an unlocked leaf where it belongs."""
-        if leaf.space.live:
-            self._queue.push(leaf)
-        else:
-            self.retired.offer(leaf)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._queue.clear()
-        self.retired.clear()
-        self.evictable = self.protected = 0
-
-    def may_take(self, leaf: TreeNode) -> bool:
-        """Whether an unlocked leaf may go whole, as far as its full KV is concerned."""
-        return True
+    def at_most(self, num_tokens: int) -> int:
+        """Return `num_tokens`, limited to what is evictable, which the compiled loops can count to; 0 if negative."""
+        return max(0, min(index(num_tokens), self.evictable))
 
     def take_out(self, leaf: TreeNode, victims: Victims) -> None:
-        """Take an unlocked leaf out of the tree, with all it holds; its parent may be the next candidate."""
+        """Remove an unlocked leaf from the queue and the tree; its parent may be the next candidate."""
         self._queue.discard(leaf)
         self._remove(leaf, victims)
 
     def _remove(self, leaf: TreeNode, victims: Victims) -> None:
-        parent = leaf.parent
+        if self.is_divided:
+            self._cut_to_spare(leaf)
+        parent, live = leaf.parent, leaf.space.live
         assert parent is not None
         for component in self._aux:
             component.on_remove(leaf)
         num_tokens = leaf.end - parent.end
         victims.add(leaf, self._tree.remove_leaf(leaf), num_tokens)
         self.evictable -= num_tokens
+        if self.is_divided:
+            self._count(leaf.space, -num_tokens, -num_tokens)
+            self.tenants.of_node(leaf).evicted += num_tokens if live else 0
         if not parent.children:
             self._left_bare(parent)
 
+    def _cut_to_spare(self, leaf: TreeNode) -> None:
+        """Where a floor keeps a part of a leaf, split it, so that the tail alone goes."""
+        if not self.may_take(leaf):
+            tenant = self.tenants.of_node(leaf)
+            above = self._tree.split(leaf, leaf.end - (tenant.held - tenant.dead - tenant.floor))
+            for component in self._aux:
+                component.on_split(above, leaf)
+
+    def _offer(self, leaf: TreeNode) -> None:
+        """Queue an unlocked leaf, by the policy or among the retired."""
+        if leaf.space.live:
+            self._queue.push(leaf)
+        else:
+            self.tenants.of_node(leaf).retired.offer(leaf)
+
     def _left_bare(self, node: TreeNode) -> None:
-        """The last child of a node has gone: it may go, too."""
+        """Remove a top whose last child has gone; queue any other such node, if it is unlocked."""
         if not node.data:
             self._tree.remove_top(node)
         elif not node.lock_ref:
             self._offer(node)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.tenants.clear()
+        self.evictable = self.protected = 0
+
+    # ---------------------------------------------------------------- checks
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
         evictable = protected = 0
         nodes = list(nodes)
         leaves = {node for node in nodes if not node.lock_ref and not node.children}
-        retired = set(self.retired.known())
+        retired = set(self.tenants.known_retired())
         assert all(leaf in retired for leaf in leaves if not leaf.space.live), "rule 3: a retired leaf is lost"
         self._queue.check({leaf for leaf in leaves if leaf.space.live or leaf in self._queue})
         for node in nodes:
@@ -121,3 +197,17 @@ class FullKV(Holdings):
             protected += len(node) if node.lock_ref else 0
         assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
         assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
+        if self.is_divided:
+            self._check_tenants(nodes)
+
+    def _check_tenants(self, nodes: list[TreeNode]) -> None:
+        for tenant in self.tenants:
+            mine = [node for node in nodes if self.tenants.of_node(node) is tenant]
+            unlocked = [node for node in mine if not node.lock_ref]
+            where = f"rule 4 at tenant {tenant.name!r}"
+            assert tenant.cached == sum(map(len, mine)), f"{where}: {tenant.cached=}"
+            assert tenant.evictable == sum(map(len, unlocked)), f"{where}: {tenant.evictable=}"
+            assert tenant.dead == sum(len(node) for node in unlocked if not node.space.live), f"{where}: {tenant.dead=}"
+        for space in {id(node.space): node.space for node in nodes}.values():
+            evictable = sum(len(node) for node in nodes if node.space is space and not node.lock_ref)
+            assert space.evictable == evictable, f"rule 5 at {space.extra_key!r}: {space.evictable=}"

@@ -16,15 +16,56 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from raydix.cache_core.eviction.queue import EvictionQueue, Rank
-from raydix.cache_core.eviction.retired_nodes import RetiredNodes
-from raydix.cache_core.tree.tree_node import Namespace, TreeNode
+from raydix.cache_core.tree.tree_node import TreeNode
+
+
+class RetiredNodes:
+    """The nodes of a tenant's retired namespaces.
+
+    A retirement adds the namespace's top alone. `pop` looks for the unlocked leaves below it when slots are wanted, and
+    visits each node once. A leaf that is locked by then is offered again when it is unlocked. The order is no policy's.
+
+    Attributes:
+        pending: leaves, and nodes below which `pop` has not looked yet; empty if there is nothing to pop.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[TreeNode] = []
+
+    def add(self, top: TreeNode) -> None:
+        """Add a retired namespace. O(1)."""
+        self.pending.append(top)
+
+    def offer(self, leaf: TreeNode) -> None:
+        """Add a retired node that became an unlocked leaf."""
+        self.pending.append(leaf)
+
+    def pop(self) -> TreeNode | None:
+        """Take out an unlocked leaf; None if there is none. One step per node, over all calls."""
+        while self.pending:
+            node = self.pending.pop()
+            if node.children:
+                self.pending.extend(node.children.values())
+            elif node.slots is not None and node.data and not node.lock_ref:
+                return node
+        return None
+
+    def known(self) -> Iterable[TreeNode]:
+        """Yield every node that `pop` may come to, for checks. O(n)."""
+        stack = [*self.pending]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
 
 
 class Tenant:
-    """One who shares the pool: what it may hold, what it holds, and what of it goes next. Counts are in slots.
+    """A tenant: the slots it may hold, the slots it holds, and its eviction candidates. Counts are in slots.
+
+    `cached`, `evictable` and `dead` are counted only in a tree that is divided among tenants.
 
     Args:
-        name: for people; None: the rest.
+        name: in reports and errors; None for the rest.
         extra_key: its namespace.
         floor: as long as it holds no more, its slots are kept from others. Whole pages.
         cap: it holds no more; None: as much as there is. Whole pages.
@@ -78,12 +119,12 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants of one pool, and the rest.
+    """The tenants of one pool, and the rest. As one queue, it holds the eviction candidates of all of them.
 
     Attributes:
         configured: the tenants with a floor or a cap.
         rest: all other namespaces.
-        caller: for whom slots are wanted now: from it, no floor keeps its own. None: for nobody in particular.
+        caller: for whom slots are wanted now: its own floor keeps nothing from it. None: every floor keeps its slots.
     """
 
     def __init__(self, tenants: Iterable[Tenant] = ()) -> None:
@@ -94,18 +135,12 @@ class Tenants:
         self._by_key = {tenant.extra_key: tenant for tenant in self.configured}
 
     def of(self, extra_key: str | None) -> Tenant:
-        """Whose namespace that is."""
+        """Return the tenant of a namespace. O(1)."""
         return self._by_key.get(extra_key, self.rest)
 
     def of_node(self, node: TreeNode) -> Tenant:
-        """Who holds the slots of a node."""
-        return self.of_space(node.space)
-
-    def of_space(self, space: Namespace) -> Tenant:
-        """Who holds the slots of a namespace's nodes."""
-        if space.tenant is None:
-            space.tenant = self.of(space.extra_key)
-        return space.tenant
+        """Return the tenant of a node's namespace. O(1)."""
+        return self._by_key.get(node.space.extra_key, self.rest)
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._all)
@@ -113,6 +148,33 @@ class Tenants:
     def kept_from(self, caller: Tenant) -> int:
         """Return the number of evictable slots that the floors of other tenants keep from a caller. O(tenants)."""
         return sum(tenant.evictable - tenant.spare for tenant in self.configured if tenant is not caller)
+
+    # ---------------------------------------------------------------- the queue
+
+    def rank_by(self, rank: Callable[[TreeNode], Rank]) -> None:
+        """Order the candidates of each tenant by this rank. Every tenant forgets its cached nodes."""
+        for tenant in self._all:
+            tenant.queue = EvictionQueue(rank)
+            tenant.clear()
+
+    def push(self, node: TreeNode) -> None:
+        """Add a candidate."""
+        self.of_node(node).queue.push(node)
+
+    def discard(self, node: TreeNode) -> None:
+        """Take a node out, if it is a candidate."""
+        self.of_node(node).queue.discard(node)
+
+    def touch(self, node: TreeNode) -> None:
+        """Move a node to its place, as its rank may have changed, if it is a candidate."""
+        self.of_node(node).queue.touch(node)
+
+    def pop(self) -> TreeNode | None:
+        """Take out the candidate that goes next; None if the caller may take none."""
+        node = self.next_victim()
+        if node is not None:
+            self.discard(node)
+        return node
 
     def next_victim(self) -> TreeNode | None:
         """The lowest in the policy's order of all live leaves that the caller may take, in part at least; None if it
@@ -125,78 +187,38 @@ class Tenants:
         first = min((head for head in heads if head is not None), default=None)
         return None if first is None else first[2]
 
-
-class TenantQueues:
-    """The `EvictionQueue`s of all tenants, for who need not know whose a node is."""
-
-    def __init__(self, tenants: Tenants, rank: Callable[[TreeNode], Rank]) -> None:
-        self._tenants = tenants
-        for tenant in tenants:
-            tenant.queue = EvictionQueue(rank)
-
-    def push(self, node: TreeNode) -> None:
-        """A node became a candidate."""
-        self._tenants.of_node(node).queue.push(node)
-
-    def discard(self, node: TreeNode) -> None:
-        """A node is no candidate (now), if it was one."""
-        self._tenants.of_node(node).queue.discard(node)
-
-    def touch(self, node: TreeNode) -> None:
-        """The rank of a node may have changed, if it is a candidate."""
-        self._tenants.of_node(node).queue.touch(node)
-
-    def pop(self) -> TreeNode | None:
-        """Take out the candidate of the lowest rank that the caller may have; None if there is none."""
-        if (node := self._tenants.next_victim()) is not None:
-            self.discard(node)
-        return node
-
     def clear(self) -> None:
-        """Forget every candidate."""
-        for tenant in self._tenants:
+        """Forget every candidate, retired node and count of cached slots."""
+        for tenant in self._all:
             tenant.queue.clear()
+            tenant.clear()
 
     def __contains__(self, node: TreeNode) -> bool:
-        return node in self._tenants.of_node(node).queue
+        return node in self.of_node(node).queue
 
     def check(self, candidates: set[TreeNode]) -> None:
         """Raise AssertionError unless these are exactly the candidates, each in its tenant's queue. O(n log n)."""
-        for tenant in self._tenants:
-            tenant.queue.check({node for node in candidates if self._tenants.of_node(node) is tenant})
+        for tenant in self._all:
+            tenant.queue.check({node for node in candidates if self.of_node(node) is tenant})
 
+    # ---------------------------------------------------------------- retired namespaces
 
-class TenantRetired:
-    """The `RetiredNodes` of all tenants, likewise."""
-
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
-
-    def add(self, top: TreeNode) -> None:
-        """A namespace was retired: no floor keeps it any more."""
-        tenant = self._tenants.of_node(top)
+    def retire(self, top: TreeNode) -> None:
+        """Add a retired namespace: no floor keeps it from now on. O(1)."""
+        tenant = self.of_node(top)
         tenant.retired.add(top)
         tenant.dead += top.space.evictable
 
-    def offer(self, leaf: TreeNode) -> None:
-        """A retired node became an unlocked leaf."""
-        self._tenants.of_node(leaf).retired.offer(leaf)
-
-    def pop(self) -> TreeNode | None:
-        """An unlocked leaf of any tenant, and no longer here; None if there is none."""
-        leaves = (tenant.retired.pop() for tenant in self._tenants)
+    def pop_retired(self) -> TreeNode | None:
+        """Take out an unlocked leaf of a retired namespace, of any tenant; None if there is none."""
+        leaves = (tenant.retired.pop() for tenant in self._all)
         return next((leaf for leaf in leaves if leaf is not None), None)
 
     @property
-    def pending(self) -> list[TreeNode]:
-        """Where there may be something to pop: those of the first tenant that has any."""
-        return next((tenant.retired.pending for tenant in self._tenants if tenant.retired.pending), [])
+    def has_retired(self) -> bool:
+        """Whether `pop_retired` has nodes to look at. O(tenants)."""
+        return bool(self.rest.retired.pending) or any(tenant.retired.pending for tenant in self.configured)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        for tenant in self._tenants:
-            tenant.retired.clear()
-
-    def known(self) -> Iterator[TreeNode]:
-        """Every node that a `pop` may come upon, for checks. O(n)."""
-        return chain.from_iterable(tenant.retired.known() for tenant in self._tenants)
+    def known_retired(self) -> Iterator[TreeNode]:
+        """Yield every node that `pop_retired` may come to, for checks. O(n)."""
+        return chain.from_iterable(tenant.retired.known() for tenant in self._all)

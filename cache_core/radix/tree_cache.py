@@ -15,7 +15,6 @@ import torch
 
 from raydix.cache_core.base_prefix_cache import Starts
 from raydix.cache_core.components.component import Component
-from raydix.cache_core.components.tenant_component import TenantFullKV
 from raydix.cache_core.eviction.policy import EvictionPolicy, make_policy
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.kernels import Victims
@@ -90,9 +89,9 @@ class TreeCache(TreeLocks):
                     each.drop(node)
 
     def divide(self, tenants: Tenants) -> None:
-        """Keep the floors of these tenants from now on, and count what they hold. Before anything is inserted."""
+        """Keep the floors of these tenants from now on, and count their slots. The cache must be empty."""
         assert not self._all_tops(), "the tree is not empty"
-        self._full = TenantFullKV(self._tree, self._full.policy, self._aux, tenants)
+        self._full.divide(tenants)
         self._free = None
 
     def evict_own(self, tenant: Tenant, num_tokens: int) -> int:
@@ -100,7 +99,6 @@ class TreeCache(TreeLocks):
 
         There must be as many. Retired ones go first, then whole leaves, in the policy's order.
         """
-        assert isinstance(self._full, TenantFullKV)
         return self._handed_back(partial(self._full.evict_own, tenant, num_tokens)).num_tokens
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
@@ -191,7 +189,7 @@ class TreeCache(TreeLocks):
         if self._history is not None:
             self._history.record_retired(top.space.extra_key)
         self._tree.detach(top)
-        self._full.retired.add(top)
+        self._full.tenants.retire(top)
 
     # ---------------------------------------------------------------- sizes, hashes, people
 

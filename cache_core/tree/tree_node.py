@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from raydix.cache_core.kernels import Children, Node
 from raydix.cache_core.tree.packed_slots import Row, expand_slots
 from raydix.cache_core.tree.radix_key import RadixKey
-
-if TYPE_CHECKING:
-    from raydix.cache_core.eviction.tenants import Tenant
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +23,7 @@ class Namespace:
     width: int  # bytes an id; rises from 4 to 8 when the first wide id is inserted
     unit: int  # bytes of one token of a key: `width` times the ids of a tuple
     tree: object | None = None  # where its nodes can be matched; None once reset or retired
-    tenant: Tenant | None = None  # who holds its slots; known once it is asked for
-    evictable: int = 0  # tokens of its nodes without locks; counted where there are tenants
+    evictable: int = 0  # tokens of its nodes without locks; counted in a tree that is divided among tenants
     home: object | None = field(init=False)  # the tree whose nodes they are, also when they cannot be matched any more
 
     def __post_init__(self) -> None:

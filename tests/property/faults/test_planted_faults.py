@@ -15,7 +15,7 @@ from raydix.cache_core import EvictResult, RadixCache, RadixKey
 from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.eviction.policy import LRU
 from raydix.cache_core.eviction.queue import EvictionQueue
-from raydix.cache_core.eviction.retired_nodes import RetiredNodes
+from raydix.cache_core.eviction.tenants import Tenants
 from raydix.cache_core.radix import insertion, lookup
 from raydix.cache_core.tree import page_hashes
 from raydix.cache_core.tree.radix_tree import RadixTree
@@ -174,8 +174,8 @@ def eviction_tells_nobody(patch: Patch) -> None:
 @fault
 def leaves_go_before_what_is_retired(patch: Patch) -> None:
     def evict(original: Any, cache: RadixCache, num_tokens: int) -> EvictResult:
-        retired = cache._full.retired
-        known, retired.pending = retired.pending, []  # type: ignore[misc]
+        retired = cache._full.tenants.rest.retired
+        known, retired.pending = retired.pending, []
         try:
             result: EvictResult = original(cache, num_tokens)
         finally:
@@ -187,7 +187,7 @@ def leaves_go_before_what_is_retired(patch: Patch) -> None:
 
 @fault
 def what_is_retired_keeps_its_place_in_the_queue(patch: Patch) -> None:
-    patch.setattr(RetiredNodes, "add", lambda retired, top: None)
+    patch.setattr(Tenants, "retire", lambda tenants, top: None)
 
 
 @fault

@@ -10,8 +10,8 @@ import pytest
 from support.traffic.tenants import TenantTraffic, make_cache
 
 from raydix.cache_core.components.full_kv import FullKV
-from raydix.cache_core.components.tenant_component import TenantFullKV
-from raydix.cache_core.eviction.tenants import Tenant, TenantRetired, Tenants
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
+from raydix.cache_core.kernels import Holdings
 from raydix.cache_core.leases import kv_cache
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.radix.tree_cache import TreeCache
@@ -72,11 +72,11 @@ def floors_are_ignored_in_evicting(patch: Patch) -> None:
         return None if first is None else first[2]
 
     patch.setattr(Tenants, "next_victim", next_victim)
-    patch.setattr(TenantFullKV, "may_take", lambda component, leaf: True)
+    patch.setattr(FullKV, "may_take", lambda component, leaf: True)
 
 
 def a_leaf_goes_whole_across_a_floor(patch: Patch) -> None:
-    patch.setattr(TenantFullKV, "_cut_to_spare", lambda component, leaf: None)
+    patch.setattr(FullKV, "_cut_to_spare", lambda component, leaf: None)
 
 
 def a_floor_keeps_its_own_tenant_out(patch: Patch) -> None:
@@ -106,22 +106,21 @@ def victims_are_chosen_by_tenant_before_rank(patch: Patch) -> None:
 
 
 def what_is_evicted_goes_on_counting(patch: Patch) -> None:
-    def remove(component: TenantFullKV, leaf: Any, victims: Any) -> None:
-        component._cut_to_spare(leaf)
-        FullKV._remove(component, leaf, victims)
+    count = FullKV._count
 
-    patch.setattr(TenantFullKV, "_remove", remove)
+    def count_what_comes(full: FullKV, space: Any, evictable: int, cached: int) -> None:
+        if cached >= 0:
+            count(full, space, evictable, cached)
+
+    patch.setattr(FullKV, "_count", count_what_comes)
 
 
 def locks_are_not_counted(patch: Patch) -> None:
-    patch.setattr(TenantFullKV, "lock", FullKV.lock)
+    patch.setattr(FullKV, "_lock", lambda full, node: Holdings.lock(full, node))
 
 
 def a_retired_namespace_is_kept_by_its_floor(patch: Patch) -> None:
-    def add(retired: TenantRetired, top: Any) -> None:
-        retired._tenants.of_node(top).retired.add(top)
-
-    patch.setattr(TenantRetired, "add", add)
+    patch.setattr(Tenants, "retire", lambda tenants, top: tenants.of_node(top).retired.add(top))
 
 
 def duplicates_stay_private(patch: Patch) -> None:
@@ -172,7 +171,7 @@ def a_state_takes_a_leaf_below_the_floor(patch: Patch) -> None:
 
     def evict_aux_from_all(tree: TreeCache, victims: Any, goals: Any) -> None:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(TenantFullKV, "may_take", lambda component, leaf: True)
+            within.setattr(FullKV, "may_take", lambda component, leaf: True)
             evict_aux(tree, victims, goals)
 
     patch.setattr(TreeCache, "_evict_aux", evict_aux_from_all)
@@ -214,11 +213,11 @@ def test_a_state_must_not_take_a_leaf_below_a_floor(monkeypatch: Patch) -> None:
 
 
 def test_what_was_retired_must_not_count_for_a_floor(unhurried: TenantTraffic, monkeypatch: Patch) -> None:
-    def may_take(component: TenantFullKV, leaf: TreeNode) -> bool:
-        tenant = component._tenants.of_node(leaf)
-        return tenant is component._tenants.caller or not leaf.space.live or tenant.held - len(leaf) >= tenant.floor
+    def may_take(component: FullKV, leaf: TreeNode) -> bool:
+        tenant = component.tenants.of_node(leaf)
+        return tenant is component.tenants.caller or not leaf.space.live or tenant.held - len(leaf) >= tenant.floor
 
-    monkeypatch.setattr(TenantFullKV, "may_take", may_take)
+    monkeypatch.setattr(FullKV, "may_take", may_take)
 
     with pytest.raises(AssertionError, match="fell below its floor"):
         drive(unhurried, 1000)

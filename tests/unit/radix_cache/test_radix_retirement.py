@@ -132,7 +132,7 @@ def test_nothing_is_kept_of_what_was_retired_and_has_gone(cache: RadixCache, ver
         cache.evict(1) if verb == "evict" else getattr(cache, verb)()
 
     assert not len(cache._full._queue)
-    assert not cache._full.retired.pending
+    assert not cache._full.tenants.has_retired
     assert not cache._tree.detached
 
 
