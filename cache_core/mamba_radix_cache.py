@@ -1,6 +1,6 @@
 """`MambaRadixCache`: prefixes to KV slots and recurrent states, for models that mix attention with Mamba-like layers.
 
-States have slots, locks and an eviction order of their own; `mamba_component` has the rules, with a picture. Attention
+States have slots, locks and an eviction order of their own; `recurrent_state` has the rules, with a picture. Attention
 may be full or in windows, or both.
 """
 
@@ -13,19 +13,20 @@ from typing import Any, cast
 
 import torch
 
-from raydix.cache_core.base_prefix_cache import EvictResult, InsertResult
+from raydix.cache_core.base_prefix_cache import InsertResult
 from raydix.cache_core.components.lru_list import LRUList
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.components.recurrent_state import RecurrentState, StateSlots
 from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.eviction.policy import EvictionPolicy
-from raydix.cache_core.radix.tree_cache import SlotPool
-from raydix.cache_core.radix.window_insertion import WindowTreeCache
+from raydix.cache_core.pool.release import SlotPool
+from raydix.cache_core.radix.insertion import insert_slots
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
 from raydix.cache_core.tree.tree_node import TreeNode, uses_in
 
 
-class MambaRadixCache(WindowTreeCache):
+class MambaRadixCache(PrefixCache):
     """The prefix cache for hybrid models.
 
     The cache owns the KV slots and the state slots it adopted, until it frees them.
@@ -56,17 +57,17 @@ class MambaRadixCache(WindowTreeCache):
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
         self.mamba_pool = mamba_pool
-        self._mamba = RecurrentState(mamba_pool)
+        self._states = RecurrentState(mamba_pool)
         super().__init__(
             page_size,
             sliding_window_size,
             token_to_kv_pool_allocator,
             on_node_evict,
-            [self._mamba],
             eviction_policy,
+            self._states,
             MambaTreeNode,
+            lcm(index(page_size), chunk_size),
         )
-        self._branching_unit = lcm(self.page_size, chunk_size)
 
     @property
     def mamba_lru(self) -> LRUList:
@@ -84,13 +85,13 @@ class MambaRadixCache(WindowTreeCache):
     def full_lru(self) -> LRUList:
         """The nodes in order of use: a list for looking at, made anew. O(n log n). Good until the next one."""
         view = LRUList()
-        uses = {node: use for top in self._all_tops() for node, use in uses_in(top).items()}
+        uses = {node: use for top in self.parts.tops() for node, use in uses_in(top).items()}
         for node in sorted(self._state_nodes(), key=lambda node: (uses[node].last_access_time, node.end)):
             view.insert_mru(node)
         return view
 
     def _state_nodes(self) -> Iterator[MambaTreeNode]:
-        return (cast(MambaTreeNode, node) for top in self._all_tops() for node in self._tree.nodes_below(top))
+        return (cast(MambaTreeNode, node) for top in self.parts.tops() for node in self.parts.tree.nodes_below(top))
 
     def insert(
         self,
@@ -116,22 +117,21 @@ class MambaRadixCache(WindowTreeCache):
         """
         if mamba_value is not None:
             mamba_value = self._state_for(key, mamba_value)
-        fresh_from = self._aligned(swa_evicted_seqlen)
         try:
-            done = self._insert_slots(key, value, prev_prefix_len, fresh_from, from_node, priority)
+            done = insert_slots(self.parts, key, value, prev_prefix_len, swa_evicted_seqlen, from_node, priority)
             if len(key) >= self.page_size:
                 done.mamba_exist = self._attach(done.last_node, mamba_value)
             return done
         finally:
-            if self._replaced is not None:
-                self._give_back_replaced()
+            if self.parts.window is not None:
+                self.parts.window.release_replaced()
 
     def _state_for(self, key: RadixKey, mamba_value: int) -> int:
         """The slot of a state after the last token of `key`, if there can be one."""
         check_key(key)
         if not len(key) or len(key) % self.page_size:
             raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
-        return self._mamba.checked(mamba_value)
+        return self._states.checked(mamba_value)
 
     def state_at(self, node: TreeNode) -> int | None:
         """Return the slot of the state at a node; None if the node has none."""
@@ -150,49 +150,26 @@ class MambaRadixCache(WindowTreeCache):
             StaleNodeError: the node is not in the tree.
         """
         if node is not self.root:
-            self._check_in_tree(node)
+            self.parts.check_in_tree(node)
         elif mamba_value is not None:
             raise InvalidKeyError("the root has no tokens that a state could be the one after")
         if mamba_value is not None:
             if cast(MambaTreeNode, node).mamba_value is None:
-                mamba_value = self._mamba.checked(mamba_value)
+                mamba_value = self._states.checked(mamba_value)
         return self._attach(node, mamba_value)
 
     def _attach(self, node: TreeNode, slot: int | None) -> bool:
         """`attach_state` of what has been checked."""
         exists = cast(MambaTreeNode, node).mamba_value is not None
         if slot is not None and not exists:
-            self._clock += 1
-            self._mamba.attach(node, slot, self._clock)
+            self.parts.clock += 1
+            self._states.attach(node, slot, self.parts.clock)
         return exists
-
-    def _branching(self, usable: int, full_end: int) -> int | None:
-        branching = full_end - full_end % self._branching_unit
-        return branching if branching > usable else None
-
-    def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
-        """Free at least `num_tokens` KV slots, then `swa_num_tokens` tokens' window KV and `num_states` states in all.
-
-        Whole unlocked leaves go first, with their states, in the policy's order. What window KV and states are then
-        still wanted are taken from the nodes where they were longest unused; a state goes with the window KV that it is
-        of no use without, and an unlocked leaf goes whole. O(log n) per victim, however many states are locked.
-
-        Args:
-            swa_num_tokens: without a sliding window, counted as states.
-
-        Raises:
-            SlotError: as `RadixCache.evict`, or a pool refused states.
-        """
-        num_tokens, swa_num_tokens, num_states = index(num_tokens), index(swa_num_tokens), index(num_states)
-        if self.supports_swa:
-            return EvictResult(*self._evict(num_tokens, [swa_num_tokens, num_states]))
-        tokens, states = self._evict(num_tokens, [max(swa_num_tokens, num_states)])
-        return EvictResult(tokens, 0, states)
 
     def mamba_evictable_size(self) -> int:
         """States that no lock holds. O(1)."""
-        return self._mamba.evictable
+        return self._states.evictable
 
     def mamba_protected_size(self) -> int:
         """States that a lock holds. O(1)."""
-        return self._mamba.protected
+        return self._states.protected

@@ -28,7 +28,7 @@ from raydix.cache_core.base_prefix_cache import (
 )
 from raydix.cache_core.errors import LockError
 from raydix.cache_core.outline import SHOWN, Outline, OutlineLimits, OutlineNode, outline
-from raydix.cache_core.pool.release import KeptRefusal, release_slots
+from raydix.cache_core.pool.release import call_pool
 from raydix.cache_core.radix_trie import RadixTrie
 from raydix.cache_core.tree.packed_slots import as_slots, expand_pages
 from raydix.cache_core.tree.radix_key import check_key
@@ -64,7 +64,6 @@ class TriePrefixCache(BasePrefixCache):
         self.page_size = index(page_size)
         self.pool = token_to_kv_pool_allocator
         self._displaced: list[int] = []
-        self._refused = KeptRefusal()  # of these; told when next pages are freed
         self._trie = self._new_trie()
         self._retired: list[RadixTrie] = []
         self._times_retired: dict[str | None, int] = {}  # of the namespaces in the trie that ever were
@@ -115,8 +114,11 @@ class TriePrefixCache(BasePrefixCache):
     def insert_pages(
         self, key: RadixKey, starts: Starts, from_node: TrieHandle, swa_evicted_seqlen: int = 0, priority: int = 0
     ) -> PageInsert:
-        """`insert` of the whole pages of `key` beyond `from_node`. What the pool refuses of the displaced, the next
-        eviction tells."""
+        """Insert the whole pages of `key` beyond `from_node`.
+
+        Raises:
+            SlotError: the pool refused displaced pages; the trie has the incoming ones.
+        """
         start, stop = from_node.end, len(key) - len(key) % self.page_size
         if start == stop:
             return PageInsert(stop, stop, from_node, starts[:0])
@@ -127,8 +129,7 @@ class TriePrefixCache(BasePrefixCache):
         displaced, self._displaced = self._displaced, []
         freed = [block for block in displaced if block not in incoming]
         if freed and self.pool is not None:
-            with self._refused:
-                release_slots(self.pool.free_pages, np.array(freed, np.int64), 1)
+            call_pool(self.pool.free_pages, np.array(freed, np.int64))
         held = np.array(self._trie.peek_prefix(tokens, from_node.node)[:there], np.int64)
         return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
 
@@ -136,7 +137,7 @@ class TriePrefixCache(BasePrefixCache):
         """Free at least `num_tokens` slots of what no sequence uses: leaves from their tails, least recent first.
 
         Raises:
-            SlotError: the pool refused some of them, or some that were displaced; it has the others.
+            SlotError: the pool refused them; the trie has evicted them.
         """
         blocks = self._trie.evict_blocks(-(-index(num_tokens) // self.page_size))
         self._free(blocks)
@@ -247,12 +248,8 @@ class TriePrefixCache(BasePrefixCache):
         return RadixTrie(self.page_size, on_displaced=lambda block: self._displaced.append(block))
 
     def _free(self, blocks: list[int]) -> None:
-        """Hand pages to the pool; what it refused of them, or of displaced ones since the last time, raises then."""
-        try:
-            if blocks and self.pool is not None:
-                release_slots(self.pool.free_pages, np.array(blocks, np.int64), 1)
-        finally:
-            self._refused.tell()
+        if blocks and self.pool is not None:
+            call_pool(self.pool.free_pages, np.array(blocks, np.int64))
 
 
 def _space_of(token: Hashable) -> tuple[str | None, int]:

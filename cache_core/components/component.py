@@ -1,4 +1,4 @@
-"""`Component`: what a cache keeps on its nodes beside the full KV, and what that means for matches and locks."""
+"""`Component`: the contract of data that nodes hold besides the full KV: window KV, and recurrent states."""
 
 from __future__ import annotations
 
@@ -65,8 +65,12 @@ class Component(ABC):
         """Give up the data of a node that stays in the tree, if it has any that no lock holds."""
 
     @abstractmethod
-    def give_back(self) -> None:
-        """Hand what was dropped to its pool, however often it refuses."""
+    def release_dropped(self) -> None:
+        """Free dropped data to its pool.
+
+        Raises:
+            SlotError: the pool refused some.
+        """
 
     def forget(self, node: TreeNode) -> None:  # noqa: B027 -- most have nothing to do
         """The tree is reset: `node` leaves it, locked or not."""

@@ -14,6 +14,7 @@ Rules, checked by `check`:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Protocol, cast
@@ -23,7 +24,7 @@ from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.errors import SlotError
 from raydix.cache_core.eviction.queue import SideQueue
 from raydix.cache_core.explanation import Reason
-from raydix.cache_core.pool.release import release_each
+from raydix.cache_core.pool.release import call_pool
 from raydix.cache_core.tree.tree_node import TreeNode
 
 
@@ -44,7 +45,7 @@ class RecurrentState(Component):
         self._pool = pool
         self._is_used = getattr(pool, "is_used", None)
         self._held: set[int] = set()  # slots that are the tree's
-        self._dropped: list[int] = []  # and those that it has not handed back yet
+        self._dropped: deque[int] = deque()  # those that left the tree and are not freed yet
 
     def checked(self, slot: int) -> int:
         """A state slot that the tree can take over.
@@ -93,11 +94,12 @@ class RecurrentState(Component):
         self.num_freed += 1
         self._give_up(holder, holder.mamba_value)
 
-    def give_back(self) -> None:
-        """Hand the slots of dropped states to their pool."""
-        dropped, self._dropped = self._dropped, []
-        if dropped and self._pool is not None:
-            release_each(self._pool.free_track_slot, dropped, "states")
+    def release_dropped(self) -> None:
+        """Free the slots of dropped states. If the pool refuses one, the next call frees those that follow it."""
+        while self._dropped:
+            slot = self._dropped.popleft()
+            if self._pool is not None:
+                call_pool(self._pool.free_track_slot, slot, refused="states that were in the tree")
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The state at the end was used; those above were not."""

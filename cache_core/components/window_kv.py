@@ -23,15 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from typing import Any
 
-import torch
-
-from raydix.cache_core.base_prefix_cache import Starts
 from raydix.cache_core.components.component import Component
 from raydix.cache_core.eviction.queue import Rank, SideQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.pool.release import KeptRefusal, release_victims
+from raydix.cache_core.pool.release import call_pool, page_variant, release_victims
+from raydix.cache_core.tree.packed_slots import Row, expand_slots, meet
 from raydix.cache_core.tree.tree_node import TreeNode
 
 
@@ -51,32 +50,29 @@ class WindowReceipt:
 
 
 class WindowKV(Component):
-    """Window locks, tombstones, and the eviction order of sliding-window KV. Its unit is a token.
+    """Window locks, tombstones and how they heal, and the eviction order of sliding-window KV. Its unit is a token.
 
     Attributes:
-        refused: of the slots of tombstones that healed since the last eviction, or that were to heal.
+        window: tokens that a layer attends to.
+        padded_window: the same in whole pages.
+        transfer_swa: the pool's `transfer_swa(src, dst)`; None if it has none.
 
     Args:
-        free_swa: takes back the window halves of these slots, int64; None drops them.
-        free_swa_pages: `free_swa` of pages, by the first slot of each, if the pool has it.
+        pool: frees slots by `free`, and their window halves by `free_swa`; None drops both.
     """
 
     reason: Reason = "window"
 
-    def __init__(
-        self,
-        window: int,
-        page_size: int,
-        free_swa: Callable[[torch.Tensor], None] | None = None,
-        free_swa_pages: Callable[[Starts], None] | None = None,
-    ) -> None:
-        self.window = window  # tokens
-        self.padded_window = -(-window // page_size) * page_size  # in whole pages
+    def __init__(self, window: int, page_size: int, pool: Any = None) -> None:
+        self.window = window
+        self.padded_window = -(-window // page_size) * page_size
+        self.transfer_swa = getattr(pool, "transfer_swa", None)
         self._page_size = page_size
-        self._free_swa = free_swa
-        self._free_swa_pages = free_swa_pages
-        self.refused = KeptRefusal()
-        self._dropped = Victims()  # of their window halves, which have not been handed back yet
+        self._pool = pool
+        self._free_pages = page_variant(pool, "free")
+        self._free_swa_pages = page_variant(pool, "free_swa")
+        self._dropped = Victims()  # whose window halves are not freed yet
+        self._replaced = Victims()  # the old slots of healed tombstones, not freed yet
         self._queue = SideQueue(_rank)
         self._waiting: set[TreeNode] = set()  # held ones that an eviction has laid aside
         self._next_boundary_id = count(1)
@@ -102,8 +98,81 @@ class WindowKV(Component):
             self.evictable += len(leaf)
             self._queue.push(leaf)
 
-    def heal(self, node: TreeNode) -> None:
-        """A tombstone got fresh KV. Under a window lock it is held from now on."""
+    # ---------------------------------------------------------------- inserts
+
+    def split_spans(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
+        """Return the new nodes over [start, stop), which is not empty: from, to, and whether they are live.
+
+        Tokens without window KV make a tombstone. The tail is one window, so that a lock holds no more than that.
+        """
+        if fresh_from <= start and stop - start <= self.padded_window:
+            return ((start, stop, True),)
+        edge = min(max(start, fresh_from), stop)
+        tail = max(edge, stop - self.padded_window)
+        spans = [(start, edge, False), (edge, tail, True), (tail, stop, True)]
+        return [span for span in spans if span[0] < span[1]]
+
+    def absorb(
+        self,
+        path: list[TreeNode],
+        fresh_from: int,
+        incoming: Callable[[int, int], Row],
+        split: Callable[[TreeNode, int], TreeNode],
+    ) -> list[TreeNode]:
+        """Heal the tombstones of a path from incoming slots; return the path's nodes after that.
+
+        Args:
+            fresh_from: the incoming slots before this token have no window KV.
+            incoming: the incoming slots from one token to another.
+            split: splits a node at a token, and returns the new node above it.
+        """
+        healed: list[TreeNode] = []
+        for node in path:
+            start = max(node.end - len(node), fresh_from)
+            if node.swa_tombstone and start < node.end:
+                if start > node.end - len(node):
+                    healed.append(split(node, start))
+                self.heal(node, incoming(start, node.end))
+            healed.append(node)
+        return healed
+
+    def heal(self, node: TreeNode, fresh: Row) -> None:
+        """Give a tombstone the window KV of incoming slots: with the slots, or alone if a lock keeps the node's own.
+
+        Raises:
+            SlotError: the pool refused to move the window KV; the node is a tombstone still.
+        """
+        num_tokens, held = len(node), node.slots
+        assert held is not None
+        if meet(fresh, held, num_tokens):
+            return  # some are the tree's own slots, which have no fresh KV
+        if not node.lock_ref:
+            self._replaced.add(node, held, num_tokens)
+            node.slots = fresh
+        elif self.transfer_swa is not None:
+            own = expand_slots(held, num_tokens)
+            refused = "to move window halves to slots that are in the tree"
+            call_pool(self.transfer_swa, expand_slots(fresh, num_tokens), own, refused=refused)
+        elif self._pool is not None:
+            return
+        self.revive(node)
+
+    def release_replaced(self) -> None:
+        """Free the old slots of healed tombstones, in one call.
+
+        It is the last step of an insert, as the pool may call back to evict or insert.
+
+        Raises:
+            SlotError: the pool refused them; the tree has the fresh slots.
+        """
+        if not self._replaced.num_tokens:
+            return
+        replaced, self._replaced = self._replaced, Victims()
+        if self._pool is not None:
+            release_victims(replaced, self._pool.free, self._free_pages, self._page_size)
+
+    def revive(self, node: TreeNode) -> None:
+        """Count a healed tombstone as live. Under a window lock it is held from now on."""
         assert node.swa_tombstone, f"{node} is live"
         node.swa_tombstone = False
         if node.swa_lock_ref:
@@ -123,16 +192,16 @@ class WindowKV(Component):
         self.num_freed += num_tokens
         self._dropped.add(node, node.slots, num_tokens)
 
-    def give_back(self) -> None:
-        """Hand the window halves of new tombstones to the pool, in one call; what was refused before raises then."""
-        dropped = self._dropped
-        try:
-            if dropped.num_tokens:
-                self._dropped = Victims()
-                if self._free_swa is not None:
-                    release_victims(dropped, self._free_swa, self._free_swa_pages, self._page_size, "window halves")
-        finally:
-            self.refused.tell()
+    def release_dropped(self) -> None:
+        """Free the window halves of new tombstones, in one call."""
+        if not self._dropped.num_tokens:
+            return
+        dropped, self._dropped = self._dropped, Victims()
+        if self._pool is not None:
+            refused = "window halves that were in the tree"
+            release_victims(dropped, self._pool.free_swa, self._free_swa_pages, self._page_size, refused)
+
+    # ---------------------------------------------------------------- uses and locks
 
     def touch(self, end: TreeNode, now: int) -> None:
         """The last window up to `end` was used now; what lies above was not."""
@@ -188,6 +257,11 @@ class WindowKV(Component):
         """Undo one `lock`; its receipt is used up."""
         receipt.used = True
         self.release(node, receipt)
+
+    @staticmethod
+    def is_receipt_of(receipt: Any, node: TreeNode) -> bool:
+        """Return whether this is the unused receipt of a lock that was taken on a node."""
+        return isinstance(receipt, WindowReceipt) and not receipt.used and receipt.node is node
 
     def release(self, node: TreeNode, receipt: WindowReceipt) -> None:
         """Give the window of a lock up; no effect if that was done early."""

@@ -1,89 +1,143 @@
-"""`EvictionQueue`: the candidates of one eviction order, the one to go next first."""
+"""The queues of eviction candidates among a tree's nodes, the lowest rank first.
+
+`EvictionQueue` orders the unlocked leaves of a tree. A compiled ranking links a node into one queue at most, so what a
+component keeps on nodes besides is ordered by a `SideQueue`, which is slower. Entries are removed eagerly: `pop` never
+meets a stale one, and no operation does the work of another.
+
+A node pushed in the order of its rank, as new and just used nodes are under LRU, goes to the end: O(1). A node pushed
+later, such as a parent whose last child has gone, is sorted into `LateNodes`: O(log n) and a short move.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from raydix.cache_core import kernels
-from raydix.cache_core.eviction.sorted_runs import SortedRuns
-from raydix.cache_core.kernels import plain_kernels
 from raydix.cache_core.tree.tree_node import TreeNode
 
 Rank = Any  # of one type within a queue, and ordered: the lowest goes first
 Entry = tuple[Rank, int, TreeNode]  # with the node's id: of equal ranks the older node goes first
 
-
-if TYPE_CHECKING:
-
-    class _AnyRanking(plain_kernels.Ranking):
-        def pop(self) -> TreeNode | None: ...
-        def first_ranked(self) -> Entry | None: ...
-
-else:
-    _AnyRanking = object  # it is mixed into both kinds of ranking
+_LONGEST = 1024  # entries of a run of `LateNodes`; a longer one is split in two
 
 
-class _Queue(_AnyRanking):
-    """The nodes that may go now, in order; nothing in it is ever out of date.
+class LateNodes:
+    """Nodes in ascending order of rank and id, which may come and go in any order.
 
-    Its owner may have others stand in it, and lay them aside when they come up.
+    The entries are a list of short sorted lists: `add` and `remove` cost two bisections and a short move each.
 
-    What comes in the order of its rank, as new nodes and nodes just used do under LRU, stands in a ranking, where
-    pushing, moving to the end and taking out are O(1). Compiled, what comes a few places late stands there, too, as
-    where leases end in another order than they began. What comes later, as a parent whose last child has gone, is
-    sorted in beside it, O(log n) and a short move. No operation does the work of another: there is no single slow one.
+    Attributes:
+        ranks: the rank that each node was added with.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: dict[TreeNode, Rank] = {}
+        self._runs: list[list[Entry]] = []
+        self._lasts: list[Entry] = []  # the last entry of each run
+
+    def add(self, node: TreeNode, rank: Rank) -> None:
+        """Add a node.
+
+        Raises:
+            AssertionError: the node is in the queue already.
+        """
+        assert node not in self.ranks, f"{node} stands in a queue"
+        self.ranks[node] = rank
+        entry = (rank, node.id, node)
+        if not self._runs:
+            self._runs, self._lasts = [[entry]], [entry]
+            return
+        at = min(bisect_left(self._lasts, entry), len(self._lasts) - 1)
+        run = self._runs[at]
+        insort(run, entry)
+        if len(run) > _LONGEST:
+            half = len(run) // 2
+            self._runs[at : at + 1] = [run[:half], run[half:]]
+            self._lasts[at : at + 1] = [run[half - 1], run[-1]]
+        else:
+            self._lasts[at] = run[-1]
+
+    def remove(self, node: TreeNode) -> None:
+        """Take out a node that is here."""
+        entry = (self.ranks.pop(node), node.id, node)
+        at = bisect_left(self._lasts, entry)
+        run = self._runs[at]
+        del run[bisect_left(run, entry)]
+        if run:
+            self._lasts[at] = run[-1]
+        else:
+            del self._runs[at], self._lasts[at]
+
+    def first(self) -> Entry | None:
+        """Return the lowest entry; None if there is none."""
+        return self._runs[0][0] if self._runs else None
+
+    def clear(self) -> None:
+        """Forget every node."""
+        self.ranks.clear()
+        self._runs, self._lasts = [], []
+
+    def __contains__(self, node: TreeNode) -> bool:
+        return node in self.ranks
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Yield the entries in ascending order."""
+        for run in self._runs:
+            yield from run
+
+
+class EvictionQueue(kernels.Ranking):
+    """The candidates for eviction of a tree, in rank order. A node is in one queue of this class at most.
+
+    `push`, `discard`, `touch` and `pop` are those of the ranking. It hands late nodes to the hooks below. Compiled, a
+    node that is a few places late goes into the ranking too, as when leases end in another order than they began.
 
     Args:
-        rank: what orders the nodes. Whoever changes it of one that stands here tells by `touch`.
+        rank: the order of the nodes. After a change of a queued node's rank, the caller must `touch` it.
     """
 
     def __init__(self, rank: Callable[[TreeNode], Rank]) -> None:
         super().__init__(rank)
-        self._late = SortedRuns()  # of entries
-        self._late_ranks: dict[TreeNode, Rank] = {}
+        self._late = LateNodes()
 
     def first(self) -> Entry | None:
-        """The candidate of the lowest rank, and before it what orders it among all nodes; None if there is none."""
-        late: Entry | None = self._late.first()
-        head = self.first_ranked()
-        if head is None or (late is not None and late[:2] < head[:2]):
-            return late
-        return head
+        """Return the candidate of the lowest rank as (rank, id, node); None if there is none."""
+        return _lower(self.first_ranked(), self._late.first())
 
     def clear(self) -> None:
         """Forget every candidate."""
         self.clear_ranked()
         self._late.clear()
-        self._late_ranks.clear()
         self.num_late = 0
 
     def __contains__(self, node: TreeNode) -> bool:
-        return self.is_ranked(node) or node in self._late_ranks
+        return self.is_ranked(node) or node in self._late
 
     def __len__(self) -> int:
-        return self.num_ranked + len(self._late_ranks)
-
-    # ---------------------------------------------------------------- what comes late
+        return self.num_ranked + len(self._late)
 
     def _push_late(self, node: TreeNode, rank: Rank) -> None:
-        assert node not in self._late_ranks, f"{node} stands in a queue"
-        self._late_ranks[node] = rank
-        self._late.add((rank, node.id, node))
+        self._late.add(node, rank)
         self.num_late += 1
 
     def _discard_late(self, node: TreeNode) -> None:
-        if node in self._late_ranks:
-            self._late.remove((self._late_ranks.pop(node), node.id, node))
+        if node in self._late:
+            self._late.remove(node)
             self.num_late -= 1
 
     def _touch_late(self, node: TreeNode) -> None:
-        if node in self._late_ranks and self._late_ranks[node] != self.rank(node):
+        if node in self._late and self._late.ranks[node] != self.rank(node):
             self._discard_late(node)
             self.push(node)
 
     def _pop_late(self) -> TreeNode | None:
-        """`pop` while there are late ones."""
+        """Return the result of `pop` while there are late nodes."""
         first = self.first()
         assert first is not None, "there is at least one"
         self.discard(first[2])
@@ -91,34 +145,114 @@ class _Queue(_AnyRanking):
 
     def check(self, candidates: set[TreeNode]) -> None:
         """Raise AssertionError unless these are exactly the candidates, in their order. O(n log n)."""
-        ranked = self.ranked()
-        queued = {node for _, _, node in ranked} | set(self._late_ranks)
-        assert len(self) == len(candidates) and queued == candidates, (
-            f"queued wrongly or not at all: {candidates ^ queued}"
-        )
-        assert [entry[:2] for entry in ranked] == sorted(entry[:2] for entry in ranked), "the ranking is out of order"
-        late = [(rank, node.id) for node, rank in self._late_ranks.items()]
-        assert [entry[:2] for entry in self._late] == sorted(late), "the late ones are out of order"
-        assert self.num_late == len(late), f"{self.num_late=}, but there are {len(late)}"
-        known = {node: rank for rank, _, node in ranked} | self._late_ranks
-        for node in candidates:
-            assert self.rank(node) == known[node], f"{node} has another rank now: {self.rank(node)}"
+        assert self.num_late == len(self._late), f"{self.num_late=}, but there are {len(self._late)}"
+        _check_order(self.rank, candidates, self.ranked(), self._late)
 
 
-class EvictionQueue(_Queue, kernels.Ranking):
-    """A queue for nodes that stand in no other of this class."""
+class SideQueue:
+    """Nodes in rank order, which may stand in other queues as well.
 
+    Args:
+        rank: the order of the nodes. After a change of a queued node's rank, the caller must `touch` or `use` it.
+    """
 
-class SideQueue(_Queue, plain_kernels.Ranking):
-    """A queue for nodes that may stand in others, too: slower."""
+    def __init__(self, rank: Callable[[TreeNode], Rank]) -> None:
+        self.rank = rank
+        self._ranks: OrderedDict[TreeNode, Rank] = OrderedDict()  # ascending
+        self._late = LateNodes()
+
+    def push(self, node: TreeNode) -> None:
+        """Add a node.
+
+        Raises:
+            AssertionError: the node is in the queue already.
+        """
+        assert node not in self._ranks, f"{node} stands in a queue"
+        self._put(node, self.rank(node))
+
+    def _put(self, node: TreeNode, rank: Rank) -> None:
+        if self._ranks:
+            last = next(reversed(self._ranks))
+            if not (rank > self._ranks[last] or (rank == self._ranks[last] and node.id >= last.id)):
+                self._late.add(node, rank)
+                return
+        self._ranks[node] = rank
+
+    def discard(self, node: TreeNode) -> None:
+        """Take a node out, if it is here."""
+        if node in self._ranks:
+            del self._ranks[node]
+        elif node in self._late:
+            self._late.remove(node)
+
+    def touch(self, node: TreeNode) -> None:
+        """Move a node to its place, as its rank may have changed, if it is here."""
+        known = self._ranks if node in self._ranks else self._late.ranks
+        if node in known and (rank := self.rank(node)) != known[node]:
+            self.discard(node)
+            self._put(node, rank)
 
     def use(self, nodes: list[tuple[TreeNode, Rank]]) -> None:
-        """Nodes whose ranks are these now, higher than all others, in their order: what stands here goes to the end."""
-        ranks, late = self._ranks, self._late_ranks
+        """Move those of the nodes that are here to the end: their ranks are now these, ascending, above all others."""
+        ranks, late = self._ranks, self._late
         for node, rank in nodes:
             if node in ranks:
                 ranks[node] = rank
                 ranks.move_to_end(node)
             elif node in late:
-                self._discard_late(node)
+                late.remove(node)
                 ranks[node] = rank
+
+    def pop(self) -> TreeNode | None:
+        """Take out the node of the lowest rank; None if there is none."""
+        if not self._late:
+            return self._ranks.popitem(last=False)[0] if self._ranks else None
+        first = self.first()
+        assert first is not None, "there is at least one"
+        self.discard(first[2])
+        return first[2]
+
+    def first(self) -> Entry | None:
+        """Return the lowest entry; None if there is none."""
+        head = next(iter(self._ranks.items()), None)
+        return _lower(None if head is None else (head[1], head[0].id, head[0]), self._late.first())
+
+    @property
+    def num_late(self) -> int:
+        """The number of nodes that were not pushed in rank order."""
+        return len(self._late)
+
+    def clear(self) -> None:
+        """Forget every node."""
+        self._ranks.clear()
+        self._late.clear()
+
+    def __contains__(self, node: TreeNode) -> bool:
+        return node in self._ranks or node in self._late
+
+    def __len__(self) -> int:
+        return len(self._ranks) + len(self._late)
+
+    def check(self, candidates: set[TreeNode]) -> None:
+        """Raise AssertionError unless these are exactly the nodes, in their order. O(n log n)."""
+        ranked = [(rank, node.id, node) for node, rank in self._ranks.items()]
+        _check_order(self.rank, candidates, ranked, self._late)
+
+
+def _lower(head: Entry | None, late: Entry | None) -> Entry | None:
+    return late if head is None or (late is not None and late[:2] < head[:2]) else head
+
+
+def _check_order(
+    rank: Callable[[TreeNode], Rank], candidates: set[TreeNode], ranked: Iterable[Entry], late: LateNodes
+) -> None:
+    """Raise AssertionError unless the two parts of a queue hold exactly the candidates, in order, at their ranks."""
+    known: dict[TreeNode, Rank] = {}
+    for part in (list(ranked), list(late)):
+        assert [entry[:2] for entry in part] == sorted(entry[:2] for entry in part), f"out of order: {part}"
+        assert known.keys().isdisjoint(entry[2] for entry in part), "a node is queued twice"
+        known |= {node: stamp for stamp, _, node in part}
+    assert known.keys() == candidates, f"queued wrongly or not at all: {candidates ^ known.keys()}"
+    assert late.ranks == {node: stamp for stamp, _, node in late}, "the late nodes are not those with a rank"
+    for node in candidates:
+        assert rank(node) == known[node], f"{node} has another rank now: {rank(node)}"

@@ -5,7 +5,7 @@ for the namespace. Nodes are hashed as they are inserted. Their parents have bee
 of the new pages alone. A split moves pages from one node to another, so there is nothing to tell of it; nor is there
 of window KV and states, for it is the full KV of a page that counts.
 
-Whoever applies the stream to an empty set of hashes, or to that of `TreeCache.resident_pages` from there on, has
+Whoever applies the stream to an empty set of hashes, or to that of `PrefixCache.resident_pages` from there on, has
 exactly the pages that can be matched.
 """
 

@@ -15,9 +15,9 @@ from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.components.recurrent_state import RecurrentState
 from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.radix.lookup import TreeMatch
-from raydix.cache_core.radix.tree_cache import TreeCache
-from raydix.cache_core.radix.window_insertion import WindowTreeCache
+from raydix.cache_core.radix import lookup
+from raydix.cache_core.radix.prefix_cache import PrefixCache
+from raydix.cache_core.radix.tree_parts import TreeParts
 
 RUNS = [(0, 1, 3), (3, 1, 7), (4, 4, 6)]  # seed, page size, window
 
@@ -35,17 +35,34 @@ def cut(path: list[TreeNode], count: int) -> tuple[list[TreeNode], int]:
     return path[:count], path[count - 1].end if count else 0
 
 
-def with_parts(patch: Patch, owner: type, name: str, choose: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+def with_parts(patch: Patch, owner: Any, name: str, choose: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
     """Let one function work with other components than its owner has."""
 
     def with_others(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        parts, self._aux = self._aux, choose(self._aux)
+        holder, field = (self, "_aux") if isinstance(self, FullKV) else (getattr(self, "parts", self), "components")
+        components = getattr(holder, field)
+        setattr(holder, field, choose(components))
         try:
             return original(self, *args, **kwargs)
         finally:
-            self._aux = parts
+            setattr(holder, field, components)
 
     around(patch, owner, name, with_others)
+
+
+def around_heals(patch: Patch, wrapper: Callable[..., None]) -> None:
+    """Replace the healing of a tombstone by `wrapper(heal, parts, node)`."""
+    parts_of: dict[WindowKV, TreeParts] = {}
+
+    def init(original: Any, cache: Any, *args: Any, **kwargs: Any) -> None:
+        original(cache, *args, **kwargs)
+        parts_of[cache.parts.window] = cache.parts
+
+    def heal(original: Any, swa: WindowKV, node: Any, fresh: Any) -> None:
+        wrapper(lambda: original(swa, node, fresh), parts_of[swa], node)
+
+    around(patch, MambaRadixCache, "__init__", init)
+    around(patch, WindowKV, "heal", heal)
 
 
 # ---------------------------------------------------------------- matches
@@ -53,50 +70,50 @@ def with_parts(patch: Patch, owner: type, name: str, choose: Callable[[tuple[Any
 
 @fault
 def a_match_is_judged_by_its_window_alone(patch: Patch) -> None:
-    with_parts(patch, MambaRadixCache, "_usable", lambda parts: parts[:1])
+    with_parts(patch, lookup, "usable", lambda parts: parts[:1])
 
 
 @fault
 def a_match_is_judged_by_its_state_alone(patch: Patch) -> None:
-    with_parts(patch, MambaRadixCache, "_usable", lambda parts: parts[1:])
+    with_parts(patch, lookup, "usable", lambda parts: parts[1:])
 
 
 @fault
 def a_match_ends_where_either_lets_it(patch: Patch) -> None:
-    def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
-        judges = [judge_of(component) for component in cache._aux]
+    def usable(parts: TreeParts, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
+        judges = [judge_of(component) for component in parts.components]
         ends = [0]
         for count, node in enumerate(whole(path, end), 1):
             verdicts = [may_end(node, len(node)) for may_end in judges]
             ends += [count] * any(verdicts)
         return cut(path, ends[-1])
 
-    patch.setattr(TreeMatch, "_usable", usable)
+    patch.setattr(lookup, "usable", usable)
 
 
 @fault
 def a_match_ends_at_the_nearer_of_two_ends(patch: Patch) -> None:
-    def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
+    def usable(parts: TreeParts, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
         ends = []
-        for component in cache._aux:
+        for component in parts.components:
             may_end = judge_of(component)
             fits = [count for count, node in enumerate(whole(path, end), 1) if may_end(node, len(node))]
             ends.append(max(fits, default=0))
         return cut(path, min(ends))
 
-    patch.setattr(TreeMatch, "_usable", usable)
+    patch.setattr(lookup, "usable", usable)
 
 
 @fault
 def the_window_is_counted_over_nodes_with_a_state_only(patch: Patch) -> None:
-    def usable(cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
-        judges = [judge_of(component) for component in reversed(cache._aux)]
+    def usable(parts: TreeParts, path: list[TreeNode], end: int, aux: Any = None) -> tuple[list[TreeNode], int]:
+        judges = [judge_of(component) for component in reversed(parts.components)]
         usable = 0
         for count, node in enumerate(whole(path, end), 1):
             usable = count if all(may_end(node, len(node)) for may_end in judges) else usable
         return cut(path, usable)
 
-    patch.setattr(TreeMatch, "_usable", usable)
+    patch.setattr(lookup, "usable", usable)
 
 
 @fault
@@ -119,23 +136,23 @@ def the_window_must_be_live_since_the_last_state(patch: Patch) -> None:
 @fault
 def a_walk_that_ends_within_a_node_is_used_to_its_end(patch: Patch) -> None:
     def usable(
-        original: Any, cache: TreeMatch, path: list[TreeNode], end: int, aux: Any = None
+        original: Any, parts: TreeParts, path: list[TreeNode], end: int, aux: Any = None
     ) -> tuple[list[TreeNode], int]:
         node: Any = path[-1] if path else None
         fits = node is not None and node.end > end and node.mamba_value is not None and not node.swa_tombstone
-        return (path, end) if fits else original(cache, path, end, aux)
+        return (path, end) if fits else original(parts, path, end, aux)
 
-    around(patch, TreeMatch, "_usable", usable)
+    around(patch, lookup, "usable", usable)
 
 
 @fault
 def a_match_uses_its_window_but_not_its_state(patch: Patch) -> None:
-    with_parts(patch, MambaRadixCache, "_touch", lambda parts: parts[:1])
+    with_parts(patch, TreeParts, "touch", lambda parts: parts[:1])
 
 
 @fault
 def a_match_uses_its_state_but_not_its_window(patch: Patch) -> None:
-    with_parts(patch, MambaRadixCache, "_touch", lambda parts: parts[1:])
+    with_parts(patch, TreeParts, "touch", lambda parts: parts[1:])
 
 
 # ---------------------------------------------------------------- inserts and heals
@@ -179,59 +196,59 @@ def a_state_is_said_to_exist_only_with_its_window(patch: Patch) -> None:
 
 @fault
 def a_heal_gives_the_state_up(patch: Patch) -> None:
-    def heal(original: Any, cache: Any, node: Any, fresh: Any) -> None:
-        cache._mamba.drop(node)
-        original(cache, node, fresh)
+    def heal(original: Any, parts: Any, node: Any) -> None:
+        parts.states.drop(node)
+        original()
 
-    around(patch, WindowTreeCache, "_heal", heal)
+    around_heals(patch, heal)
 
 
 @fault
 def a_heal_forgets_the_state(patch: Patch) -> None:
-    def heal(original: Any, cache: Any, node: Any, fresh: Any) -> None:
-        original(cache, node, fresh)
-        cache._mamba._queue.discard(node)
+    def heal(original: Any, parts: Any, node: Any) -> None:
+        original()
+        parts.states._queue.discard(node)
         node.mamba_value = None
 
-    around(patch, WindowTreeCache, "_heal", heal)
+    around_heals(patch, heal)
 
 
 @fault
 def a_heal_counts_as_a_use_of_the_state(patch: Patch) -> None:
-    def heal(original: Any, cache: Any, node: Any, fresh: Any) -> None:
-        original(cache, node, fresh)
-        cache._mamba.touch(node, cache._clock)
+    def heal(original: Any, parts: Any, node: Any) -> None:
+        original()
+        parts.states.touch(node, parts.clock)
 
-    around(patch, WindowTreeCache, "_heal", heal)
+    around_heals(patch, heal)
 
 
 @fault
 def a_tombstone_with_a_state_does_not_heal(patch: Patch) -> None:
-    def heal(original: Any, cache: Any, node: Any, fresh: Any) -> None:
+    def heal(original: Any, parts: Any, node: Any) -> None:
         if node.mamba_value is None:
-            original(cache, node, fresh)
+            original()
 
-    around(patch, WindowTreeCache, "_heal", heal)
+    around_heals(patch, heal)
 
 
 @fault
 def a_tombstone_that_heals_in_part_has_its_state_where_it_was_cut(patch: Patch) -> None:
-    def heal(original: Any, cache: Any, node: Any, fresh: Any) -> None:
-        original(cache, node, fresh)
+    def heal(original: Any, parts: Any, node: Any) -> None:
+        original()
         above = node.parent
         if above.data and above.swa_tombstone and above.mamba_value is None and not node.own_locks:
             above.mamba_value, node.mamba_value = node.mamba_value, None
             above.mamba_access_time = node.mamba_access_time
-            cache._mamba._queue.discard(node)
+            parts.states._queue.discard(node)
             if above.mamba_value is not None:
-                cache._mamba._queue.push(above)
+                parts.states._queue.push(above)
 
-    around(patch, WindowTreeCache, "_heal", heal)
+    around_heals(patch, heal)
 
 
 @fault
 def a_split_is_told_to_the_states_alone(patch: Patch) -> None:
-    with_parts(patch, MambaRadixCache, "_split", lambda parts: parts[1:])
+    with_parts(patch, TreeParts, "split", lambda parts: parts[1:])
 
 
 # ---------------------------------------------------------------- locks
@@ -241,9 +258,9 @@ def a_split_is_told_to_the_states_alone(patch: Patch) -> None:
 def a_lock_loses_its_receipt(patch: Patch) -> None:
     def lock(cache: MambaRadixCache, node: TreeNode) -> Any:
         if node is not cache.root:
-            cache._check_live(node)
-            cache._full.lock(node)
-        return [component.lock(node) for component in cache._aux][-1]
+            cache.parts.check_live(node)
+            cache.parts.full.lock(node)
+        return [component.lock(node) for component in cache.parts.components][-1]
 
     patch.setattr(MambaRadixCache, "inc_lock_ref", lock)
 
@@ -285,22 +302,22 @@ def a_window_given_up_early_gives_its_state_up(patch: Patch) -> None:
     def release(original: Any, cache: Any, node: Any, receipt: WindowReceipt) -> None:
         original(cache, node, receipt)
         if node is not cache.root and not node.swa_lock_ref and node.mamba_value is not None:
-            cache._mamba.protected -= 1
-            cache._mamba._pool.free_track_slot(node.mamba_value)
+            cache.parts.states.protected -= 1
+            cache.parts.states._pool.free_track_slot(node.mamba_value)
             node.mamba_value = None
 
-    around(patch, WindowTreeCache, "release_window", release)
+    around(patch, PrefixCache, "release_window", release)
 
 
 @fault
 def a_window_given_up_early_unlocks_its_state(patch: Patch) -> None:
     def release(original: Any, cache: Any, node: Any, receipt: WindowReceipt) -> None:
         if node is not cache.root and node.own_locks == 1 and not receipt.released:
-            cache._mamba.evictable += node.mamba_value is not None
-            cache._mamba.protected -= node.mamba_value is not None
+            cache.parts.states.evictable += node.mamba_value is not None
+            cache.parts.states.protected -= node.mamba_value is not None
         original(cache, node, receipt)
 
-    around(patch, WindowTreeCache, "release_window", release)
+    around(patch, PrefixCache, "release_window", release)
 
 
 @fault
@@ -318,7 +335,7 @@ def after_a_window_was_given_up_early_its_state_stays_locked(patch: Patch) -> No
         "raydix.cache_core.components.window_kv.WindowReceipt", type("Receipt", (WindowReceipt,), {"early": False})
     )
     around(patch, RecurrentState, "unlock", unlock)
-    around(patch, WindowTreeCache, "release_window", release)
+    around(patch, PrefixCache, "release_window", release)
 
 
 # ---------------------------------------------------------------- eviction
@@ -338,13 +355,13 @@ def a_locked_state_goes_with_its_window(patch: Patch) -> None:
     def drop(original: Any, swa: WindowKV, node: Any) -> None:
         original(swa, node)
         if node.own_locks and node.mamba_value is not None:
-            swa.cache._mamba.protected -= 1  # type: ignore[attr-defined]
-            swa.cache._mamba._pool.free_track_slot(node.mamba_value)  # type: ignore[attr-defined]
+            swa.cache.parts.states.protected -= 1  # type: ignore[attr-defined]
+            swa.cache.parts.states._pool.free_track_slot(node.mamba_value)  # type: ignore[attr-defined]
             node.mamba_value = None
 
     def init(original: Any, cache: Any, *args: Any, **kwargs: Any) -> None:
         original(cache, *args, **kwargs)
-        cache._swa.cache = cache
+        cache.parts.window.cache = cache
 
     around(patch, WindowKV, "drop", drop)
     around(patch, MambaRadixCache, "__init__", init)
@@ -353,21 +370,22 @@ def a_locked_state_goes_with_its_window(patch: Patch) -> None:
 @fault
 def a_window_goes_with_its_state(patch: Patch) -> None:
     def evict(cache: Any, num_tokens: int, wanted: Any) -> Any:
-        before = [component.num_freed for component in cache._aux]
+        before = [component.num_freed for component in cache.parts.components]
         victims = Victims()
-        cache._full.evict(num_tokens, victims)
-        for component, start, want in zip(cache._aux, before, wanted, strict=True):
+        cache.parts.full.evict(num_tokens, victims)
+        for component, start, want in zip(cache.parts.components, before, wanted, strict=True):
             while component.num_freed < start + want and (node := component.pop_victim()) is not None:
                 if not node.children and not node.lock_ref:
-                    cache._full.take_out(node, victims)
+                    cache.parts.full.take_out(node, victims)
                     continue
-                for each in cache._aux:
+                for each in cache.parts.components:
                     each.drop(node)
-        cache._swa.give_back()
-        cache._give_back(victims)
-        return victims.num_tokens, *(part.num_freed - start for part, start in zip(cache._aux, before, strict=True))
+        cache._release_victims(victims)
+        return victims.num_tokens, *(
+            part.num_freed - start for part, start in zip(cache.parts.components, before, strict=True)
+        )
 
-    patch.setattr(TreeCache, "_evict", evict)
+    patch.setattr(PrefixCache, "_evict", evict)
 
 
 @fault
@@ -410,7 +428,7 @@ def states_are_wanted_beyond_those_that_went_with_windows(patch: Patch) -> None:
         rest = original(cache, 0, [0, wanted[1]])
         return tuple(map(sum, zip(first, rest, strict=True)))
 
-    around(patch, TreeCache, "_evict", evict)
+    around(patch, PrefixCache, "_evict", evict)
 
 
 @fault
@@ -420,7 +438,7 @@ def windows_that_went_with_their_leaves_are_wanted_again(patch: Patch) -> None:
         rest = original(cache, 0, wanted)
         return tuple(map(sum, zip(first, rest, strict=True)))
 
-    around(patch, TreeCache, "_evict", evict)
+    around(patch, PrefixCache, "_evict", evict)
 
 
 @fault
@@ -430,34 +448,35 @@ def states_go_before_windows(patch: Patch) -> None:
         rest = original(cache, 0, [max(0, wanted[0] - first[1]), 0])
         return tuple(map(sum, zip(first, rest, strict=True)))
 
-    around(patch, TreeCache, "_evict", evict)
+    around(patch, PrefixCache, "_evict", evict)
 
 
 @fault
 def as_many_states_go_as_tokens_were_wanted(patch: Patch) -> None:
-    around(patch, TreeCache, "_evict", lambda original, cache, full, wanted: original(cache, full, wanted[::-1]))
+    around(patch, PrefixCache, "_evict", lambda original, cache, full, wanted: original(cache, full, wanted[::-1]))
 
 
 @fault
 def with_a_window_no_state_is_evicted_for_itself(patch: Patch) -> None:
-    around(patch, TreeCache, "_evict", lambda original, cache, full, wanted: original(cache, full, [wanted[0], 0]))
+    around(patch, PrefixCache, "_evict", lambda original, cache, full, wanted: original(cache, full, [wanted[0], 0]))
 
 
 @fault
 def of_an_unlocked_leaf_only_window_and_state_go(patch: Patch) -> None:
     def evict(original: Any, cache: Any, num_tokens: int, wanted: Any) -> Any:
-        before = [component.num_freed for component in cache._aux]
+        before = [component.num_freed for component in cache.parts.components]
         victims = Victims()
-        cache._full.evict(num_tokens, victims)
-        while cache._swa.num_freed < before[0] + wanted[0] and (node := cache._swa.pop_victim()) is not None:
-            cache._swa.drop(node)
-            cache._mamba.drop(node)
-        cache._give_back(victims)
-        rest = original(cache, 0, [0, max(0, wanted[1] - cache._mamba.num_freed + before[1])])
-        parts = zip(cache._aux, before, strict=True)
+        cache.parts.full.evict(num_tokens, victims)
+        window, states = cache.parts.window, cache.parts.states
+        while window.num_freed < before[0] + wanted[0] and (node := window.pop_victim()) is not None:
+            window.drop(node)
+            states.drop(node)
+        cache._release_victims(victims)
+        rest = original(cache, 0, [0, max(0, wanted[1] - states.num_freed + before[1])])
+        parts = zip(cache.parts.components, before, strict=True)
         return victims.num_tokens + rest[0], *(part.num_freed - start for part, start in parts)
 
-    around(patch, TreeCache, "_evict", evict)
+    around(patch, PrefixCache, "_evict", evict)
 
 
 @fault

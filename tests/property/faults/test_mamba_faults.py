@@ -14,7 +14,6 @@ from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.components.recurrent_state import RecurrentState
 from raydix.cache_core.eviction.queue import SideQueue
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.radix.tree_cache import TreeCache
 
 RUNS = [(0, 1), (1, 4), (2, 4), (3, 1)]  # seed (chunks of 1, 2, 24 and 1 tokens), page size
 
@@ -51,7 +50,9 @@ def a_match_ends_at_the_first_state(patch: Patch) -> None:
 
 @fault
 def the_branching_length_is_not_floored_to_chunks(patch: Patch) -> None:
-    patch.setattr(MambaRadixCache, "_branching", TreeCache._branching)
+    patch.setattr(
+        MambaRadixCache, "_branching", lambda cache, usable, full_end: full_end if full_end > usable else None
+    )
 
 
 @fault
@@ -81,7 +82,7 @@ def a_match_uses_the_states_above_as_well(patch: Patch) -> None:
 def a_peek_uses_the_state(patch: Patch) -> None:
     def peek(original: Any, cache: MambaRadixCache, key: RadixKey) -> Any:
         found = original(cache, key)
-        cache._mamba.touch(found.last_node, cache._clock)
+        cache.parts.states.touch(found.last_node, cache.parts.clock)
         return found
 
     around(patch, MambaRadixCache, "peek_prefix", peek)
@@ -227,7 +228,7 @@ def state_slots_are_freed_twice(patch: Patch) -> None:
 
 @fault
 def state_slots_are_never_freed(patch: Patch) -> None:
-    patch.setattr(RecurrentState, "give_back", lambda mamba: mamba._dropped.clear())
+    patch.setattr(RecurrentState, "release_dropped", lambda mamba: mamba._dropped.clear())
 
 
 @fault
@@ -238,13 +239,15 @@ def a_leaf_goes_without_its_state(patch: Patch) -> None:
 @fault
 def an_unlocked_leaf_stays_without_its_state(patch: Patch) -> None:
     def evict(cache: MambaRadixCache, num_tokens: int, num_states: int = 0) -> EvictResult:
-        before = cache._mamba.num_freed
+        states = cache.parts.states
+        assert states is not None
+        before = states.num_freed
         victims = Victims()
-        cache._full.evict(num_tokens, victims)
-        while cache._mamba.num_freed < before + num_states and (node := cache._mamba.pop_victim()) is not None:
-            cache._mamba.drop(node)
-        cache._give_back(victims)
-        return EvictResult(victims.num_tokens, 0, cache._mamba.num_freed - before)
+        cache.parts.full.evict(num_tokens, victims)
+        while states.num_freed < before + num_states and (node := states.pop_victim()) is not None:
+            states.drop(node)
+        cache._release_victims(victims)
+        return EvictResult(victims.num_tokens, 0, states.num_freed - before)
 
     patch.setattr(MambaRadixCache, "evict", evict)
 

@@ -16,7 +16,8 @@ from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.eviction.policy import LRU
 from raydix.cache_core.eviction.queue import EvictionQueue
 from raydix.cache_core.eviction.tenants import Tenants
-from raydix.cache_core.radix import insertion, lookup
+from raydix.cache_core.radix import insertion, lookup, prefix_cache
+from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.tree import page_hashes
 from raydix.cache_core.tree.radix_tree import RadixTree
 
@@ -40,9 +41,9 @@ def a_split_renews_the_suffix_that_was_not_matched(patch: Patch) -> None:
 @fault
 def a_match_does_not_renew_what_it_finds(patch: Patch) -> None:
     def match(original: Any, cache: RadixCache, key: RadixKey) -> Any:
-        stamps = {node: node.own_access_time for node in cache._tree.nodes()}
+        stamps = {node: node.own_access_time for node in cache.parts.tree.nodes()}
         found = original(cache, key)
-        for node in cache._tree.nodes():
+        for node in cache.parts.tree.nodes():
             node.own_access_time = stamps.get(node, 0)  # what a split made has that of its suffix
         return found
 
@@ -53,10 +54,10 @@ def a_match_does_not_renew_what_it_finds(patch: Patch) -> None:
 def a_peek_renews_what_it_finds(patch: Patch) -> None:
     def peek(original: Any, cache: RadixCache, key: RadixKey) -> Any:
         found = original(cache, key)
-        cache._clock += 1
+        cache.parts.clock += 1
         node = found.last_node
         while node is not None:
-            node.own_access_time = cache._clock
+            node.own_access_time = cache.parts.clock
             node = node.parent
         return found
 
@@ -168,13 +169,13 @@ def eviction_counts_what_was_asked_for(patch: Patch) -> None:
 
 @fault
 def eviction_tells_nobody(patch: Patch) -> None:
-    patch.setattr(RadixCache, "_tell_of", lambda cache, victims: None)
+    patch.setattr(RadixCache, "_publish_evicted", lambda cache, victims: None)
 
 
 @fault
 def leaves_go_before_what_is_retired(patch: Patch) -> None:
     def evict(original: Any, cache: RadixCache, num_tokens: int) -> EvictResult:
-        retired = cache._full.tenants.rest.retired
+        retired = cache.parts.full.tenants.rest.retired
         known, retired.pending = retired.pending, []
         try:
             result: EvictResult = original(cache, num_tokens)
@@ -289,15 +290,15 @@ def a_widened_namespace_keeps_its_old_children_keys(patch: Patch) -> None:
 
 @fault
 def duplicates_are_not_reported(patch: Patch) -> None:
-    patch.setattr(RadixCache, "_duplicates", lambda *_: torch.empty(0, dtype=torch.int64))
+    patch.setattr(insertion, "duplicates", lambda *_: torch.empty(0, dtype=torch.int64))
 
 
 @fault
 def the_slots_that_the_tree_holds_are_reported_as_duplicates(patch: Patch) -> None:
-    def duplicates(cache: RadixCache, slots: torch.Tensor, start: int, stop: int, found: Any) -> torch.Tensor:
+    def duplicates(parts: TreeParts, slots: torch.Tensor, start: int, stop: int, found: Any) -> torch.Tensor:
         return slots[start:stop].clone()
 
-    patch.setattr(RadixCache, "_duplicates", duplicates)
+    patch.setattr(insertion, "duplicates", duplicates)
 
 
 @fault
@@ -335,7 +336,7 @@ def slots_are_adopted_without_a_copy(patch: Patch) -> None:
         return original(path, *rest)
 
     around(patch, insertion, "compact", compact)
-    around(patch, lookup, "gather", gather)
+    around(patch, prefix_cache, "gather", gather)
 
 
 @fault
@@ -347,16 +348,16 @@ def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
             return torch.frombuffer(path[0].slots, dtype=torch.int64)
 
     patch.setattr(insertion, "compact", lambda slots, _, start, stop: slots[start:stop].numpy().tobytes())
-    around(patch, lookup, "gather", gather)
+    around(patch, prefix_cache, "gather", gather)
 
 
 @fault
 def slots_are_freed_twice(patch: Patch) -> None:
-    def give_back(original: Any, cache: RadixCache, victims: Any) -> None:
+    def release(original: Any, cache: RadixCache, victims: Any) -> None:
         original(cache, victims)
         original(cache, victims)
 
-    around(patch, RadixCache, "_give_back", give_back)
+    around(patch, RadixCache, "_release_victims", release)
 
 
 @fault
@@ -461,17 +462,17 @@ def a_split_forgets_the_hits(patch: Patch) -> None:
 
 @fault
 def stale_nodes_are_accepted(patch: Patch) -> None:
-    patch.setattr(RadixCache, "_check_live", lambda cache, node: None)
+    patch.setattr(TreeParts, "check_live", lambda parts, node: None)
 
 
 @fault
 def nodes_of_other_namespaces_are_resumed_at(patch: Patch) -> None:
-    def resumed(original: Any, cache: RadixCache, key: RadixKey, node: Any, is_trusted: bool) -> RadixKey:
+    def resumed(original: Any, parts: TreeParts, key: RadixKey, node: Any, is_trusted: bool) -> RadixKey:
         renamed = RadixKey.from_packed(key.data, key.width, node.space.extra_key, node.space.arity)
-        there: RadixKey = original(cache, renamed, node, is_trusted)
+        there: RadixKey = original(parts, renamed, node, is_trusted)
         return there
 
-    around(patch, RadixCache, "_resumed", resumed)
+    around(patch, insertion, "resumed_key", resumed)
 
 
 @fault
@@ -479,7 +480,7 @@ def a_miss_ends_at_the_top_of_its_namespace(patch: Patch) -> None:
     def match(original: Any, cache: RadixCache, key: RadixKey) -> Any:
         found = original(cache, key)
         if found.last_node is cache.root:
-            found.last_node = cache._tree.tops.get((key.extra_key, key.arity), cache.root)
+            found.last_node = cache.parts.tree.tops.get((key.extra_key, key.arity), cache.root)
         return found
 
     around(patch, RadixCache, "match_prefix", match)

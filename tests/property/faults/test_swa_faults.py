@@ -15,8 +15,7 @@ from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
 from raydix.cache_core.eviction.queue import SideQueue
 from raydix.cache_core.kernels import Victims
-from raydix.cache_core.radix import window_insertion
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 
 RUNS = [(0, 1, 3), (1, 4, 10), (2, 1, 1), (4, 4, 4), (3, 1, 3), (7, 4, 4)]  # seed, page size, window
 
@@ -95,9 +94,9 @@ def a_run_that_matches_in_part_counts_whole(patch: Patch) -> None:
 @fault
 def a_peek_does_not_see_holes(patch: Patch) -> None:
     def peek(original: Any, cache: RadixCache, key: RadixKey) -> Any:
-        aux, cache._aux = cache._aux, ()
+        aux, cache.parts.components = cache.parts.components, ()
         found = original(cache, key)
-        cache._aux = aux
+        cache.parts.components = aux
         return found
 
     around(patch, RadixCache, "peek_prefix", peek)
@@ -105,7 +104,7 @@ def a_peek_does_not_see_holes(patch: Patch) -> None:
 
 @fault
 def the_longer_full_prefix_is_not_told(patch: Patch) -> None:
-    patch.setattr(TreeCache, "_branching", lambda cache, usable, full_end: None)
+    patch.setattr(PrefixCache, "_branching", lambda cache, usable, full_end: None)
 
 
 # ---------------------------------------------------------------- recency
@@ -235,14 +234,12 @@ def the_receipt_of_another_lock_is_taken(patch: Patch) -> None:
 
 @fault
 def an_unlock_needs_no_receipt(patch: Patch) -> None:
-    def dec_lock_ref(original: Any, cache: RadixCache, node: Any, receipt: Any = None, **kwargs: Any) -> None:
-        if receipt is None and not kwargs:
-            TreeCache.dec_lock_ref(cache, node)
-        else:
-            original(cache, node, receipt, **kwargs)
+    def with_receipt(original: Any, owner: Any, node: Any, receipt: Any) -> None:
+        if receipt is not None:
+            original(owner, node, receipt)
 
-    around(patch, RadixCache, "dec_lock_ref", dec_lock_ref)
-    patch.setattr(WindowKV, "unlock", lambda swa, node, receipt: None)
+    around(patch, RadixCache, "_check_receipt", with_receipt)
+    around(patch, WindowKV, "unlock", with_receipt)
 
 
 @fault
@@ -301,7 +298,7 @@ def what_is_held_is_evicted(patch: Patch) -> None:
 def an_early_release_unlocks_the_full_kv(patch: Patch) -> None:
     def release(original: Any, cache: RadixCache, node: Any, receipt: WindowReceipt) -> None:
         if node is not cache.root and node.own_locks and not receipt.released:
-            cache._full.unlock(node)
+            cache.parts.full.unlock(node)
         original(cache, node, receipt)
 
     around(patch, RadixCache, "release_window", release)
@@ -320,19 +317,19 @@ def all_that_is_inserted_is_live(patch: Patch) -> None:
 
 @fault
 def a_leaf_with_a_live_end_is_live_from_its_beginning(patch: Patch) -> None:
-    def cuts(original: Any, cache: RadixCache, start: int, stop: int, fresh_from: int) -> Any:
-        return original(cache, start, stop, fresh_from if fresh_from >= stop else 0)
+    def spans(original: Any, swa: WindowKV, start: int, stop: int, fresh_from: int) -> Any:
+        return original(swa, start, stop, fresh_from if fresh_from >= stop else 0)
 
-    around(patch, RadixCache, "_cuts", cuts)
+    around(patch, WindowKV, "split_spans", spans)
 
 
 @fault
 def a_leaf_is_as_long_as_its_key(patch: Patch) -> None:
-    def cuts(cache: RadixCache, start: int, stop: int, fresh_from: int) -> Any:
+    def spans(swa: WindowKV, start: int, stop: int, fresh_from: int) -> Any:
         edge = min(max(start, fresh_from), stop)
         return [span for span in [(start, edge, False), (edge, stop, True)] if span[0] < span[1]]
 
-    patch.setattr(RadixCache, "_cuts", cuts)
+    patch.setattr(WindowKV, "split_spans", spans)
 
 
 @fault
@@ -349,84 +346,84 @@ def a_leaf_is_cut_within_a_page(patch: Patch) -> None:
 
 @fault
 def tombstones_never_heal(patch: Patch) -> None:
-    patch.setattr(RadixCache, "_absorb", lambda cache, path, *rest: path)
+    patch.setattr(WindowKV, "absorb", lambda swa, path, *rest: path)
 
 
 @fault
 def tombstones_heal_by_slots_without_halves(patch: Patch) -> None:
-    around(patch, RadixCache, "_absorb", lambda original, cache, path, _, *rest: original(cache, path, 0, *rest))
+    around(patch, WindowKV, "absorb", lambda original, swa, path, _, *rest: original(swa, path, 0, *rest))
 
 
 @fault
 def a_locked_tombstone_takes_the_incoming_slots(patch: Patch) -> None:
-    def heal(original: Any, cache: RadixCache, node: Any, fresh: Any) -> None:
+    def heal(original: Any, swa: WindowKV, node: Any, fresh: Any) -> None:
         locks, node.lock_ref = node.lock_ref, 0
-        original(cache, node, fresh)
+        original(swa, node, fresh)
         node.lock_ref = locks
 
-    around(patch, RadixCache, "_heal", heal)
+    around(patch, WindowKV, "heal", heal)
 
 
 @fault
 def a_heal_frees_the_incoming_slots(patch: Patch) -> None:
-    def heal(original: Any, cache: RadixCache, node: Any, fresh: Any) -> None:
+    def heal(original: Any, swa: WindowKV, node: Any, fresh: Any) -> None:
         old = node.slots
-        original(cache, node, fresh)
+        original(swa, node, fresh)
         node.slots = old
 
-    around(patch, RadixCache, "_heal", heal)
+    around(patch, WindowKV, "heal", heal)
 
 
 @fault
 def a_heal_takes_the_trees_own_slots(patch: Patch) -> None:
-    patch.setattr(window_insertion, "meet", lambda row, other, num_tokens: False)
+    patch.setattr(window_kv, "meet", lambda row, other, num_tokens: False)
 
 
 @fault
 def a_heal_frees_nothing(patch: Patch) -> None:
-    patch.setattr(RadixCache, "_give_back_replaced", lambda cache: setattr(cache, "_replaced", None))
+    patch.setattr(WindowKV, "release_replaced", lambda swa: setattr(swa, "_replaced", Victims()))
 
 
 @fault
 def a_heal_under_a_lock_moves_nothing(patch: Patch) -> None:
-    def heal(original: Any, cache: RadixCache, node: Any, fresh: Any) -> None:
-        if cache._transfer_swa is not None:
-            cache._transfer_swa = lambda src, dst: None
-        original(cache, node, fresh)
+    def heal(original: Any, swa: WindowKV, node: Any, fresh: Any) -> None:
+        if swa.transfer_swa is not None:
+            swa.transfer_swa = lambda src, dst: None
+        original(swa, node, fresh)
 
-    around(patch, RadixCache, "_heal", heal)
+    around(patch, WindowKV, "heal", heal)
 
 
 @fault
 def a_heal_under_a_lock_moves_the_wrong_way(patch: Patch) -> None:
-    def heal(original: Any, cache: RadixCache, node: Any, fresh: Any) -> None:
-        transfer = cache._transfer_swa
+    def heal(original: Any, swa: WindowKV, node: Any, fresh: Any) -> None:
+        transfer = swa.transfer_swa
         if transfer is not None:
-            cache._transfer_swa = lambda src, dst: transfer(dst, src)
-        original(cache, node, fresh)
-        cache._transfer_swa = transfer
+            swa.transfer_swa = lambda src, dst: transfer(dst, src)
+        original(swa, node, fresh)
+        swa.transfer_swa = transfer
 
-    around(patch, RadixCache, "_heal", heal)
+    around(patch, WindowKV, "heal", heal)
 
 
 @fault
 def a_heal_is_credited_to_nothing(patch: Patch) -> None:
-    def heal(original: Any, swa: WindowKV, node: Any) -> None:
+    def revive(original: Any, swa: WindowKV, node: Any) -> None:
         sizes = swa.evictable, swa.protected
         original(swa, node)
         swa.evictable, swa.protected = sizes
 
-    around(patch, WindowKV, "heal", heal)
+    around(patch, WindowKV, "revive", revive)
 
 
 @fault
 def a_heal_in_a_held_window_is_evictable(patch: Patch) -> None:
-    def heal(original: Any, swa: WindowKV, node: Any) -> None:
+    def revive(original: Any, swa: WindowKV, node: Any) -> None:
         held, node.swa_lock_ref = node.swa_lock_ref, 0
         original(swa, node)
         node.swa_lock_ref = held
 
-    around(patch, WindowKV, "heal", heal)
+    around(patch, WindowKV, "revive", revive)
 
 
 # ---------------------------------------------------------------- eviction
@@ -464,15 +461,14 @@ def of_one_window_the_lower_node_goes_first(patch: Patch) -> None:
 @fault
 def an_unlocked_leaf_stays_as_a_tombstone(patch: Patch) -> None:
     def evict(cache: RadixCache, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
-        swa = cache._swa
+        swa = cache.parts.window
         assert swa is not None
         before = swa.num_freed
         victims = Victims()
-        cache._full.evict(num_tokens, victims)
+        cache.parts.full.evict(num_tokens, victims)
         while swa.num_freed - before < swa_num_tokens and (node := swa.pop_victim()) is not None:
             swa.drop(node)
-        swa.give_back()
-        cache._give_back(victims)
+        cache._release_victims(victims)
         return EvictResult(victims.num_tokens, swa.num_freed - before)
 
     patch.setattr(RadixCache, "evict", evict)
@@ -480,7 +476,7 @@ def an_unlocked_leaf_stays_as_a_tombstone(patch: Patch) -> None:
 
 @fault
 def tombstones_keep_their_halves(patch: Patch) -> None:
-    patch.setattr(WindowKV, "give_back", lambda swa: setattr(swa, "_dropped", Victims()))
+    patch.setattr(WindowKV, "release_dropped", lambda swa: setattr(swa, "_dropped", Victims()))
 
 
 @fault

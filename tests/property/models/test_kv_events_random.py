@@ -21,14 +21,15 @@ from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey
 from raydix.cache_core.radix import page_events
 from raydix.cache_core.radix.page_events import KVEventPublisher
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
+from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.tree import page_hashes
 
 NUM_STATES = 6
 MAX_LOCKS = 5
 MAX_TOKENS = 200  # in the tree
 KEPT = 8  # events, of the reader who falls behind
-TREES: dict[str, Callable[[int], TreeCache]] = {
+TREES: dict[str, Callable[[int], PrefixCache]] = {
     "full": lambda page_size: RadixCache(page_size, token_to_kv_pool_allocator=IndexPool()),
     "window": lambda page_size: RadixCache(page_size, sliding_window_size=2 * page_size),
     "mamba": lambda page_size: MambaRadixCache(page_size, mamba_pool=MambaPool(NUM_STATES)),
@@ -202,13 +203,13 @@ fault = FAULTS.register
 
 @fault
 def a_split_tells_of_its_prefix_again(patch: Patch) -> None:
-    def split(original: Any, tree: TreeCache, node: Any, end: int) -> Any:
-        above = original(tree, node, end)
-        if tree._events is not None:
-            tree._events.stored(above)
+    def split(original: Any, parts: TreeParts, node: Any, end: int) -> Any:
+        above = original(parts, node, end)
+        if parts.events is not None:
+            parts.events.stored(above)
         return above
 
-    around(patch, TreeCache, "_split", split)
+    around(patch, TreeParts, "split", split)
 
 
 @fault
@@ -342,16 +343,16 @@ def a_snapshot_says_to_go_on_one_event_too_late(patch: Patch) -> None:
 
 @fault
 def a_snapshot_shows_retired_pages(patch: Patch) -> None:
-    def resident_pages(tree: TreeCache) -> Any:
-        nodes = [node for top in tree._all_tops() for node in tree._tree.nodes_below(top)]
+    def resident_pages(tree: PrefixCache) -> Any:
+        nodes = [node for top in tree.parts.tops() for node in tree.parts.tree.nodes_below(top)]
         return [page_events.page_run(node, tree.page_size) for node in nodes]
 
-    patch.setattr(TreeCache, "resident_pages", resident_pages)
+    patch.setattr(PrefixCache, "resident_pages", resident_pages)
 
 
 @fault
 def a_snapshot_shows_children_before_parents(patch: Patch) -> None:
-    around(patch, TreeCache, "resident_pages", lambda original, tree: list(original(tree))[::-1])
+    around(patch, PrefixCache, "resident_pages", lambda original, tree: list(original(tree))[::-1])
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)

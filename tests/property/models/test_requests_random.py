@@ -194,7 +194,7 @@ class SwaServer(Server):
 
     def check(self) -> None:
         super().check()
-        for node in self.swa_cache._tree.nodes():
+        for node in self.swa_cache.parts.tree.nodes():
             halves = self.halves(node.value.numpy())
             assert all(half == 0 for half in halves) if node.swa_tombstone else 0 not in halves
 

@@ -14,7 +14,7 @@ from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.kernels import Holdings
 from raydix.cache_core.leases import kv_cache
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.tree_node import TreeNode
 
 Patch = pytest.MonkeyPatch
@@ -167,14 +167,14 @@ def a_tenant_is_served_after_its_verb(patch: Patch) -> None:
 
 
 def a_state_takes_a_leaf_below_the_floor(patch: Patch) -> None:
-    evict_aux = TreeCache._evict_aux
+    evict = PrefixCache._evict_components
 
-    def evict_aux_from_all(tree: TreeCache, victims: Any, goals: Any) -> None:
+    def evict_from_all(tree: PrefixCache, victims: Any, goals: Any) -> None:
         with pytest.MonkeyPatch.context() as within:
             within.setattr(FullKV, "may_take", lambda component, leaf: True)
-            evict_aux(tree, victims, goals)
+            evict(tree, victims, goals)
 
-    patch.setattr(TreeCache, "_evict_aux", evict_aux_from_all)
+    patch.setattr(PrefixCache, "_evict_components", evict_from_all)
 
 
 FAULTS: list[Callable[[Patch], None]] = [

@@ -23,7 +23,7 @@ from raydix.cache_core import (
     StaleNodeError,
     TreeNode,
 )
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 
 NARROW_LIMIT = 2**32
 
@@ -123,14 +123,14 @@ class CheckedRadixCache:
         self.page_size = page_size
         self.told: list[int] = []
         self._make(num_pages, rng, paged_pool)
-        self.cache._full._queue.reach = 64 if paged_pool else 1  # leaves are few: beyond that they come late
+        self.cache.parts.full._queue.reach = 64 if paged_pool else 1  # leaves are few: beyond that they come late
         self._page_of_hash: dict[str, Page] = {}
         self._hash_of_page: dict[Page, str] = {}
 
     def _make(self, num_pages: int, rng: Random, paged_pool: bool) -> None:
         """Make what is compared, and the pool of both."""
         self.pool = (PagedLedgerPool if paged_pool else LedgerPool)(num_pages, self.page_size, rng)
-        self.cache: TreeCache = RadixCache(self.page_size, None, self.pool, self.told.append)
+        self.cache: PrefixCache = RadixCache(self.page_size, None, self.pool, self.told.append)
         self.model = ReferenceRadixCache(self.page_size)
 
     def _request(self) -> dict[str, int]:
@@ -255,7 +255,7 @@ class CheckedRadixCache:
 
     def retire(self, namespaces: tuple[str | None, ...]) -> None:
         """Nothing in these namespaces can be matched any more; nothing is freed. An arity is one of its own."""
-        there = {key for key in self.cache._tree.tops if key[0] in namespaces}
+        there = {key for key in self.cache.parts.tree.tops if key[0] in namespaces}
         agree("namespaces retired", self.cache.retire(lambda extra_key: extra_key in namespaces), len(there))
         agree("namespaces, arities aside", len({extra_key for extra_key, _ in there}), self.model.retire(namespaces))
         self.check()
@@ -325,8 +325,8 @@ class CheckedRadixCache:
         """The cache's tree, in the model's words; retired nodes do not tell how long they are."""
         prefixes: dict[TreeNode | None, Tokens] = {}
         nodes: list[Node] = []
-        for top in self.cache._all_tops():
-            for node in self.cache._tree.nodes_below(top):  # parents before children
+        for top in self.cache.parts.tops():
+            for node in self.cache.parts.tree.nodes_below(top):  # parents before children
                 assert node.key is not None and node.value is not None
                 prefix = prefixes.get(node.parent, ()) + tuple(node.key)
                 prefixes[node] = prefix

@@ -26,7 +26,7 @@ from raydix.cache_core import (
     TokenToKVPoolAllocator,
     hash_bytes,
 )
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 
 Prompt = list[int]
@@ -42,7 +42,7 @@ FORMS: dict[str, Callable[[Prompt], Any]] = {
     "torch-uint64": lambda ids: torch.from_numpy(np.array(ids, np.uint64)),
     "torch-int64": lambda ids: torch.tensor(ids if max(ids) < 2**63 else np.array(ids, np.uint64)),
 }
-TREES: dict[str, Callable[[int], TreeCache]] = {
+TREES: dict[str, Callable[[int], PrefixCache]] = {
     "full": RadixCache,
     "window": lambda page_size: RadixCache(page_size, sliding_window_size=2 * page_size),
 }
@@ -106,7 +106,7 @@ def prompts_meet_where_their_ids_are_equal(kind: str, prompts: list[Prompt], pag
     assert ReplayedIndex(feed.snapshot(tree.resident_pages())).blocks == index.blocks
 
 
-def digests_of(tree: TreeCache, tokens: list[Any]) -> list[str]:
+def digests_of(tree: PrefixCache, tokens: list[Any]) -> list[str]:
     """The hashes of all whole pages of a cached key, from the root."""
     node = tree.match_prefix(RadixKey(tokens)).last_node
     digests: list[str] = []

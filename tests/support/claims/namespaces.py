@@ -15,7 +15,7 @@ from support.reference.keys import Token, Triple, event_hashes, framed, page_has
 
 from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaRadixCache, PrefixCacheManager, RadixCache, RadixKey, TreeNode
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.hashing import namespace_seed
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import BlockStored, frame_namespace
@@ -24,7 +24,7 @@ from raydix.schemas.namespace import unframe_namespace
 Space = tuple[Triple, int]  # a namespace, and the ids of a tuple (0: plain ids)
 
 LETTERS = "\0-:1a\u00e9"
-TREES: dict[str, Callable[[int], TreeCache]] = {
+TREES: dict[str, Callable[[int], PrefixCache]] = {
     "full": RadixCache,
     "window": lambda page_size: RadixCache(page_size, sliding_window_size=page_size),
     "mamba": MambaRadixCache,
@@ -65,7 +65,7 @@ def elements(ids: list[int], arity: int) -> list[Token]:
     return list(zip(*[iter(ids)] * arity, strict=True)) if arity else list(ids)
 
 
-def nodes_above(tree: TreeCache, node: TreeNode) -> list[TreeNode]:
+def nodes_above(tree: PrefixCache, node: TreeNode) -> list[TreeNode]:
     """A node and its ancestors below the root, tops included."""
     path: list[TreeNode] = []
     while node is not tree.root:

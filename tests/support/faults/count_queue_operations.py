@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from raydix.cache_core.eviction.queue import EvictionQueue, SideQueue
-from raydix.cache_core.eviction.sorted_runs import SortedRuns
+from raydix.cache_core.eviction.queue import EvictionQueue, LateNodes, SideQueue
 
 ON_QUEUES = ("push", "discard", "touch", "pop")
-COUNTED = ((EvictionQueue, ON_QUEUES), (SideQueue, ON_QUEUES), (SortedRuns, ("add", "remove", "pop_first")))
+COUNTED = ((EvictionQueue, ON_QUEUES), (SideQueue, ON_QUEUES), (LateNodes, ("add", "remove")))
 
 
 def queue_operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -6,7 +6,7 @@ from functools import cache as memoised
 from typing import Any, NamedTuple
 
 from raydix.cache_core import hash_to_int64, hash_token_ids
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.hashing import namespace_seed
 from raydix.schemas import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch, KVEventSnapshot
 
@@ -71,12 +71,12 @@ class ReplayedIndex:
             del self.blocks[each]
 
 
-def resident_blocks(tree: TreeCache) -> dict[int, Block]:
+def resident_blocks(tree: PrefixCache) -> dict[int, Block]:
     """What can be matched in a tree, from its nodes' tokens alone."""
     found: dict[int, Block] = {}
-    for top in tree._tree.tops.values():
+    for top in tree.parts.tree.tops.values():
         paths: dict[Any, Tokens] = {top: ()}
-        for node in tree._tree.nodes_below(top):
+        for node in tree.parts.tree.nodes_below(top):
             assert node.key is not None and node.parent is not None
             before = len(paths[node.parent])
             paths[node] = paths[node.parent] + tuple(node.key.token_ids)

@@ -69,6 +69,6 @@ class PairedPolicyCache(CheckedRadixCache):
     def check(self) -> None:
         self._policies.note_request()
         super().check()
-        for node in self.cache._tree.nodes():
+        for node in self.cache.parts.tree.nodes():
             page = self.place_of(node)
             assert node.priority == self._policies.priority(page), f"priority of {node}"

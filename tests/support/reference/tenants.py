@@ -38,10 +38,10 @@ class Shares:
     """
 
     def __init__(self, cache: KVCache) -> None:
-        self.rank = cache.tree._full.policy.rank  # type: ignore[attr-defined]
+        self.rank = cache.tree.parts.full.policy.rank  # type: ignore[attr-defined]
         self.free = cache.free_slots
         self.nodes: list[Node] = []
-        for top in cache.tree._all_tops():  # type: ignore[attr-defined]
+        for top in cache.tree.parts.tops():  # type: ignore[attr-defined]
             self._copy(top, None, cache.tenants.of(top.space.extra_key))
         self.dead = Counter[Tenant]()
         self.held = Counter[Tenant]()

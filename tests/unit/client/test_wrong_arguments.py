@@ -107,7 +107,7 @@ def test_a_window_is_not_given_up_with_what_is_no_receipt(receipt: Any) -> None:
     node = cache.insert(RadixKey([1, 2])).last_node
     cache.inc_lock_ref(node)
 
-    with pytest.raises(LockError, match="the receipt of its own lock"):
+    with pytest.raises(LockError, match="needs the unused receipt"):
         cache.release_window(node, receipt)
 
     assert cache.swa_protected_size() == 2

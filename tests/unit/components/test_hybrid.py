@@ -68,7 +68,7 @@ def slots(length: int, first: int = 10) -> torch.Tensor:
 
 def picture(cache: MambaRadixCache) -> str:
     """The one path of a cache: "t4 l3*" is a tombstone of four tokens and a live run of three with a state."""
-    nodes = sorted(cache._tree.nodes(), key=lambda node: node.end)
+    nodes = sorted(cache.parts.tree.nodes(), key=lambda node: node.end)
     marks = ["" if node.mamba_value is None else "*" for node in nodes]  # type: ignore[attr-defined]
     runs = [f"{'t' if node.swa_tombstone else 'l'}{len(node)}" for node in nodes]
     return " ".join(run + mark for run, mark in zip(runs, marks, strict=True))

@@ -68,7 +68,7 @@ def row(*slots: int) -> torch.Tensor:
 
 def picture(cache: RadixCache) -> str:
     """The one path of a cache as in the examples: "t4 l3"."""
-    nodes = sorted(cache._tree.nodes(), key=lambda node: node.end)
+    nodes = sorted(cache.parts.tree.nodes(), key=lambda node: node.end)
     return " ".join(f"{'t' if node.swa_tombstone else 'l'}{len(node)}" for node in nodes)
 
 
@@ -178,7 +178,7 @@ def test_a_new_leaf_is_one_padded_window_long_at_most(
 
     leaf = cache.insert(RadixKey(range(length))).last_node
 
-    assert [len(node) for node in sorted(cache._tree.nodes(), key=lambda node: node.end)] == runs
+    assert [len(node) for node in sorted(cache.parts.tree.nodes(), key=lambda node: node.end)] == runs
     cache.inc_lock_ref(leaf)
     assert sizes(cache) == (length - runs[-1], runs[-1])
     cache.check_invariants()
@@ -222,9 +222,7 @@ def test_an_unlocked_tombstone_takes_the_incoming_slots_and_frees_its_own(cache:
     assert sizes(cache) == (8, 0)
 
 
-def healed_past_a_freed_slot() -> tuple[RadixCache, SWATokenToKVPoolAllocator, torch.Tensor, int]:
-    """A cache whose tombstone has healed though somebody had freed a slot of it; its pool, the slots of the insert that
-    healed it, and that slot."""
+def test_an_insert_raises_once_a_tombstone_has_healed_if_the_pool_refuses_its_old_slots() -> None:
     pool = SWATokenToKVPoolAllocator(32, 32)
     cache = RadixCache(1, 4, pool)
     old = pool.alloc(8)
@@ -234,39 +232,14 @@ def healed_past_a_freed_slot() -> tuple[RadixCache, SWATokenToKVPoolAllocator, t
     assert picture(cache) == "t4 l4"
     fresh = pool.alloc(8)
     pool.free(old[1:2])  # somebody's mistake
-    cache.insert(RadixKey(range(8)), fresh)
-    return cache, pool, fresh, int(old[1])
 
-
-def test_an_insert_heals_though_somebody_freed_a_slot_of_the_tombstone() -> None:
-    """If it failed, its caller would free slots that the tree has taken over."""
-    cache, pool, fresh, _ = healed_past_a_freed_slot()
+    with pytest.raises(SlotError, match=r"refused slots that were in the tree: 1, 2, 3, 4: slots were freed"):
+        cache.insert(RadixKey(range(8)), fresh)
 
     assert picture(cache) == "l4 l4"
     assert cache.peek_prefix(RadixKey(range(4))).indices.tolist() == fresh[:4].tolist()
-    pool.free(fresh[4:])
-    assert pool.available_size() + cache.total_size() == 32
     cache.check_invariants()
-    pool.check_invariants()
-
-
-@pytest.mark.parametrize("verb", ["evict", "evict_window", "reset", "reclaim_retired"])
-def test_a_slot_that_was_freed_before_its_tombstone_healed_is_told_of_by_the_next_eviction(verb: str) -> None:
-    cache, pool, fresh, freed = healed_past_a_freed_slot()
-    pool.free(fresh[4:])
-    verbs: dict[str, Any] = {
-        "evict": lambda: cache.evict(8),
-        "evict_window": lambda: cache.evict(0, 8),
-        "reset": cache.reset,
-        "reclaim_retired": cache.reclaim_retired,
-    }
-
-    with pytest.raises(SlotError, match=f"refused slots that were in the tree: {freed}: "):
-        verbs[verb]()
-
-    assert pool.available_size() + cache.total_size() == 32
-    cache.reset()
-    assert pool.available_size() == 32
+    assert cache.evict(8, 8) == EvictResult(8, 8)
 
 
 def test_a_locked_tombstone_keeps_its_slots_and_takes_the_window_halves(cache: RadixCache, pool: BothHalves) -> None:
@@ -371,7 +344,7 @@ def test_what_several_tombstones_had_is_freed_in_one_call(cache: RadixCache, poo
 
 
 @pytest.mark.parametrize("error", [SlotError("not moved"), ValueError("not moved"), KeyError("not moved")], ids=repr)
-def test_a_locked_tombstone_stays_one_if_its_pool_refuses_to_move_halves(
+def test_an_insert_raises_and_a_locked_tombstone_stays_one_if_the_pool_refuses_to_move_halves(
     cache: RadixCache, pool: BothHalves, error: Exception
 ) -> None:
     def refuse(src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -379,17 +352,17 @@ def test_a_locked_tombstone_stays_one_if_its_pool_refuses_to_move_halves(
 
     leaf = build(cache, "t4 l4")
     receipt = cache.inc_lock_ref(leaf)
-    cache._transfer_swa = refuse
+    assert cache.parts.window is not None
+    cache.parts.window.transfer_swa = refuse
 
-    result = cache.insert(RadixKey(range(1, 10)), torch.arange(20, 29))
+    with pytest.raises(SlotError, match=r"to move window halves to slots that are in the tree: 10, 11, .*not moved"):
+        cache.insert(RadixKey(range(1, 10)), torch.arange(20, 29))
 
-    assert picture(cache) == "t4 l4 l1"
-    assert result.duplicate_indices.tolist() == list(range(20, 28))
-    assert sizes(cache) == (1, 4)
-    with pytest.raises(SlotError, match="to move window halves to slots that are in the tree: 10, 11"):
-        cache.evict(0, 1)
-    assert cache.evict(0, 1) == EvictResult(0, 0, 0)
+    assert picture(cache) == "t4 l4"
+    assert sizes(cache) == (0, 4)
+    cache.check_invariants()
     cache.dec_lock_ref(leaf, receipt)
+    assert cache.evict(0, 1) == EvictResult(4, 4, 0)
 
 
 def test_a_state_that_cannot_be_is_no_refusal_to_move_halves(cache: RadixCache) -> None:
@@ -397,7 +370,8 @@ def test_a_state_that_cannot_be_is_no_refusal_to_move_halves(cache: RadixCache) 
         raise AssertionError("a page is lost")
 
     cache.inc_lock_ref(build(cache, "t4 l4"))
-    cache._transfer_swa = fail
+    assert cache.parts.window is not None
+    cache.parts.window.transfer_swa = fail
 
     with pytest.raises(AssertionError, match="lost"):
         cache.insert(RadixKey(range(1, 9)), torch.arange(20, 28))
@@ -704,7 +678,7 @@ def test_the_steps_for_a_victim_do_not_grow_with_the_tree(monkeypatch: pytest.Mo
     cache = RadixCache(1, 4)
     for token in range(num_nodes // 2):
         cache.insert(RadixKey([token, 1, 2, 3, 4]))  # two nodes
-    monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
+    monkeypatch.setattr(cache.parts.tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
     done = queue_operations(monkeypatch)
 
     cache.evict(0, 1)  # an inner node
@@ -824,7 +798,7 @@ def test_the_window_queue_holds_what_is_in_the_tree_alone() -> None:
         cache.insert(key(token))
         cache.evict(1)
 
-    assert not len(cache._swa._queue)  # type: ignore[union-attr]
+    assert not len(cache.parts.window._queue)  # type: ignore[union-attr]
 
 
 def test_a_refused_insert_leaves_no_trace(cache: RadixCache) -> None:

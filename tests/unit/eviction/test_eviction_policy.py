@@ -157,7 +157,7 @@ def test_the_steps_for_a_victim_do_not_grow_with_the_tree(name: str, monkeypatch
             cache.insert(RadixKey([token]))
             if token % 3 == 0:
                 cache.match_prefix(RadixKey([token]))
-        monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
+        monkeypatch.setattr(cache.parts.tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
         done = queue_operations(monkeypatch)
         cache.evict(100)
         counts.append(len(done))

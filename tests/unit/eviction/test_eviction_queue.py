@@ -1,4 +1,4 @@
-"""Both kinds of queues, and `SortedRuns`, against sorted lists."""
+"""Both kinds of queues, and `LateNodes`, against sorted lists."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from raydix.cache_core import TreeNode, kernels
-from raydix.cache_core.eviction import sorted_runs
-from raydix.cache_core.eviction.queue import EvictionQueue, SideQueue
-from raydix.cache_core.eviction.sorted_runs import SortedRuns
+from raydix.cache_core.eviction import queue as queues
+from raydix.cache_core.eviction.queue import EvictionQueue, LateNodes, SideQueue
 from raydix.cache_core.tree.tree_node import Namespace
 
 SPACE = Namespace(None, 0, 4, 4)
@@ -96,7 +95,7 @@ def test_what_was_discarded_can_come_again(kind: Any) -> None:
 @pytest.mark.parametrize("reach", [0, 3, 64])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_keep_the_order(kind: Any, seed: int, reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sorted_runs, "_LONGEST", 4)  # so that runs are cut
+    monkeypatch.setattr(queues, "_LONGEST", 4)  # so that runs are cut
     rng = Random(seed)
     queue, inside = queue_of(kind), dict[int, TreeNode]()
     queue.reach = reach
@@ -246,15 +245,17 @@ def test_what_is_no_node_is_refused(method: str, what: object) -> None:
 
 
 def test_a_long_run_is_cut_and_an_empty_one_goes() -> None:
-    runs = SortedRuns()
-    entries = [(number * 7919 % 10_007, number) for number in range(10_007)]
-    for entry in entries:
-        runs.add(entry)
+    late = LateNodes()
+    entries = [(number * 7919 % 10_007, number, node(number)) for number in range(10_007)]
+    for rank, _, each in entries:
+        late.add(each, rank)
 
-    assert list(runs) == sorted(entries)
-    assert max(map(len, runs._runs)) <= sorted_runs._LONGEST
-    for entry in entries[::2]:
-        runs.remove(entry)
-    assert list(runs) == sorted(entries[1::2])
-    assert [runs.pop_first() for _ in entries[1::2]] == sorted(entries[1::2])
-    assert (runs.first(), runs._runs, runs._lasts) == (None, [], [])
+    assert list(late) == sorted(entries)
+    assert max(map(len, late._runs)) <= queues._LONGEST
+    for _, _, each in entries[::2]:
+        late.remove(each)
+    assert list(late) == sorted(entries[1::2])
+    for entry in sorted(entries[1::2]):
+        assert late.first() == entry
+        late.remove(entry[2])
+    assert (late.first(), late._runs, late._lasts, late.ranks) == (None, [], [], {})

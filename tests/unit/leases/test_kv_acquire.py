@@ -307,4 +307,5 @@ def test_an_acquire_that_fails_as_it_evicts_holds_nothing() -> None:
 
     assert tree.num_locks() == 0
     assert states.available_size() == 3
-    cache.check_invariants()
+    tree.check_invariants()
+    states.check_invariants()

@@ -12,7 +12,7 @@ from support.processes.fake_clock import Clock
 from raydix.cache_core import ChunkCache, MambaRadixCache, RadixCache, RadixKey
 from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.explanation import Elsewhere
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 
 
@@ -33,7 +33,7 @@ def cache(history: EvictionHistory) -> RadixCache:
     return cache
 
 
-def why(cache: TreeCache, *tokens: int, extra_key: str | None = None) -> tuple[int, str]:
+def why(cache: PrefixCache, *tokens: int, extra_key: str | None = None) -> tuple[int, str]:
     found = cache.explain(RadixKey(tokens, extra_key))
     assert found.num_tokens == len(tokens)
     assert found.prefix_len == cache.peek_prefix(RadixKey(tokens, extra_key)).prefix_len

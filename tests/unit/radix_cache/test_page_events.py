@@ -16,7 +16,7 @@ from support.reference.event_index import ReplayedIndex, resident_blocks
 from raydix.actors.service import event_feed
 from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey, hash_to_int64, hash_token_ids
-from raydix.cache_core.radix.tree_cache import TreeCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree import page_hashes
 from raydix.schemas import (
     AllBlocksCleared,
@@ -44,7 +44,7 @@ def chain(*pages: list[int]) -> list[int]:
 class Told:
     """A tree, the feed it tells, and what it told since last asked."""
 
-    def __init__(self, tree: TreeCache | None = None, **limits: int) -> None:
+    def __init__(self, tree: PrefixCache | None = None, **limits: int) -> None:
         self.tree: Any = tree or RadixCache(PAGE, token_to_kv_pool_allocator=IndexPool())
         self.feed = EventFeed("e", self.tree.page_size, "GPU", **limits)
         self.tree.publish_events_to(self.feed)

@@ -156,7 +156,7 @@ def test_the_steps_for_a_victim_do_not_grow_with_the_tree(
     for token in range(num_leaves):
         cache.insert(key(token))
     done = queue_operations(monkeypatch)
-    monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
+    monkeypatch.setattr(cache.parts.tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
 
     for _ in range(5):
         cache.evict(1)
@@ -184,36 +184,19 @@ def test_the_queue_holds_the_unlocked_leaves_alone(cache: RadixCache) -> None:
         cache.insert(key(token))
     for _ in range(100):
         node = lock(cache, 3)
-        assert len(cache._full._queue) == 9
+        assert len(cache.parts.full._queue) == 9
         cache.dec_lock_ref(node)
         cache.insert(key(3))
 
-    assert len(cache._full._queue) == 10
+    assert len(cache.parts.full._queue) == 10
 
 
 # ---------------------------------------------------------------- pools that refuse
 
 
-def test_slots_that_a_pool_refuses_keep_no_others_from_it() -> None:
-    """A caller put two slots into two namespaces; everyone else's come back all the same."""
-    pool = TokenToKVPoolAllocator(64)
-    cache = RadixCache(1, token_to_kv_pool_allocator=pool)
-    cache.insert(key(1, 2, 3, 4), pool.alloc(4))
-    twice = pool.alloc(2)
-    cache.insert(key(7, 8), twice)
-    cache.insert(key(7, 8, ns="other"), twice)
-
-    with pytest.raises(SlotError, match=r"refused slots that were in the tree: 5, 6: "):
-        cache.evict(100)
-
-    assert (cache.total_size(), pool.available_size()) == (0, 64)
-    cache.check_invariants()
-    assert len(pool.alloc(64)) == 64
-
-
 @pytest.mark.parametrize("page_size", [1, 2])
 @pytest.mark.parametrize("give_back", ["evict", "reset", "reclaim_retired"])
-def test_a_slot_that_was_never_handed_out_is_all_that_is_refused(page_size: int, give_back: str) -> None:
+def test_what_a_pool_refuses_raises_once_it_has_left_the_tree(page_size: int, give_back: str) -> None:
     pool = TokenToKVPoolAllocator(16, page_size)
     evicted: list[int] = []
     cache = RadixCache(page_size, token_to_kv_pool_allocator=pool, on_node_evict=evicted.append)
@@ -222,10 +205,27 @@ def test_a_slot_that_was_never_handed_out_is_all_that_is_refused(page_size: int,
     if give_back == "reclaim_retired":
         cache.retire_all()
 
-    with pytest.raises(SlotError, match="1000"):
+    with pytest.raises(SlotError, match=r"the pool refused slots that were in the tree: .*1000"):
         cache.evict(100) if give_back == "evict" else getattr(cache, give_back)()
 
-    assert (cache.total_size(), pool.available_size(), len(evicted)) == (0, 16, 2)
+    assert (cache.total_size(), len(evicted)) == (0, 2)
+    cache.check_invariants()
+    cache.insert(key(7, 8), pool.alloc(2))
+    assert cache.evict(2).full_evicted == 2
+
+
+def test_what_a_pool_without_pages_refuses_raises_for_the_compiled_loop_as_well() -> None:
+    class Refusing:
+        def free(self, indices: torch.Tensor) -> None:
+            raise KeyError(f"{len(indices)} slots too many")
+
+    cache = RadixCache(1, token_to_kv_pool_allocator=Refusing())
+    cache.insert(key(1, 2), row(5, 6))
+
+    with pytest.raises(SlotError, match="that were in the tree: 5, 6: '2 slots too many'"):
+        cache.evict(100)
+
+    assert cache.total_size() == 0
     cache.check_invariants()
 
 

@@ -200,7 +200,7 @@ def test_a_small_leaf_holds_no_large_array(make_cache: Callable[..., RadixCache]
     cache.insert(RadixKey(ids[:4004]), torch.arange(4096))
     cache.match_prefix(RadixKey(ids[:400]))
 
-    nodes = list(cache._tree.nodes())
+    nodes = list(cache.parts.tree.nodes())
 
     assert sorted(map(len, nodes)) == [4, 400, 3600]
     for node in nodes:

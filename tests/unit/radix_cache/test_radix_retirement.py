@@ -131,9 +131,9 @@ def test_nothing_is_kept_of_what_was_retired_and_has_gone(cache: RadixCache, ver
             cache.dec_lock_ref(node)
         cache.evict(1) if verb == "evict" else getattr(cache, verb)()
 
-    assert not len(cache._full._queue)
-    assert not cache._full.tenants.has_retired
-    assert not cache._tree.detached
+    assert not len(cache.parts.full._queue)
+    assert not cache.parts.full.tenants.has_retired
+    assert not cache.parts.tree.detached
 
 
 # ---------------------------------------------------------------- retiring some namespaces
@@ -143,7 +143,7 @@ def test_retiring_some_namespaces_costs_no_walk(cache: RadixCache, monkeypatch: 
     for token in range(1000):
         cache.insert(RadixKey([token], "a"), row(2 * token))
         cache.insert(RadixKey([token]), row(2 * token + 1))
-    monkeypatch.setattr(cache._tree, "nodes_below", lambda top: pytest.fail("a retirement walked the tree"))
+    monkeypatch.setattr(cache.parts.tree, "nodes_below", lambda top: pytest.fail("a retirement walked the tree"))
 
     assert cache.retire(lambda extra_key: extra_key == "a") == 1
 

@@ -13,6 +13,7 @@ from raydix.cache_core import MambaRadixCache
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.components.recurrent_state import RecurrentState
 from raydix.cache_core.components.window_kv import WindowKV
+from raydix.cache_core.radix.lookup import usable
 from raydix.cache_core.tree.tree_node import Namespace
 
 NODES = st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.booleans()), max_size=12)
@@ -51,9 +52,9 @@ def test_each_component_finds_what_its_judge_does(
 def test_a_match_ends_where_all_components_let_it(walk: tuple[list[Any], int], window: int) -> None:
     path, end = walk
     cache = MambaRadixCache(1, sliding_window_size=window)
-    found = judged(joint_judge)(cache._aux, path, end, len(path))
+    found = judged(joint_judge)(cache.parts.components, path, end, len(path))
 
-    nodes, stop = cache._usable(path, end)
+    nodes, stop = usable(cache.parts, path, end)
 
     assert nodes == path[:found]
     assert stop == (min(path[found - 1].end, end) if found else 0)

@@ -121,7 +121,7 @@ def test_a_radix_cache_of_any_integer_works(form: Form, page_size: int) -> None:
     assert cache.match_prefix(key, priority=form(7)).prefix_len == 8
     assert cache.match_pages(key, form(4)).prefix_len == 4
 
-    priorities = {node.priority for node in cache._tree.nodes()}
+    priorities = {node.priority for node in cache.parts.tree.nodes()}
     assert priorities == {7} and type(priorities.pop()) is int
     assert cache.evict(form(8)).full_evicted == 8
     cache.check_invariants()
@@ -252,12 +252,12 @@ def test_an_insert_that_is_told_no_number_of_known_tokens_changes_nothing(filled
 @pytest.mark.parametrize("name", ["priority", "prev_prefix_len", "swa_evicted_seqlen"])
 def test_an_insert_with_a_fraction_of_a_number_changes_nothing(name: str) -> None:
     cache = window_tree_with(4)
-    before, options = cache._clock, dict[str, Any]({name: 0.5})
+    before, options = cache.parts.clock, dict[str, Any]({name: 0.5})
 
     with pytest.raises(TypeError):
         cache.insert(RadixKey(range(6)), torch.arange(6), **options)
 
-    assert (cache.total_size(), cache._clock) == (4, before)
+    assert (cache.total_size(), cache.parts.clock) == (4, before)
     cache.check_invariants()
 
 
