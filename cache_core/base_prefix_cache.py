@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.eviction.history import EvictionHistory
@@ -19,6 +17,7 @@ from raydix.cache_core.kernels import maker
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.radix.page_events import KVEventSink, PageRun
 from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
+from raydix.cache_core.tree.packed_slots import Starts
 from raydix.cache_core.tree.radix_key import RadixKey
 
 __all__ = [
@@ -29,13 +28,11 @@ __all__ = [
     "PageInsert",
     "PageMatch",
     "RadixKey",
+    "Starts",
     "hash_bytes",
     "hash_to_int64",
     "hash_token_ids",
 ]
-
-Starts = NDArray[np.int64]  # the first slot of each page, in token order
-
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)  # an empty row of slot indices
 

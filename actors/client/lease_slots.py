@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.cache_core.leases.growing_row import append_in_place
+from raydix.cache_core.leases.lease_table import append_in_place
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import Any
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.kernels import CORE
-from raydix.cache_core.leases.cache_facts import PoolSizes
+from raydix.cache_core.leases.results import PoolSizes
 from raydix.cache_core.outline import Outline
 from raydix.schemas import PoolStats, TenantStats, TooLarge, TreeBranch, TreeResponse, unframe_namespace
 

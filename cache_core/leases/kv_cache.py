@@ -1,121 +1,125 @@
-"""`KVCache`: tree, allocator and leases joined; the one class that a service drives.
-
-Synchronous, so every operation is atomic for whoever calls it from one thread.
-"""
+"""`KVCache`: a `LeasedCache` over a pool of pages and the tree that maps prefixes to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
 
 import numpy as np
+import torch
 
-from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
+from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult
 from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
-from raydix.cache_core.eviction.tenants import Tenant
-from raydix.cache_core.leases.kv_accounting import KVLedger
+from raydix.cache_core.eviction.history import EvictionRecord
+from raydix.cache_core.eviction.tenants import Tenant, Tenants
+from raydix.cache_core.explanation import Explanation
+from raydix.cache_core.leases.kv_accounting import check_accounting
+from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord
-from raydix.cache_core.leases.leased_cache import Published
-from raydix.cache_core.tree.radix_key import check_key
-
-__all__ = ["KVCache", "Published"]
+from raydix.cache_core.leases.leased_cache import LeasedCache
+from raydix.cache_core.leases.results import NO_STARTS, PoolSizes, Published
+from raydix.cache_core.outline import Outline, OutlineLimits
+from raydix.cache_core.pool.mamba_pool import MambaPool
+from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.pool.pool_checks import PoolChecks
+from raydix.cache_core.radix.page_events import KVEventSink, PageRun
+from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.radix_key import RadixKey, check_key
 
 _RECLAIMED_AT_ONCE = 4096  # tokens of a retired namespace freed within the call that retired it
 
 
-class KVCache(KVLedger):
-    """Prefix reuse with leases over a pool of slots in pages, which a tree maps prefixes to: the verbs.
+class KVCache(LeasedCache):
+    """Prefix reuse with leases over a pool of slots in pages.
 
-    Made as `KVLedger` says.
+    With states, each lease gets a state slot of its own. It holds a copy of the state at the end of the cached prefix,
+    or zeros.
+
+    Args:
+        tree: the empty cache that maps prefixes to pages; it must free to `allocator`.
+        allocator: the slots.
+        pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this, or fewer
+            window slots or states than `swa_pressure_floor` and `state_pressure_floor`.
+        on_pressure: called without arguments when slots are short.
+        states: the state slots of a hybrid model, to which `tree` frees.
+        bigram: the tree's keys are pairs of neighbouring tokens (as EAGLE drafts need them): n tokens make n - 1 units.
+        remembered_leases: the number of ended ids that are remembered, so that none of them is granted again.
+        checks: of the content of the slots; None: no checks. With them `acquire` and `lock` raise ContentError if the
+            prefix was written since it was published.
+        tenants: the tenants that share the slots, whose floors add up to `num_slots` at most; None: the rest alone.
+
+    Attributes:
+        pools: the allocator of the leases' slots and states.
     """
 
-    # ---------------------------------------------------------------- verbs
+    def __init__(
+        self,
+        tree: BasePrefixCache,
+        allocator: TokenToKVPoolAllocator,
+        pressure_floor: int = 0,
+        on_pressure: Callable[[], None] | None = None,
+        *,
+        states: MambaPool | None = None,
+        bigram: bool = False,
+        swa_pressure_floor: int = 0,
+        state_pressure_floor: int = 0,
+        remembered_leases: int = 0,
+        checks: PoolChecks | None = None,
+        tenants: Tenants | None = None,
+    ) -> None:
+        super().__init__(remembered_leases)
+        self.tree = tree
+        self.allocator = allocator
+        self.page_size = allocator.page_size
+        self.num_slots = allocator.num_slots
+        self.tenants = Tenants() if tenants is None else tenants
+        floors = (pressure_floor, swa_pressure_floor, state_pressure_floor)
+        self.pools = LeaseAllocator(tree, allocator, states, self.tenants, self.counters, floors, on_pressure, checks)
+        self._on_pressure = on_pressure
+        self._bigram = bigram
+
+    # ---------------------------------------------------------------- requests
 
     def match(self, key: RadixKey) -> MatchResult:
-        """A probe: what `acquire` would find, without any effect."""
         self.counters.probes += 1
         return self.tree.peek_prefix(self._tree_key(key))
 
     def check_len(self, num_tokens: int, key: RadixKey) -> None:
-        """Raise OutOfSlotsError if the pools have fewer slots than so many tokens need, given what of `key` is cached.
-
-        Of what is cached, the last window alone takes window slots.
-        """
+        """Check the pools and the cap. Of the cached prefix of `key`, only the last window takes window slots."""
         num_pages = -(-num_tokens // self.page_size)
-        self.room.check_capacity(num_pages, self._tenant_of(key))
-        if self.room.exceeds_window(num_pages):
+        self.pools.check_capacity(num_pages, self._tenant_of_key(key))
+        if self.pools.exceeds_window(num_pages):
             prefix_len = self.tree.peek_prefix(self._tree_key(key)).prefix_len
-            spared = prefix_len - self.room.held_by_prefix("window slots", prefix_len)
-            self.room.check_window_capacity(num_pages - spared // self.page_size)
-
-    def acquire(
-        self,
-        lease_id: str,
-        session_id: str,
-        key: RadixKey,
-        new_tokens: int = 0,
-        max_prefix_len: int | None = None,
-        priority: int = 0,
-    ) -> LeaseRecord:
-        """Lock the cached prefix of `key` and allocate slots for the rest and `new_tokens` more; evict the shortfall.
-
-        The same lease id again returns the open lease as it is. With states, the lease gets a state slot of its own,
-        which holds a copy of the state at the end of the prefix, or zeros. What the lease uses and publishes is of its
-        `priority` at least.
-
-        Raises:
-            OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
-            LeaseRangeError: a negative `new_tokens` or `max_prefix_len`.
-            UnknownLeaseError: the id is another session's.
-        """
-        new_tokens, priority = index(new_tokens), index(priority)
-        if max_prefix_len is not None:
-            max_prefix_len = index(max_prefix_len)
-        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
-            return open_lease
-        if new_tokens < 0:
-            raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
-        if max_prefix_len is not None and max_prefix_len < 0:
-            raise LeaseRangeError(f"max_prefix_len must not be negative: {max_prefix_len}")
-        num_slots = len(key) + new_tokens
-        num_pages = -(-num_slots // self.page_size)
-        tenant = self._tenant_of(key)
-        self.room.check_capacity(num_pages, tenant)
-        return self._grant(lease_id, session_id, key, tenant, max_prefix_len, num_slots, num_pages, priority)
-
-    def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
-        """Lock the cached prefix of `key` and allocate no KV slots; `extend` adds private ones to it."""
-        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
-            return open_lease
-        lease = self._grant(lease_id, session_id, key, self._tenant_of(key), None, None, 0, index(priority))
-        lease.only_locks = True
-        return lease
+            spared = prefix_len - self.pools.held_by_prefix("window slots", prefix_len)
+            self.pools.check_window_capacity(num_pages - spared // self.page_size)
 
     def _grant(
         self,
         lease_id: str,
         session_id: str,
         key: RadixKey,
-        tenant: Tenant,
-        max_prefix_len: int | None,
         num_slots: int | None,
-        num_pages: int,
+        max_prefix_len: int | None,
         priority: int,
     ) -> LeaseRecord:
+        tenant, num_pages = self._tenant_of_key(key), 0
+        if num_slots is not None:
+            num_pages = -(-num_slots // self.page_size)
+            self.pools.check_capacity(num_pages, tenant)
         match = self.tree.match_pages(self._tree_key(key), max_prefix_len, priority)
-        self.room.verify(match.starts, match.last_node)
+        self.pools.verify(match.starts, match.last_node)
         receipt, state_slot = self.tree.inc_lock_ref(match.last_node), None
         try:
-            if self.room.states is not None:
-                self.room.check_pages(num_pages - len(match.starts), tenant)  # before a state is evicted in vain
-                state_slot = self.room.take_state(tenant)
-            private = self.room.take_pages(num_pages - len(match.starts), tenant)
-        except BaseException as error:  # a pool may refuse what it is given back, too
+            if self.pools.states is not None:
+                self.pools.check_pages(num_pages - len(match.starts), tenant)  # before a state is evicted in vain
+                state_slot = self.pools.take_state(tenant)
+            private = self.pools.take_pages(num_pages - len(match.starts), tenant)
+        except BaseException as error:  # a pool may also raise for the pages that an eviction frees
             self.tree.dec_lock_ref(match.last_node, receipt)
-            self.room.free_private(match.starts[:0], state_slot, tenant)
+            self.pools.free_private(match.starts[:0], state_slot, tenant)
             if not isinstance(error, OutOfSlotsError):
                 raise
-            needed = error.needed + self.room.held_by_prefix(error.pool, match.prefix_len)
+            needed = error.needed + self.pools.held_by_prefix(error.pool, match.prefix_len)
             if needed <= error.capacity:
                 raise
             raise OutOfSlotsError(needed, error.free, error.evictable, error.capacity, error.pool) from error
@@ -133,28 +137,18 @@ class KVCache(KVLedger):
         )
         if state_slot is not None:
             lease.state_slot = state_slot
-            self.room.load_state(match.last_node, state_slot)
-        self._count_grant(lease, max_prefix_len)
+            self.pools.load_state(match.last_node, state_slot)
         return lease
 
-    def extend(self, lease_id: str, session_id: str, num_tokens: int) -> Starts:
-        """Cover `num_tokens` more: first the unused rest of the last page, then new pages, which are returned.
-
-        Raises:
-            OutOfSlotsError: there is no room; nothing was taken.
-            UnknownLeaseError: no such open lease.
-        """
-        lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
-        if num_tokens < 0:
-            raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
-        lease.only_locks = False
+    def _extend(self, lease: LeaseRecord, num_tokens: int) -> Starts:
+        """Cover the unused rest of the last page first, then new pages."""
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
         tenant = self.tenants.of(lease.key.extra_key)
-        self.room.check_capacity(num_pages, tenant)
-        if self.room.exceeds_window(num_pages):
+        self.pools.check_capacity(num_pages, tenant)
+        if self.pools.exceeds_window(num_pages):
             held = np.count_nonzero(self.allocator.swa_starts(lease.private_starts))
-            self.room.check_window_capacity(int(held) + num_pages - len(lease.starts))
-        added = self.room.take_pages(num_pages - len(lease.starts), tenant)
+            self.pools.check_window_capacity(int(held) + num_pages - len(lease.starts))
+        added = self.pools.take_pages(num_pages - len(lease.starts), tenant)
         if len(added):
             lease.add_pages(added)
             self.leases.note_growth()
@@ -164,17 +158,9 @@ class KVCache(KVLedger):
     def insert(
         self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
     ) -> Published:
-        """Publish the whole pages of the lease's first `num_tokens` tokens; the lease goes on holding all of it.
+        """Insert the lease's pages into the tree, and a copy of its state after whole pages.
 
-        `suffix` brings the ids that the cache has not seen: it ends at `num_tokens`. Where the tree has a page
-        already, the lease's own is freed and the tree's takes its place, in the same step. With `publish_state`, a copy
-        of the lease's state is published as the one after the last of these tokens.
-
-        Raises:
-            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's;
-                or a state is to be published after a number of tokens that is no whole number of pages.
-            OutOfSlotsError: there is no room for the copy of the state; nothing was published.
-            UnknownLeaseError: no such open lease.
+        Where the tree has a page already, the lease's own is freed and the tree's takes its place, in the same step.
         """
         lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
         key = lease.known_key(num_tokens, suffix)
@@ -184,22 +170,31 @@ class KVCache(KVLedger):
         published, retired = lease.num_published_pages, lease.retired
         new_pages = len(tree_key) // self.page_size - published
         tenant = self.tenants.of(lease.key.extra_key)
-        state_slot = self.room.take_state(tenant) if publish_state and not retired else None
+        state_slot = self.pools.take_state(tenant) if publish_state and not retired else None
         if key is not lease.key and len(key) > len(lease.key):
             lease.key = key
         if retired or new_pages < 0 or (new_pages == 0 and state_slot is None):
             return Published(published * self.page_size, 0, 0, retired, lease.starts[:0])
         try:
             done = self._publish(lease, tree_key, published, published + new_pages, tenant)
-        except BaseException:  # a pool may refuse the lease's duplicates
-            self.room.free_private(lease.starts[:0], state_slot, tenant)
+        except BaseException:  # the pool may raise for the lease's duplicates
+            self.pools.free_private(lease.starts[:0], state_slot, tenant)
             raise
         if state_slot is not None:
-            self.room.store_state(lease.state_slot, state_slot, lease.node)
+            self.pools.store_state(lease.state_slot, state_slot, lease.node)
         return done
 
+    def _check_state(self, lease: LeaseRecord, tree_key: RadixKey) -> None:
+        """Raise LeaseRangeError if the lease's state cannot be published after these tokens."""
+        if lease.state_slot is None:
+            raise LeaseRangeError("this cache keeps no states, so none can be published")
+        if not len(tree_key) or len(tree_key) % self.page_size:
+            raise LeaseRangeError(f"a state is published after whole pages of {self.page_size}, not {len(tree_key)}")
+        if len(tree_key) < lease.num_published_pages * self.page_size:
+            raise LeaseRangeError("the lease's state is that of its last token: publish it at the end of its tokens")
+
     def _publish(self, lease: LeaseRecord, tree_key: RadixKey, first: int, stop: int, tenant: Tenant) -> Published:
-        """Insert the lease's pages [first, stop) and repoint those that the tree does not hold."""
+        """Insert the lease's pages [first, stop), and replace those that the tree had already by the tree's."""
         page = self.page_size
         fresh = lease.starts[first:stop]
         result = self.tree.insert_pages(tree_key, fresh, lease.node, lease.swa_freed_len, lease.priority)
@@ -212,51 +207,50 @@ class KVCache(KVLedger):
             duplicates = ours[ours != existing]
         if result.end:
             lease.starts[first : first + len(existing)] = existing
-            lease.num_published_pages = stop  # before the pool may refuse what it is given back
-            self.room.note_published(fresh, duplicates, tenant)
-            for watch in self.observers:
-                watch.published(lease)
+            lease.num_published_pages = stop  # before the pool may raise for the duplicates
+            self.pools.note_published(fresh, duplicates, tenant)
+            for observer in self.observers:
+                observer.published(lease)
         num_duplicates = len(duplicates) * page
         num_new = max(0, result.end - first * page) - num_duplicates
         self.counters.tokens_inserted += num_new
         self.counters.tokens_duplicate += num_duplicates
         return Published(result.prefix_len, num_new, num_duplicates, False, existing)
 
-    def release_window(self, lease_id: str, session_id: str, up_to: int) -> None:
-        """Free the window KV of a lease before token `up_to`, as decoding has left it behind.
-
-        One page more than asked is kept, so that what is published next can be matched at a page boundary; and the last
-        window of what is published, unless all of it lies before that page. No effect without a sliding window.
-
-        Raises:
-            LeaseRangeError: `up_to` is negative, or beyond what the lease covers.
-            UnknownLeaseError: no such open lease.
-        """
-        up_to = index(up_to)
-        super().release_window(lease_id, session_id, up_to)
-        lease, page = self.leases.get(lease_id, session_id), self.page_size
+    def _release_window(self, lease: LeaseRecord, up_to: int) -> None:
+        page = self.page_size
         keep_from = (up_to // page - 1) * page
         published = lease.num_published_pages * page
         first = max(published, lease.swa_freed_len)
         if keep_from > first:
-            self.room.free_window(lease.starts[first // page : keep_from // page])
+            self.pools.free_window(lease.starts[first // page : keep_from // page])
             lease.swa_freed_len = keep_from
         if keep_from >= published:
             self.tree.release_window(lease.node, lease.receipt)
 
+    def _unlock(self, lease: LeaseRecord) -> None:
+        self.tree.dec_lock_ref(lease.node, lease.receipt)
+        if lease.retired:
+            self._reclaim_some()
+
+    def _free_private(self, lease: LeaseRecord) -> None:
+        self.pools.free_private(lease.private_starts, lease.state_slot, self.tenants.of(lease.key.extra_key))
+
+    def _notify_pressure(self) -> None:
+        self.pools.notify_pressure()
+
     # ---------------------------------------------------------------- eviction, retirement
 
     def evict(self, num_tokens: int, cause: str = "request") -> int:
-        """Free at least `num_tokens` slots of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(index(num_tokens), cause=cause).full_evicted
+        return self.pools.evict(index(num_tokens), cause=cause).full_evicted
 
     def evict_window(self, num_tokens: int) -> int:
-        """Free at least `num_tokens` window slots of the tree, or all that no window holds; returns how many."""
-        return self.room.evict(0, index(num_tokens), cause="watermark").swa_evicted
+        """Free at least `num_tokens` window slots of the tree, or all that no window holds; return their number."""
+        return self.pools.evict(0, index(num_tokens), cause="watermark").swa_evicted
 
     def evict_states(self, num_states: int) -> int:
-        """Free at least `num_states` states of the tree, or all that nobody holds; returns how many."""
-        return self.room.evict(0, num_states=index(num_states), cause="watermark").mamba_evicted
+        """Free at least `num_states` states of the tree, or all without a lock; return their number."""
+        return self.pools.evict(0, num_states=index(num_states), cause="watermark").mamba_evicted
 
     def _retire_all(self) -> None:
         self.tree.retire_all()
@@ -268,39 +262,151 @@ class KVCache(KVLedger):
         return retired
 
     def reclaim(self, max_tokens: int) -> int:
-        """Free about so many slots of what was retired and nobody holds; returns how many, 0 if none is left."""
         return self.tree.reclaim_retired(max_tokens)
 
     def _reclaim_some(self) -> None:
-        """Free what is quick to free, and have the rest done later."""
+        """Free a bounded number of retired slots; call `on_pressure` if more may be left."""
         if self.tree.reclaim_retired(_RECLAIMED_AT_ONCE) >= _RECLAIMED_AT_ONCE and self._on_pressure is not None:
             self._on_pressure()
 
-    # ---------------------------------------------------------------- parts
+    # ---------------------------------------------------------------- sizes
 
-    def _tenant_of(self, key: RadixKey) -> Tenant:
+    @property
+    def free_slots(self) -> int:
+        return self.allocator.available_size()
+
+    @property
+    def private_slots(self) -> int:
+        return sum(tenant.private for tenant in self.tenants) - self.quarantined_slots
+
+    def evictable_size(self) -> int:
+        return self.tree.evictable_size()
+
+    def protected_size(self) -> int:
+        return self.tree.protected_size()
+
+    def sizes_of(self, pool: str, extra_key: str | None = None) -> PoolSizes:
+        sizes = super().sizes_of(pool, extra_key)
+        if pool != "slots":
+            return sizes
+        evictable = self.pools.evictable_for(self.tenants.of(extra_key))
+        return sizes._replace(evictable=evictable, kept=sizes.evictable - evictable)
+
+    def swa_sizes(self) -> PoolSizes | None:
+        tree, swa = self.tree, self.allocator.swa
+        if swa is None:
+            return None
+        halves = sum(int((self.allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in self.quarantine)
+        evictable, protected = tree.swa_evictable_size(), tree.swa_protected_size()
+        return PoolSizes(swa.num_slots, swa.available_size(), evictable, protected, halves * self.page_size)
+
+    def state_sizes(self) -> PoolSizes | None:
+        tree, states = self.tree, self.pools.states
+        if states is None:
+            return None
+        withheld = sum(lease.state_slot is not None for lease in self.quarantine)
+        evictable, protected = tree.mamba_evictable_size(), tree.mamba_protected_size()
+        return PoolSizes(states.num_slots, states.available_size(), evictable, protected, withheld)
+
+    def _private_size(self, lease: LeaseRecord) -> int:
+        return len(lease.private_starts) * self.page_size
+
+    # ---------------------------------------------------------------- tenants
+
+    def _tenant_of_key(self, key: RadixKey) -> Tenant:
         try:
             return self.tenants.of(key.extra_key)
         except AttributeError:
             check_key(key)
             raise
 
-    def _check_state(self, lease: LeaseRecord, tree_key: RadixKey) -> None:
-        """Raise LeaseRangeError if the lease's state cannot be published after these tokens."""
-        if lease.state_slot is None:
-            raise LeaseRangeError("this cache keeps no states, so none can be published")
-        if not len(tree_key) or len(tree_key) % self.page_size:
-            raise LeaseRangeError(f"a state is published after whole pages of {self.page_size}, not {len(tree_key)}")
-        if len(tree_key) < lease.num_published_pages * self.page_size:
-            raise LeaseRangeError("the lease's state is that of its last token: publish it at the end of its tokens")
+    def configured_tenants(self) -> Sequence[Tenant]:
+        return tuple(self.tenants) if self.tenants.configured else ()
 
-    def _give_up_shared(self, lease: LeaseRecord) -> None:
-        self.tree.dec_lock_ref(lease.node, lease.receipt)
-        if lease.retired:
-            self._reclaim_some()
+    def tenant_of(self, extra_key: str | None) -> str | None:
+        return self.tenants.of(extra_key).name
 
-    def _free_private(self, lease: LeaseRecord) -> None:
-        self.room.free_private(lease.private_starts, lease.state_slot, self.tenants.of(lease.key.extra_key))
+    def share_of(self, name: str) -> PoolSizes:
+        tenant = next(tenant for tenant in self.tenants if tenant.name == name)
+        assert tenant.cap is not None, f"tenant {name!r} has no cap"
+        return PoolSizes(tenant.cap, tenant.cap - tenant.held, tenant.evictable, tenant.cached - tenant.evictable)
 
-    def _tell_pressure(self) -> None:
-        self.room.notify_pressure()
+    def is_within_floor(self, key: RadixKey, num_tokens: int) -> bool:
+        tenant = self.tenants.of(key.extra_key)
+        if not tenant.floor:
+            return False
+        new_tokens = num_tokens - self.tree.peek_prefix(self._tree_key(key)).prefix_len
+        return tenant.held + -(-new_tokens // self.page_size) * self.page_size <= tenant.floor
+
+    # ---------------------------------------------------------------- cached pages
+
+    def _tree_key(self, key: RadixKey) -> RadixKey:
+        if not self._bigram:
+            return key
+        check_key(key)
+        return key.bigrams()
+
+    def explain(self, key: RadixKey) -> Explanation:
+        found = self.tree.explain(self._tree_key(key))
+        found.num_tokens = len(key)
+        return found
+
+    @property
+    def now(self) -> int:
+        return self.tree.now
+
+    def sample_tree(self, max_nodes: int) -> Outline:
+        return self.tree.sample(max_nodes)
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        self.pools.history.use_clock(clock)
+
+    def evictions(self) -> list[EvictionRecord]:
+        return self.pools.history.evictions()
+
+    def outline(self, limits: OutlineLimits) -> Outline:
+        return self.tree.outline(limits)
+
+    def publish_events_to(self, sink: KVEventSink) -> None:
+        self.tree.publish_events_to(sink)
+
+    def resident_pages(self) -> Iterable[PageRun]:
+        return self.tree.resident_pages()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of the accounting, the tree or the allocator is broken. O(everything)."""
+        self.tree.check_invariants()
+        self.allocator.check_invariants()
+        leases, withheld = list(self.leases), list(self.quarantine)
+        check_accounting(self.tree, self.allocator, self.pools.states, self.tenants, leases, withheld)
+
+    # ---------------------------------------------------------------- the slots of a lease
+
+    def lease_sizes(self, leases: Iterable[LeaseRecord]) -> Iterator[int]:
+        seen = np.zeros(self.num_slots // self.page_size + 1, np.bool_)  # pages; the first is reserved
+        for lease in leases:
+            shared = lease.starts[: lease.num_published_pages] // self.page_size
+            num_pages = len(lease.private_starts) + np.count_nonzero(~seen[shared])
+            seen[shared] = True
+            yield int(num_pages) * self.page_size
+
+    def published_len(self, lease: LeaseRecord) -> int:
+        return lease.num_published_pages * self.page_size
+
+    def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
+        return bool(np.isin(slots - slots % self.page_size, lease.starts).all())
+
+    def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
+        return bool(np.isin(slots - slots % self.page_size, lease.private_starts).all())
+
+    def swa_starts(self, lease: LeaseRecord) -> Starts:
+        if self.allocator.swa is None:
+            return NO_STARTS
+        halves = self.allocator.swa_starts(lease.starts)
+        window_start = self.tree.window_start(lease.receipt)
+        held_from = lease.num_published_pages if window_start is None else window_start // self.page_size
+        halves[:held_from] = 0
+        return halves
+
+    def swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
+        return self.allocator.swa_slots(slots)

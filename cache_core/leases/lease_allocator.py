@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 
-from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, Starts
+from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
-from raydix.cache_core.leases.cache_facts import PoolSizes
-from raydix.cache_core.leases.counters import Counters
-from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.results import Counters
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_checks import PoolChecks
+from raydix.cache_core.tree.packed_slots import Starts
 
 
 class LeaseAllocator:
@@ -24,11 +23,19 @@ class LeaseAllocator:
 
     Each private slot counts for the tenant of its lease. Where slots are short, the allocator evicts the shortfall.
 
-    Attributes:
-        history: the evictions, for `explain`.
+    Args:
+        tree: where to evict; it frees to `allocator` and `states`.
+        allocator: the slots.
         states: the state slots; None for a cache without states.
-        checks: of the content of the slots; None without checks.
-        private_states: the number of states that leases hold.
+        tenants: the tenants among which the slots, and the tree, are divided.
+        counters: to count the evicted tokens.
+        pressure_floors: of free slots, window slots and states; `on_pressure` is called where fewer are free.
+        on_pressure: called after an operation that leaves slots short.
+        checks: of the content of the slots; None: no checks.
+
+    Attributes:
+        states: as given.
+        history: the evictions, for `explain`.
     """
 
     def __init__(
@@ -38,43 +45,24 @@ class LeaseAllocator:
         states: MambaPool | None,
         tenants: Tenants,
         counters: Counters,
-        is_pressed: Callable[[], bool],
+        pressure_floors: tuple[int, int, int],
         on_pressure: Callable[[], None] | None,
+        checks: PoolChecks | None,
     ) -> None:
-        self.private_states = 0
         self.states = states
         self.history = EvictionHistory()
-        self.checks: PoolChecks | None = None
-        self._tenants = tenants
-        self._counters = counters
         self._tree = tree
         self._allocator = allocator
         self._swa = allocator.swa  # of the window slots
         self._page_size = allocator.page_size
-        self._is_pressed = is_pressed
+        self._tenants = tenants
+        self._counters = counters
+        self._pressure_floors = pressure_floors
         self._on_pressure = on_pressure
+        self._checks = checks
         tree.keep_history(self.history)
         if tenants.configured:
             tree.divide(tenants)
-
-    @property
-    def private_slots(self) -> int:
-        """The slots of leases that are not in the tree, in whole pages. O(tenants)."""
-        return sum(tenant.private for tenant in self._tenants)
-
-    def swa_sizes(self) -> PoolSizes | None:
-        """The window slots, if there are any."""
-        if self._swa is None:
-            return None
-        evictable, protected = self._tree.swa_evictable_size(), self._tree.swa_protected_size()
-        return PoolSizes(self._swa.num_slots, self._swa.available_size(), evictable, protected)
-
-    def state_sizes(self) -> PoolSizes | None:
-        """The recurrent states, if there are any."""
-        if self.states is None:
-            return None
-        evictable, protected = self._tree.mamba_evictable_size(), self._tree.mamba_protected_size()
-        return PoolSizes(self.states.num_slots, self.states.available_size(), evictable, protected)
 
     def check_capacity(self, num_pages: int, tenant: Tenant) -> None:
         """Raise OutOfSlotsError if a tenant can never have so many pages: the pool or its cap is smaller."""
@@ -85,7 +73,7 @@ class LeaseAllocator:
             self._refuse(num_pages, tenant)
 
     def exceeds_window(self, num_pages: int) -> bool:
-        """Whether so many pages are more than there are window slots for."""
+        """Return whether so many pages are more than there are window slots for."""
         return self._swa is not None and num_pages * self._page_size > self._swa.num_slots
 
     def check_window_capacity(self, num_pages: int) -> None:
@@ -96,7 +84,7 @@ class LeaseAllocator:
     def check_pages(self, num_pages: int, tenant: Tenant) -> None:
         """Raise OutOfSlotsError if a tenant cannot have so many private pages now, even by evicting."""
         needed = max(0, num_pages) * self._page_size
-        if tenant.excess(needed) > tenant.evictable:
+        if tenant.cap is not None and tenant.excess(needed) > tenant.evictable:
             self._refuse_beyond_cap(needed, tenant)
         if self._swa is not None and needed > self._swa.available_size() + self._tree.swa_evictable_size():
             self._refuse_window(num_pages)
@@ -105,7 +93,7 @@ class LeaseAllocator:
             self._refuse(num_pages, tenant)
 
     def held_by_prefix(self, pool: str, prefix_len: int) -> int:
-        """Window slots that whoever hits a prefix holds with it, at least: so many are not left for the rest."""
+        """Return the number of window slots that a lease on a prefix of this length locks with it, at least."""
         if pool != "window slots":
             return 0
         window = min(prefix_len, self._tree.sliding_window_size or 0)
@@ -113,7 +101,8 @@ class LeaseAllocator:
 
     def evictable_for(self, tenant: Tenant) -> int:
         """Return the number of slots that can be evicted for a tenant: those that no floor keeps. O(tenants)."""
-        return self._tree.evictable_size() - self._tenants.kept_from(tenant)
+        kept = self._tenants.kept_from(tenant) if self._tenants.configured else 0
+        return self._tree.evictable_size() - kept
 
     def take_pages(self, num_pages: int, tenant: Tenant) -> Starts:
         """Allocate private pages. Evict the pages beyond the tenant's cap from its own, then the shortfall.
@@ -125,7 +114,7 @@ class LeaseAllocator:
             return np.empty(0, np.int64)
         self.check_pages(num_pages, tenant)
         needed = num_pages * self._page_size
-        if (excess := tenant.excess(needed)) > 0:
+        if tenant.cap is not None and (excess := tenant.excess(needed)) > 0:
             self._evict_own(tenant, excess)
         shortfall = needed - self._allocator.available_size()
         swa_shortfall = 0 if self._swa is None else needed - self._swa.available_size()
@@ -149,16 +138,15 @@ class LeaseAllocator:
                 raise OutOfSlotsError(1, 0, 0, self.states.num_slots, "states")
             self.evict(0, num_states=1, tenant=tenant)
         slot = self.states.alloc_track_slot()
-        self.private_states += 1
         self.notify_pressure()
         return slot
 
     def verify(self, starts: Starts, node: Any) -> None:
-        """Raise ContentError if somebody wrote to these pages of the tree, or to the state at a node; if checked."""
-        if self.checks is not None:
-            self.checks.verify(starts)
+        """Raise ContentError if these pages, or the state at a node, were written since they were published."""
+        if self._checks is not None:
+            self._checks.verify(starts)
             if (state_slot := self._tree.state_at(node)) is not None:
-                self.checks.states.verify(np.array([state_slot]))
+                self._checks.states.verify(np.array([state_slot]))
 
     def load_state(self, node: Any, state_slot: int) -> None:
         """Fill a lease's own state slot with the state at a node, or zeros."""
@@ -170,12 +158,11 @@ class LeaseAllocator:
             self.states.copy_states(source, state_slot)
 
     def store_state(self, source: int | None, state_slot: int, node: Any) -> None:
-        """Publish a copy of the state in `source` at a node, in a slot taken for it; freed if the node has one."""
+        """Publish a copy of the state in `source` at a node, in `state_slot`; free that if the node has a state."""
         assert self.states is not None and source is not None
         self.states.copy_states(source, state_slot)
-        self.private_states -= 1
-        if self.checks is not None:
-            self.checks.states.publish(np.array([state_slot]))
+        if self._checks is not None:
+            self._checks.states.publish(np.array([state_slot]))
         if self._tree.attach_state(node, state_slot):
             self.states.free_track_slot(state_slot)
 
@@ -184,8 +171,8 @@ class LeaseAllocator:
         tenant.private -= len(starts) * self._page_size  # before the pool may raise
         if len(duplicates):
             self._allocator.free_pages(duplicates)
-        if self.checks is not None:
-            self.checks.publish(starts)
+        if self._checks is not None:
+            self._checks.publish(starts)
 
     def free_private(self, starts: Starts, state_slot: int | None, tenant: Tenant) -> None:
         """Free the private pages and the state of a lease."""
@@ -195,10 +182,11 @@ class LeaseAllocator:
                 self._allocator.free_pages(starts)
         finally:
             if state_slot is not None:
-                self._free_state(state_slot)
+                assert self.states is not None
+                self.states.free_track_slot(state_slot)
 
     def free_window(self, starts: Starts) -> None:
-        """Take back the window halves of private pages."""
+        """Free the window halves of private pages."""
         self._allocator.free_swa_pages(starts)
 
     def evict(
@@ -228,14 +216,17 @@ class LeaseAllocator:
             self._tenants.caller = None
 
     def notify_pressure(self) -> None:
-        """Tell whoever listens if slots run short."""
+        """Call `on_pressure` if fewer slots, window slots or states are free than their floors."""
         if self._on_pressure is not None and self._is_pressed():
             self._on_pressure()
 
-    def _free_state(self, state_slot: int) -> None:
-        assert self.states is not None
-        self.states.free_track_slot(state_slot)
-        self.private_states -= 1
+    def _is_pressed(self) -> bool:
+        (floor, swa_floor, state_floor), swa, states = self._pressure_floors, self._swa, self.states
+        return (
+            self._allocator.available_size() < floor
+            or (swa is not None and swa.available_size() < swa_floor)
+            or (states is not None and states.available_size() < state_floor)
+        )
 
     def _refuse(self, num_pages: int, tenant: Tenant) -> NoReturn:
         needed, free = num_pages * self._page_size, self._allocator.available_size()
@@ -243,33 +234,9 @@ class LeaseAllocator:
 
     def _refuse_window(self, num_pages: int) -> NoReturn:
         assert self._swa is not None
-        needed, free, evictable = (
-            num_pages * self._page_size,
-            self._swa.available_size(),
-            self._tree.swa_evictable_size(),
-        )
-        raise OutOfSlotsError(needed, free, evictable, self._swa.num_slots, "window slots")
+        free, evictable = self._swa.available_size(), self._tree.swa_evictable_size()
+        raise OutOfSlotsError(num_pages * self._page_size, free, evictable, self._swa.num_slots, "window slots")
 
     def _refuse_beyond_cap(self, needed: int, tenant: Tenant) -> NoReturn:
         assert tenant.cap is not None
         raise OutOfSlotsError(needed, tenant.cap - tenant.held, tenant.evictable, tenant.cap, "slots", tenant.name)
-
-    def check(self, leases: Iterable[LeaseRecord]) -> None:
-        """Raise AssertionError if a page, a window half or a state is not free, private or in the tree, once. O(n)."""
-        leases = list(leases)
-        for tenant in self._tenants:
-            mine = [lease for lease in leases if self._tenants.of(lease.key.extra_key) is tenant]
-            private = sum(len(lease.private_starts) for lease in mine) * self._page_size
-            assert tenant.private == private, f"rule 1 at tenant {tenant.name!r}: {tenant.private=}, not {private}"
-            assert tenant.cap is None or tenant.held <= tenant.cap, f"tenant {tenant.name!r} holds {tenant.held}"
-        if self._swa is not None:
-            private = sum(int((self._allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in leases)
-            tree = self._tree.swa_evictable_size() + self._tree.swa_protected_size()
-            held = private * self._page_size + tree
-            assert held + self._swa.available_size() == self._swa.num_slots, f"window halves: {held=}"
-        if self.states is not None:
-            own = [lease.state_slot for lease in leases if lease.state_slot is not None]
-            assert len(own) == self.private_states, f"states: {self.private_states=}, but leases hold {len(own)}"
-            everyone = [*own, *self.states.free_slots(), *self._tree.state_slots()]
-            assert len(set(everyone)) == len(everyone) == self.states.num_slots, "states: not each once"
-            self.states.check_invariants()

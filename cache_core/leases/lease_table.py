@@ -1,30 +1,28 @@
-"""Leases: which request holds which slots, by the id its client made."""
+"""Leases: `LeaseRecord`, the `LeaseTable` of the open ones, `EndedLeases` and the `Quarantine` of vanished sessions."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from raydix.cache_core.errors import InvalidKeyError, LeaseRangeError, UnknownLeaseError
-from raydix.cache_core.leases.ended_leases import EndedLeases
-from raydix.cache_core.leases.growing_row import append_in_place
+from raydix.cache_core.errors import ExpiredLeaseError, InvalidKeyError, LeaseRangeError, UnknownLeaseError
+from raydix.cache_core.tree.packed_slots import Starts
 from raydix.cache_core.tree.radix_key import RadixKey
-
-Starts = NDArray[np.int64]
 
 
 class LeaseRecord:
-    """What one request holds: pages of the tree, locked, then private pages.
+    """The slots of one request: pages of the tree, locked, then private pages.
 
-    `starts[:num_published_pages]` are the tree's, the rest private. `key` holds every token the cache has seen of the
-    request: the ones it was acquired for, then those published since.
+    `starts[:num_published_pages]` are the tree's, the rest private. `key` holds every token of the request that the
+    cache has seen: the tokens of the acquire, then those published since.
     """
 
     __slots__ = (
+        "_buffer",
         "key",
         "lease_id",
         "node",
@@ -37,7 +35,6 @@ class LeaseRecord:
         "priority",
         "receipt",
         "retired",
-        "room",
         "session_id",
         "since",
         "starts",
@@ -63,13 +60,13 @@ class LeaseRecord:
         self.since = monotonic()  # when it was granted
         self.key = key.kept()
         self.node = node  # the locked node that ends the published part; the root, or None, if nothing is
-        self.receipt = receipt  # what unlocking it takes
+        self.receipt = receipt  # for the unlock of that node
         self.prefix_len = prefix_len  # tokens found at the start; never changes
         self.starts = starts  # first slots of the pages, in token order
-        self.room: Starts | None = None  # what `starts` is the beginning of, once it has grown
+        self._buffer: Starts | None = None  # `starts` is the beginning of it, once it has grown
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
-        self.priority = priority  # of what it uses and publishes; higher stays longer where the policy heeds it
+        self.priority = priority  # of the pages that it uses and publishes, if the policy heeds it: higher stays longer
         self.retired = False  # its namespace was retired since it was granted: it publishes no more
         self.outdated = False  # another model may compute its namespace since it was granted
         self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
@@ -79,15 +76,15 @@ class LeaseRecord:
 
     @property
     def private_starts(self) -> Starts:
-        """The pages that no tree holds."""
+        """The pages that are not in the tree."""
         return self.starts[self.num_published_pages :]
 
     def add_pages(self, starts: Starts) -> None:
-        """Behind those that there are."""
-        self.starts, self.room = append_in_place(self.starts, self.room, len(self.starts), starts)
+        """Append private pages."""
+        self.starts, self._buffer = append_in_place(self.starts, self._buffer, len(self.starts), starts)
 
     def known_key(self, num_tokens: int, suffix: RadixKey) -> RadixKey:
-        """The tokens of the lease, and those of `suffix`, which ends at `num_tokens`, behind them.
+        """Return the tokens of the lease, continued by `suffix`, which ends at `num_tokens`.
 
         Raises:
             LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
@@ -110,13 +107,87 @@ class LeaseRecord:
             raise LeaseRangeError(str(error)) from error
 
 
+def append_in_place(row: Starts, buffer: Starts | None, count: int, more: Starts) -> tuple[Starts, Starts]:
+    """Return the first `count` slots of a row, followed by `more`, and the buffer that this is the beginning of.
+
+    That is `buffer`, which the row must be the beginning of, while it is long enough: it is written over. Else it is
+    new, a quarter longer than needed, so that a row that grows slowly is seldom copied.
+    """
+    stop = count + len(more)
+    if buffer is None or len(buffer) < stop:
+        buffer = np.empty(stop + stop // 4, np.int64)
+        buffer[:count] = row[:count]
+    buffer[count:stop] = more
+    return buffer[:stop], buffer
+
+
+class EndedLeases:
+    """The last `capacity` ids of leases that ended, each with its session, so that late messages have no effect.
+
+    An id that was ended before its grant counts also: the grant may still be on its way.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        # by session and lease, oldest first; a plain dict would search for its first item through all removed ones
+        self._expired: OrderedDict[tuple[str, str], bool] = OrderedDict()
+
+    def add(self, session_id: str, lease_id: str, expired: bool = False) -> None:
+        """Remember an id; the first end of a lease counts."""
+        self._expired.setdefault((session_id, lease_id), expired)
+        while len(self._expired) > self._capacity:
+            self._expired.popitem(last=False)
+
+    def check(self, session_id: str, lease_id: str) -> None:
+        """Raise if that lease of that session is remembered as ended.
+
+        Raises:
+            ExpiredLeaseError: its client was silent for too long, or its grant was not adopted in time.
+            UnknownLeaseError: it was released or aborted, or handed over.
+        """
+        expired = self._expired.get((session_id, lease_id))
+        if expired:
+            raise ExpiredLeaseError(
+                f"lease {lease_id!r} expired: its client was silent for too long or died, or its grant was "
+                "not adopted in time"
+            )
+        if expired is not None:
+            raise UnknownLeaseError(f"lease {lease_id!r} has ended")
+
+    def __len__(self) -> int:
+        return len(self._expired)
+
+
+class Quarantine:
+    """Ended leases of vanished sessions, by session. Their private slots are withheld: they may still be written."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[str, list[LeaseRecord]] = {}
+
+    def add(self, lease: LeaseRecord) -> None:
+        """Withhold the private slots of a lease, which is no longer in the tree."""
+        lease.node = lease.receipt = None
+        self._by_session.setdefault(lease.session_id, []).append(lease)
+
+    def take(self, session_id: str) -> list[LeaseRecord]:
+        """Remove and return the leases of a session; the caller frees their slots."""
+        return self._by_session.pop(session_id, [])
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._by_session
+
+    def __iter__(self) -> Iterator[LeaseRecord]:
+        for leases in self._by_session.values():
+            yield from leases
+
+
 class LeaseTable:
     """The open leases, and the ids of the last `remembered` that ended. A session sees its own only."""
 
     def __init__(self, remembered: int = 0) -> None:
         self.ended = EndedLeases(remembered)
         self.offers: dict[str, float] = {}  # by id of an offered lease, when the offer expires
-        self.num_changes = 0  # of who has leases, and how many slots they cover
+        self.num_changes = 0  # of the leases, and of the slots that they cover
         self._leases: dict[str, LeaseRecord] = {}
         self._by_session: dict[str, dict[str, None]] = {}
 
@@ -128,7 +199,7 @@ class LeaseTable:
         self._by_session.setdefault(lease.session_id, {})[lease.lease_id] = None
 
     def get(self, lease_id: str, session_id: str) -> LeaseRecord:
-        """The open lease of that id.
+        """Return the open lease of that id.
 
         Raises:
             ExpiredLeaseError: it has expired.
@@ -142,7 +213,7 @@ class LeaseTable:
         return lease
 
     def find(self, lease_id: str, session_id: str) -> LeaseRecord | None:
-        """The open lease of that id and session, or None.
+        """Return the open lease of that id and session, or None.
 
         Raises:
             UnknownLeaseError: another session holds a lease of that id.
@@ -153,7 +224,7 @@ class LeaseTable:
         return lease
 
     def find_unended(self, lease_id: str, session_id: str) -> LeaseRecord | None:
-        """As `find`, but None only for an id that is new.
+        """Do `find`, but return None only for a new id.
 
         Raises:
             ExpiredLeaseError: it has expired.
@@ -189,7 +260,7 @@ class LeaseTable:
         self.offers[lease.lease_id] = expires_at
 
     def end_offer(self, lease: LeaseRecord) -> None:
-        """No session can adopt the lease any more; it stays its session's."""
+        """End the offer of a lease, which stays its session's."""
         lease.offer_id = ""
         self.offers.pop(lease.lease_id, None)
 
@@ -203,12 +274,12 @@ class LeaseTable:
         return [self._leases[lease_id] for lease_id, expires_at in self.offers.items() if expires_at <= now]
 
     def put_off_offers(self, seconds: float) -> None:
-        """Let every offer expire that much later."""
+        """Postpone the expiry of every offer."""
         for lease_id in self.offers:
             self.offers[lease_id] += seconds
 
     def note_growth(self) -> None:
-        """A lease covers more slots from now on."""
+        """Count that a lease covers more slots."""
         self.num_changes += 1
 
     def _leave_session(self, lease: LeaseRecord) -> None:
@@ -218,7 +289,7 @@ class LeaseTable:
             del self._by_session[lease.session_id]
 
     def of_session(self, session_id: str) -> list[LeaseRecord]:
-        """The open leases of a session."""
+        """Return the open leases of a session."""
         return [self._leases[lease_id] for lease_id in self._by_session.get(session_id, ())]
 
     def __iter__(self) -> Iterator[LeaseRecord]:

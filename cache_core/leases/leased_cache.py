@@ -1,65 +1,67 @@
-"""`LeasedCache`: a cache whose slots requests hold by leases; what a service drives, whatever keeps the prefixes.
+"""`LeasedCache`: the contract of a cache with leases, which the service drives, and the life of a lease.
 
-Synchronous, so every operation is atomic for whoever calls it from one thread. After each,
+A cache is synchronous: every operation is atomic for a caller of one thread. After each operation,
 `free_slots + private_slots + total_size() + quarantined_slots == num_slots`.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from operator import index
 
-from raydix.cache_core.base_prefix_cache import RadixKey, Starts
+import torch
+
+from raydix.cache_core.base_prefix_cache import MatchResult
 from raydix.cache_core.errors import LeaseRangeError, UnknownLeaseError
-from raydix.cache_core.leases.cache_facts import CacheFacts
-from raydix.cache_core.leases.counters import Counters
-from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.eviction.history import EvictionRecord
+from raydix.cache_core.eviction.tenants import Tenant
+from raydix.cache_core.explanation import Explanation
+from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable, Quarantine
 from raydix.cache_core.leases.request_observer import RequestObserver
-from raydix.cache_core.radix.page_events import KVEventSink
+from raydix.cache_core.leases.results import NO_STARTS, Counters, PoolSizes, Published
+from raydix.cache_core.outline import Outline, OutlineLimits
+from raydix.cache_core.radix.page_events import KVEventSink, PageRun
+from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.radix_key import RadixKey
 
 
-@dataclass(slots=True)
-class Published:
-    """What an insert did to a lease."""
-
-    prefix_len: int  # leading tokens that were in the tree before
-    num_inserted: int  # tokens the tree took over
-    num_duplicates: int  # private slots freed because the tree had their tokens
-    retired: bool  # the namespace was retired since the lease was granted: nothing was published
-    repointed: Starts  # the tree's pages that took the place of the duplicates
-
-
-class LeasedCache(CacheFacts):
+class LeasedCache(ABC):
     """Prefix reuse with leases over a pool of slots.
 
+    A subclass keeps the prefixes and the slots. This class keeps the leases, the counters and the observers.
+
     Attributes:
-        leases: the open ones.
-        counters: what has happened since the start.
-        watches: told of every request.
+        num_slots: of the pool.
+        page_size: tokens of a page; leases publish and find whole pages.
+        leases: the open leases.
+        quarantine: the leases of vanished sessions, whose private slots are withheld.
+        counters: events since the start.
+        observers: each is notified of every request.
     """
 
+    num_slots: int
+    page_size: int
+
     def __init__(self, remembered_leases: int = 0) -> None:
-        super().__init__()
         self.leases = LeaseTable(remembered_leases)
+        self.quarantine = Quarantine()
         self.counters = Counters()
         self.observers: list[RequestObserver] = []
 
-    # ---------------------------------------------------------------- verbs
+    # ---------------------------------------------------------------- requests
 
     @abstractmethod
     def check_len(self, num_tokens: int, key: RadixKey) -> None:
-        """Raise unless a cache with nothing else in it has room for a lease of `key` over so many tokens.
+        """Raise if even an otherwise empty cache has no room for a lease of `key` over so many tokens.
 
         Raises:
             OutOfSlotsError: a pool is too small; `can_ever_fit` is False.
             LeaseRangeError: no lease of this cache may be so long.
         """
 
-    @abstractmethod
     def acquire(
         self,
         lease_id: str,
@@ -69,59 +71,137 @@ class LeasedCache(CacheFacts):
         max_prefix_len: int | None = None,
         priority: int = 0,
     ) -> LeaseRecord:
-        """Hold the cached prefix of `key` and slots for the rest and `new_tokens` more; evict the shortfall.
+        """Lock the cached prefix of `key` and allocate slots for the rest and `new_tokens` more; evict the shortfall.
 
-        The same lease id again returns the open lease as it is. What the lease uses and publishes is of its `priority`
-        at least, where the cache heeds priorities.
+        The lease reuses at most `max_prefix_len` tokens of the cached prefix. The pages that it uses and publishes get
+        its `priority` at least, where the cache heeds priorities. The same lease id again returns the open lease.
 
         Raises:
-            OutOfSlotsError: there is no room, even after evicting; nothing was taken or evicted.
+            OutOfSlotsError: too few slots are free or evictable; nothing was allocated or evicted.
             LeaseRangeError: more tokens than a lease may cover, or a negative `new_tokens` or `max_prefix_len`.
             UnknownLeaseError: the id is another session's.
         """
+        new_tokens, priority = index(new_tokens), index(priority)
+        if max_prefix_len is not None:
+            max_prefix_len = index(max_prefix_len)
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
+            return open_lease
+        if new_tokens < 0:
+            raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
+        if max_prefix_len is not None and max_prefix_len < 0:
+            raise LeaseRangeError(f"max_prefix_len must not be negative: {max_prefix_len}")
+        lease = self._grant(lease_id, session_id, key, len(key) + new_tokens, max_prefix_len, priority)
+        self._open(lease, max_prefix_len)
+        return lease
 
-    @abstractmethod
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
-        """Hold the cached prefix of `key` alone; `extend` adds to it."""
-
-    @abstractmethod
-    def extend(self, lease_id: str, session_id: str, num_tokens: int) -> Starts:
-        """Cover `num_tokens` more; returns what was added to the lease's `starts`.
+        """Lock the cached prefix of `key` and allocate no slots for more tokens; `extend` adds private slots.
 
         Raises:
-            OutOfSlotsError: there is no room; nothing was taken.
-            LeaseRangeError: more tokens than a lease may cover.
+            OutOfSlotsError: too few slots are free or evictable; nothing was allocated or evicted.
+            UnknownLeaseError: the id is another session's.
+        """
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
+            return open_lease
+        lease = self._grant(lease_id, session_id, key, None, None, index(priority))
+        lease.only_locks = True
+        self._open(lease, None)
+        return lease
+
+    @abstractmethod
+    def _grant(
+        self,
+        lease_id: str,
+        session_id: str,
+        key: RadixKey,
+        num_slots: int | None,
+        max_prefix_len: int | None,
+        priority: int,
+    ) -> LeaseRecord:
+        """Return a new lease over `num_slots` tokens; None: over the cached prefix alone."""
+
+    def _open(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        self.leases.add(lease)
+        counters, prefix_len = self.counters, lease.prefix_len
+        counters.acquires += 1
+        counters.hits += prefix_len > 0
+        counters.tokens_requested += len(lease.key)
+        counters.tokens_reused += prefix_len
+        for observer in self.observers:
+            observer.granted(lease, max_prefix_len)
+
+    def count_refusal(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
+        """Count a request for a lease of `key` over `num_tokens` tokens that the caller refuses for lack of slots."""
+        counters = self.counters
+        counters.tokens_requested += len(key)
+        counters.tokens_refused += len(key)
+        if not can_ever_fit:
+            counters.num_too_large += 1
+            counters.tokens_too_large += len(key)
+            num_slots = -(-num_tokens // self.page_size) * self.page_size
+            counters.largest_too_large = max(counters.largest_too_large, num_slots)
+        for observer in self.observers:
+            observer.refused(key, num_tokens, can_ever_fit)
+
+    def extend(self, lease_id: str, session_id: str, num_tokens: int) -> Starts:
+        """Cover `num_tokens` more tokens; return the pages that are added to the lease's `starts`.
+
+        Raises:
+            OutOfSlotsError: too few slots are free or evictable; nothing was allocated.
+            LeaseRangeError: more tokens than a lease may cover, or a negative number.
             UnknownLeaseError: no such open lease.
         """
+        lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
+        if num_tokens < 0:
+            raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
+        lease.only_locks = False
+        return self._extend(lease, num_tokens)
+
+    @abstractmethod
+    def _extend(self, lease: LeaseRecord, num_tokens: int) -> Starts:
+        """Cover `num_tokens` more tokens with a lease; return the pages added."""
 
     @abstractmethod
     def insert(
         self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
     ) -> Published:
-        """Publish the whole pages of the lease's first `num_tokens` tokens; the lease goes on holding all of it.
+        """Publish the whole pages of the lease's first `num_tokens` tokens. The lease still holds all of them.
 
-        `suffix` brings the ids that the cache has not seen: it ends at `num_tokens`.
+        Args:
+            suffix: the token ids that the cache has not seen; it ends at `num_tokens`.
+            publish_state: also publish a copy of the lease's state, as the state after the last of these tokens.
 
         Raises:
-            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
+            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's;
+                or the state cannot be published there.
+            OutOfSlotsError: there is no slot for the copy of the state; nothing was published.
             UnknownLeaseError: no such open lease.
         """
 
     def release_window(self, lease_id: str, session_id: str, up_to: int) -> None:
         """Free the window KV of a lease before token `up_to`. No effect without a sliding window.
 
+        One page before `up_to` is kept, so that the pages published next can be matched at a page boundary. The last
+        window of the published pages is kept, unless all of it lies before that page.
+
         Raises:
-            LeaseRangeError: `up_to` is negative, or beyond what the lease covers.
+            LeaseRangeError: `up_to` is negative, or beyond the lease's tokens.
             UnknownLeaseError: no such open lease.
         """
-        lease = self.leases.get(lease_id, session_id)
-        if not 0 <= index(up_to) <= lease.num_slots:
+        lease, up_to = self.leases.get(lease_id, session_id), index(up_to)
+        if not 0 <= up_to <= lease.num_slots:
             raise LeaseRangeError(f"the lease covers tokens up to {lease.num_slots}, not {up_to}")
+        self._release_window(lease, up_to)
+
+    def _release_window(self, lease: LeaseRecord, up_to: int) -> None:  # noqa: B027 -- no effect without a window
+        """Free the window KV of a lease before a token that it covers."""
+
+    # ---------------------------------------------------------------- the end of leases
 
     def release(self, lease_id: str, session_id: str) -> bool:
-        """End a lease: its private slots are freed, what it inserted stays. False if no such lease is open.
+        """End a lease: free its private slots and keep its published pages. Return False if no such lease is open.
 
-        An id that is not open is remembered as ended: its grant may be on its way still.
+        The id of a lease that is not open is remembered as ended, as its grant may still be on its way.
         """
         lease = self.leases.find(lease_id, session_id)
         if lease is None:
@@ -131,22 +211,53 @@ class LeasedCache(CacheFacts):
         return True
 
     def end_session(self, session_id: str) -> int:
-        """End every lease of a session; returns how many."""
+        """End every lease of a session; return their number."""
         return self._end_all(session_id)
 
     def quarantine_session(self, session_id: str) -> int:
-        """End every lease of a session that has vanished; returns how many.
+        """End every lease of a vanished session; return their number.
 
-        Locks go at once. Private slots are withheld until `free_withheld`: whoever held them may still write them.
+        Unlock their pages now, and withhold their private slots until `free_withheld`: the session's process may still
+        write them.
         """
         return self._end_all(session_id, vanished=True)
 
     def free_withheld(self, session_id: str) -> int:
-        """Free what is in quarantine of a session: nobody writes it any more. Returns how many slots."""
+        """Free the slots in quarantine of a session, as its process has ended; return their number."""
         leases = self.quarantine.take(session_id)
         num_slots = sum(map(self._private_size, leases))
         _for_each(leases, self._free_private)
         return num_slots
+
+    def _end_all(self, session_id: str, vanished: bool = False) -> int:
+        leases = self.leases.of_session(session_id)
+        _for_each(leases, partial(self._end, vanished=vanished))
+        return len(leases)
+
+    def _end(self, lease: LeaseRecord, vanished: bool = False, expired: bool = False) -> None:
+        for observer in self.observers:
+            observer.ended(lease)
+        self.leases.remove(lease, expired=vanished or expired)
+        try:
+            self._unlock(lease)
+        finally:  # the pool may raise for retired pages
+            if vanished:
+                self.quarantine.add(lease)
+            else:
+                self._free_private(lease)
+        self._notify_pressure()  # the pages of the lease are evictable now
+
+    @abstractmethod
+    def _unlock(self, lease: LeaseRecord) -> None:
+        """Unlock the published pages of an ended lease."""
+
+    @abstractmethod
+    def _free_private(self, lease: LeaseRecord) -> None:
+        """Free the private slots of an ended lease."""
+
+    @abstractmethod
+    def _notify_pressure(self) -> None:
+        """Call `on_pressure` if slots are short."""
 
     def offer(self, lease_id: str, session_id: str, offer_id: str, expires_at: float) -> LeaseRecord:
         """Let another session adopt a lease, once, until `expires_at` by the clock of `expire_offers`.
@@ -163,7 +274,7 @@ class LeasedCache(CacheFacts):
         return lease
 
     def adopt(self, lease_id: str, from_session: str, session_id: str, offer_id: str) -> LeaseRecord:
-        """Make an offered lease that of another session; its slots and locks stay as they are.
+        """Give an offered lease to another session; its slots and locks stay as they are.
 
         Raises:
             ExpiredLeaseError: its offer expired, or it expired with the session that offered it.
@@ -184,7 +295,7 @@ class LeasedCache(CacheFacts):
             self.leases.end_offer(lease)
 
     def revoke(self, lease_id: str, session_id: str, offer_id: str) -> bool:
-        """End an offered lease as `release` does; False if the offer has been adopted, or has ended.
+        """End an offered lease as `release` does; return False if the offer has been adopted, or has ended.
 
         Raises:
             UnknownLeaseError: another session offers it.
@@ -198,115 +309,191 @@ class LeasedCache(CacheFacts):
         return True
 
     def expire_offers(self, now: float) -> int:
-        """End every lease whose offer was not adopted in time; returns how many. O(offers).
+        """End every lease whose offer was not adopted in time; return their number. O(offers).
 
-        Its private slots are free: the granter gave up writing them, and no session has adopted them.
+        Their private slots are freed: the granter no longer writes them, and no session has adopted them.
         """
         overdue = self.leases.overdue_offers(now)
         _for_each(overdue, partial(self._end, expired=True))
         return len(overdue)
 
-    def _end_all(self, session_id: str, vanished: bool = False) -> int:
-        leases = self.leases.of_session(session_id)
-        _for_each(leases, partial(self._end, vanished=vanished))
-        return len(leases)
-
-    def _end(self, lease: LeaseRecord, vanished: bool = False, expired: bool = False) -> None:
-        for watch in self.observers:
-            watch.ended(lease)
-        self.leases.remove(lease, expired=vanished or expired)
-        try:
-            self._give_up_shared(lease)
-        finally:  # a pool may refuse what was retired
-            if vanished:
-                self.quarantine.add(lease)
-            else:
-                self._free_private(lease)
-        self._tell_pressure()  # what it held can be evicted now
-
-    @abstractmethod
-    def _give_up_shared(self, lease: LeaseRecord) -> None:
-        """Unlock what an ended lease held together with others."""
-
-    @abstractmethod
-    def _free_private(self, lease: LeaseRecord) -> None:
-        """Free what an ended lease held by itself."""
-
-    @abstractmethod
-    def _tell_pressure(self) -> None:
-        """Tell whoever listens if slots run short."""
-
     @abstractmethod
     def evict(self, num_tokens: int, cause: str = "request") -> int:
-        """Free at least `num_tokens` slots of what is cached, or all that nobody holds; returns how many.
+        """Free at least `num_tokens` cached slots, or all without a lease; return their number.
 
-        `cause` is what `explain` tells of it later.
+        `explain` returns `cause` for the pages that were evicted.
         """
 
     def reset(self) -> None:
-        """Make everything unmatchable at once; leases keep their slots, but publish no more."""
-        for lease in (*self.leases, *self.quarantine):
-            lease.retired = True
-        for watch in self.observers:
-            watch.retired(lambda _: True)
+        """Make everything unmatchable; leases keep their slots, but publish no more."""
+        self._retire_leases(lambda extra_key: True)
         self._retire_all()
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """`reset` for the namespaces whose `extra_key` is meant; returns how many there were.
+        """Do `reset` for the namespaces whose `extra_key` is meant; return their number.
 
-        O(namespaces and leases). What nobody holds is freed here and now as far as that is quick, then by `reclaim`.
+        O(namespaces and leases). It frees a bounded number of pages without a lease; `reclaim` frees the rest.
         """
+        self._retire_leases(is_meant)
+        return self._retire(is_meant)
+
+    def _retire_leases(self, is_meant: Callable[[str | None], bool]) -> None:
         for lease in (*self.leases, *self.quarantine):
             lease.retired = lease.retired or is_meant(lease.key.extra_key)
-        for watch in self.observers:
-            watch.retired(is_meant)
-        return self._retire(is_meant)
+        for observer in self.observers:
+            observer.retired(is_meant)
 
     @abstractmethod
     def _retire_all(self) -> None:
-        """Make everything unmatchable."""
+        """Make all cached pages unmatchable."""
 
     @abstractmethod
     def _retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """Make some namespaces unmatchable; returns how many."""
+        """Make the cached pages of some namespaces unmatchable; return the number of namespaces."""
 
     def reclaim(self, max_tokens: int) -> int:
-        """Free about so many slots of what was retired and nobody holds; returns how many, 0 if none is left."""
+        """Free about `max_tokens` retired slots without a lease; return their number, 0 if none is left."""
         return 0
 
-    # ---------------------------------------------------------------- who is told
+    # ---------------------------------------------------------------- sizes
 
-    def use_clock(self, clock: Callable[[], float]) -> None:
-        """Tell the times of evictions by this clock, in seconds; else by `time.monotonic`."""
+    @property
+    @abstractmethod
+    def free_slots(self) -> int:
+        """Slots that can be allocated without an eviction."""
 
-    def publish_events_to(self, sink: KVEventSink) -> None:
-        """Tell of pages that come and go, from now on. No effect for caches that keep no tree of pages."""
+    @property
+    @abstractmethod
+    def private_slots(self) -> int:
+        """Slots of leases that are not published, in whole pages."""
 
-    def count_refusal(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Count a request for a lease of `key` over `num_tokens` tokens that the caller refuses for want of room."""
-        counters = self.counters
-        counters.tokens_requested += len(key)
-        counters.tokens_refused += len(key)
-        if not can_ever_fit:
-            counters.num_too_large += 1
-            counters.tokens_too_large += len(key)
-            num_slots = -(-num_tokens // self.page_size) * self.page_size
-            counters.largest_too_large = max(counters.largest_too_large, num_slots)
-        for watch in self.observers:
-            watch.refused(key, num_tokens, can_ever_fit)
+    @abstractmethod
+    def evictable_size(self) -> int:
+        """Return the number of cached slots without a lease."""
 
-    def _count_grant(self, lease: LeaseRecord, max_prefix_len: int | None = None) -> None:
-        self.leases.add(lease)
-        self.counters.acquires += 1
-        self.counters.hits += lease.prefix_len > 0
-        self.counters.tokens_requested += len(lease.key)
-        self.counters.tokens_reused += lease.prefix_len
-        for watch in self.observers:
-            watch.granted(lease, max_prefix_len)
+    @abstractmethod
+    def protected_size(self) -> int:
+        """Return the number of cached slots that leases have locked."""
+
+    @property
+    def quarantined_slots(self) -> int:
+        """Slots withheld as a vanished session may still write them. O(leases in quarantine)."""
+        return sum(map(self._private_size, self.quarantine))
+
+    def total_size(self) -> int:
+        """Return the number of cached slots."""
+        return self.evictable_size() + self.protected_size()
+
+    def sizes_of(self, pool: str, extra_key: str | None = None) -> PoolSizes:
+        """Return the sizes of the pool that an `OutOfSlotsError` names, for requests of a namespace."""
+        sizes = {"window slots": self.swa_sizes, "states": self.state_sizes}.get(pool, lambda: None)()
+        return sizes or PoolSizes(self.num_slots, self.free_slots, self.evictable_size(), self.protected_size())
+
+    def swa_sizes(self) -> PoolSizes | None:
+        """Return the sizes of the pool of window slots; None without a sliding window."""
+        return None
+
+    def state_sizes(self) -> PoolSizes | None:
+        """Return the sizes of the pool of recurrent states; None for a cache without states."""
+        return None
+
+    def configured_tenants(self) -> Sequence[Tenant]:
+        """Return the tenants with a floor or a cap, then the rest; nothing if there are no such tenants."""
+        return ()
+
+    def tenant_of(self, extra_key: str | None) -> str | None:
+        """Return the name of a namespace's tenant; None for the rest."""
+        return None
+
+    def share_of(self, name: str) -> PoolSizes:
+        """Return the share of a tenant that has a cap, as if it were a pool of that size."""
+        raise AssertionError(f"there is no tenant {name!r}")
+
+    def is_within_floor(self, key: RadixKey, num_tokens: int) -> bool:
+        """Return whether the tenant of `key` holds at most its floor with a lease over so many tokens."""
+        return False
+
+    # ---------------------------------------------------------------- cached pages
+
+    @abstractmethod
+    def match(self, key: RadixKey) -> MatchResult:
+        """Return the prefix that `acquire` would find, without any effect; count a probe."""
+
+    @abstractmethod
+    def explain(self, key: RadixKey) -> Explanation:
+        """Return where a match of `key` ends, and why. Changes nothing. O(namespaces) at most."""
+
+    @property
+    def now(self) -> int:
+        """The cache's own clock, in ticks; 0 for a cache without one."""
+        return 0
+
+    def sample_tree(self, max_nodes: int) -> Outline:
+        """Return the size of each namespace and of its branches, estimated from about `max_nodes` nodes."""
+        return Outline([], 0, 0)
+
+    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027 -- no evictions that are remembered
+        """Take the times of evictions from this clock, in seconds; by default from `time.monotonic`."""
+
+    def evictions(self) -> list[EvictionRecord]:
+        """Return the recent evictions that are remembered, the latest last."""
+        return []
+
+    @abstractmethod
+    def outline(self, limits: OutlineLimits) -> Outline:
+        """Return the largest branches that can be matched. Bounded work for any number of cached pages."""
+
+    def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- no pages, no events
+        """Publish to `sink` which pages are stored and removed from now on. No effect for a cache without pages."""
+
+    def resident_pages(self) -> Iterable[PageRun]:
+        """Return the pages that events name and that can be matched now, parents before children. O(n)."""
+        return ()
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of the cache or of its parts is broken. O(everything)."""
+
+    @abstractmethod
+    def lease_sizes(self, leases: Iterable[LeaseRecord]) -> Iterator[int]:
+        """Yield for each lease the number of its slots that no earlier one of these leases holds."""
+
+    def holds(self, lease: LeaseRecord, pool: str) -> bool:
+        """Return whether a lease holds any slot of the pool that an `OutOfSlotsError` names, private or locked."""
+        match pool:
+            case "window slots":
+                return bool(self.swa_starts(lease).any())
+            case "states":
+                return lease.state_slot is not None
+        return len(lease.starts) > 0
+
+    @abstractmethod
+    def published_len(self, lease: LeaseRecord) -> int:
+        """Return the number of leading tokens of a lease that other leases may read; whole pages."""
+
+    @abstractmethod
+    def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
+        """Return whether the lease may read all of these slots."""
+
+    @abstractmethod
+    def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
+        """Return whether the lease may write all of these slots: no other lease can read them."""
+
+    def swa_starts(self, lease: LeaseRecord) -> Starts:
+        """Return the first window slot of each page of a lease, 0 where the lease does not hold its window KV."""
+        return NO_STARTS
+
+    def swa_slots(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """Return the window slot of each slot, 0 where it has none; None without a sliding window."""
+        return None
+
+    @abstractmethod
+    def _private_size(self, lease: LeaseRecord) -> int:
+        """Return the number of private slots of a lease."""
 
 
-def _for_each(leases: Sequence[LeaseRecord], give_back: Callable[[LeaseRecord], None]) -> None:
-    """Have each give back something, in order, though a pool may refuse what one of them had."""
+def _for_each(leases: Sequence[LeaseRecord], release: Callable[[LeaseRecord], None]) -> None:
+    """Release each lease in order, also after a pool has raised for one of them."""
     with ExitStack() as last_first:
         for lease in reversed(leases):
-            last_first.callback(give_back, lease)
+            last_first.callback(release, lease)

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import ContentError
-
-Starts = NDArray[np.int64]
+from raydix.cache_core.tree.packed_slots import Starts
 
 _POISON = 0xFF
 _WORD_BYTES = 8

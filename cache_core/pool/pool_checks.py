@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raydix.cache_core.pool.content_check import ContentCheck, Starts
+from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.pool.kv_pool import KVPool
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.tree.packed_slots import Starts
 
 
 class PoolChecks:

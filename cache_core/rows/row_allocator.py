@@ -15,14 +15,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from raydix.cache_core.base_prefix_cache import RadixKey, Starts
 from raydix.cache_core.errors import OutOfSlotsError
-from raydix.cache_core.leases.counters import Counters
+from raydix.cache_core.leases.results import Counters
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.pool.kv_pool import wait_for_device
 from raydix.cache_core.rows.prefix_cache_manager import FoundRow, PrefixCacheManager
 from raydix.cache_core.rows.slot_allocator import SlotAllocator
+from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.radix_key import RadixKey
 
 _MAX_LOOKED_AT = 64  # rows that hold a prefix
 

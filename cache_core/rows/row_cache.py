@@ -3,17 +3,17 @@
 A row is `max_seq_len` consecutive slots, and a lease owns one whole row:
 
     acquire(1 2 3 4)    row 0 [. . . . . .]  leased
-    insert(1 2 3 4)     row 0 [1 2 3 4 . .]  still leased; others may copy from it now
+    insert(1 2 3 4)     row 0 [1 2 3 4 . .]  still leased; other leases may copy from it now
     acquire(1 2 3 5)    row 1 [1 2 3 . . .]  1 2 3 was copied from row 0
     release both                             both are cached: 1 2 3 can be found in either
-    acquire(1 2 3 4 6)  row 0 [1 2 3 4 . .]  nobody owns it, so it is reused in place
-    acquire(1 2 9)      row 1 [1 2 . . . .]  likewise; what went on otherwise is forgotten
+    acquire(1 2 3 4 6)  row 0 [1 2 3 4 . .]  it has no lease, so it is reused in place
+    acquire(1 2 9)      row 1 [1 2 . . . .]  reused also; the tokens after 1 2 are forgotten
 
-Counts are in slots of whole rows: a leased row is private; a released one in which a prefix can be found is cached, in
-the tree so to speak; any other is free. Rules, checked by `check_invariants` beside those of `RowAllocator`:
+Counts are in slots of whole rows. A leased row is private, a released row in which a prefix can be found is cached, and
+any other row is free. Rules, checked by `check_invariants` besides those of `RowAllocator`:
 
-1. A lease has published whole pages, of tokens that it covers, in its own row; from before a reset none is left.
-2. It covers what fits into the row.
+1. A lease has published whole pages, of tokens that it covers, in its own row. A reset forgets the pages before it.
+2. A lease covers at most the slots of its row.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from operator import index
 
 import torch
 
-from raydix.cache_core.base_prefix_cache import MatchResult, RadixKey, Starts
+from raydix.cache_core.base_prefix_cache import MatchResult
 from raydix.cache_core.errors import LeaseRangeError
 from raydix.cache_core.explanation import Explanation
-from raydix.cache_core.leases.cache_facts import NO_STARTS
 from raydix.cache_core.leases.lease_table import LeaseRecord
-from raydix.cache_core.leases.leased_cache import LeasedCache, Published
+from raydix.cache_core.leases.leased_cache import LeasedCache
+from raydix.cache_core.leases.results import NO_STARTS, Published
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.rows.row_allocator import RowAllocator
 from raydix.cache_core.rows.row_lease import RowLease, as_row_lease
-from raydix.cache_core.tree.radix_key import check_key
+from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.radix_key import RadixKey, check_key
 
 
 class RowCache(LeasedCache):
@@ -46,10 +47,10 @@ class RowCache(LeasedCache):
         kv_cache: `(k_cache, v_cache)`, each `[row, position, layer, ...]`, in which prefixes are copied; None: there
             are no tensors, and nothing to copy.
         pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
-        on_pressure: told that slots run short.
-        remembered_leases: how many ended ids are remembered, so that none of them is granted again.
-        check: of what the slots hold; None: nobody watches. With it `acquire` and `lock` raise ContentError if somebody
-            wrote to the prefix since it was published.
+        on_pressure: called without arguments when slots are short.
+        remembered_leases: the number of ended ids that are remembered, so that none of them is granted again.
+        check: of the content of the slots; None: no checks. With it `acquire` and `lock` raise ContentError if the
+            prefix was written since it was published.
 
     Raises:
         ValueError: a size is not a positive multiple of the next smaller one.
@@ -73,7 +74,7 @@ class RowCache(LeasedCache):
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
         self.page_size = page_size
-        self.room = RowAllocator(num_slots // max_seq_len, max_seq_len, kv_cache, self.counters, check)
+        self.rows = RowAllocator(num_slots // max_seq_len, max_seq_len, kv_cache, self.counters, check)
         self._pressure_floor = pressure_floor
         self._on_pressure = on_pressure
 
@@ -81,121 +82,61 @@ class RowCache(LeasedCache):
 
     @property
     def free_slots(self) -> int:
-        """Slots of rows that nobody owns and in which nothing can be found."""
-        return self.room.empty_rows * self.max_seq_len
+        """Slots of rows without a lease in which no prefix can be found."""
+        return self.rows.empty_rows * self.max_seq_len
 
     @property
     def private_slots(self) -> int:
         """Slots of leased rows, published or not."""
-        return self.room.taken_rows * self.max_seq_len - self.quarantined_slots
+        return self.rows.taken_rows * self.max_seq_len - self.quarantined_slots
 
     def evictable_size(self) -> int:
         """Slots of released rows in which a prefix can be found."""
-        return self.room.cached_rows * self.max_seq_len
+        return self.rows.cached_rows * self.max_seq_len
 
     def protected_size(self) -> int:
         """Always 0: no two leases share a row."""
         return 0
 
-    # ---------------------------------------------------------------- verbs
+    # ---------------------------------------------------------------- requests
 
     def match(self, key: RadixKey) -> MatchResult:
-        """A probe: what `acquire` would find, without any effect."""
         self.counters.probes += 1
         prefix_len, row = self._longest_prefix(key)
         return MatchResult(torch.arange(prefix_len) + row * self.max_seq_len, None, prefix_len, None, prefix_len)
 
     def check_len(self, num_tokens: int, key: RadixKey) -> None:
-        """Raise LeaseRangeError if so many tokens do not fit into a row."""
         self._check_fits(num_tokens)
 
     def _check_fits(self, num_tokens: int) -> None:
         if num_tokens > self.max_seq_len:
             raise LeaseRangeError(f"{num_tokens} tokens do not fit into a row: max_seq_len is {self.max_seq_len}")
 
-    def acquire(
-        self,
-        lease_id: str,
-        session_id: str,
-        key: RadixKey,
-        new_tokens: int = 0,
-        max_prefix_len: int | None = None,
-        priority: int = 0,
-    ) -> LeaseRecord:
-        """Take a row with the cached prefix of `key` in it, for all its tokens and `new_tokens` more.
-
-        A row that nobody owns is reused in place: what it holds beyond the prefix is forgotten. Where all that hold
-        the prefix are leased, it is copied into another row, free or evicted. The same lease id again returns the open
-        lease as it is. Rows are evicted by recency alone: `priority` is noted, no more.
-
-        Raises:
-            OutOfSlotsError: every row is leased; nothing changed.
-            LeaseRangeError: more tokens than a row has slots, or a negative `new_tokens` or `max_prefix_len`.
-            UnknownLeaseError: the id is another session's.
-        """
-        new_tokens, priority = index(new_tokens), index(priority)
-        if max_prefix_len is not None:
-            max_prefix_len = index(max_prefix_len)
-        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
-            return open_lease
-        if new_tokens < 0:
-            raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
-        if max_prefix_len is not None and max_prefix_len < 0:
-            raise LeaseRangeError(f"max_prefix_len must not be negative: {max_prefix_len}")
-        num_slots = len(key) + new_tokens
-        self._check_fits(num_slots)
-        return self._grant(lease_id, session_id, key, max_prefix_len, num_slots, priority)
-
-    def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
-        """`acquire` of the cached prefix of `key` alone: it takes a row, even if nothing is cached.
-
-        Raises:
-            OutOfSlotsError: every row is leased; nothing changed.
-            UnknownLeaseError: the id is another session's.
-        """
-        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
-            return open_lease
-        lease = self._grant(lease_id, session_id, key, None, None, index(priority))
-        lease.only_locks = True
-        return lease
-
     def _grant(
         self,
         lease_id: str,
         session_id: str,
         key: RadixKey,
-        max_prefix_len: int | None,
         num_slots: int | None,
+        max_prefix_len: int | None,
         priority: int,
     ) -> RowLease:
+        """Take a row with the cached prefix of `key` in it, even if nothing is cached.
+
+        A row without a lease is reused in place; its tokens beyond the prefix are forgotten. If all rows that hold the
+        prefix are leased, the prefix is copied into another row, free or evicted. Rows are evicted by recency alone:
+        `priority` is noted, but has no effect.
+        """
+        if num_slots is not None:
+            self._check_fits(num_slots)
         check_key(key)
         prefix_len, _ = self._longest_prefix(key[:max_prefix_len])
-        row = self.room.take(key[:prefix_len])
-        lease = RowLease(
-            lease_id,
-            session_id,
-            key,
-            row,
-            row * self.max_seq_len,
-            prefix_len,
-            prefix_len if num_slots is None else num_slots,
-            priority,
-        )
-        self._count_grant(lease)
-        self._tell_pressure()
-        return lease
+        row, num_slots = self.rows.take(key[:prefix_len]), prefix_len if num_slots is None else num_slots
+        self._notify_pressure()
+        return RowLease(lease_id, session_id, key, row, row * self.max_seq_len, prefix_len, num_slots, priority)
 
-    def extend(self, lease_id: str, session_id: str, num_tokens: int) -> Starts:
-        """Cover `num_tokens` more of the lease's row; nothing is added to `starts`.
-
-        Raises:
-            LeaseRangeError: more tokens than the row has slots, or a negative number.
-            UnknownLeaseError: no such open lease.
-        """
-        lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
-        if num_tokens < 0:
-            raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
-        lease.only_locks = False
+    def _extend(self, lease: LeaseRecord, num_tokens: int) -> Starts:
+        """Cover `num_tokens` more of the lease's row; nothing is added to `starts`."""
         self._check_fits(lease.num_slots + num_tokens)
         lease.num_slots += num_tokens
         return NO_STARTS
@@ -203,16 +144,11 @@ class RowCache(LeasedCache):
     def insert(
         self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
     ) -> Published:
-        """Make the whole pages of the lease's first `num_tokens` tokens findable in its row.
+        """Make the pages findable in the lease's row; no state can be published.
 
-        Others may copy them from then on, so the lease must not write them any more. `suffix` brings the ids that the
-        cache has not seen: it ends at `num_tokens`. Rows are not shared, so nothing is a duplicate: `prefix_len` says
-        how much could be found before, in whatever row, and `num_inserted` how much more can be found in this one.
-
-        Raises:
-            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's;
-                or a state is to be published.
-            UnknownLeaseError: no such open lease.
+        Other leases may copy the published pages, so the lease must not write them any more. Rows are not shared, so no
+        page is a duplicate. `prefix_len` counts the tokens that any row held before, and `num_inserted` those that are
+        new in this row.
         """
         lease, num_tokens = as_row_lease(self.leases.get(lease_id, session_id)), index(num_tokens)
         key = lease.known_key(num_tokens, suffix)
@@ -223,56 +159,49 @@ class RowCache(LeasedCache):
         if lease.retired or stop <= before:
             return Published(before, 0, 0, lease.retired, NO_STARTS)
         prefix_len, _ = self._longest_prefix(key[:stop])
-        self.room.publish(lease.row, key[:stop])
+        self.rows.publish(lease.row, key[:stop])
         lease.published_len = stop
         self.counters.tokens_inserted += stop - before
         return Published(prefix_len, stop - before, 0, False, NO_STARTS)
 
-    def _give_up_shared(self, lease: LeaseRecord) -> None:
-        """No two leases share a row."""
+    def _unlock(self, lease: LeaseRecord) -> None:
+        """Do nothing: no two leases share a row."""
 
     def _free_private(self, lease: LeaseRecord) -> None:
-        self.room.give_back(as_row_lease(lease).row)
+        self.rows.give_back(as_row_lease(lease).row)
 
     def _private_size(self, lease: LeaseRecord) -> int:
         return self.max_seq_len
 
     def lease_sizes(self, leases: Iterable[LeaseRecord]) -> Iterator[int]:
-        """Yield the slots of each lease's row."""
         return (self.max_seq_len for _ in leases)
 
     def evict(self, num_tokens: int, cause: str = "request") -> int:
-        """Empty cached rows, whole ones, least recently used first, of at least `num_tokens` slots; returns of how
-        many: fewer if no more rows are cached."""
-        return self.room.evict(index(num_tokens))
+        """Evict whole rows, least recently used first."""
+        return self.rows.evict(index(num_tokens))
 
     def _retire_all(self) -> None:
-        self.room.forget_all()
+        self.rows.forget_all()
 
     def _retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        return self.room.forget(is_meant)
+        return self.rows.forget(is_meant)
 
     def explain(self, key: RadixKey) -> Explanation:
-        """Where a match of `key` ends, and as far as it can be told why. Changes nothing."""
         prefix_len, _ = self._longest_prefix(key)
         return Explanation.of_lengths(len(key), prefix_len, prefix_len, self.page_size)
 
     def outline(self, limits: OutlineLimits) -> Outline:
-        """The largest branches of what can be found. Bounded work, however much is cached."""
-        return self.room.outline(limits)
+        return self.rows.outline(limits)
 
     # ---------------------------------------------------------------- what a lease holds
 
     def published_len(self, lease: LeaseRecord) -> int:
-        """Leading tokens of a lease that others may copy."""
         return as_row_lease(lease).published_len
 
     def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
-        """Whether all of these slots are those of the lease's tokens."""
         return self._lie_in(lease, slots, 0)
 
     def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
-        """Whether all of these slots are those of the lease's tokens that were not published."""
         return self._lie_in(lease, slots, as_row_lease(lease).published_len)
 
     def _lie_in(self, lease: LeaseRecord, slots: Starts, first: int) -> bool:
@@ -282,14 +211,14 @@ class RowCache(LeasedCache):
     # ---------------------------------------------------------------- parts, checks
 
     def _longest_prefix(self, key: RadixKey) -> tuple[int, int]:
-        """The length of the longest prefix of `key` that a row holds, in whole pages, and a row that does."""
-        found = self.room.peek(key)
+        """Return the length of the longest prefix of `key` in any row, in whole pages, and such a row."""
+        found = self.rows.peek(key)
         return self._whole_pages(found.prefix_len), found.slot
 
     def _whole_pages(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.page_size
 
-    def _tell_pressure(self) -> None:
+    def _notify_pressure(self) -> None:
         if self._on_pressure is not None and self.free_slots < self._pressure_floor:
             self._on_pressure()
 
@@ -304,6 +233,6 @@ class RowCache(LeasedCache):
             assert lease.published_len % self.page_size == 0, f"rule 1: {lease.published_len=} {where}"
             assert lease.published_len <= lease.num_slots, f"rule 1: {lease.published_len=} {where}"
             assert lease.num_slots <= self.max_seq_len, f"rule 2: {lease.num_slots=} {where}"
-        self.room.check(published)
+        self.rows.check(published)
         counted = self.free_slots + self.private_slots + self.total_size() + self.quarantined_slots
         assert counted == self.num_slots, f"a slot has no owner: {counted=}"

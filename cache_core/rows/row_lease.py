@@ -9,7 +9,7 @@ from raydix.cache_core.tree.radix_key import RadixKey
 
 
 class RowLease(LeaseRecord):
-    """What one request holds: a whole row, all of it private. `starts` has its first slot alone."""
+    """The slots of one request: a whole private row. `starts` has its first slot alone."""
 
     __slots__ = ("published_len", "row")
 
@@ -27,10 +27,10 @@ class RowLease(LeaseRecord):
         starts = np.array([first_slot], np.int64)
         super().__init__(lease_id, session_id, key, None, None, prefix_len, starts, 0, num_slots, priority)
         self.row = row
-        self.published_len = prefix_len  # leading tokens that others may copy; whole pages
+        self.published_len = prefix_len  # leading tokens that other leases may copy; whole pages
 
 
 def as_row_lease(lease: LeaseRecord) -> RowLease:
-    """A lease of a `RowCache`, as that."""
+    """Return a lease of a `RowCache` as its own type."""
     assert isinstance(lease, RowLease)
     return lease

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from raydix.actors import LocalPrefixCache
 from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator, use_huge_pages
-from raydix.cache_core.leases.ended_leases import EndedLeases
+from raydix.cache_core.leases.lease_table import EndedLeases
 from raydix.schemas import CacheConfig, LeaseConfig, PoolConfig
 
 PAGE = 16

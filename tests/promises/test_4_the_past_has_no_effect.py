@@ -18,7 +18,7 @@ from support.caches.raw_calls import Wire, counts
 
 from raydix.actors import Lease, PrefixCacheClient, start_cache
 from raydix.actors.service.cache_service import CacheService
-from raydix.cache_core.leases.ended_leases import EndedLeases
+from raydix.cache_core.leases.lease_table import EndedLeases
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,

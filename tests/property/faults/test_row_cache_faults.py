@@ -9,9 +9,8 @@ from support.faults.faults import Catalogue, Fault, Patch, around
 from support.traffic.rows import RowTrafficFailed, run_row_traffic
 
 from raydix.cache_core import OutOfSlotsError, PrefixCacheManager, RadixKey, RowCache, SlotAllocator
-from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable
+from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable, Quarantine
 from raydix.cache_core.leases.leased_cache import LeasedCache
-from raydix.cache_core.leases.quarantine import Quarantine
 from raydix.cache_core.rows.row_allocator import RowAllocator
 
 RUNS = [(0, 2), (1, 1), (2, 4)]  # seed, page size
@@ -154,8 +153,8 @@ def a_match_is_not_floored_to_pages(patch: Patch) -> None:
 
 @fault
 def max_prefix_len_is_ignored(patch: Patch) -> None:
-    def grant(original: Any, cache: RowCache, lease_id: str, session: str, key: Any, limit: Any, *args: Any) -> Any:
-        return original(cache, lease_id, session, key, None, *args)
+    def grant(original: Any, cache: RowCache, lease_id: str, session: str, key: Any, num: Any, *limit: Any) -> Any:
+        return original(cache, lease_id, session, key, num, None, limit[-1])
 
     around(patch, RowCache, "_grant", grant)
 

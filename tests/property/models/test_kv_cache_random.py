@@ -263,7 +263,7 @@ def drive(traffic: Traffic, num_steps: int) -> None:
         traffic.cache.end_session(session)
     traffic.open.clear()
     traffic.check()
-    assert traffic.cache.held_slots() == 0
+    assert traffic.cache.private_slots + traffic.cache.protected_size() == 0
     traffic.cache.evict(traffic.cache.num_slots)
     traffic.check()
     assert traffic.cache.free_slots == traffic.cache.num_slots

@@ -273,9 +273,9 @@ async def full_of_leaves(**eviction: Any) -> AsyncIterator[tuple[LocalPrefixCach
         lease = await cache.lock([0])
         task = cache._host.service.eviction_task
         wake, task.wake = task.wake, lambda: None  # type: ignore[method-assign]
-        core_of(cache).room._on_pressure = task.wake
+        core_of(cache).pools._on_pressure = task.wake
         await publish(cache, *range(1, NUM_LEAVES - 99))
-        core_of(cache).room._on_pressure = wake
+        core_of(cache).pools._on_pressure = wake
         yield cache, lease
         await lease.release()
 

@@ -213,11 +213,11 @@ class CheckedRowCache:
         cache.check_invariants()
         counts = cache.free_slots, cache.private_slots, cache.total_size(), cache.quarantined_slots
         assert counts == model.sizes()
-        assert cache.held_slots() == cache.private_slots
+        assert cache.protected_size() == 0
         assert sum(model.sizes()) == cache.num_slots
         assert {lease.lease_id for lease in cache.leases} == set(model.leases)
         for number, row in enumerate(model.rows):
-            known = cache.room._records.recorded_key(number)
+            known = cache.rows._records.recorded_key(number)
             record = (None, ()) if known is None else (known.extra_key, tuple(known.token_ids))
             assert record == row.record, f"row {number} holds {record}, not {row.record}"
             namespace, tokens = record

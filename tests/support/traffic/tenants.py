@@ -73,8 +73,8 @@ class TenantTraffic:
         self.open: list[tuple[str, str]] = []  # lease id, session
         self.actor: Tenant | None = None  # for whom the verb at hand is
         self._next_id = 0
-        self._take_pages, cache.room.take_pages = cache.room.take_pages, self._take_checked  # type: ignore[method-assign]
-        self._check_pages, cache.room.check_pages = cache.room.check_pages, self._check_checked  # type: ignore[method-assign]
+        self._take_pages, cache.pools.take_pages = cache.pools.take_pages, self._take_checked  # type: ignore[method-assign]
+        self._check_pages, cache.pools.check_pages = cache.pools.check_pages, self._check_checked  # type: ignore[method-assign]
 
     def step(self) -> None:
         verbs = (self.acquire, self.insert, self.extend, self.release, self.lock, self.evict)

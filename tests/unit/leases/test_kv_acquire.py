@@ -24,7 +24,7 @@ def test_a_probe_tells_the_prefix_and_holds_nothing(cache: KVCache) -> None:
 
     assert (result.prefix_len, result.indices.tolist()) == (2, [2, 3])
     assert count(cache) == (4, 0, 4)
-    assert cache.held_slots() == 0
+    assert cache.private_slots + cache.protected_size() == 0
     assert len(cache.leases) == 0
     assert cache.counters.probes == 1
 
@@ -47,7 +47,7 @@ def test_a_miss_gets_private_slots_for_every_token_in_whole_pages(cache: KVCache
 
     assert shape(lease) == (0, [2, 4, 6], 0, 5)
     assert count(cache) == (2, 6, 0)
-    assert cache.held_slots() == 6
+    assert cache.private_slots + cache.protected_size() == 6
 
 
 def test_a_hit_holds_the_prefix_and_gets_private_slots_for_the_rest(cache: KVCache) -> None:
@@ -59,7 +59,7 @@ def test_a_hit_holds_the_prefix_and_gets_private_slots_for_the_rest(cache: KVCac
     assert lease.private_starts.tolist() == [6]
     assert count(cache) == (2, 2, 4)
     assert (cache.tree.evictable_size(), cache.tree.protected_size()) == (0, 4)
-    assert cache.held_slots() == 6
+    assert cache.private_slots + cache.protected_size() == 6
 
 
 def test_a_hit_inside_a_node_holds_no_more_than_it_uses(cache: KVCache) -> None:

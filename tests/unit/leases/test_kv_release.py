@@ -4,7 +4,7 @@ import pytest
 from support.caches.small_kv_cache import NO_IDS, count, found, key, publish, shape
 
 from raydix.cache_core import KVCache, SlotError, UnknownLeaseError
-from raydix.cache_core.leases.kv_cache import Published
+from raydix.cache_core.leases.results import Published
 
 # ---------------------------------------------------------------- release
 
@@ -18,7 +18,7 @@ def test_a_release_frees_what_is_private_and_keeps_what_was_inserted(cache: KVCa
 
     assert count(cache) == (6, 0, 2)
     assert found(cache, 1, 2, 3) == [2, 3]
-    assert cache.held_slots() == 0
+    assert cache.private_slots + cache.protected_size() == 0
     assert cache.evict(9) == 2
     assert count(cache) == (8, 0, 0)
 

@@ -7,7 +7,7 @@ from support.caches.invariant_fixtures import checked_after
 
 from raydix.actors.service.core_factory import build_core
 from raydix.cache_core import ExpiredLeaseError, KVCache, OutOfSlotsError, RadixKey, RowCache, UnknownLeaseError
-from raydix.cache_core.leases.ended_leases import EndedLeases
+from raydix.cache_core.leases.lease_table import EndedLeases
 from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
 
 NO_IDS = RadixKey([])

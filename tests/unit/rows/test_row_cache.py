@@ -12,7 +12,7 @@ import torch
 from support.caches.invariant_fixtures import checked_after
 
 from raydix.cache_core import LeaseRangeError, OutOfSlotsError, RadixKey, RowCache, UnknownLeaseError
-from raydix.cache_core.leases.leased_cache import Published
+from raydix.cache_core.leases.results import Published
 from raydix.cache_core.rows.row_cache import RowLease
 
 ROW = 6
@@ -39,7 +39,7 @@ def count(cache: RowCache) -> tuple[int, int, int]:
     cache.check_invariants()
     sizes = cache.free_slots, cache.private_slots, cache.total_size()
     assert sum(sizes) == cache.num_slots
-    assert cache.held_slots() == cache.private_slots
+    assert cache.protected_size() == 0
     free, private, cached = (slots // ROW for slots in sizes)
     return free, private, cached
 
@@ -555,12 +555,12 @@ def test_pressure_is_told_when_fewer_slots_than_the_floor_are_free(make: Callabl
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
-        (lambda cache: cache.room._allocator.free(0), "rule 1"),
-        (lambda cache: cache.room._allocator.occupy(2), "rule 1"),
-        (lambda cache: cache.room._records.forget(0), "rule 2"),
-        (lambda cache: cache.room._records.insert(key(9, 9), 0, 1), "rule 2"),
-        (lambda cache: setattr(cache.room, "cached_rows", 0), "rule 3"),
-        (lambda cache: cache.room._allocator._versions.__setitem__(1, 7), "rule 3"),
+        (lambda cache: cache.rows._allocator.free(0), "rule 1"),
+        (lambda cache: cache.rows._allocator.occupy(2), "rule 1"),
+        (lambda cache: cache.rows._records.forget(0), "rule 2"),
+        (lambda cache: cache.rows._records.insert(key(9, 9), 0, 1), "rule 2"),
+        (lambda cache: setattr(cache.rows, "cached_rows", 0), "rule 3"),
+        (lambda cache: cache.rows._allocator._versions.__setitem__(1, 7), "rule 3"),
         (lambda cache: setattr(cache.leases.get("a", "s"), "row", 2), r"\[0\]"),
         (lambda cache: setattr(cache.leases.get("a", "s"), "published_len", 3), "rule 1"),
         (lambda cache: setattr(cache.leases.get("a", "s"), "num_slots", 1), "rule 1"),

@@ -1,0 +1,52 @@
+"""The results and counts of a cache with leases: `Published`, `PoolSizes` and `Counters`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from raydix.cache_core.tree.packed_slots import Starts
+
+NO_STARTS: Starts = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class Published:
+    """The result of an insert."""
+
+    prefix_len: int  # leading tokens that were in the tree before
+    num_inserted: int  # tokens that the tree took over
+    num_duplicates: int  # private slots freed, as the tree had their tokens
+    retired: bool  # the namespace was retired since the lease was granted: nothing was published
+    repointed: Starts  # the tree's pages that took the place of the duplicates
+
+
+class PoolSizes(NamedTuple):
+    """The sizes of one pool, in its own slots; the other slots are private to leases."""
+
+    num_slots: int
+    free: int
+    evictable: int
+    protected: int
+    quarantined: int = 0
+    kept: int = 0  # without a lease, but kept by the floors of other tenants
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events and tokens since the start."""
+
+    acquires: int = 0
+    hits: int = 0
+    tokens_requested: int = 0  # also of refused requests
+    tokens_refused: int = 0
+    num_too_large: int = 0  # refused requests that can never fit
+    tokens_too_large: int = 0
+    largest_too_large: int = 0  # slots
+    tokens_reused: int = 0
+    tokens_inserted: int = 0
+    tokens_duplicate: int = 0
+    tokens_evicted: int = 0
+    probes: int = 0
