@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
 from raydix.cache_core.kernels import take_back
-
-Starts = NDArray[np.int64]
+from raydix.cache_core.tree.packed_slots import Starts
 
 
 class TokenToKVPoolAllocator:
@@ -25,6 +24,7 @@ class TokenToKVPoolAllocator:
     freeing cost O(pages) in numpy.
 
     Attributes:
+        num_pages: of the pool.
         swa: the allocator of the window slots; None without a sliding window.
 
     Raises:
@@ -40,10 +40,10 @@ class TokenToKVPoolAllocator:
         self.num_slots = num_slots
         self.page_size = page_size
         self.on_free: Callable[[Starts], None] | None = None  # told of pages that have become free
-        self._num_pages = num_slots // page_size
-        self._stack: Starts = np.arange(self._num_pages, 0, -1, dtype=np.int64) * page_size
-        self._num_free = self._num_pages
-        self._marks = np.full(self._num_pages + 1, -1, np.int32)  # by page number: 0 if handed out, else negative
+        self.num_pages = num_slots // page_size
+        self._stack: Starts = np.arange(self.num_pages, 0, -1, dtype=np.int64) * page_size
+        self._num_free = self.num_pages
+        self._marks = np.full(self.num_pages + 1, -1, np.int32)  # by page number: 0 if handed out, else negative
         self._lane = np.arange(page_size, dtype=np.int64)
 
     def available_size(self) -> int:
@@ -78,7 +78,7 @@ class TokenToKVPoolAllocator:
         if left < 0:
             raise OutOfSlotsError(num_pages * self.page_size, self.available_size(), 0, self.num_slots)
         starts = self._stack[left : self._num_free][::-1].copy()
-        self._marks[self._pages_at(starts)] = 0
+        self._marks[self.page_numbers(starts)] = 0
         self._num_free = left
         return starts
 
@@ -89,13 +89,10 @@ class TokenToKVPoolAllocator:
             SlotError: a slot is out of range or not handed out, or a page is named in two places, or they are no row of
                 integers; nothing changed.
         """
-        self.free_pages(self._starts_of(indices))
+        self.free_pages(self.starts_of(slot_row(indices)))
 
-    def _starts_of(self, indices: torch.Tensor) -> Starts:
-        """The first slots of the pages that slots touch, those of neighbours named once."""
-        return self._starts_in(self._row_of(indices))
-
-    def _starts_in(self, slots: Starts) -> Starts:
+    def starts_of(self, slots: Starts) -> Starts:
+        """Return the first slots of the pages that slots touch; neighbours of one page name it once."""
         if self.page_size > 1 and slots.size:
             pages = slots // self.page_size
             is_first = np.empty(slots.size, np.bool_)
@@ -103,19 +100,6 @@ class TokenToKVPoolAllocator:
             np.not_equal(pages[1:], pages[:-1], is_first[1:])
             slots = pages[is_first] * self.page_size
         return slots
-
-    @staticmethod
-    def _row_of(indices: torch.Tensor) -> Starts:
-        """Slots that a caller named, in a row, int64."""
-        try:
-            slots = torch.as_tensor(indices).detach().cpu().numpy()
-        except (TypeError, ValueError, RuntimeError):  # as torch says it of what is no tensor, or none of numbers
-            if isinstance(indices, torch.Tensor):  # a device that failed, say
-                raise
-            raise SlotError(f"slots must be a 1-D row of integers, not {type(indices).__name__}") from None
-        if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
-            raise SlotError(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {slots.shape}")
-        return slots.astype(np.int64, copy=False)
 
     def free_pages(self, starts: Starts) -> None:
         """`free` in pages, each named once by its first slot.
@@ -144,8 +128,8 @@ class TokenToKVPoolAllocator:
             }[fault]
         )
 
-    def _pages_at(self, starts: Starts) -> Starts:
-        """The numbers of the pages that begin there."""
+    def page_numbers(self, starts: Starts) -> Starts:
+        """Return the numbers of the pages that begin at these slots, from 1."""
         return starts if self.page_size == 1 else starts // self.page_size
 
     def swa_starts(self, starts: Starts) -> Starts:
@@ -159,6 +143,10 @@ class TokenToKVPoolAllocator:
     def free_swa_pages(self, starts: Starts) -> None:
         """Free the window slots of pages. No effect without a sliding window."""
 
+    def are_free(self, pages: Starts) -> NDArray[np.bool_]:
+        """Return which of the pages with these numbers are free."""
+        return self._marks[pages] < 0
+
     def free_starts(self) -> Starts:
         """The free pages, for checks of conservation. O(n)."""
         return self._stack[: self._num_free].copy()
@@ -170,4 +158,21 @@ class TokenToKVPoolAllocator:
         assert len(np.unique(pages)) == self._num_free, "a page stands on the free stack twice"
         assert (self._marks[pages] < 0).all(), "a free page is marked as used"
         num_used = np.count_nonzero(self._marks == 0)
-        assert num_used + self._num_free == self._num_pages, "a page is neither free nor used"
+        assert num_used + self._num_free == self.num_pages, "a page is neither free nor used"
+
+
+def slot_row(indices: torch.Tensor) -> Starts:
+    """Return slots that a caller named as a 1-D array, int64.
+
+    Raises:
+        SlotError: they are not a 1-D tensor of integers.
+    """
+    try:
+        slots = torch.as_tensor(indices).detach().cpu().numpy()
+    except (TypeError, ValueError, RuntimeError):  # from torch, for an argument that is no tensor of numbers
+        if isinstance(indices, torch.Tensor):  # a device that failed, say
+            raise
+        raise SlotError(f"slots must be a 1-D row of integers, not {type(indices).__name__}") from None
+    if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
+        raise SlotError(f"slots must be a 1-D row of integers, not {slots.dtype} of shape {slots.shape}")
+    return slots.astype(np.int64, copy=False)

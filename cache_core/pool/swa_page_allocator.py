@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
-from raydix.cache_core.pool.page_allocator import Starts, TokenToKVPoolAllocator
+from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator, slot_row
+from raydix.cache_core.tree.packed_slots import Starts
 
 
 class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
@@ -24,7 +25,7 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         super().__init__(num_slots, page_size)
         self.swa = TokenToKVPoolAllocator(num_swa_slots, page_size)
         self.num_swa_slots = self.swa.num_slots
-        self._swa_start = np.zeros(self._num_pages + 1, np.int64)  # by page number of the full half
+        self._swa_start = np.zeros(self.num_pages + 1, np.int64)  # by page number of the full half
 
     def swa_available_size(self) -> int:
         """Free slots of the window pool. O(1)."""
@@ -45,7 +46,7 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         if needed > self.swa.available_size():
             raise OutOfSlotsError(needed, self.swa.available_size(), 0, self.num_swa_slots, "window slots")
         starts = super().alloc_pages(num_pages)
-        self._swa_start[self._pages_at(starts)] = self.swa.alloc_pages(num_pages)
+        self._swa_start[self.page_numbers(starts)] = self.swa.alloc_pages(num_pages)
         return starts
 
     def free_pages(self, starts: Starts) -> None:
@@ -55,7 +56,7 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
             SlotError: a page is out of range, not handed out, or named twice; nothing changed.
         """
         super().free_pages(starts)
-        pages = self._pages_at(starts)
+        pages = self.page_numbers(starts)
         halves = self._swa_start[pages]
         self._swa_start[pages] = 0
         self.swa.free_pages(halves[halves > 0])
@@ -67,12 +68,12 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
             SlotError: a page has no window half, or is named in two places, or they are no row of integers; nothing
                 changed.
         """
-        self.free_swa_pages(self._starts_of(indices))
+        self.free_swa_pages(self.starts_of(slot_row(indices)))
 
     def free_swa_pages(self, starts: Starts) -> None:
         """`free_swa` in pages."""
-        pages = self._pages_at(starts)
-        if len(pages) and (pages.item(pages.argmin()) < 1 or pages.item(pages.argmax()) > self._num_pages):
+        pages = self.page_numbers(starts)
+        if len(pages) and (pages.item(pages.argmin()) < 1 or pages.item(pages.argmax()) > self.num_pages):
             raise SlotError(f"window halves outside [{self.page_size}, {self.num_slots + self.page_size}) were freed")
         halves = self._swa_start.take(pages)
         if np.count_nonzero(halves) < len(halves):
@@ -88,18 +89,18 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
                 places, the slots of one row do not lie in their pages as those of the other, or either is no row of
                 integers; nothing changed.
         """
-        source, target, page = self._row_of(src), self._row_of(dst), self.page_size
-        sources, targets = self._pages_at(self._starts_in(source)), self._pages_at(self._starts_in(target))
+        source, target, page = slot_row(src), slot_row(dst), self.page_size
+        sources, targets = self.page_numbers(self.starts_of(source)), self.page_numbers(self.starts_of(target))
         alike = len(source) == len(target) and len(sources) == len(targets)
         if not alike or (page > 1 and ((source - target) % page).any()):
             raise SlotError("window halves move between rows of slots that lie alike in as many pages")
         if not len(sources):
             return
         pages = np.sort(np.concatenate((sources, targets)))
-        if pages[0] < 1 or pages[-1] > self._num_pages or (pages[1:] == pages[:-1]).any():
+        if pages[0] < 1 or pages[-1] > self.num_pages or (pages[1:] == pages[:-1]).any():
             raise SlotError("window halves move between pages of the pool, each of which is named in one place")
         halves = self._swa_start[sources]
-        if not halves.all() or self._swa_start[targets].any() or self._marks[targets].any():
+        if not halves.all() or self._swa_start[targets].any() or self.are_free(targets).any():
             raise SlotError("window halves move from pages that have them to pages that are handed out without them")
         self._swa_start[targets] = halves
         self._swa_start[sources] = 0
@@ -115,7 +116,7 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         Raises:
             SlotError: a slot is out of range, or they are no row of integers.
         """
-        slots = self._row_of(indices)
+        slots = slot_row(indices)
         past = self.num_slots + self.page_size
         if slots.size and slots.view(np.uint64).max() >= past:  # of negative ones, too
             raise SlotError(f"slots outside [0, {past}) have no window slots")
@@ -129,4 +130,4 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         halves = self._swa_start[self._swa_start > 0]
         assert len(np.unique(halves)) == len(halves), "two pages share a window half"
         assert len(halves) * self.page_size + self.swa.available_size() == self.num_swa_slots, "a window half was lost"
-        assert not self._marks[np.flatnonzero(self._swa_start)].any(), "a free page has a window half"
+        assert not self.are_free(np.flatnonzero(self._swa_start)).any(), "a free page has a window half"
