@@ -73,15 +73,15 @@ def start_cache(
             runs already is used if its configuration is the same. One that is shutting down is waited for.
         num_gpus: share of a GPU to reserve. None: 0.1 where the cluster has GPUs and the pool has tensors that may lie
             on one, else 0.
-        max_restarts: how often it may start anew after a crash, -1: always. It is empty then, and its clients, which
-            are told `StaleEpoch` of what they held, go on with it. 0 for a detached cache in a placement group: Ray
+        max_restarts: how often Ray may restart it after a crash, -1: always. It is empty then. Its clients get
+            `StaleEpoch` for their leases, and go on with it. Use 0 for a detached cache in a placement group: Ray
             leaves such an actor restarting for ever when the group is removed.
         timeout_s: how long starting may take, waiting for another cache of that name to end included.
 
     Raises:
         ConfigMismatch: a cache of that name runs with another configuration, or speaks another protocol.
-        CacheUnavailable: it could not be started or did not become ready in time; the message says why, and what this
-            call has started is ended.
+        CacheUnavailable: it could not be started or did not become ready in time; the message says why, and the
+            actor that this call has started is ended.
         InvalidRequest: `config` is none, `timeout_s` no finite number of seconds, `name` no name, or Ray refuses one of
             the other arguments.
     """
@@ -98,7 +98,7 @@ def start_cache(
         "num_gpus": num_gpus,
         "max_concurrency": _MAX_CONCURRENCY,
         "max_restarts": max_restarts,
-        "max_task_retries": 0,  # what was sent to one life of the cache must not reach the next
+        "max_task_retries": 0,  # a call to one life of the cache must not reach the next
     }
     if name is not None:
         options |= {"name": name, "namespace": namespace}
@@ -131,7 +131,7 @@ def start_cache(
 async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]) -> ActorHandle[Any]:
     """`start_cache` for coroutines: the same arguments, result and errors, without holding the loop.
 
-    If it is cancelled, what it has started is ended, and its thread ends within about a second.
+    If it is cancelled, the actor that it has started is ended, and its thread ends within about a second.
     """
     given_up = threading.Event()
 
@@ -148,10 +148,10 @@ async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]
 def connect(
     name: str, *, namespace: str = NAMESPACE, config: CacheConfig | None = None, timeout_s: float = 60
 ) -> ActorHandle[Any]:
-    """The handle of a running cache, by name.
+    """Return the handle of a running cache, by name.
 
     Args:
-        config: what it must run with; the cache is asked, for up to `timeout_s`. None: anything, and it is not asked.
+        config: that it must run with; the cache is asked, for up to `timeout_s`. None: any, and it is not asked.
 
     Raises:
         CacheUnavailable: no cache of that name runs, or it is asked and shuts down or does not answer.
@@ -179,11 +179,12 @@ def connect(
 def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     """End a cache, with its process and its pool. Idempotent; a cache that has died is not restarted.
 
-    It ends even if this call is interrupted. One that does not answer is killed, which the log tells.
+    It ends even if this call is interrupted. A cache that does not answer is killed, which is logged. It may be a cache
+    of any protocol.
 
-    First it drains: sessions, `acquire`, `lock` and `extend`, and those who wait in line, are refused with
-    `CacheUnavailable` at once; leases that are open can be written, published and ended for `drain_s` seconds. Those
-    still open then are cut short, which the log tells.
+    First it drains: sessions, `acquire`, `lock` and `extend`, and queued requests, are refused with `CacheUnavailable`
+    immediately. Open leases can be written, published and ended for `drain_s` seconds; those still open then are cut
+    short, which is logged.
 
     Raises:
         InvalidRequest: `drain_s` is no finite number of seconds, or `cache` no handle of a cache.
@@ -216,7 +217,7 @@ def _ready(
         check_handle(found)
     try:
         actor = make() if found is None else found
-    except _NAME_IS_TAKEN:  # another caller was faster, or what has the name cannot be found any more
+    except _NAME_IS_TAKEN:  # another caller was faster, or the actor of that name cannot be found any more
         return None if _may_wait(deadline) else _still_there(name, timeout_s)
     except RayError as error:
         return from_ray(error)
@@ -255,7 +256,7 @@ def _still_there(name: str | None, timeout_s: float) -> CacheUnavailable:
 
 
 def find(name: str, namespace: str) -> ActorHandle[Any] | None:
-    """The handle of the cache of that name, ready or not; None if there is none."""
+    """Return the handle of the cache of that name, ready or not; None if there is none."""
     checked_name(name)
     if not isinstance(namespace, str) or not namespace:
         raise InvalidRequest(f"a Ray namespace must be a text of at least one character, not {brief(namespace)}")

@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MEMORY_TIMEOUT_S = 20.0  # for the memory of this actor's last life to be given back
+_MEMORY_TIMEOUT_S = 20.0  # until the memory of this actor's last life is free
 _MEMORY_POLL_S = 0.25
 _FAREWELL_S = 0.5  # for the answer to a shutdown to leave
-_BUNDLE = re.compile(r"bundle_group_(?P<bundle>\d+)_(?P<group>\w+)")  # what Ray calls a place in a bundle
+_BUNDLE = re.compile(r"bundle_group_(?P<bundle>\d+)_(?P<group>\w+)")  # Ray's name of a resource of a bundle
 
 
 class PrefixCacheActor:
-    """A translator between Ray calls and one `CacheHost`. Deploy it with `start_cache`.
+    """The Ray calls of one `CacheHost`. Deploy it with `start_cache`.
 
     A plain class: `ray.remote` is applied where it is placed. All methods run on the actor's one event loop; each
     changes the cache without awaiting in between, so each is atomic.
@@ -72,7 +72,7 @@ class PrefixCacheActor:
         torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
         use_huge_pages()  # the process is the cache's alone
         node_id = ray.get_runtime_context().get_node_id()
-        has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # cards may be visible that were not given to it
+        has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # others' GPUs may be visible
         device = local_device(config) if has_gpu else torch.device("cpu")
         restarts = restarts_of_this_actor()
         self._host = _make_host(config, device, node_id, restarts)
@@ -83,7 +83,7 @@ class PrefixCacheActor:
             log_as_json(cache=_own_name(), epoch=self._host.service.epoch)
         self._metrics = self._make_metrics(config)
         gc.collect()
-        gc.freeze()  # what was imported and made until here stays: collections need not look at it each time
+        gc.freeze()  # modules and tables stay: collections need not visit them
         logger.info("cache ready: epoch %s, core %s, %s", self._host.service.epoch, CORE, config)
 
     def _make_metrics(self, config: CacheConfig) -> MetricsPublisher | None:
@@ -132,7 +132,7 @@ class PrefixCacheActor:
             check_watchable(owner)
         channel = await self._channels.address()
         response = self._host.service.open_session(request)
-        self._start_metrics()  # after a restart nobody asks for the digest
+        self._start_metrics()  # after a restart no caller asks for the digest
         if owner is not None:
             self._watch.watch(owner, request.session_id)
         return response.model_copy(update={"channel": channel})
@@ -146,7 +146,7 @@ class PrefixCacheActor:
         self._host.service.close_session(request)
 
     async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
-        """A sign of life; takes `stay_s`, so that the client notices at once if its session ends, or this actor."""
+        """Note that a client lives. The call takes `stay_s`: it fails as soon as the session or this actor ends."""
         await self._host.service.heartbeat(request, stay_s)
 
     @ray.method(enable_task_events=False)
@@ -155,7 +155,7 @@ class PrefixCacheActor:
         return await self._host.service.execute_packed(*parts)
 
     async def wait(self, request: WaitRequest) -> Message:
-        """Wait for the outcome of a request that stands in line."""
+        """Wait for the outcome of a queued request."""
         return await self._host.service.wait(request)
 
     async def next_events(self, request: NextEvents) -> KVEventBatch:
@@ -163,11 +163,11 @@ class PrefixCacheActor:
         return await self._host.service.next_events(request)
 
     async def pool_handle(self) -> PoolHandle:
-        """How to reach the pool's tensors."""
+        """Return how to reach the pool's tensors."""
         return self._host.exported.handle
 
     async def placement(self) -> tuple[PlacementGroup, int] | None:
-        """The placement group that this actor stands in, if it does, and its bundle there."""
+        """Return this actor's placement group and its bundle there; None if it has none."""
         group = get_current_placement_group()
         return None if group is None else (group, _own_bundle(group))
 
@@ -180,7 +180,7 @@ class PrefixCacheActor:
         self._host.write_kv(request)
 
     async def stats(self) -> CacheStats:
-        """A snapshot, without a session."""
+        """Return all counts, without a session."""
         return self._host.service.stats()
 
     async def start_recording(self, request: StartRecording) -> None:
@@ -188,24 +188,24 @@ class PrefixCacheActor:
         self._host.service.recordings.start(request)
 
     async def recording(self) -> RecordingStatus | None:
-        """How the recording fares; None if there is none."""
+        """Return the status of the recording; None if there is none."""
         return self._host.service.recordings.status()
 
     async def stop_recording(self) -> RecordingStatus:
-        """End the recording; its file is whole then."""
+        """End the recording and close its file."""
         return await self._host.service.recordings.stop()
 
     async def report(self) -> CacheReport:
-        """What the cache has been doing, for people; without a session."""
+        """Return the report of `raydix report`, without a session."""
         return self._host.service.report()
 
     async def noop(self) -> None:
-        """Nothing: the floor that benchmarks compare with."""
+        """Do nothing: benchmarks compare other calls with it."""
 
     async def shutdown(self, drain_s: float) -> int:
-        """Grant nothing new, give open leases `drain_s` to end, then end them; returns how many were cut short.
+        """Grant nothing new, give open leases `drain_s` to end, then end them; return the number cut short.
 
-        The process ends soon after, whether the caller still lives or not, and is not restarted.
+        The process ends soon after, even if the caller has died, and is not restarted.
         """
         cut_short = await self._host.service.drain(drain_s)
         try:
@@ -224,7 +224,7 @@ def _end() -> None:
 
 
 def _make_host(config: CacheConfig, device: torch.device, node_id: str, restarts: Restarts) -> CacheHost:
-    """The host. After a restart the pool of the life before may still be mapped by clients that do not know yet."""
+    """Make the host. After a restart, clients that have not noticed yet may still map the pool of the last life."""
     deadline = time.monotonic() + _MEMORY_TIMEOUT_S
     while True:
         try:
@@ -237,12 +237,12 @@ def _make_host(config: CacheConfig, device: torch.device, node_id: str, restarts
 
 
 def _own_bundle(group: PlacementGroup) -> int:
-    """The bundle of a group whose resources this actor has: one is marked as taken, by its number."""
+    """Return the index of the bundle whose resources this actor has: Ray names it in those resources."""
     taken = (_BUNDLE.fullmatch(each) for each in ray.get_runtime_context().worker.core_worker.resource_ids())
     return next((int(each["bundle"]) for each in taken if each and each["group"] == group.id.hex()), 0)
 
 
 def _own_name() -> str:
-    """The name that others find this actor by; its id if it has none."""
+    """Return the name of this actor; its id if it has no name."""
     context = ray.get_runtime_context()
     return context.get_actor_name() or context.get_actor_id() or ""

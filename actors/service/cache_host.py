@@ -1,4 +1,4 @@
-"""`CacheHost`: a service and the pool it hands out, in one process: what the actor and the local cache both are."""
+"""`CacheHost`: a service and its pool in one process, for the cache actor and for `LocalPrefixCache`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class CacheHost:
         self.exported = ExportedPool(config, device, epoch, node_id, share)
         medium = "GPU" if device.type == "cuda" else "CPU"
         self.service = CacheService(config, epoch, self.exported.pool, medium, restarts=restarts)
-        self._loop: asyncio.AbstractEventLoop | None = None  # that it is used on
+        self._loop: asyncio.AbstractEventLoop | None = None  # of all its calls
         self._loop_lock = threading.Lock()
 
     def stay_on_loop(self) -> None:
-        """Be used on the running loop from now on, until that is closed.
+        """Bind this cache to the running loop, until that is closed.
 
         Raises:
-            InvalidRequest: it is used on another one: two threads may not run one cache.
+            InvalidRequest: it is bound to another loop: two threads may not run one cache.
         """
         loop = asyncio.get_running_loop()
         with self._loop_lock:
@@ -90,7 +90,7 @@ class CacheHost:
         device = self.exported.device
         slots = torch.from_numpy(request.slots.copy())
         self.exported.pool.write_all(slots, k.to(device), v.to(device), self.service.core.swa_slots(slots))
-        wait_for_device(self.exported.pool.storage)  # who is told may publish, and others read at once
+        wait_for_device(self.exported.pool.storage)  # the caller may publish as soon as this returns
 
     def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
         check_layers_alike(self.exported.layout)
@@ -110,7 +110,7 @@ class CacheHost:
 
 
 def local_device(config: CacheConfig) -> torch.device:
-    """Where the pool of this process goes: "auto" is the GPU if one is visible and there are tensors, else the CPU.
+    """Return the device of this process's pool: "auto" is a visible GPU if the pool has tensors, else the CPU.
 
     Raises:
         CacheUnavailable: a GPU is asked for that is not visible here.

@@ -115,14 +115,14 @@ NEVER_RESTARTED = Restarts()
 
 
 class CacheService:
-    """A cache as its callers know it: requests in, responses or `CacheError`s out.
+    """The requests, sessions and background tasks of one cache.
 
     Attributes:
-        clock: see below.
+        clock: of sessions and latencies, in seconds.
 
     Args:
-        config: everything about it.
-        epoch: names this life of it.
+        config: of the cache.
+        epoch: names this life of the cache.
         pool: the tensors, of which the cache copies states and rows; None: there are none.
         medium: where the KV is, for events: "GPU" or "CPU".
         clock: seconds, of any origin; by it sessions expire.
@@ -184,7 +184,7 @@ class CacheService:
     # ---------------------------------------------------------------- sessions
 
     def open_session(self, request: OpenSession) -> SessionResponse:
-        """Begin a session (again, if it is open) and start the background task on the running loop."""
+        """Begin a session, or go on with it if it is open; start the background tasks on the running loop."""
         self.check_taking()
         checked_message(OpenSession, request)
         if request.config_digest not in (None, self.config.digest()):
@@ -203,7 +203,7 @@ class CacheService:
         return SessionResponse(epoch=self.epoch, config=self.config)
 
     def change_loop(self) -> None:
-        """The loop before was closed: what ran on it by itself begins with the next session on another."""
+        """Stop the tasks of a loop that was closed: they start with the next session, on another loop."""
         self.reaper.stop()
         self.offers.stop()
         self.lag.stop()
@@ -219,7 +219,7 @@ class CacheService:
         self.reaper.close(checked_message(CloseSession, request).session_id)
 
     async def heartbeat(self, request: SessionRef, stay_s: float) -> None:
-        """A client lives. Takes `stay_s`.
+        """Note that a client lives. Takes `stay_s`.
 
         Raises:
             CacheError: its session is over, or ends meanwhile.
@@ -229,19 +229,19 @@ class CacheService:
             self.session(request.session_id, request.epoch)
 
     def _after_session(self, session_id: str) -> None:
-        """A session has ended: its reader of events may be waiting, and others may find room."""
+        """Wake the reader of events of a session that has ended, and serve the queue."""
         self.bindings.forget(session_id)
         if self.feed is not None:
             self.feed.wake()
         self._serve_queue()
 
     def _serve_queue(self) -> None:
-        """Slots may have become free, or no lease that holds some may be about to end."""
+        """Serve queued requests: slots may have become free. Resolve deadlocks of the others."""
         self.wait_queue.serve()
         self._deadlocks.resolve()
 
     def session(self, session_id: str, epoch: str) -> Session:
-        """The open session that a message names.
+        """Return the open session that a message names, and move its deadline.
 
         Raises:
             CacheUnavailable: the cache has been shut down.
@@ -256,10 +256,10 @@ class CacheService:
         return self.sessions.heard_of(session_id)
 
     def check_taking(self) -> None:
-        """Whether new sessions are welcome.
+        """Check that sessions may begin.
 
         Raises:
-            CacheUnavailable: it drains, or was shut down.
+            CacheUnavailable: the cache drains, or was shut down.
         """
         if self._closed:
             raise CacheUnavailable(_SHUT_DOWN)
@@ -267,9 +267,9 @@ class CacheService:
             raise CacheUnavailable(DRAINING)
 
     async def drain(self, drain_s: float) -> int:
-        """Refuse new sessions, new leases, growing ones and all who wait for room, for good.
+        """Refuse new sessions, new and growing leases, and queued requests, for good.
 
-        Open leases can be read, published and ended: returns when none is left, or after `drain_s`, how many are.
+        Open leases can be read, published and ended. Return when none is left, or after `drain_s` the number left.
         """
         deadline = time.monotonic() + checked_seconds(drain_s)
         self._handlers.draining = True
@@ -325,9 +325,9 @@ class CacheService:
     def _execute_overtaken(self, session: Session, requests: Sequence[Message]) -> BatchResponse:
         """Execute a batch that arrives after a later one, but for requests that its client may have given up.
 
-        An answer to the later batch may have told the client that a lease, or a page of one, is not its own: the client
-        would not know of those that it gets now. A growth would take a newer one of its lease out of the queue. Other
-        requests that the client may have given up fail by themselves, as the lease that they name has ended.
+        The client may have stopped waiting for the answers: an adopt or an insert would change a lease without its
+        knowledge, and a growth would replace a newer one of its lease in the queue. Other requests that it may have
+        given up fail by themselves, as the lease that they name has ended.
         """
         kept = tuple([request for request in requests if not isinstance(request, _NOT_LATE)])
         done = self._execute(session, kept, self.clock())
@@ -368,12 +368,12 @@ class CacheService:
         return assemble(BatchResponse, {"epoch": self.epoch, "responses": responses})
 
     async def wait(self, request: WaitRequest) -> Message:
-        """The outcome of a request that was put in line."""
+        """Return the outcome of a queued request."""
         session = self.session(checked_message(WaitRequest, request).session_id, request.epoch)
         return await self.wait_queue.outcome(session.session_id, request.ticket)
 
     async def next_events(self, request: NextEvents) -> KVEventBatch:
-        """The events after those that a client has seen, or none after its timeout.
+        """Return the events after those that a client has seen, or none after its timeout.
 
         Raises:
             InvalidRequest: this cache publishes no events.
@@ -384,16 +384,16 @@ class CacheService:
         return await self.feed.next_batch(request.after_seq, request.timeout_s)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Time evictions and the history by this clock, in seconds, as that of a trace; before the first request."""
+        """Time evictions and the history by this clock, in seconds, such as a trace's; call it before any request."""
         self.core.use_clock(clock)
         self.insight.use_clock(clock)
 
     def report(self) -> CacheReport:
-        """What the cache has been doing. O(1): a few ms."""
+        """Return the report of `raydix report`. O(1): a few ms."""
         return self.insight.report(self.stats())
 
     def stats(self) -> CacheStats:
-        """A snapshot of every count."""
+        """Return a snapshot of every count."""
         batch_size = self._batch_size.histogram()
         stats = CacheStats(
             epoch=self.epoch,

@@ -1,4 +1,4 @@
-"""The core that a configuration asks for."""
+"""`build_core`: the core that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from raydix.schemas import CacheConfig
 def build_core(
     config: CacheConfig, pool: KVPool | None, on_pressure: Callable[[], None]
 ) -> tuple[LeasedCache, list[PoolGauge]]:
-    """The core of a cache, and a gauge for each of its pools, for the eviction task.
+    """Return the core of a cache, and a gauge for each of its pools, for the eviction task.
 
     Args:
-        config: everything about it.
+        config: of the cache.
         pool: the tensors, of which the core copies states and rows; None: there are none.
-        on_pressure: told that slots run short.
+        on_pressure: called when slots run short.
     """
     if config.max_seq_len is not None:
         return _build_rows(config, config.max_seq_len, pool, on_pressure)

@@ -1,4 +1,4 @@
-"""`EventFeed`: a cache's events, numbered, the latest of them kept for whoever asks."""
+"""`EventFeed`: a cache's numbered events. The latest are kept for readers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MAX_BATCH_BYTES = 4 * 2**20
 
 
 class EventFeed:
-    """The sink of a tree's events, and what its readers read. It never makes the cache wait.
+    """Takes a tree's events and serves them to readers. It never makes the cache wait.
 
-    Old events are dropped as new ones come. A reader who asks for dropped ones is told of the gap and takes a
-    snapshot. All on one event loop; reading needs one, telling does not.
+    Old events are dropped as new ones come. A reader that asks for dropped events gets `gap=True` and takes a snapshot.
+    All runs on one event loop; only reading needs one.
 
     Args:
         epoch: the life of the cache that the numbers belong to.
@@ -48,22 +48,22 @@ class EventFeed:
         self._max_bytes = max_bytes
         self._kept: deque[KVEvent] = deque()  # the last of them is event `seq`
         self._num_bytes = 0  # of those
-        self._news: asyncio.Future[None] | None = None  # what readers wait for
+        self._news: asyncio.Future[None] | None = None  # set with the next event, for readers that wait
         self._closed = False
 
     # ---------------------------------------------------------------- the sink
 
     def stored(self, run: PageRun) -> None:
-        """Pages can be matched from now on."""
-        self._tell(self._stored(run))
+        """Publish that pages can be matched from now on."""
+        self._publish(self._stored(run))
 
     def removed(self, hashes: Hashes) -> None:
-        """Pages are gone."""
-        self._tell(BlockRemoved(block_hashes=BlockHashes.pack(hashes), medium=self._medium))
+        """Publish that pages are gone."""
+        self._publish(BlockRemoved(block_hashes=BlockHashes.pack(hashes), medium=self._medium))
 
     def cleared(self) -> None:
-        """All pages are gone."""
-        self._tell(AllBlocksCleared())
+        """Publish that all pages are gone."""
+        self._publish(AllBlocksCleared())
 
     def _stored(self, run: PageRun) -> BlockStored:
         return BlockStored(
@@ -75,7 +75,7 @@ class EventFeed:
             namespace=run.extra_key,
         )
 
-    def _tell(self, event: KVEvent) -> None:
+    def _publish(self, event: KVEvent) -> None:
         self.seq += 1
         self._kept.append(event)
         self._num_bytes += _num_bytes(event)
@@ -84,19 +84,19 @@ class EventFeed:
         self.wake()
 
     def wake(self) -> None:
-        """Let those who wait look again, and whether they are still wanted."""
+        """Have waiting readers look for events, and for the end of their sessions."""
         news, self._news = self._news, None
         if news is not None and not news.done() and not news.get_loop().is_closed():
             news.set_result(None)
 
     def change_loop(self) -> None:
-        """The loop before was closed, and nobody waits on it any more."""
+        """Forget the readers that waited on a loop that was closed."""
         self._news = None
 
     # ---------------------------------------------------------------- readers
 
     def batch_after(self, after_seq: int) -> KVEventBatch:
-        """The events after number `after_seq`, as many as fit in one batch; none if nothing happened since."""
+        """Return the events after number `after_seq`, as many as fit in one batch; none if there is no later one."""
         missed = self.seq - after_seq
         if not 0 <= missed <= len(self._kept):
             return KVEventBatch(epoch=self._epoch, seq=self.seq, events=(), gap=True)
@@ -105,7 +105,7 @@ class EventFeed:
         return KVEventBatch(epoch=self._epoch, seq=after_seq + len(events), events=events)
 
     async def next_batch(self, after_seq: int, timeout_s: float) -> KVEventBatch:
-        """As `batch_after`, but waits up to `timeout_s` for something to happen."""
+        """Wait up to `timeout_s` for an event, and return `batch_after`."""
         if after_seq == self.seq and not self._closed:
             if self._news is None:
                 self._news = asyncio.get_running_loop().create_future()
@@ -113,11 +113,15 @@ class EventFeed:
         return self.batch_after(after_seq)
 
     def snapshot(self, runs: Iterable[PageRun]) -> KVEventSnapshot:
-        """What a reader starts from: `runs` are all the pages that are there now, parents before children."""
+        """Return a reader's starting point.
+
+        Args:
+            runs: all pages that are cached now, parents before children.
+        """
         return KVEventSnapshot(epoch=self._epoch, seq=self.seq, events=tuple([self._stored(run) for run in runs]))
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """End every wait, and let none begin."""
         self._closed = True
         self.wake()
 
@@ -132,7 +136,7 @@ def _num_bytes(event: KVEvent) -> int:
 
 
 def _head(events: Iterable[KVEvent]) -> tuple[KVEvent, ...]:
-    """The first of some events, of a batch's size: one at least, if there is one."""
+    """Return the first events, as many as a batch takes: one at least, if there is one."""
     head: list[KVEvent] = []
     num_bytes = 0
     for event in events:

@@ -1,4 +1,4 @@
-"""The background task that relieves pressure before a caller feels it."""
+"""`EvictionTask`: frees slots in the background, so that few requests have to."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BACKOFF_S = 0.1  # after a round that failed
 
 
 class PoolGauge:
-    """One pool as the task sees it.
+    """The fill of one pool, and the call that evicts from it.
 
     Args:
         config: watermarks.
         num_slots: its size.
-        free_slots: how many slots are free now.
-        evict: frees at least so many slots, or all it may; returns how many.
+        free_slots: returns the number of free slots.
+        evict: frees at least so many slots, or all it may; returns the number freed.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class PoolGauge:
 
 
 class Steps:
-    """The steps of a slice: as many tokens at once as go in a small part of it, for a call costs something, too.
+    """The steps of a slice, each of as many tokens as take a small part of its time: a call has a cost of its own.
 
-    Large nodes go in an instant, single tokens do not: how many tokens that is shows while it is done.
+    Large nodes take as long as single tokens, so the number of tokens is adjusted by the time of the last step.
 
     Attributes:
         num_tokens: of the next step.
@@ -51,13 +51,13 @@ class Steps:
         self._ends_at = self._last = 0.0
 
     def begin(self) -> float:
-        """A slice begins; returns when."""
+        """Begin a slice, and return the time."""
         self._last = time.monotonic()
         self._ends_at = self._last + self._slice_s
         return self._last
 
     def done(self) -> bool:
-        """A step has been made; returns whether the slice is over."""
+        """Adjust the next step by the one just made; return whether the slice is over."""
         now = time.monotonic()
         took, self._last = now - self._last, now
         if took > self._slice_s / 4:
@@ -73,7 +73,7 @@ class EvictionTask:
     Args:
         config: watermarks and the longest slice.
         gauges: the pools to keep below the marks.
-        reclaim: frees about so many slots of what was retired; returns how many, 0 if none is left.
+        reclaim: frees about so many slots of retired namespaces; returns the number freed, 0 if none is left.
         after_slice: called after each slice, while slots may have become free.
     """
 
@@ -96,7 +96,7 @@ class EvictionTask:
         self._last_error: str | None = None
 
     def start(self) -> None:
-        """Begin, on the running loop; no effect if it runs already or is switched off."""
+        """Start on the running loop; no effect if the task runs already or is switched off."""
         if self.enabled:
             self._start()
 
@@ -105,13 +105,13 @@ class EvictionTask:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="raydix-eviction")
 
     def wake(self) -> None:
-        """Tell that slots run short, or that there is something retired; for that it runs even if switched off."""
+        """Evict soon: slots run short, or namespaces were retired. For those it runs even if switched off."""
         self._wake.set()
         if not self.enabled:
             self._start()
 
     def change_loop(self) -> None:
-        """Nothing of the loop before is left: it was closed. The next `start` begins on another."""
+        """Forget the loop that was closed; the next `start` begins on another."""
         self._task, self._wake, woken = None, asyncio.Event(), self._wake.is_set()
         if woken:
             self._wake.set()
@@ -123,12 +123,12 @@ class EvictionTask:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def abandon(self) -> None:
-        """End the task soon, on its loop: nobody is left to wait for it. From any thread."""
+        """End the task soon, on its loop, without waiting. Any thread may call it."""
         if self._task is not None and not (loop := self._task.get_loop()).is_closed():
             loop.call_soon_threadsafe(self._task.cancel)
 
     async def run_round(self) -> int:
-        """Evict down to the low watermark, or until nothing is evictable; returns tokens evicted."""
+        """Evict down to the low watermark, or until nothing is evictable; return the tokens evicted."""
         total, done = 0, False
         while not done:
             evicted, done = self._run_slice()
@@ -140,7 +140,7 @@ class EvictionTask:
         return total
 
     def _run_slice(self) -> tuple[int, bool]:
-        """Evict for as long as a slice lasts; returns how many tokens, and whether the round is over."""
+        """Evict for as long as a slice lasts; return the tokens evicted, and whether the round is over."""
         started = self._steps.begin()
         total, done = self._reclaim_retired()
         for gauge in self._gauges:
@@ -153,7 +153,7 @@ class EvictionTask:
         return total, done
 
     def _reclaim_retired(self) -> tuple[int, bool]:
-        """Free what was retired for as long as the slice lasts; returns how much, and whether nothing is left."""
+        """Free retired slots for as long as the slice lasts; return their number, and whether none is left."""
         total = 0
         while freed := self._reclaim(self._steps.num_tokens):
             total += freed
@@ -162,7 +162,7 @@ class EvictionTask:
         return total, True
 
     def _relieve(self, gauge: PoolGauge) -> tuple[int, bool]:
-        """Evict from one pool for as long as the slice lasts; returns how much, and whether nothing is left to do."""
+        """Evict from one pool for as long as the slice lasts; return the tokens, and whether the goal is met."""
         total, done = 0, gauge.free_slots() >= gauge.goal
         while not done:
             evicted = gauge.evict(min(gauge.goal - gauge.free_slots(), self._steps.num_tokens))
@@ -185,7 +185,7 @@ class EvictionTask:
                 await asyncio.sleep(_BACKOFF_S)
 
     def stats(self) -> EvictionTaskStats:
-        """How it fares."""
+        """Return the task's counts."""
         return EvictionTaskStats(
             enabled=self.enabled,
             started=self._task is not None,

@@ -1,4 +1,4 @@
-"""`BoundModels`: what one session has bound, as its client remembers it, and as the cache does."""
+"""`BoundModels`: the models that one session has bound. Its client keeps one, and so does the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BoundModels:
     """The generations that a session has bound, by `lora_id`, the latest last; None is the base model.
 
     Attributes:
-        generations: see above; at most `MAX_BINDINGS` of them, and the base's.
+        generations: by `lora_id`; at most `MAX_BINDINGS` of them, and the base's.
         forgot: there were more. A `lora_id` that is not among them may have been bound, too.
     """
 
@@ -23,7 +23,7 @@ class BoundModels:
         self.forgot = False
 
     def note(self, lora_id: str | None, generation: int) -> None:
-        """The session is bound to this generation."""
+        """Note that the session is bound to this generation."""
         self.generations.pop(lora_id, None)
         self.generations[lora_id] = generation
         if len(self.generations) > MAX_BINDINGS + 1:
@@ -31,11 +31,11 @@ class BoundModels:
             self.forgot = True
 
     def may_have_bound(self, lora_id: str | None) -> bool:
-        """Whether the session has bound it, or may have: the base's binding is never forgotten."""
+        """Return whether the session has bound it, or may have: the base's binding is never forgotten."""
         return lora_id in self.generations or (self.forgot and lora_id is not None)
 
     def latest(self, limit: int) -> tuple[tuple[str | None, ...], bool]:
-        """The `lora_id`s bound last, at most `limit`, the base among them; and whether there were more."""
+        """Return the `lora_id`s bound last, at most `limit`, the base among them; and whether there were more."""
         adapters = (each for each in reversed(self.generations) if each is not None)
         base = [None] if None in self.generations else []
         names = [*islice(adapters, limit - 1), *base]

@@ -18,7 +18,7 @@ _RECLAIMED_TOKENS = 4096  # of retired namespaces, freed before a deadlock is de
 
 
 class Deadlocks:
-    """Looks for deadlocks of one cache.
+    """Finds and resolves the deadlocks of one cache.
 
     A pool, or a tenant's share of it, is deadlocked if every open lease that holds any of its slots waits in `extend`,
     and none of its slots is in quarantine, offered to another session, or retired and not reclaimed yet. Leases made
@@ -42,7 +42,7 @@ class Deadlocks:
     def resolve(self) -> None:
         """Refuse the youngest lease of each deadlock; the others go on waiting, for its slots.
 
-        Call it after the line was served. O(1) while no lease waits in `extend`, else O(leases) at most.
+        Call it after the queue was served. O(1) while no lease waits in `extend`, else O(leases) at most.
         """
         while (growing := self._wait_queue.growing()) and (found := self._find(growing)) is not None:
             if self._core.reclaim(_RECLAIMED_TOKENS):

@@ -1,4 +1,4 @@
-"""`DeathWatch`: tells of the death of the actors that own sessions."""
+"""`DeathWatch`: notices the death of actors that own sessions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class DeathWatch:
     """Keeps a call parked at each actor that owns a session: it fails when the actor dies.
 
     Args:
-        on_unavailable: told of a session whose owner does not answer, and whether it has died for certain; returns
-            whether that ends the session.
+        on_unavailable: called with a session whose owner does not answer, and with whether Ray says that the owner has
+            died; returns whether that ends the session.
     """
 
     def __init__(self, on_unavailable: Callable[[str, bool], bool]) -> None:
@@ -31,7 +31,7 @@ class DeathWatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, owner: ActorHandle[Any], session_id: str) -> None:
-        """Watch the owner of a session until one of them ends."""
+        """Watch the owner of a session until the session or the owner ends."""
         actor_id = owner._actor_id
         if actor_id in self._sessions:
             self._sessions[actor_id].add(session_id)
@@ -42,7 +42,7 @@ class DeathWatch:
         task.add_done_callback(self._tasks.discard)
 
     def unwatch(self, session_id: str) -> None:
-        """A session has ended."""
+        """Watch no longer for a session that has ended."""
         for sessions in self._sessions.values():
             sessions.discard(session_id)
 
@@ -50,19 +50,19 @@ class DeathWatch:
         sessions = self._sessions[actor_id]
         try:
             while sessions:
-                watched = set(sessions)  # what is opened later belongs to the actor's next life
+                watched = set(sessions)  # sessions opened later belong to the actor's next life
                 try:
                     await owner.raydix_park.remote()
                 except RayActorError as error:
                     logger.info("actor %s does not answer: %s", actor_id, error)
-                    self._tell(watched & sessions, isinstance(error, ActorDiedError))
+                    self._on_no_answer(watched & sessions, isinstance(error, ActorDiedError))
                     await asyncio.sleep(_PAUSE_S)
         except RayError:
-            logger.exception("actor %s cannot be watched: of its death only silence will tell", actor_id)
+            logger.exception("actor %s cannot be watched: its sessions end by their time to live", actor_id)
         finally:
             del self._sessions[actor_id]
 
-    def _tell(self, sessions: set[str], is_dead: bool) -> None:
+    def _on_no_answer(self, sessions: set[str], is_dead: bool) -> None:
         for session_id in sessions:
             if self._on_unavailable(session_id, is_dead):
                 self.unwatch(session_id)

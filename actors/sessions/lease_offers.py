@@ -17,7 +17,7 @@ _MIN_DELAY_S = 0.01  # between two looks
 
 
 class LeaseOffers:
-    """The offers of a cache, by the cache's clock.
+    """The offers of a cache, timed by the cache's clock.
 
     Attributes:
         num_expired: leases that ended because no session adopted them in time.

@@ -1,4 +1,4 @@
-"""Whose leases they are: for statistics, and for who finds no room."""
+"""`LeaseOwners`: the slots that each owner's leases hold, for statistics and refusals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raydix.actors.sessions.session_table import SessionTable
 from raydix.cache_core import LeasedCache
 from raydix.schemas import LeaseOwner
 
-_FEW = 256  # leases that are counted anew after each change
-_LASTS = 50  # times as long as it took, a count of more is told: so counting takes a fiftieth of the time at most
+_FEW = 256  # leases: up to so many are counted again after each change
+_LASTS = 50  # a count of more leases is used for 50 times as long as it took: 2 % of the loop at most
 
 
 @dataclass(slots=True)
 class _Held:
-    """What one owner has."""
+    """The leases and slots of one owner."""
 
     leases: int = 0
     slots: int = 0
@@ -27,21 +27,21 @@ class _Held:
 
 
 class _Count(NamedTuple):
-    """What was counted, and when."""
+    """A count, and how long it may be used."""
 
-    changes: int  # of the leases, until then
-    good_until: float  # whatever has changed, if there are many
+    changes: int  # of the leases, when they were counted
+    good_until: float  # in spite of changes, if there are many leases
     held: dict[str, _Held]
 
 
 class LeaseOwners:
-    """The owners of a cache's open leases. What was counted is known until a lease comes, goes, grows or moves.
+    """The owners of a cache's open leases. A count is used until a lease begins, ends, grows or changes its session.
 
-    Where there are many leases it is told for a while longer: who finds a full pool must not look at each of them.
+    If there are many leases, it is used for a while longer: a refusal must not visit each of them.
 
     Args:
-        core: whose leases they are.
-        sessions: whose names their owners have.
+        core: has the leases.
+        sessions: have the names of the owners.
     """
 
     def __init__(self, core: LeasedCache, sessions: SessionTable) -> None:
@@ -50,7 +50,7 @@ class LeaseOwners:
         self._known: dict[str | None, _Count] = {}  # by tenant; None: of all leases
 
     def largest(self, limit: int, tenant: str | None = None) -> tuple[LeaseOwner, ...]:
-        """Those whose leases hold the most slots, of all or of a tenant's. O(owners), at times O(pages of leases)."""
+        """Return the owners with the most slots, of all or of a tenant's. O(owners), at times O(pages of leases)."""
         now = time.monotonic()
         owners = nlargest(limit, self._by_owner(tenant).items(), key=lambda each: each[1].slots)
         return tuple(
@@ -59,7 +59,7 @@ class LeaseOwners:
         )
 
     def num_leases(self, tenant: str | None = None) -> int:
-        """How many leases are open, in all or of a tenant's."""
+        """Return the number of open leases, of all or of a tenant's."""
         if tenant is None:
             return len(self._core.leases)
         return sum(held.leases for held in self._by_owner(tenant).values())

@@ -1,9 +1,9 @@
-"""`ModelBindings`: which model computes the KV of each `lora_id`, and which sessions are bound to it.
+"""`ModelBindings`: the model that computes the KV of each `lora_id`, and the sessions that are bound to it.
 
     generation 3 of "french"                  generation 7
     ├ the first bind sets fingerprint A       ├ the first bind sets B
     ├ A joins, B is refused                   ├ B joins, A is refused
-    └ retire(lora_id="french") or reset() ──> └ who is bound to 3 must bind again
+    └ retire(lora_id="french") or reset() ──> └ sessions bound to 3 must bind again
 
 Sessions that have bound nothing are not checked.
 """
@@ -30,11 +30,11 @@ class _Binding(NamedTuple):
 class ModelBindings:
     """The bindings of a cache, and of its sessions.
 
-    At most `MAX_BINDINGS` are kept: the one used least recently is retired with its pages. The base's is not: what
-    sessions bound to it computed for any `lora_id` depends on it.
+    At most `MAX_BINDINGS` are kept: the one used least recently is retired with its pages. The base's is never
+    retired: the KV of every `lora_id` depends on it.
 
     Attributes:
-        sessions: by id, what each session that has bound anything has bound.
+        sessions: the bound models of each session that has bound any, by id.
 
     Args:
         core: the cache.
@@ -60,7 +60,7 @@ class ModelBindings:
     # ---------------------------------------------------------------- sessions
 
     def bind(self, session_id: str, lora_id: str | None, fingerprint: ModelFingerprint) -> int:
-        """Bind a session to the current generation, whose fingerprint this becomes if it has none. Return its number.
+        """Bind a session to the current generation and return its number; set its fingerprint if it has none.
 
         Raises:
             ConfigMismatch: the generation has another fingerprint, or the cache is configured for another base.
@@ -84,23 +84,23 @@ class ModelBindings:
         return binding.generation
 
     def lapse(self, session_id: str, lora_ids: Iterable[str | None], more: bool) -> None:
-        """A client has come back in a new session, and must bind again what it had bound in those before."""
+        """Require a client that has come back in a new session to bind again each model that it had bound."""
         self.sessions[session_id] = bound = BoundModels()
         bound.forgot = more
         for lora_id in lora_ids:
             bound.note(lora_id, LAPSED)
 
     def forget(self, session_id: str) -> None:
-        """The session has ended."""
+        """Forget a session that has ended."""
         self.sessions.pop(session_id, None)
 
     # ---------------------------------------------------------------- checks
 
     def check(self, session_id: str, extra_key: str | None, lease_id: str) -> None:
-        """Whether a session that has bound anything may take a lease of this namespace, or has taken it already.
+        """Check that a session that has bound any model may take a lease of this namespace, or has taken it already.
 
         Raises:
-            ConfigMismatch: it has to bind again first.
+            ConfigMismatch: the session has to bind again first.
         """
         bound = self.sessions[session_id]
         lora_id = None if extra_key is None else unframe_namespace(extra_key)[1]
@@ -119,16 +119,16 @@ class ModelBindings:
             )
 
     def check_adoption(self, session_id: str, lease: LeaseRecord) -> None:
-        """`check`, and whether the lease is of a generation that has not ended.
+        """`check`, and check that the lease is of a generation that has not ended.
 
         Raises:
-            ConfigMismatch: it has, or the session has to bind again first.
+            ConfigMismatch: it has ended, or the session has to bind again first.
         """
         self.check(session_id, lease.key.extra_key, "")
         if lease.outdated:
             raise ConfigMismatch(
                 f"lease {lease.lease_id!r} was acquired before a reset or a retirement of its lora_id: its KV may be "
-                "of another model than this session is bound to. Acquire anew"
+                "of another model than this session is bound to. Acquire again"
             )
 
     def _check_configured(self, lora_id: str | None, fingerprint: ModelFingerprint) -> None:
@@ -141,12 +141,12 @@ class ModelBindings:
     # ---------------------------------------------------------------- generations
 
     def end_generation(self, lora_id: str) -> None:
-        """The next generation of a `lora_id` begins, without a fingerprint. The caller retires what it holds."""
+        """Begin the next generation of a `lora_id`, without a fingerprint. The caller retires its pages."""
         self._bindings.pop(lora_id, None)
         self._outdate(namespaces_of(None, lora_id, None))
 
     def end_all(self) -> None:
-        """The next generation of every `lora_id` and of the base begins."""
+        """Begin the next generation of every `lora_id` and of the base."""
         self._bindings.clear()
         self._outdate(lambda _: True)
 
@@ -161,7 +161,7 @@ class ModelBindings:
             self._core.retire(namespaces_of(None, lora_id, None))
 
     def _with_shared_fields(self, fingerprint: ModelFingerprint) -> ModelFingerprint:
-        """The same, with the dict of the binding used last if that is equal: many models differ in weights alone."""
+        """Return the fingerprint with the fields of the binding used last, if they are equal: it saves memory."""
         if self._bindings:
             fields = next(reversed(self._bindings.values())).fingerprint.fields
             if fields == fingerprint.fields:

@@ -21,12 +21,12 @@ _DEATH_TICK_S = 0.02  # while a process is about to end
 
 
 class SessionReaper:
-    """The sessions of a cache, and what becomes of their leases when they end.
+    """The sessions of a cache. When one ends, its leases end and its queued requests fail.
 
     Args:
         config: how long a client may be silent, and how long its slots are withheld afterwards.
-        core: whose leases they are.
-        wait_queue: where they may be waiting.
+        core: has the leases.
+        wait_queue: of the requests that find no room.
         after_end: called with the id of each session that has ended; slots may have become free.
         clock: seconds, of any origin.
     """
@@ -41,8 +41,8 @@ class SessionReaper:
     ) -> None:
         self.sessions = SessionTable(config, clock)
         self.num_expired = 0  # sessions that were silent for too long
-        self.num_dead = 0  # sessions whose owner was seen to die
-        self.on_end: Callable[[str], None] | None = None  # told of each session that is gone
+        self.num_dead = 0  # sessions that ended because their owner died
+        self.on_end: Callable[[str], None] | None = None  # called with each session that is gone
         self._core = core
         self._wait_queue = wait_queue
         self._after_end = after_end
@@ -53,10 +53,10 @@ class SessionReaper:
         self._timer = LoopTimer(self._tick)
 
     def open(self, request: OpenSession) -> None:
-        """Begin a session, or go on with it if it is open. One that it replaces has come back: it is gone.
+        """Begin a session, or go on with it if it is open. Close the session that it replaces.
 
         Raises:
-            LeaseExpired: it was open and has expired.
+            LeaseExpired: the session was open and has expired.
         """
         self.sessions.open(request)
         if request.replaces is not None:
@@ -65,9 +65,9 @@ class SessionReaper:
             self._set_timer(self._tick_s)
 
     def close(self, session_id: str, error: CacheError | None = None) -> None:
-        """Free all that a session holds, and what is withheld of it. No effect if it is gone.
+        """End a session's leases, and free its slots in quarantine. No effect if the session is gone.
 
-        Those of it who wait for room are told `error`; None: that they were given up.
+        Its queued requests fail with `error`; None: `UnknownLease`.
         """
         if self.sessions.close(session_id) is not None:
             self._wait_queue.withdraw(session_id, error=error)
@@ -88,20 +88,20 @@ class SessionReaper:
         self._timer.stop()
 
     async def ends_within(self, session: Session, seconds: float) -> bool:
-        """Wait whether a session ends, whatever ends it."""
+        """Wait for a session to end; return whether it has."""
         if session.end is None:
             session.end = asyncio.get_running_loop().create_future()
         await asyncio.wait((session.end,), timeout=seconds)
         return session.end.done()
 
     def owner_unavailable(self, session_id: str, is_dead: bool) -> bool:
-        """The actor that owns a session does not answer any more; returns whether the session has ended.
+        """End a session whose owner has died; return whether the session has ended.
 
-        Its leases end at once. What could still be written through them is freed as soon as its process has ended, as
-        far as that can be seen from here: Ray may report a death seconds before it.
+        Its leases end immediately. Slots that could still be written through them are freed as soon as the owner's
+        process has ended, if that can be seen from here: Ray may report a death seconds before it.
 
         Args:
-            is_dead: Ray says that it has died; else it may only be out of reach.
+            is_dead: Ray says that the owner has died; False: it does not answer, and may only be out of reach.
         """
         session = self.sessions.find(session_id)
         if session is None:
@@ -118,7 +118,7 @@ class SessionReaper:
         return True
 
     def reap(self) -> None:
-        """End sessions that were silent for too long, and free what need not be withheld any longer."""
+        """End sessions that were silent for too long, and free slots that need not be withheld any longer."""
         for session in self.sessions.overdue():
             self.num_expired += 1
             self._vanish(session, LeaseExpired(f"session {session.session_id!r} was silent for {self._ttl_s:g} s"))
@@ -134,7 +134,7 @@ class SessionReaper:
         self._after_end(session.session_id)
 
     def _tick(self) -> float | None:
-        """Look at the clock; returns when to look again."""
+        """Look at the clock; return the seconds to the next look."""
         late_s = self._clock() - self._next_tick
         if late_s > self._tick_s:
             self.sessions.put_off(late_s)  # messages may have come meanwhile that this loop has not seen

@@ -1,9 +1,9 @@
-"""`SessionTable`: who uses a cache, and who has not been heard of for too long.
+"""`SessionTable`: the sessions of a cache, and those that have vanished.
 
     open ──── closes ─────────────────────────────> gone
       └─ silent, or its owner died ─> vanished ───> gone: its process has ended, it came back, or a time has passed
 
-A vanished session has no leases any more; what it could still be writing is in quarantine until it is gone.
+A vanished session has no leases any more; slots that it could still be writing are in quarantine until it is gone.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Session:
     life: ProcessLiveness | None  # of its process; None: not known here
     executed_seq: int = 0  # the last of its numbered batches that was executed
     batch_order: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by the batch that is waited for
-    end: asyncio.Future[None] | None = None  # what its client waits for
-    is_dead: bool = False  # its owner was seen to die
+    end: asyncio.Future[None] | None = None  # for its client, if it waits for the end
+    is_dead: bool = False  # its owner has died
 
-    def note_end(self) -> None:
-        """Tell its client, if it waits for that."""
+    def notify_end(self) -> None:
+        """Wake the session's client, if it waits for the end."""
         if self.end is not None and not self.end.done():
             self.end.set_result(None)
 
@@ -62,21 +62,21 @@ class SessionTable:
 
     @property
     def ids(self) -> list[str]:
-        """The open sessions."""
+        """Return the ids of the open sessions."""
         return list(self._open)
 
     @property
     def any_vanished(self) -> bool:
-        """Whether anybody has vanished and is not gone yet."""
+        """Return whether any session has vanished and is not gone yet."""
         return bool(self._vanished)
 
     @property
     def any_dead(self) -> bool:
-        """Whether a process is about to end whose slots are withheld until then."""
+        """Return whether the process of a vanished session is about to end."""
         return any(session.is_dead for session, _ in self._vanished.values())
 
     def open(self, request: OpenSession) -> Session:
-        """The session that a client asks for; the one that is open, if it asks again."""
+        """Return the session that a client asks for, which is the open one if it asks again."""
         session = self._open.get(request.session_id)
         if session is None:
             self._check_not_expired(request.session_id)
@@ -87,10 +87,10 @@ class SessionTable:
         return session
 
     def heard_of(self, session_id: str) -> Session:
-        """The open session of that id, which has just sent a message.
+        """Return the open session of that id, which has just sent a message, and move its deadline.
 
         Raises:
-            LeaseExpired: it was silent for too long, or its owner died.
+            LeaseExpired: the session was silent for too long, or its owner died.
             InvalidRequest: no such session is known.
         """
         session = self._open.get(session_id)
@@ -101,34 +101,34 @@ class SessionTable:
         return session
 
     def find(self, session_id: str) -> Session | None:
-        """The session of that id, open or vanished."""
+        """Return the session of that id, open or vanished; None if there is none."""
         if session_id in self._vanished:
             return self._vanished[session_id][0]
         return self._open.get(session_id)
 
     def close(self, session_id: str) -> Session | None:
-        """A session ends by its own wish, or comes back: it is gone. None if it was."""
+        """Remove and return a session that its client ends, or replaces; None if it is gone."""
         session = self._open.pop(session_id, None) or self._vanished.pop(session_id, (None, 0.0))[0]
         if session is not None:
-            session.note_end()
+            session.notify_end()
         return session
 
     def vanish(self, session: Session) -> None:
-        """A session was silent for too long, or its owner died."""
+        """Move an open session to the vanished ones: it was silent for too long, or its owner died."""
         del self._open[session.session_id]
         self._vanished[session.session_id] = (session, self._clock() + self._grace_s)
         self._expired[session.session_id] = None
         while len(self._expired) > _MAX_REMEMBERED:
             self._expired.popitem(last=False)
-        session.note_end()
+        session.notify_end()
 
     def overdue(self) -> list[Session]:
-        """The open sessions that were silent for too long."""
+        """Return the open sessions that were silent for too long."""
         now = self._clock()
         return [session for session in self._open.values() if session.deadline <= now]
 
     def gone(self) -> list[str]:
-        """The vanished sessions that write nothing any more, or that nobody need wait for any longer."""
+        """Return the vanished sessions that write no more, or have been waited for long enough."""
         now = self._clock()
         return [
             session_id
@@ -137,7 +137,7 @@ class SessionTable:
         ]
 
     def put_off(self, seconds: float) -> None:
-        """Give everybody more time: it was the cache that was silent."""
+        """Move all deadlines: the cache itself stood still for so long."""
         for session in self._open.values():
             session.deadline += seconds
 

@@ -1,4 +1,4 @@
-"""`WatchedActor`: a mixin for actors whose death a cache should notice at once."""
+"""`WatchedActor`: a mixin for actors whose death a cache should notice immediately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors mean to callers: the core's in their terms, and what may have been done in spite of one."""
+"""The core's errors in callers' terms, and which errors leave open whether the request took effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def to_cache_error(error: Exception) -> CacheError:
-    """What a caller is told of an error that an operation raised. One that nobody foresaw is logged with its trace."""
+    """Return the error that a caller gets for one that an operation raised. Unexpected ones are logged."""
     match error:
         case CacheError():
             return error
@@ -40,10 +40,10 @@ def to_cache_error(error: Exception) -> CacheError:
 
 
 def may_have_taken_effect(error: BaseException) -> bool:
-    """Whether what failed so may have been done: nobody waits for the answer, or none came that could be read."""
+    """Return whether a request that failed so may have taken effect: its answer was lost, or not waited for."""
     return isinstance(error, (asyncio.CancelledError, CacheUnavailable)) or type(error) is CacheError
 
 
 def has_failed(task: asyncio.Task[Any]) -> bool:
-    """Whether a task has ended without a result; its error, if any, counts as seen."""
+    """Return whether a task has ended without a result; mark its error as seen."""
     return task.done() and (task.cancelled() or task.exception() is not None)

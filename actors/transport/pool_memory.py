@@ -22,12 +22,12 @@ _OF_A_PAGE, _OF_A_PAGE_WITH_A_WINDOW, _OF_A_ROW, _OF_A_STATE = 12, 8, 9, 41  # b
 
 
 def may_lie_on_gpu(config: CacheConfig) -> bool:
-    """Whether a pool has tensors, and is not told to have them on the CPU."""
+    """Return whether a pool has tensors that its configuration does not put on the CPU."""
     return config.pool.device != "cpu" and layout_of(config).num_bytes > 0
 
 
 def layout_of(config: CacheConfig) -> PoolLayout:
-    """The layout that a configuration asks for."""
+    """Return the layout that a configuration asks for."""
     pool = config.pool
     return PoolLayout(
         num_slots=pool.num_slots,
@@ -56,11 +56,11 @@ def check_layers_alike(layout: PoolLayout) -> None:
 
 
 class ExportedPool:
-    """A pool and how others reach it.
+    """A pool, and the handle by which other processes reach it.
 
     A CPU pool lies in anonymous shared memory (a memfd), which others open through `/proc`: it has no name in any
-    folder, so nothing is left behind however its owner ends. It is reserved in full here, so that a later write cannot
-    fail for want of memory. A GPU pool is one allocation, exported by CUDA IPC. Where a pool cannot be shared
+    folder, so the kernel frees it when its owner ends. It is reserved in full here, so that a later write cannot
+    fail for want of memory. A GPU pool is one allocation, exported by CUDA IPC. If a pool cannot be shared
     (`share` is False, a CPU pool elsewhere than on Linux, memory that CUDA IPC cannot export), others copy through its
     owner.
 
@@ -122,7 +122,7 @@ def _own_pool(layout: PoolLayout, device: torch.device) -> KVPool:
 
 
 def map_shared_file(path: str, num_bytes: int) -> torch.Tensor:
-    """A file's bytes as a tensor that shares them with everyone who maps it.
+    """Return a file's bytes as a tensor that shares them with every process that maps the file.
 
     Raises:
         OSError: it cannot be mapped; this process may have no more addresses.
@@ -158,7 +158,7 @@ def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
 
 
 def available_memory() -> int:
-    """Bytes that this process could still take: what the machine has, within its control group's limit."""
+    """Return the bytes that this process could still allocate, within the limit of its control group."""
     available = _fields("/proc/meminfo")["MemAvailable"] * 1024
     for folder, limit, usage in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -173,13 +173,13 @@ def available_memory() -> int:
 
 
 def _fields(path: str) -> dict[str, int]:
-    """The first number of each line of a file of names and numbers."""
+    """Return the first number of each line of a file of names and numbers, by name."""
     rows = (line.replace(":", " ").split() for line in Path(path).read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _index_bytes(config: CacheConfig) -> int:
-    """What it takes to tell which slots are free, whatever they hold; the tree comes on top as it grows."""
+    """Return the bytes of the allocators' tables; the tree takes more as it grows."""
     pool, num_runs = config.pool, config.pool.num_slots // config.run_len
     if config.kind == "slots":
         return _OF_A_ROW * num_runs
@@ -205,12 +205,12 @@ def _too_large(needed: int, available: int) -> str:
 
 
 def gpu_uuid_of(device: torch.device) -> str:
-    """The identity of a card, the same in every process whatever index it has there."""
+    """Return the identity of a card, which is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def export_cuda(storage: torch.Tensor) -> bytes:
-    """A CUDA IPC handle of a tensor, for `open_cuda_pool`. The tensor must outlive every mapping."""
+    """Return a CUDA IPC handle of a tensor, for `open_cuda_pool`. The tensor must outlive every mapping."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(storage)  # type: ignore[no-untyped-call]

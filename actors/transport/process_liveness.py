@@ -1,8 +1,8 @@
-"""Whether a process of this machine still lives: a lock that the kernel lets go of when it ends.
+"""Whether a process of this machine still lives: a lock that the kernel releases when it ends.
 
 Each process locks a memfd, which others open through `/proc`, as they do a pool's: it has no name in any folder, so
-nothing is left behind however the process ends. Where it cannot be opened (another node, another container), nothing
-is known of its process. A path carries the name of its memfd: the same process and file number can be the lock of
+the kernel removes it with the process. If it cannot be opened (another node, another container), the state of the
+process is unknown. A path carries the name of its memfd: the same process and file number can be the lock of
 another process there.
 """
 
@@ -25,7 +25,7 @@ _own: tuple[int, str] | None = None  # the process that locked it, and its path
 
 
 def own_liveness_path() -> str | None:
-    """Where others see that this process lives; None where there is no `/proc`."""
+    """Return the path by which others see that this process lives; None if there is no `/proc`."""
     global _own
     if sys.platform != "linux":
         return None
@@ -46,9 +46,9 @@ class ProcessLiveness:
 
     @classmethod
     def find(cls, path: str) -> Self | None:
-        """Return what holds the lock at the path of `own_liveness_path`.
+        """Return the lock at a path of `own_liveness_path`.
 
-        None if that is no lock, another process's lock, or a lock that no process holds, as seen from here.
+        None if there is none, if it is another process's, or if no process holds it, as seen from here.
         """
         if sys.platform != "linux" or (match := _PATH.fullmatch(path)) is None:
             return None
@@ -62,7 +62,7 @@ class ProcessLiveness:
         return life if is_lock and not life.has_ended() else None
 
     def has_ended(self) -> bool:
-        """Whether the process has ended, with all its children that it forked."""
+        """Return whether the process has ended, with all children that it forked."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

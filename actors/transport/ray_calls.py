@@ -1,4 +1,4 @@
-"""Calls of a cache actor, and what they fail with in the cache's own terms."""
+"""Calls of a cache actor, and Ray's errors in the cache's terms."""
 
 from __future__ import annotations
 

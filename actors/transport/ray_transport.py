@@ -58,7 +58,7 @@ from raydix.schemas.protocol import check_handshake, handshake
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2  # batches
-MAX_BATCH_REQUESTS = 512  # half of what a cache takes, so that others are served between
+MAX_BATCH_REQUESTS = 512  # half of the most that a cache takes, so that it serves others between
 MAX_BATCH_BYTES = 2**20  # of token ids; with the request that exceeds it a batch is full: more only takes more memory
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384
@@ -75,7 +75,7 @@ class RayTransport:
 
     Args:
         actor: the cache.
-        owner: the handle of the actor whose death ends the session; None: nobody's.
+        owner: the handle of the actor whose death ends the session; None: no actor's.
         by_name: whether the actor was found by a name, which may lead to another once it has died for good: then that
             is `StaleEpoch`, as a restart is, and not `CacheUnavailable`.
     """
@@ -339,7 +339,7 @@ class RayTransport:
 
 
 def _responses(answer: object) -> Sequence[Any]:
-    """What has become of each request of a batch, unless the batch was refused."""
+    """Return the response or error of each request of a batch; raise the error of a refused batch."""
     if isinstance(answer, CacheError):
         raise answer
     return checked_response(BatchResponse, answer).responses

@@ -42,29 +42,29 @@ class Transport(Protocol):
         """Open the session."""
 
     async def beat(self, stay_s: float) -> None:
-        """Say that the client lives. Takes up to `stay_s`, and ends at once if the session does, or the cache."""
+        """Signal that the client lives. Takes up to `stay_s`, and fails as soon as the session or the cache ends."""
 
     def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
         """Send a request after those submitted before it; the future brings the response or a `CacheError`.
 
-        A request whose future was cancelled before it went is not sent, unless there is a `note`: that is told of
-        whatever becomes of the request, before the future is.
+        A request whose future was cancelled before it was sent is not sent, unless there is a `note`: that is called
+        with the outcome of the request, before the future is settled.
         """
 
     def give_up(self, why: str) -> None:
-        """The cache is silent: `CacheUnavailable` for all who wait for it. What it may answer yet is dropped."""
+        """Fail all requests with `CacheUnavailable`: the cache is silent. Its later answers are dropped."""
 
     async def wait(self, ticket: int) -> Message:
-        """The outcome of a request that stands in line."""
+        """Return the outcome of a queued request."""
 
     async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
-        """The events after number `after_seq`; waits for one up to `timeout_s`."""
+        """Return the events after number `after_seq`; wait for one up to `timeout_s`."""
 
     async def pool_handle(self) -> PoolHandle:
-        """How to reach the pool."""
+        """Return how to reach the pool."""
 
     def local_pool(self) -> KVPool | None:
-        """The pool itself, if it lies in this process."""
+        """Return the pool itself, if it is in this process."""
 
     async def read_kv(self, request: ReadKV) -> KVResponse:
         """Copy KV out of the pool."""
@@ -77,7 +77,7 @@ class Transport(Protocol):
 
 
 def settle(future: asyncio.Future[Message], note: Note | None, outcome: Outcome) -> None:
-    """Tell of what has become of a request. If its caller gave up, the note alone is told."""
+    """Pass the outcome of a request to the note, and to the future unless its caller gave up."""
     if note is not None:
         try:
             note(outcome)

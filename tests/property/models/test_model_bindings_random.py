@@ -14,8 +14,7 @@ import pytest
 from support.reference.bindings import NAMES, SALTS, Client, Held, Name, ReferenceBindings, Refused
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.service import model_bindings
-from raydix.actors.sessions import bound_models
+from raydix.actors.sessions import bound_models, model_bindings
 from raydix.schemas import CacheConfig, ConfigMismatch, LeaseGrant, ModelFingerprint, PoolConfig
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=4096, device="cpu"))
@@ -138,7 +137,7 @@ class Traffic:
         except Refused:
             with pytest.raises(ConfigMismatch) as refused:
                 await self.real[who].adopt(grant)
-            self.seen["outdated" if "Acquire anew" in str(refused.value) else "adopt refused"] += 1
+            self.seen["outdated" if "Acquire again" in str(refused.value) else "adopt refused"] += 1
         else:
             del self.grants[place]
             self.leases[number] = await self.real[who].adopt(grant)

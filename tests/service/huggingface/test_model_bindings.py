@@ -11,8 +11,8 @@ from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 from support.caches.raw_calls import Scene, Wire
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.service import model_bindings
-from raydix.actors.sessions import bound_models
+
+from raydix.actors.sessions import bound_models, model_bindings
 from raydix.schemas import (
     AcquireRequest,
     BindModelRequest,
@@ -268,7 +268,7 @@ async def test_a_lease_of_an_ended_generation_is_good_for_sessions_alone_that_bo
     await scheduler.retire(lora_id="x")
     await worker.bind_model(NEW, lora_id="x")
 
-    with pytest.raises(ConfigMismatch, match=r"was acquired before .*Acquire anew"):
+    with pytest.raises(ConfigMismatch, match=r"was acquired before .*Acquire again"):
         await worker.adopt(grant)
     async with unbound.adopt(grant) as lease:
         assert (lease.prefix_len, (await lease.insert([1, 2, 3])).retired) == (2, True)

@@ -281,7 +281,7 @@ async def test_a_worker_whose_session_was_lost_binds_again(scene: Scene) -> None
     worker, other = await scene.worker(0), await scene.worker(1)
     assert [await answer(worker), await answer(worker, "x")] == [0, 0]
     assert worker._client is not None
-    reaper = scene.cache._host.service.keeper
+    reaper = scene.cache._host.service.reaper
     reaper.owner_unavailable(worker._client.session.session_id, is_dead=True)
 
     assert await answer(worker) > 0
