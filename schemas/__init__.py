@@ -25,8 +25,7 @@ from raydix.schemas.events import (
 )
 from raydix.schemas.explain import ExplainRequest, ExplainResponse
 from raydix.schemas.fingerprint import BindModelRequest, BindModelResponse, ModelFingerprint
-from raydix.schemas.lease_owner import LeaseOwner
-from raydix.schemas.leases import LeaseGrant
+from raydix.schemas.leases import LeaseGrant, LeaseOwner
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, namespaces_of, unframe_namespace
 from raydix.schemas.pool_handle import PoolHandle

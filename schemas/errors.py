@@ -16,7 +16,7 @@ arguments does not survive Ray's pickling.
 
 from __future__ import annotations
 
-from raydix.schemas.lease_owner import LeaseOwner
+from raydix.schemas.leases import LeaseOwner
 
 
 class CacheError(Exception):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field, GetCoreSchemaHandler, model_serializer
 from pydantic_core import CoreSchema, core_schema
 
-from raydix.schemas.message import Message
+from raydix.schemas.message import PydanticMessage
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.requests import LeaseId
 from raydix.schemas.tokens import TokenIds
@@ -85,7 +85,7 @@ class BlockHashes(Sequence[int]):
         return core_schema.no_info_plain_validator_function(cls.pack)
 
 
-class BlockStored(Message):
+class BlockStored(PydanticMessage):
     """Blocks of one namespace that follow one another are there now, `block_size` tokens each."""
 
     block_hashes: BlockHashes
@@ -125,7 +125,7 @@ class BlockStored(Message):
         }
 
 
-class BlockRemoved(Message):
+class BlockRemoved(PydanticMessage):
     """Blocks of one namespace are gone."""
 
     block_hashes: BlockHashes
@@ -136,7 +136,7 @@ class BlockRemoved(Message):
         return {"type": "BlockRemoved", "block_hashes": self.block_hashes.tolist(), "medium": self.medium}
 
 
-class AllBlocksCleared(Message):
+class AllBlocksCleared(PydanticMessage):
     """Every block of every namespace is gone."""
 
     @model_serializer
@@ -147,7 +147,7 @@ class AllBlocksCleared(Message):
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class KVEventBatch(Message):
+class KVEventBatch(PydanticMessage):
     """Events in order, without a hole between them.
 
     They are numbered through an epoch, from 1: this batch's are those in (seq - len(events), seq], and its
@@ -161,7 +161,7 @@ class KVEventBatch(Message):
     gap: bool = Field(default=False, description="events were dropped before they were read: take a snapshot")
 
 
-class KVEventSnapshot(Message):
+class KVEventSnapshot(PydanticMessage):
     """Every block that is there after event `seq`, parents before children. The stream goes on after it."""
 
     epoch: str
@@ -169,7 +169,7 @@ class KVEventSnapshot(Message):
     events: tuple[BlockStored, ...]
 
 
-class NextEvents(Message):
+class NextEvents(PydanticMessage):
     """The events after `after_seq`; waits for one if there are none."""
 
     session_id: LeaseId
@@ -178,5 +178,5 @@ class NextEvents(Message):
     timeout_s: float = Field(ge=0, le=60, description="answer with an empty batch if nothing happened by then")
 
 
-class EventSnapshotRequest(Message):
+class EventSnapshotRequest(PydanticMessage):
     """A snapshot of every block that is there."""

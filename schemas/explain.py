@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from raydix.schemas.message import Message
+from raydix.schemas.message import PydanticMessage
 from raydix.schemas.requests import Namespace, Tokens
 
 ExplainReason = Literal[
@@ -38,14 +38,14 @@ _SENTENCES: dict[str, str] = {
 }
 
 
-class ExplainRequest(Message):
+class ExplainRequest(PydanticMessage):
     """Where a match of `tokens` ends, and why. A probe: nothing is held, nothing changes."""
 
     tokens: Tokens
     namespace: Namespace = None
 
 
-class ExplainResponse(Message):
+class ExplainResponse(PydanticMessage):
     """Where a match ends, and why it goes no further. As text, one sentence."""
 
     num_tokens: int = Field(description="tokens asked for")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from raydix.schemas.message import Answer, Message
+from raydix.schemas.message import PydanticAnswer, PydanticMessage
 from raydix.schemas.namespace import MAX_FIELD_LENGTH
 from raydix.schemas.shown import brief, cut
 
@@ -62,7 +62,7 @@ Checksum = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidat
 LoraId = Annotated[str, Field(max_length=MAX_FIELD_LENGTH), AfterValidator(_encodable)]
 
 
-class ModelFingerprint(Message):
+class ModelFingerprint(PydanticMessage):
     """What KV depends on besides the tokens: equal fingerprints, interchangeable KV.
 
     `raydix.actors.transformers_worker.model_fingerprint(model)` makes one of a transformers model. Workers of other
@@ -110,14 +110,14 @@ def _canonical(value: FieldValue) -> FieldValue:
     return value
 
 
-class BindModelRequest(Message):
+class BindModelRequest(PydanticMessage):
     """Bind this session to the model that computes the KV of a `lora_id`; None: of the base model."""
 
     fingerprint: ModelFingerprint
     lora_id: LoraId | None = None
 
 
-class BindModelResponse(Answer):
+class BindModelResponse(PydanticAnswer):
     """The session is bound."""
 
     generation: int = Field(description="of that `lora_id`; no two that the cache ever has are equal")

@@ -1,13 +1,14 @@
-"""`LeaseGrant`: a lease on its way from one client to another."""
+"""What clients and operators see of leases: an offer of one, and how many each owner holds."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from raydix.schemas.message import Message
+from raydix.schemas.message import PydanticMessage
+from raydix.schemas.shown import shown
 
 
-class LeaseGrant(Message):
+class LeaseGrant(PydanticMessage):
     """An offer of a lease: `lease.grant()` makes it, `client.adopt(grant)` takes it in any process, once.
 
     Until it is adopted the lease is its granter's: it ends with the granter's session, when the offer expires, and by
@@ -21,3 +22,15 @@ class LeaseGrant(Message):
     published_len: int = Field(description="leading tokens in the tree")
     num_slots: int = Field(description="tokens that the lease covers")
     offer_id: str = Field(description="names this offer of the lease")
+
+
+class LeaseOwner(PydanticMessage):
+    """The open leases of one owner: of all clients of that name, which by default is host and process."""
+
+    owner: str
+    leases: int
+    slots: int = Field(description="that these leases hold; a shared one is counted once, for the oldest lease")
+    oldest_s: float = Field(description="seconds since the oldest of them was granted")
+
+    def __str__(self) -> str:
+        return f"{shown(self.owner)} {self.slots} slots by {self.leases}, up to {self.oldest_s:.0f} s old"

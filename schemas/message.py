@@ -1,40 +1,80 @@
-"""The base of every message: a frozen pydantic model that pickles in a few microseconds."""
+"""The bases of all messages: of frozen dataclasses, which every request needs, and of frozen pydantic models."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from functools import cache
-from operator import index
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import InitErrorDetails
 
 from raydix.schemas.shown import shown
 
 M = TypeVar("M", bound="Message")
 
+MAX_COUNT = 2**62  # far more than any pool has; a larger count means the same, and would not fit into 64 bits
+Count = Annotated[int, Field(ge=0, strict=True), AfterValidator(lambda count: min(count, MAX_COUNT))]
 
-class Message(BaseModel):
-    """A request or a response: immutable, no unknown fields, validated where it is made and again where it arrives.
 
-    Pickling keeps the field values alone, in order. What breaks its model's rules is unpickled as `Malformed`.
+class Message:
+    """A request or a response: immutable, without unknown fields, checked where it is made and where it arrives.
+
+    Pickling keeps the values of the fields alone, in order. A request that breaks its rules arrives as `Malformed`.
+    The most frequent messages are frozen dataclasses with slots; the others derive from `PydanticMessage`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
+    __slots__ = ()
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """Return the names of the fields, in order."""
+        return tuple(cls.__slots__)
+
+    @classmethod
+    def from_values(cls, *values: Any) -> Self:
+        """Return a message of the values of all its fields, in order.
+
+        Raises:
+            ValueError: there are more or fewer values than fields, or one is wrong.
+        """
+        return cls(**dict(zip(cls.field_names(), values, strict=True)))
+
+    def _values(self) -> Iterable[Any]:
+        return [getattr(self, name) for name in self.field_names()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return receive, (type(self), *self.__dict__.values())
+        return receive, (type(self), *self._values())
 
 
 class Answer(Message):
-    """What the cache says: its client takes it as it is, without validating it again."""
+    """A response. If it cannot be made again where it arrives, the call that waits for it fails."""
+
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return restore, (type(self), *self.__dict__.values())
+        return restore, (type(self), *self._values())
 
 
-class Malformed(Message):
-    """What arrives in place of a message that was not made as its model wants it."""
+class PydanticMessage(Message, BaseModel):
+    """A message that pydantic validates."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """Return the names of the fields, in order."""
+        return tuple(cls.model_fields)
+
+    def _values(self) -> Iterable[Any]:
+        return self.__dict__.values()
+
+
+class PydanticAnswer(Answer, PydanticMessage):
+    """A response that pydantic validates."""
+
+
+class Malformed(PydanticMessage):
+    """The message that arrives in place of one that breaks the rules of its class."""
 
     model: str
     fault: str
@@ -43,99 +83,48 @@ class Malformed(Message):
         return f"malformed {self.model}: {self.fault}"
 
 
+def field_error(message: Message, where: str | tuple[str | int, ...], kind: str, **context: Any) -> ValidationError:
+    """Return pydantic's error of a kind, "int_type" say, for a field of a dataclass.
+
+    Args:
+        where: the field, or the path to a member of it; an empty path for the message itself.
+        context: the values that pydantic's text for this kind needs.
+    """
+    path = (where,) if isinstance(where, str) else where
+    value = getattr(message, str(path[0])) if path else message
+    detail = InitErrorDetails(type=kind, loc=path, input=value, ctx=context)
+    return ValidationError.from_exception_data(type(message).__name__, [detail], hide_input=True)
+
+
 def first_fault(error: ValidationError) -> str:
-    """What is wrong first, and where."""
+    """Return the first fault of a message, after the name of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join([shown(str(each)) for each in first["loc"]])
     fault = shown(first["msg"].removeprefix("Value error, "))
     return f"{where}: {fault}" if where else fault
 
 
-def validated(model: type[M], fields: dict[str, Any]) -> M:
-    """What the constructor makes of these; where it wants an int, what stands for one, as numpy's do, is taken as it.
-
-    Raises:
-        ValidationError: the constructor's.
-    """
-    try:
-        return model(**fields)
-    except ValidationError as error:
-        ints = _ints_meant(error)
-        if not ints:
-            raise
-    return model(**fields | ints)
-
-
-def _ints_meant(error: ValidationError) -> dict[str, int]:
-    """The ints that those fields stand for which were refused as none."""
-    ints: dict[str, int] = {}
-    for fault in error.errors(include_url=False):
-        if fault["type"] == "int_type" and not isinstance(fault["input"], bool):
-            with suppress(Exception):  # whatever a value raises that is asked to be a number
-                ints[str(fault["loc"][0])] = index(fault["input"])
-    return ints
-
-
 def restore(model: type[M], *values: Any) -> M:
-    """A message of the values of all its fields, in order, which are taken as they are.
+    """Return a response that has arrived, made of the values of all its fields, in order.
 
     Raises:
-        ValueError: they are more or fewer, as who made it runs another version of this package.
+        ValueError: there are more or fewer values than fields, as the cache runs another version of this package.
     """
+    if len(values) != (num_fields := len(model.field_names())):
+        counts = f"a {model.__name__} has {num_fields} fields here, {len(values)} where it was made"
+        raise ValueError(f"{counts}: the versions of raydix differ")
+    return model.from_values(*values)
+
+
+def receive(model: type[M], *values: Any) -> M | Malformed:
+    """Return a request that has arrived, made of the values of all its fields and checked; else `Malformed`."""
     try:
-        return assemble(model, dict(zip(_names(model), values, strict=True)))
-    except ValueError:
-        here = len(_names(model))
-        raise ValueError(
-            f"a {model.__name__} has {here} fields here, {len(values)} where it was made: the versions of raydix differ"
-        ) from None
+        return model.from_values(*values)
+    except Exception as error:  # its fields are not those of this version, or of types that no check expects
+        return malformed(model, error)
 
 
-def assemble(model: type[M], fields: dict[str, Any]) -> M:
-    """A message of all its fields, in order, which are taken as they are. The dict is the message's from then on."""
-    message = _new(model)
-    _set_fields(message, fields)
-    _set_names(message, _name_sets[model])
-    _set_extra(message, None)
-    _set_private(message, None)
-    return message
-
-
-_new = object.__new__
-_set_fields, _set_names, _set_extra, _set_private = (  # what a model's instances have, and what it does not let be set
-    vars(BaseModel)[name].__set__
-    for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
-)
-
-
-class _NameSets(dict[type[Message], set[str]]):
-    """By model, the set of its fields that all its messages share."""
-
-    def __missing__(self, model: type[Message]) -> set[str]:
-        names = self[model] = set(model.model_fields)
-        return names
-
-
-_name_sets = _NameSets()
-
-
-@cache
-def _names(model: type[Message]) -> tuple[str, ...]:
-    """A model's fields in order."""
-    return tuple(model.model_fields)
-
-
-def refused(model: type[Message], error: Exception) -> Malformed:
-    """What stands for a message that could not be made of what arrived."""
+def malformed(model: type[Message], error: Exception) -> Malformed:
+    """Return the message in place of one that could not be made."""
     fault = first_fault(error) if isinstance(error, ValidationError) else shown(f"{type(error).__name__}: {error}")
     return Malformed(model=model.__name__, fault=fault)
-
-
-def receive(model: type[Message], *values: Any) -> Message:
-    """A message that has arrived, of the values of all its fields, validated; `Malformed` if it cannot be made."""
-    try:
-        fields = dict(zip(_names(model), values, strict=True))
-        message: Message = model.__pydantic_validator__.validate_python(fields)
-    except Exception as error:  # its fields are not those of this version, or of types that no validator expects
-        return refused(model, error)
-    return message

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from raydix.schemas.config import CacheConfig
-from raydix.schemas.message import Message
+from raydix.schemas.message import PydanticMessage
 
 
-class PoolHandle(Message):
+class PoolHandle(PydanticMessage):
     """Where the pool lies and how to map it.
 
     A worker maps it if it runs on the same node and, for a GPU pool, on the same card; otherwise it copies through

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from raydix.schemas.message import Message
+from raydix.schemas.message import PydanticMessage
 
 
-class StartRecording(Message):
+class StartRecording(PydanticMessage):
     """Record requests to a file on the cache's node, in the Mooncake format: lengths, times, hashes; no token ids."""
 
     path: str = Field(min_length=1, description="on the cache's node")
@@ -21,7 +21,7 @@ class StartRecording(Message):
     overwrite: bool = Field(default=False, description="a file that is there already, once the new one is whole")
 
 
-class RecordingStatus(Message):
+class RecordingStatus(PydanticMessage):
     """How a recording fares, or what became of it."""
 
     path: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from raydix.schemas.message import Message
+from raydix.schemas.message import PydanticMessage
 from raydix.schemas.stats import CacheStats
 
 
-class HistoryPoint(Message):
+class HistoryPoint(PydanticMessage):
     """Counts at one time: slots as they were, tokens since the start."""
 
     at_s: float = Field(description="since the cache began")
@@ -21,7 +21,7 @@ class HistoryPoint(Message):
     tokens_evicted: int
 
 
-class NamespaceStats(Message):
+class NamespaceStats(PydanticMessage):
     """The requests of one namespace, refused ones, too."""
 
     label: str = Field(description="the fields that make it, for people")
@@ -30,7 +30,7 @@ class NamespaceStats(Message):
     tokens_reused: int
 
 
-class TreePart(Message):
+class TreePart(PydanticMessage):
     """A run of cached tokens that all below it share, and what hangs below it; estimates, in a large tree."""
 
     namespace: str
@@ -43,7 +43,7 @@ class TreePart(Message):
     parts: tuple[TreePart, ...] = Field(description="the largest of those below, largest first")
 
 
-class PrefixUse(Message):
+class PrefixUse(PydanticMessage):
     """A cached prefix that many prompts begin with, or that much continues; it ends where its continuations differ."""
 
     namespace: str = Field(description="the fields that make it, for people")
@@ -58,14 +58,14 @@ class PrefixUse(Message):
     is_whole: bool = Field(description="all continuations were looked at; else hits and slots are estimates")
 
 
-class AgeCount(Message):
+class AgeCount(PydanticMessage):
     """Tokens that were evicted after so long without use."""
 
     below_s: float | None = Field(description="less than this (None: any), and no less than that of the count before")
     num_tokens: int
 
 
-class CacheReport(Message):
+class CacheReport(PydanticMessage):
     """A cache's life so far, in bounded size."""
 
     stats: CacheStats

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from dataclasses import dataclass
+from math import isfinite
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from raydix.schemas.counts import MAX_COUNT, Count
 from raydix.schemas.fingerprint import LoraId
-from raydix.schemas.message import Message, assemble, validated
+from raydix.schemas.message import MAX_COUNT, Count, Message, PydanticMessage, field_error
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.tokens import TokenIds
+
+NO_TOKENS = "at least one token id is needed"
 
 
 def _not_empty(tokens: TokenIds) -> TokenIds:
     if not tokens.data:
-        raise ValueError("at least one token id is needed")
+        raise ValueError(NO_TOKENS)
     return tokens
 
 
@@ -29,6 +32,7 @@ OfferId = Annotated[LeaseId, Field(description="unique among the offers of all s
 
 MAX_OWNER = 256  # characters
 MAX_BOUND = 256  # `lora_id`s that a client tells of when it comes back
+MAX_PRIORITY = 2**31  # the first that is too high; the lowest is its negative
 MAX_REQUESTS = 1024  # of a batch: the cache's loop serves no other client meanwhile
 
 
@@ -51,12 +55,79 @@ def _framed(namespace: str) -> str:
 Framed = Annotated[str, AfterValidator(_framed)]
 Namespace = Annotated[Framed | None, Field(description="framed by `frame_namespace`; None: the default namespace")]
 Priority = Annotated[
-    int, Field(ge=-(2**31), lt=2**31, strict=True, description="what is used by higher ones stays longer")
+    int, Field(ge=-MAX_PRIORITY, lt=MAX_PRIORITY, strict=True, description="KV used by higher ones stays longer")
 ]
 TimeoutSeconds = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 
 
-class OpenSession(Message):
+def _check_id(message: Message, name: str) -> None:
+    value = getattr(message, name)
+    if not isinstance(value, str):
+        raise field_error(message, name, "string_type")
+    if not value:
+        raise field_error(message, name, "string_too_short", min_length=1)
+    if len(value) > MAX_LEASE_ID:
+        raise field_error(message, name, "string_too_long", max_length=MAX_LEASE_ID)
+
+
+def _check_int(message: Message, name: str, least: int | None = None, end: int | None = None) -> None:
+    value = getattr(message, name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise field_error(message, name, "int_type")
+    if least is not None and value < least:
+        raise field_error(message, name, "greater_than_equal", ge=least)
+    if end is not None and value >= end:
+        raise field_error(message, name, "less_than", lt=end)
+
+
+def _set_count(message: Message, name: str) -> None:
+    """Check a count, and cap it."""
+    _check_int(message, name, 0)
+    object.__setattr__(message, name, min(getattr(message, name), MAX_COUNT))
+
+
+def _set_packed(message: Message, name: str) -> TokenIds:
+    """Pack token ids; packed ones are checked."""
+    try:
+        packed = TokenIds.pack(getattr(message, name))
+    except ValueError as error:
+        raise field_error(message, name, "value_error", error=error) from None
+    object.__setattr__(message, name, packed)
+    return packed
+
+
+def _set_flag(message: Message, name: str) -> None:
+    """Make True of 1, and False of 0."""
+    value = getattr(message, name)
+    if not isinstance(value, int) or value not in (0, 1):
+        raise field_error(message, name, "bool_parsing" if isinstance(value, (int, str)) else "bool_type")
+    object.__setattr__(message, name, bool(value))
+
+
+def _check_namespace(message: AcquireRequest) -> None:
+    if not isinstance(message.namespace, str):
+        raise field_error(message, "namespace", "string_type")
+    try:
+        _framed(message.namespace)
+    except ValueError as error:
+        raise field_error(message, "namespace", "value_error", error=error) from None
+
+
+def _set_seconds(message: AcquireRequest) -> None:
+    """Make a float of any finite number of at least 0."""
+    try:
+        seconds = float(message.timeout_s)  # type: ignore[arg-type]
+    except Exception:  # any that a value raises which is asked for a number
+        kind = "float_parsing" if isinstance(message.timeout_s, str) else "float_type"
+        raise field_error(message, "timeout_s", kind) from None
+    if not isfinite(seconds):
+        raise field_error(message, "timeout_s", "finite_number")
+    if seconds < 0:
+        raise field_error(message, "timeout_s", "greater_than_equal", ge=0)
+    object.__setattr__(message, "timeout_s", seconds)
+
+
+class OpenSession(PydanticMessage):
     """Begin a session: the owner of the leases that a client will take."""
 
     session_id: LeaseId
@@ -72,27 +143,27 @@ class OpenSession(Message):
     bound_more: bool = Field(default=False, description="there were more of them")
 
 
-class CloseSession(Message):
+class CloseSession(PydanticMessage):
     """End a session and abort every lease it still holds."""
 
     session_id: LeaseId
 
 
-class SessionRef(Message):
+class SessionRef(PydanticMessage):
     """Names an open session: a sign of life, or a wait for its end."""
 
     session_id: LeaseId
     epoch: str
 
 
-class MatchRequest(Message):
+class MatchRequest(PydanticMessage):
     """How much of `tokens` is cached. A probe: nothing is held, no recency changes."""
 
     tokens: Tokens
     namespace: Namespace = None
 
 
-class LockRequest(Message):
+class LockRequest(PydanticMessage):
     """Match and lock in one step, without allocating. `lease_id` is the client's, so a retry is harmless."""
 
     lease_id: LeaseId
@@ -101,60 +172,52 @@ class LockRequest(Message):
     priority: Priority = 0
 
 
+@dataclass(frozen=True, slots=True)
 class AcquireRequest(Message):
-    """Match, lock, and allocate slots for the rest of `tokens` and `new_tokens` more, in one step."""
+    """Match, lock, and allocate slots for the rest of `tokens` and `new_tokens` more, in one step.
 
-    lease_id: LeaseId
-    tokens: Tokens
-    namespace: Namespace = None
-    new_tokens: Count = Field(default=0, description="slots beyond those for `tokens`")
-    max_prefix_len: Count | None = Field(default=None, description="match at most so many tokens")
-    priority: Priority = 0
-    timeout_s: TimeoutSeconds = Field(default=None, description="wait for room so long; None: as configured")
+    Attributes:
+        lease_id: the client's name for the lease, so that a retry is harmless.
+        tokens: at least one id.
+        namespace: framed by `frame_namespace`; None: the default namespace.
+        new_tokens: slots beyond those for `tokens`.
+        max_prefix_len: match at most so many tokens; None: all.
+        priority: under the policy "priority", KV used by higher ones stays longer.
+        timeout_s: seconds to wait for room; None: as configured.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        lease_id: Any,
-        tokens: Any,
-        namespace: Any,
-        new_tokens: Any,
-        max_prefix_len: Any,
-        priority: Any,
-        timeout_s: Any,
-    ) -> AcquireRequest:
-        """What `validated` makes of the same, without asking the validator for what most requests are.
+    lease_id: str
+    tokens: TokenIds
+    namespace: str | None = None
+    new_tokens: int = 0
+    max_prefix_len: int | None = None
+    priority: int = 0
+    timeout_s: float | None = None
 
-        Raises:
-            ValidationError: the constructor's.
-        """
-        fields = {
-            "lease_id": lease_id,
-            "tokens": tokens,
-            "namespace": namespace,
-            "new_tokens": new_tokens,
-            "max_prefix_len": max_prefix_len,
-            "priority": priority,
-            "timeout_s": timeout_s,
-        }
-        if (
-            type(lease_id) is str
-            and 0 < len(lease_id) <= MAX_LEASE_ID
-            and type(tokens) is TokenIds
-            and tokens.width == 4
-            and type(tokens.data) is bytes
-            and len(tokens.data) % 4 == 0 < len(tokens.data)
-            and type(new_tokens) is int
-            and 0 <= new_tokens <= MAX_COUNT
-            and type(priority) is int
-            and -(2**31) <= priority < 2**31
-            and namespace is max_prefix_len is timeout_s is None
-        ):
-            return assemble(AcquireRequest, fields)
-        return validated(AcquireRequest, fields)
+    def check(self) -> None:
+        """Raise ValidationError for the first field that is wrong. Pack the token ids, and cap the counts."""
+        tokens = self.tokens
+        if type(self.lease_id) is not str or not 0 < len(self.lease_id) <= MAX_LEASE_ID:
+            _check_id(self, "lease_id")
+        if type(tokens) is not TokenIds or tokens.width != 4 or type(tokens.data) is not bytes or len(tokens.data) % 4:
+            tokens = _set_packed(self, "tokens")
+        if not tokens.data:
+            raise field_error(self, "tokens", "value_error", error=ValueError(NO_TOKENS))
+        if self.namespace is not None:
+            _check_namespace(self)
+        if type(self.new_tokens) is not int or not 0 <= self.new_tokens <= MAX_COUNT:
+            _set_count(self, "new_tokens")
+        if self.max_prefix_len is not None:
+            _set_count(self, "max_prefix_len")
+        if type(self.priority) is not int or not -MAX_PRIORITY <= self.priority < MAX_PRIORITY:
+            _check_int(self, "priority", -MAX_PRIORITY, MAX_PRIORITY)
+        if self.timeout_s is not None:
+            _set_seconds(self)
+
+    __post_init__ = check  # type: ignore[misc]  # so that no message is without it
 
 
-class WaitRequest(Message):
+class WaitRequest(PydanticMessage):
     """Wait until the acquire or extend that was put in line under `ticket` is served, or its time runs out."""
 
     session_id: LeaseId
@@ -162,50 +225,47 @@ class WaitRequest(Message):
     ticket: int
 
 
+@dataclass(frozen=True, slots=True)
 class InsertRequest(Message):
     """Publish the first `num_tokens` tokens of a lease, whole pages of them.
 
-    `suffix` holds only the ids that the cache has not seen: those after the `num_tokens - len(suffix)` it knows.
+    Attributes:
+        lease_id: the lease.
+        num_tokens: at least 1.
+        suffix: only the ids that the cache has not seen: those after the `num_tokens - len(suffix)` it knows.
+        release: end the lease in the same step.
+        publish_state: publish the lease's state as the one after these tokens.
+        known_len: tokens that the client knows to be published already.
     """
 
-    lease_id: LeaseId
-    num_tokens: int = Field(gt=0, strict=True)
+    lease_id: str
+    num_tokens: int
     suffix: TokenIds
-    release: bool = Field(default=False, description="end the lease in the same step")
-    publish_state: bool = Field(default=False, description="publish the lease's state as the one after these tokens")
-    known_len: Count = Field(default=0, description="tokens that the client knows to be published already")
+    release: bool = False
+    publish_state: bool = False
+    known_len: int = 0
 
-    @classmethod
-    def of(
-        cls, lease_id: Any, num_tokens: Any, suffix: Any, release: Any, publish_state: Any, known_len: Any
-    ) -> InsertRequest:
-        """As `AcquireRequest.of`."""
-        fields = {
-            "lease_id": lease_id,
-            "num_tokens": num_tokens,
-            "suffix": suffix,
-            "release": release,
-            "publish_state": publish_state,
-            "known_len": known_len,
-        }
-        if (
-            type(lease_id) is str
-            and 0 < len(lease_id) <= MAX_LEASE_ID
-            and type(num_tokens) is int
-            and num_tokens > 0
-            and type(suffix) is TokenIds
-            and suffix.width == 4
-            and type(suffix.data) is bytes
-            and len(suffix.data) % 4 == 0
-            and type(release) is type(publish_state) is bool
-            and type(known_len) is int
-            and 0 <= known_len <= MAX_COUNT
-        ):
-            return assemble(InsertRequest, fields)
-        return validated(InsertRequest, fields)
+    def check(self) -> None:
+        """Raise ValidationError for the first field that is wrong. Pack the token ids, and cap the count."""
+        suffix = self.suffix
+        if type(self.lease_id) is not str or not 0 < len(self.lease_id) <= MAX_LEASE_ID:
+            _check_id(self, "lease_id")
+        if type(self.num_tokens) is not int:
+            _check_int(self, "num_tokens")
+        if self.num_tokens <= 0:
+            raise field_error(self, "num_tokens", "greater_than", gt=0)
+        if type(suffix) is not TokenIds or suffix.width != 4 or type(suffix.data) is not bytes or len(suffix.data) % 4:
+            _set_packed(self, "suffix")
+        if not type(self.release) is type(self.publish_state) is bool:
+            _set_flag(self, "release")
+            _set_flag(self, "publish_state")
+        if type(self.known_len) is not int or not 0 <= self.known_len <= MAX_COUNT:
+            _set_count(self, "known_len")
+
+    __post_init__ = check  # type: ignore[misc]  # so that no message is without it
 
 
-class ExtendRequest(Message):
+class ExtendRequest(PydanticMessage):
     """More private slots for a lease. It names the total, so a retry is harmless."""
 
     lease_id: LeaseId
@@ -214,32 +274,32 @@ class ExtendRequest(Message):
     timeout_s: TimeoutSeconds = None
 
 
-class ReleaseWindowRequest(Message):
+class ReleaseWindowRequest(PydanticMessage):
     """Free a lease's sliding-window KV before token `up_to`, but for what publishing still needs."""
 
     lease_id: LeaseId
     up_to: Count
 
 
-class WithdrawRequest(Message):
+class WithdrawRequest(PydanticMessage):
     """Take a lease's extend out of line: its caller is gone. The lease stays as it is."""
 
     lease_id: LeaseId
 
 
-class ReleaseRequest(Message):
+class ReleaseRequest(PydanticMessage):
     """End a lease: private slots are freed, what was inserted stays. No effect on one that has ended."""
 
     lease_id: LeaseId
 
 
-class AbortRequest(Message):
+class AbortRequest(PydanticMessage):
     """End a lease or withdraw it while it waits. The same as a release, kept apart for the statistics."""
 
     lease_id: LeaseId
 
 
-class GrantRequest(Message):
+class GrantRequest(PydanticMessage):
     """Offer a lease to another session. It stays this session's until it is adopted, and ends if it is not in time."""
 
     lease_id: LeaseId
@@ -249,21 +309,21 @@ class GrantRequest(Message):
     )
 
 
-class RevokeRequest(Message):
+class RevokeRequest(PydanticMessage):
     """End a lease that this session offers, unless it was adopted or has ended."""
 
     lease_id: LeaseId
     offer_id: OfferId
 
 
-class TakeBackRequest(Message):
+class TakeBackRequest(PydanticMessage):
     """End an offer of this session, not its lease. No effect on an offer that has ended."""
 
     lease_id: LeaseId
     offer_id: OfferId
 
 
-class AdoptRequest(Message):
+class AdoptRequest(PydanticMessage):
     """Take over a lease that another session offers: from then on it is this session's."""
 
     lease_id: LeaseId
@@ -272,17 +332,17 @@ class AdoptRequest(Message):
     offer_id: OfferId
 
 
-class EvictRequest(Message):
+class EvictRequest(PydanticMessage):
     """Evict at least `num_tokens` tokens' KV, or all that nobody holds."""
 
     num_tokens: Count
 
 
-class ResetRequest(Message):
+class ResetRequest(PydanticMessage):
     """Make everything cached unmatchable and free it; running leases keep their slots to the end."""
 
 
-class RetireRequest(Message):
+class RetireRequest(PydanticMessage):
     """Make every namespace unmatchable that matches all fields given; None matches any, so at least one is given."""
 
     extra_key: str | None = None
@@ -290,52 +350,61 @@ class RetireRequest(Message):
     cache_salt: str | None = None
 
 
-class StatsRequest(Message):
+class StatsRequest(PydanticMessage):
     """A snapshot of the cache's counts."""
 
 
-class CheckInvariantsRequest(Message):
+class CheckInvariantsRequest(PydanticMessage):
     """Walk the whole cache and verify every rule it keeps. O(everything)."""
 
 
+@dataclass(frozen=True, slots=True)
 class Batch(Message):
     """Requests of one session, executed in order; one that fails does not hinder the others.
 
-    Batches of a session are executed in the order of `seq`, in whatever order they arrive. One with more than
+    Batches of a session are executed in the order of `seq`, in whatever order they arrive. A batch with more than
     `MAX_REQUESTS` requests is refused as a whole.
+
+    Attributes:
+        session_id: the session.
+        epoch: the life of the cache in which the session was opened.
+        requests: any messages.
+        seq: place among the session's batches, from 1; 0: in no order.
+        after: the batch that must be executed before this one; 0: none.
     """
 
-    session_id: LeaseId
+    session_id: str
     epoch: str
-    requests: tuple[Message, ...] = Field(max_length=MAX_REQUESTS)
-    seq: int = Field(default=0, ge=0, strict=True, description="place among the session's batches; 0: in no order")
-    after: int = Field(default=0, ge=0, strict=True, description="the last batch that must be executed before; 0: none")
+    requests: tuple[Message, ...]
+    seq: int = 0
+    after: int = 0
 
-    @classmethod
-    def of(cls, session_id: Any, epoch: Any, requests: Any, seq: Any, after: Any) -> Batch:
-        """As `AcquireRequest.of`."""
-        fields = {"session_id": session_id, "epoch": epoch, "requests": requests, "seq": seq, "after": after}
-        if (
-            type(session_id) is str
-            and 0 < len(session_id) <= MAX_LEASE_ID
-            and type(epoch) is str
-            and type(seq) is type(after) is int
-            and 0 <= after < seq
-            and type(requests) is tuple
-            and len(requests) <= MAX_REQUESTS
-            and all([Message in type(each).__mro__ for each in requests])  # noqa: C419 -- isinstance would call pydantic
-        ):
-            return assemble(Batch, fields)
-        return validated(Batch, fields)
-
-    @model_validator(mode="after")
-    def _comes_after_an_earlier_one(self) -> Self:
+    def check(self) -> None:
+        """Raise ValidationError for the first field that is wrong."""
+        if type(self.session_id) is not str or not 0 < len(self.session_id) <= MAX_LEASE_ID:
+            _check_id(self, "session_id")
+        if type(self.epoch) is not str:
+            raise field_error(self, "epoch", "string_type")
+        if type(self.requests) is not tuple:
+            raise field_error(self, "requests", "tuple_type")
+        if (count := len(self.requests)) > MAX_REQUESTS:
+            raise field_error(
+                self, "requests", "too_long", field_type="Tuple", max_length=MAX_REQUESTS, actual_length=count
+            )
+        for place, request in enumerate(self.requests):
+            if not isinstance(request, Message):
+                raise field_error(self, ("requests", place), "is_instance_of", **{"class": "Message"})
+        if not type(self.seq) is type(self.after) is int or self.seq < 0 or self.after < 0:
+            _check_int(self, "seq", 0)
+            _check_int(self, "after", 0)
         if self.after >= max(self.seq, 1):
-            raise ValueError(f"batch {self.seq} cannot wait for batch {self.after}")
-        return self
+            fault = ValueError(f"batch {self.seq} cannot wait for batch {self.after}")
+            raise field_error(self, (), "value_error", error=fault)
+
+    __post_init__ = check  # type: ignore[misc]  # so that no message is without it
 
 
-class ReadKV(Message):
+class ReadKV(PydanticMessage):
     """Copy the KV of `slots`, which the lease covers, out of the pool."""
 
     session_id: LeaseId
@@ -344,7 +413,7 @@ class ReadKV(Message):
     slots: NDArray[np.int64]
 
 
-class WriteKV(Message):
+class WriteKV(PydanticMessage):
     """Copy KV into `slots`, which the lease holds privately.
 
     `k` and `v` are the raw bytes of `[num_layers, len(slots), num_kv_heads, dim]` in the pool's dtype, as uint8, so

@@ -7,11 +7,11 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from raydix.schemas.lease_owner import LeaseOwner
-from raydix.schemas.message import Message
+from raydix.schemas.leases import LeaseOwner
+from raydix.schemas.message import PydanticMessage
 
 
-class EvictionTaskStats(Message):
+class EvictionTaskStats(PydanticMessage):
     """The health of the background eviction task."""
 
     enabled: bool = Field(description="False where high_watermark is 1.0: callers then evict their own shortfall")
@@ -25,7 +25,7 @@ class EvictionTaskStats(Message):
     longest_slice_ms: float
 
 
-class PoolStats(Message):
+class PoolStats(PydanticMessage):
     """The slots of one pool: window slots, in tokens, or recurrent states."""
 
     num_slots: int
@@ -37,7 +37,7 @@ class PoolStats(Message):
     protected_slots: int
 
 
-class TenantStats(Message):
+class TenantStats(PydanticMessage):
     """What one tenant holds of the slots, and may."""
 
     name: str | None = Field(description="None: all namespaces that are no tenant's")
@@ -48,7 +48,7 @@ class TenantStats(Message):
     tokens_evicted: int = Field(description="for whomever; not what was retired")
 
 
-class TooLarge(Message):
+class TooLarge(PydanticMessage):
     """Requests that were refused because no pool of this size, or no share of this tenant, can ever hold them."""
 
     requests: int = 0
@@ -58,7 +58,7 @@ class TooLarge(Message):
     )
 
 
-class GhostStats(Message):
+class GhostStats(PydanticMessage):
     """The hit rates that other sizes of the pool would have had with the requests seen so far.
 
     That of the present size was counted. The others are estimates: it, and the difference that reuse distances make.
@@ -76,7 +76,7 @@ class GhostStats(Message):
         return float(np.interp(num_slots, self.num_slots, self.hit_rates))
 
 
-class Histogram(Message):
+class Histogram(PydanticMessage):
     """How often values of each size were seen since the cache began."""
 
     bounds: tuple[float, ...] = Field(description="the largest value of each bucket, rising")
@@ -102,7 +102,7 @@ class Histogram(Message):
         return lower if self.count else 0.0
 
 
-class CacheStats(Message):
+class CacheStats(PydanticMessage):
     """A snapshot. `free + private + tree + quarantined == num_slots`, at all times; counts are in slots or tokens."""
 
     epoch: str

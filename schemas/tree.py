@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from raydix.schemas.message import Message
+from raydix.schemas.message import PydanticMessage
 
 
-class TreeRequest(Message):
+class TreeRequest(PydanticMessage):
     """The largest branches of the tree. A probe: nothing changes. A few milliseconds, however large the tree is."""
 
     max_nodes: int = Field(default=200, ge=1, le=4096, strict=True)
@@ -15,7 +15,7 @@ class TreeRequest(Message):
     max_width: int = Field(default=64, ge=1, le=4096, strict=True, description="children of a node, the largest")
 
 
-class TreeBranch(Message):
+class TreeBranch(PydanticMessage):
     """A node of the tree, and what is known of all below it; or a namespace, which holds no tokens of its own."""
 
     parent: int | None = Field(description="place in `TreeResponse.branches` of the one above; None: a namespace")
@@ -36,7 +36,7 @@ class TreeBranch(Message):
     )
 
 
-class TreeResponse(Message):
+class TreeResponse(PydanticMessage):
     """The largest branches of the tree, parents before children, the largest first."""
 
     branches: tuple[TreeBranch, ...]

@@ -27,7 +27,6 @@ from raydix.actors.transport.validation import (
     checked_response,
     checked_token_ids,
     checked_tokens,
-    make_checked,
     make_request,
 )
 from raydix.schemas import (
@@ -260,8 +259,15 @@ class PrefixCacheClient:
         namespace = checked_namespace(extra_key, lora_id, cache_salt)
         lease_id = f"{self.session.session_id}-{next(self._lease_numbers)}"
         packed = checked_tokens(tokens)
-        request = make_checked(
-            AcquireRequest.of, lease_id, packed, namespace, new_tokens, max_prefix_len, priority, timeout_s
+        request = make_request(
+            AcquireRequest,
+            lease_id=lease_id,
+            tokens=packed,
+            namespace=namespace,
+            new_tokens=new_tokens,
+            max_prefix_len=max_prefix_len,
+            priority=priority,
+            timeout_s=timeout_s,
         )
         lease = await self._request_lease(request)
         lease.remember_packed(tokens)
@@ -289,7 +295,15 @@ class PrefixCacheClient:
         self.check_lease(lease)
         packed = lease.reuse_packed(tokens) or checked_tokens(tokens)
         unsent, mark = lease.cut_unsent(packed), lease.mark_request()
-        request = make_checked(InsertRequest.of, lease.lease_id, len(packed), unsent, release, publish_state, mark[0])
+        request = make_request(
+            InsertRequest,
+            lease_id=lease.lease_id,
+            num_tokens=len(packed),
+            suffix=unsent,
+            release=release,
+            publish_state=publish_state,
+            known_len=mark[0],
+        )
         note = partial(lease.on_insert, packed, request.release, mark)
         return checked_response(InsertResponse, await self.session.ask_for_lease(request, note))
 

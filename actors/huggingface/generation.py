@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from raydix.actors.transport.validation import checked_count
-from raydix.schemas import InvalidRequest, Message, TokenIds
+from raydix.schemas import InvalidRequest, TokenIds
+from raydix.schemas.message import PydanticMessage
 from raydix.schemas.shown import brief
 
 
@@ -24,7 +25,7 @@ class Step(NamedTuple):
     logits: torch.Tensor | None  # [tokens fed, vocabulary], on the CPU, if asked for
 
 
-class Generation(Message):
+class Generation(PydanticMessage):
     """The tokens that a worker has generated, and what they cost."""
 
     token_ids: tuple[int, ...] = Field(description="generated ones, the end token included")

@@ -10,7 +10,7 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
             actors/transport/validation.py          checks the arguments
             actors/client/client_session.py         opens a session if none is open; numbers the lease
             schemas/tokens.py                       packs the token ids: copy 1
-            schemas/requests.py, schemas/message.py `AcquireRequest`, validated
+            schemas/requests.py `AcquireRequest`, checked
             actors/transport/ray_transport.py       queues the request; the requests of one tick become one batch
             actors/transport/unix_socket.py         sends the batch, and later receives its answer
             actors/transport/batch_codec.py         packs the batch as rows of plain values: copy 2
@@ -95,7 +95,6 @@ from raydix.schemas import (
     StaleEpoch,
     WaitRequest,
 )
-from raydix.schemas.message import assemble
 
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
@@ -334,7 +333,7 @@ class CacheService:
         responses = iter(done.responses)
         refused = CacheUnavailable("the request came too late, after later ones of its client: ask again")
         answers = [refused if isinstance(each, _NOT_LATE) else next(responses) for each in requests]
-        return assemble(BatchResponse, {"epoch": done.epoch, "responses": tuple(answers)})
+        return BatchResponse(done.epoch, tuple(answers))
 
     def execute(
         self, session_id: str, epoch: str, requests: Sequence[Message], arrived_at: float | None = None
@@ -365,7 +364,7 @@ class CacheService:
                 self.core.check_invariants()
             except AssertionError as error:
                 raise to_cache_error(error) from error
-        return assemble(BatchResponse, {"epoch": self.epoch, "responses": responses})
+        return BatchResponse(self.epoch, responses)
 
     async def wait(self, request: WaitRequest) -> Message:
         """Return the outcome of a queued request."""

@@ -171,7 +171,7 @@ class RequestHandlers:
                 self._wait_queue.withdraw(session_id, request.lease_id)  # it does not grow any more
             self._core.release(request.lease_id, session_id)
         repointed = packed(changed) if len(changed) else b""
-        return InsertResponse.of(
+        return InsertResponse(
             done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window, after
         )
 

@@ -139,7 +139,7 @@ class Admission:
     def granted(self, lease: LeaseRecord) -> LeaseResponse:
         """Return the response that describes a lease."""
         starts, window = packed(lease.starts), self.packed_window(lease)
-        return LeaseResponse.of(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot)
+        return LeaseResponse(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot)
 
     def packed_window(self, lease: LeaseRecord) -> bytes:
         """Return the first slots of a lease's window pages, packed; nothing without a sliding window."""

@@ -1,12 +1,13 @@
-"""Batches as bytes: Ray carries those as they are, where it would take a message apart object by object.
+"""Batches as bytes: Ray carries bytes as they are, where it would take a message apart object by object.
 
-Pickle calls a function for each object that is not its own, so of messages it gets rows of plain values:
-(kind, field, field...). Requests are validated where they arrive, once their number is known to be within the bound.
+Pickle calls a function for each object of a class of ours, so the most frequent messages become rows of plain values:
+(kind, field, field...). Requests are checked where they arrive, once their number is known to be within the bound.
 """
 
 from __future__ import annotations
 
 import pickle
+from operator import attrgetter
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,43 +21,49 @@ from raydix.schemas import (
     InsertResponse,
     InvalidRequest,
     LeaseResponse,
+    LockRequest,
+    MatchRequest,
     Message,
     TokenIds,
 )
-from raydix.schemas.message import Malformed, assemble, receive, refused
+from raydix.schemas.message import Malformed, malformed, receive
 from raydix.schemas.requests import MAX_REQUESTS
 
 MAX_PART_BYTES = 90_000  # Ray carries up to 100 KB of one argument within the call, more through the object store
 _PROTOCOL = 5
-_BATCH_FIELDS = len(Batch.model_fields)
 _BATCH, _ANSWERS, _ACQUIRE, _INSERT, _LEASE, _INSERTED = range(6)  # kinds of rows
 
-Packed = Message | CacheError | tuple[Any, ...]
+TOKENS_OF = {  # the requests that can be long, and their token ids
+    AcquireRequest: attrgetter("tokens"),
+    InsertRequest: attrgetter("suffix"),
+    LockRequest: attrgetter("tokens"),
+    MatchRequest: attrgetter("tokens"),
+}
 
 
 def pack(message: Message | CacheError) -> bytes:
-    """A message as bytes, or what stands in place of an answer."""
-    packed: Packed = message
-    fields = message.__dict__
-    if type(message) is Batch and type(fields.get("requests")) is tuple and len(fields) == _BATCH_FIELDS:
-        packed = (_BATCH, *(fields | {"requests": [_row_of_request(each) for each in fields["requests"]]}).values())
-    elif type(message) is BatchResponse:
-        packed = (_ANSWERS, fields["epoch"], [_row_of_answer(each) for each in fields["responses"]])
+    """Return a message, or the error in place of an answer, as bytes."""
+    packed: Any = message
+    if isinstance(message, Batch) and type(message.requests) is tuple:
+        rows = [_row_of_request(each) for each in message.requests]
+        packed = _BATCH, message.session_id, message.epoch, rows, message.seq, message.after
+    elif isinstance(message, BatchResponse):
+        packed = _ANSWERS, message.epoch, [_row_of_answer(each) for each in message.responses]
     return pickle.dumps(packed, _PROTOCOL)
 
 
 def in_parts(packed: bytes) -> list[bytes]:
-    """A packed message in parts small enough to travel within a call."""
+    """Return a packed message in parts, each small enough for the arguments of a call."""
     if len(packed) <= MAX_PART_BYTES:
         return [packed]
     return [packed[start : start + MAX_PART_BYTES] for start in range(0, len(packed), MAX_PART_BYTES)]
 
 
 def unpack(*parts: bytes | memoryview, torn: type[CacheError] = InvalidRequest) -> object:
-    """What was packed: a message, if nothing else was sent.
+    """Return the packed object: a message, if the sender sent one.
 
     Raises:
-        CacheError: it is torn; of the class that the caller names.
+        CacheError: the bytes are torn; of the class `torn`.
     """
     try:
         packed = pickle.loads(parts[0] if len(parts) == 1 else b"".join(parts))
@@ -69,65 +76,60 @@ def unpack(*parts: bytes | memoryview, torn: type[CacheError] = InvalidRequest) 
 def _unpacked(kind: Any, *fields: Any) -> Message:
     if kind == _ANSWERS:
         epoch, rows = fields
-        return assemble(BatchResponse, {"epoch": epoch, "responses": tuple([_answer(row) for row in rows])})
+        return BatchResponse(epoch, tuple([_answer(row) for row in rows]))
     if kind != _BATCH:
         raise ValueError(f"no message is of kind {kind!r}")
-    session_id, epoch, rows, *place = fields
+    session_id, epoch, rows, seq, after = fields
     if len(rows) > MAX_REQUESTS:
         return Malformed(model=Batch.__name__, fault=f"at most {MAX_REQUESTS} requests travel in one, not {len(rows)}")
-    try:
-        return Batch.of(session_id, epoch, tuple([_request(row) for row in rows]), *place)
-    except ValidationError as error:
-        return refused(Batch, error)
+    return receive(Batch, session_id, epoch, tuple([_request(row) for row in rows]), seq, after)
 
 
-def _row_of_request(request: Any) -> Any:
-    kind = type(request)
-    if kind is AcquireRequest and type(request.tokens) is TokenIds:
-        lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s = request.__dict__.values()
-        data, width = tokens.data, tokens.width
-        return _ACQUIRE, lease_id, data, width, namespace, new_tokens, max_prefix_len, priority, timeout_s
-    if kind is InsertRequest and type(request.suffix) is TokenIds:
-        lease_id, num_tokens, suffix, release, publish_state, known_len = request.__dict__.values()
-        return _INSERT, lease_id, num_tokens, suffix.data, suffix.width, release, publish_state, known_len
-    return (kind, *request.__dict__.values()) if Message in kind.__mro__ else request
+def _row_of_request(request: Message) -> Any:
+    if isinstance(request, AcquireRequest):
+        tokens = request.tokens
+        limits = request.new_tokens, request.max_prefix_len, request.priority, request.timeout_s
+        return _ACQUIRE, request.lease_id, tokens.data, tokens.width, request.namespace, *limits
+    if isinstance(request, InsertRequest):
+        ids, flags = request.suffix, (request.release, request.publish_state)
+        return _INSERT, request.lease_id, request.num_tokens, ids.data, ids.width, *flags, request.known_len
+    return request.__reduce__()[1] if isinstance(request, Message) else request
 
 
 def _request(row: Any) -> Any:
-    """A request that has arrived, validated."""
+    """Return a request that has arrived, checked."""
     if type(row) is not tuple:
         return row
-    if row[0] == _ACQUIRE:
-        _, lease_id, data, width, namespace, new_tokens, max_prefix_len, priority, timeout_s = row
-        tokens = TokenIds(data, width)
-        try:
-            return AcquireRequest.of(lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s)
-        except ValidationError as error:
-            return refused(AcquireRequest, error)
-    if type(row[0]) is type(Message) and Message in row[0].__mro__:
-        return receive(*row)
-    kind, lease_id, num_tokens, data, width, release, publish_state, known_len = row
-    if kind != _INSERT:
-        raise ValueError(f"no request is of kind {kind!r}")
+    kind = row[0]
     try:
-        return InsertRequest.of(lease_id, num_tokens, TokenIds(data, width), release, publish_state, known_len)
+        if kind == _ACQUIRE:
+            _, lease_id, data, width, namespace, new_tokens, max_prefix_len, priority, timeout_s = row
+            tokens = TokenIds(data, width)
+            return AcquireRequest(lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s)
+        if kind == _INSERT:
+            _, lease_id, num_tokens, data, width, release, publish_state, known_len = row
+            return InsertRequest(lease_id, num_tokens, TokenIds(data, width), release, publish_state, known_len)
     except ValidationError as error:
-        return refused(InsertRequest, error)
+        return malformed(AcquireRequest if kind == _ACQUIRE else InsertRequest, error)
+    if not (isinstance(kind, type) and issubclass(kind, Message)):
+        raise ValueError(f"no request is of kind {kind!r}")
+    return receive(*row)
 
 
 def _row_of_answer(answer: Any) -> Any:
     kind = type(answer)
     if kind is LeaseResponse:
-        return (_LEASE, *answer.__dict__.values())
+        return _LEASE, *_lease_fields(answer)
     if kind is InsertResponse:
-        return (_INSERTED, *answer.__dict__.values())
+        return _INSERTED, *_inserted_fields(answer)
     return answer
 
 
+_lease_fields, _inserted_fields = (attrgetter(*model.field_names()) for model in (LeaseResponse, InsertResponse))
+
+
 def _answer(row: Any) -> Any:
-    """An answer, taken as it is: the cache made it."""
+    """Return an answer, unchecked: the cache made it."""
     if type(row) is not tuple:
         return row
-    if row[0] == _LEASE:
-        return LeaseResponse.of(*row[1:])
-    return InsertResponse.of(*row[1:])
+    return LeaseResponse(*row[1:]) if row[0] == _LEASE else InsertResponse(*row[1:])

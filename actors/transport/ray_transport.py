@@ -48,7 +48,6 @@ from raydix.schemas import (
     SessionResponse,
     StaleEpoch,
     TakeBackRequest,
-    TokenIds,
     WaitRequest,
     WithdrawRequest,
     WriteKV,
@@ -239,7 +238,7 @@ class RayTransport:
         seq = self._last_seq
         self._in_flight[seq] = entries
         requests = tuple([request for request, _, _ in entries])
-        batch = Batch.of(self.session_id, self.epoch, requests, seq, after)
+        batch = Batch(self.session_id, self.epoch, requests, seq, after)
         on_answer = partial(self._land, seq)
         try:
             packed = batch_codec.pack(batch)
@@ -284,10 +283,8 @@ class RayTransport:
             request, future, note = entry
             if note is not None or not future.cancelled():
                 entries.append(entry)
-                fields = request.__dict__
-                tokens = fields.get("tokens", fields.get("suffix"))  # which are what makes a request long
-                if type(tokens) is TokenIds:
-                    num_bytes += len(tokens.data)
+                if (tokens_of := batch_codec.TOKENS_OF.get(type(request))) is not None:
+                    num_bytes += len(tokens_of(request).data)
         return entries
 
     async def wait(self, ticket: int) -> Message:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from operator import index
 from typing import Any, TypeVar
 
@@ -12,7 +10,7 @@ from pydantic import ValidationError
 
 from raydix.schemas import CacheConfig, CacheError, InvalidRequest, Message, TokenIds, frame_namespace
 from raydix.schemas.cache_name import check_cache_name
-from raydix.schemas.message import Malformed, first_fault, validated
+from raydix.schemas.message import Malformed, first_fault
 from raydix.schemas.shown import brief
 
 M = TypeVar("M", bound=Message)
@@ -21,16 +19,28 @@ _MOST_SECONDS = 10**9  # thirty years: Ray and the kernel count in 64 bits of sm
 
 
 def make_request(model: type[M], **fields: Any) -> M:
-    """Return a request, validated."""
-    return make_checked(partial(validated, model), fields)
+    """Return a request of a client. A value that stands for an int, as numpy's do, is taken as that int.
 
-
-def make_checked(make: Callable[..., M], *values: Any) -> M:
-    """Return the request that a validating function makes of these values."""
+    Raises:
+        InvalidRequest: a field is wrong; the message names it.
+    """
     try:
-        return make(*values)
+        return model(**fields)
     except ValidationError as error:
-        raise InvalidRequest(first_fault(error)) from None
+        ints = _meant_ints(error)
+        if not ints:
+            raise InvalidRequest(first_fault(error)) from None
+    return make_request(model, **fields | ints)
+
+
+def _meant_ints(error: ValidationError) -> dict[str, int]:
+    """Return the ints that the values stand for which were refused because their type is not int."""
+    ints: dict[str, int] = {}
+    for fault in error.errors(include_url=False):
+        if fault["type"] == "int_type" and not isinstance(fault["input"], (bool, int)):
+            with suppress(Exception):  # any that a value raises which is asked for a number
+                ints[str(fault["loc"][0])] = index(fault["input"])
+    return ints
 
 
 def checked_message(model: type[M], message: object) -> M:

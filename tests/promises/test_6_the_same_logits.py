@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -196,7 +197,7 @@ async def test_a_page_of_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) 
         response = granted(admission, lease)
         if lease.prefix_len < 2 * PAGE_SIZE:
             return response
-        return response.model_copy(update={"page_starts": response.page_starts[4:8] + response.page_starts[4:]})
+        return replace(response, page_starts=response.page_starts[4:8] + response.page_starts[4:])
 
     monkeypatch.setattr(Admission, "granted", misplaced)
 

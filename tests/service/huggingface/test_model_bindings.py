@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -304,7 +305,7 @@ async def test_an_acquire_that_is_repeated_gets_the_lease_that_it_got(cache1: Ca
     await cache1.client.reset()
 
     (again,) = await wire.execute(request)
-    (anew,) = await wire.execute(request.model_copy(update={"lease_id": "m"}))
+    (anew,) = await wire.execute(replace(request, lease_id="m"))
 
     assert isinstance(again, LeaseResponse)
     assert isinstance(anew, ConfigMismatch)

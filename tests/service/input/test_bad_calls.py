@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.caches.cache_kinds import NUM_LAYERS
-from support.caches.raw_calls import Scene, Wire
+from support.caches.raw_calls import Scene, Wire, pickled
 
 from raydix.actors import LocalPrefixCache
 from raydix.schemas import (
@@ -30,6 +30,7 @@ from raydix.schemas import (
     WaitRequest,
     WriteKV,
 )
+from raydix.schemas.message import receive
 
 PROBE = MatchRequest(tokens=TokenIds.pack([5, 6]))
 Call = Callable[[Wire], Awaitable[Any]]
@@ -57,9 +58,9 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
     "torn": (lambda wire: wire.call("execute", pickle.dumps(PROBE)[:-9]), InvalidRequest, "torn: UnpicklingError"),
     "no message": (lambda wire: wire.call("execute", pickle.dumps(7)), InvalidRequest, "takes a Batch, not int"),
     "a request": (lambda wire: wire.call("execute", PROBE), InvalidRequest, "takes a Batch, not MatchRequest"),
-    "no fields": (lambda wire: wire.call("execute", Batch.model_construct()), InvalidRequest, "malformed Batch"),
+    "no fields": (lambda wire: wire.call("execute", pickled(receive, Batch)), InvalidRequest, "malformed Batch"),
     "a field more": (
-        lambda wire: wire.call("execute", wire.batch(PROBE).model_copy(update={"surprise": 1})),
+        lambda wire: wire.call("execute", pickled(receive, Batch, "s", "e", (PROBE,), 0, 0, "surprise")),
         InvalidRequest,
         "malformed Batch",
     ),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.caches.cache_under_test import CacheUnderTest, Pages
-from support.caches.raw_calls import Scene, Wire
+from support.caches.raw_calls import Scene, Wire, forged
 
 from raydix.schemas import (
     AbortRequest,
@@ -181,7 +181,7 @@ async def test_a_bad_request_fails_alone(
     whole = {name: real[value] if value in ("held", "me", "now") else value for name, value in WHOLE[model].items()}
     model(**whole)  # so that what is refused is what was changed
 
-    first, refused, last = await wire.execute(PROBE, model.model_construct(**whole | changed), PROBE)
+    first, refused, last = await wire.execute(PROBE, forged(model, **whole | changed), PROBE)
 
     assert (first.prefix_len, last.prefix_len) == (2, 2)
     assert type(refused) is error, refused

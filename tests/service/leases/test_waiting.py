@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -118,7 +119,7 @@ async def test_who_will_not_wait_has_what_those_in_line_leave_of_a_release_in_it
     )
     service.execute("s", "e", (held, waiting))
 
-    at_once = at_once.model_copy(update={"timeout_s": 0})
+    at_once = replace(at_once, timeout_s=0)
     _, lease = service.execute("s", "e", (ReleaseRequest(lease_id="8"), at_once)).responses
 
     assert (lease.num_slots, service.stats().waiters, service.stats().private_slots) == (2, 0, 8)

@@ -11,6 +11,7 @@ import pytest
 from ray.exceptions import PendingCallsLimitExceeded, RaySystemError
 from support.caches.cache_fixtures import over_calls
 from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
+from support.caches.raw_calls import forged
 
 from raydix.actors import PrefixCacheClient
 from raydix.actors.service import cache_service
@@ -511,7 +512,7 @@ async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(
     monkeypatch.setattr(cache_service, "_TURN_TIMEOUT_S", 500)
     next_one = asyncio.create_task(service.execute_in_turn(batch(service, 2, 1, LOOK)))
     await asyncio.sleep(0)
-    broken = Batch.model_construct(session_id="s", epoch=service.epoch, requests=None, seq=1, after=0)
+    broken = forged(Batch, session_id="s", epoch=service.epoch, requests=None, seq=1, after=0)
 
     with pytest.raises(TypeError):
         await service.execute_in_turn(broken)

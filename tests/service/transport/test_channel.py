@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from support.caches.cache_fixtures import over_calls
 from support.caches.cache_in_process import HandleInProcess
 from support.caches.cache_under_test import small_config
+from support.caches.raw_calls import forged
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.service.unix_socket_server import UnixSocketServer
@@ -195,7 +196,7 @@ async def test_a_batch_of_too_many_requests_is_refused_before_any_of_them_is_loo
 
     monkeypatch.setattr(batch_codec, "receive", counted)
     fields = {"session_id": "s", "epoch": listening.service.epoch, "seq": 1, "after": 0}
-    too_many = Batch.model_construct(requests=(PROBE,) * (MAX_REQUESTS + 1), **fields)
+    too_many = forged(Batch, requests=(PROBE,) * (MAX_REQUESTS + 1), **fields)
     most = Batch(requests=(PROBE,) * (MAX_REQUESTS - 1) + (LOOK,), **fields)  # type: ignore[arg-type]
     peer = await listening.admitted()
 
@@ -215,7 +216,7 @@ async def test_a_batch_of_too_many_requests_is_refused_before_any_of_them_is_loo
 @pytest.mark.parametrize("seq", [1, 0])
 def test_no_batch_of_too_many_requests_can_be_made(seq: int) -> None:
     with pytest.raises(ValidationError, match="at most 1024 items"):
-        Batch.of("s", "e", (PROBE,) * (MAX_REQUESTS + 1), seq, 0)
+        Batch("s", "e", (PROBE,) * (MAX_REQUESTS + 1), seq, 0)
 
 
 async def test_between_the_batches_of_one_client_others_are_served(listening: Listening) -> None:
