@@ -14,9 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from raydix.schemas.shown import shown
 
-NARROW_LIMIT = 2**32
-WIDE_LIMIT = 2**64
-_INT32, _UINT32 = AS_THEY_ARE = np.dtype("<i4"), np.dtype("<u4")  # of such arrays the bytes are what is packed
+PACKED_DTYPES = _INT32, _UINT32 = np.dtype("<i4"), np.dtype("<u4")  # the bytes of such arrays are packed ids already
 _or = np.bitwise_or.reduce
 
 
@@ -75,7 +73,7 @@ class TokenIds:
             raise ValueError(f"token ids must not be negative: found {int(ids.min())}")
         if ids.dtype is _INT32:
             return cls(ids.tobytes(), 4)
-        width = 8 if every_bit >= NARROW_LIMIT else 4
+        width = 8 if every_bit >> 32 else 4
         return cls(ids.astype(f"<u{width}", copy=False).tobytes(), width)
 
     @property

@@ -25,7 +25,7 @@ from raydix.schemas import (
     WindowResponse,
 )
 from raydix.schemas.shown import shown
-from raydix.schemas.tokens import AS_THEY_ARE
+from raydix.schemas.tokens import PACKED_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +269,7 @@ class Lease:
 
     def remember_packed(self, tokens: Any) -> None:
         """Remember that the ids that were sent to the cache were packed from `tokens`."""
-        if type(tokens) is np.ndarray and tokens.dtype in AS_THEY_ARE:
+        if type(tokens) is np.ndarray and tokens.dtype in PACKED_DTYPES:
             self._dtype = tokens.dtype
 
     def reuse_packed(self, tokens: Any) -> TokenIds | None:

@@ -1,10 +1,14 @@
-"""`RadixKey`: token ids packed into bytes, so that the tree compares them with memcmp."""
+"""`RadixKey`: token ids packed into bytes, so that the tree compares them with memcmp.
+
+The service's token ids arrive packed, and `RadixKey.from_packed` takes them; all other callers' ids are packed here.
+"""
 
 from __future__ import annotations
 
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Self
 
@@ -20,23 +24,26 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  
 
 
 class RadixKey(Key):
-    """A row of token ids within a namespace: what a prefix is looked up by.
+    """Token ids within a namespace, by which a cache finds a prefix.
 
-    Takes a list of ids, a list of equally long tuples of ids (EAGLE-style bigrams), an `array.array`, or a 1-D integer
-    numpy array or torch tensor. Ids lie in [0, 2**64). `extra_key`, a str, isolates namespaces: keys of different
-    ones never share a node. Of another `RadixKey` the ids are taken, and its namespace, too, where none is given.
+    Args:
+        token_ids: a list of ids in [0, 2**64), a list of equally long tuples of them (EAGLE-style bigrams), an
+            `array.array`, a 1-D integer numpy array or torch tensor, or another `RadixKey`.
+        extra_key: the namespace: keys of different namespaces never share a node. None: the default namespace, or that
+            of the other key.
 
-    The ids are packed into a copy. Those of a numpy array of 32-bit integers in a row lie packed already: they are read
-    where they are, so leave such an array as it is while its key is in use, or have them `kept`. Either costs one pass
-    over the ids, in C. What a cache takes over it copies.
+    The ids are packed into a copy, in one pass in C. A contiguous numpy array of 32-bit integers is packed already:
+    the key reads it where it is. Leave such an array unchanged while its key is in use, or call `kept`. A cache copies
+    the ids that it keeps.
 
     Raises:
-        InvalidKeyError: an id is negative, fractional or too large, tuples differ in length, or `extra_key` is no str.
+        InvalidKeyError: an id is negative, fractional or too large, tuples differ in length, or `extra_key` is not a
+            str.
     """
 
     __slots__ = ()
 
-    data: bytes  # little-endian ids; of lent ones a copy, from when it is first asked for
+    data: bytes  # little-endian ids; a borrowed array is copied when this is first read
     width: int  # bytes an id
     arity: int  # ids of a tuple; 0: plain ids
     unit: int  # bytes of one element
@@ -48,13 +55,13 @@ class RadixKey(Key):
         return _pack(token_ids)
 
     def kept(self) -> Self:
-        """This key, whose ids are a copy of its own from now on: whoever holds on to a key wants that."""
+        """Return this key after copying its ids, so that it can outlive the array that it was made of."""
         _ = self.data
         return self
 
     @property
     def ids(self) -> NDArray[Any]:
-        """The ids, flat, as a read-only uint32 or uint64 array."""
+        """The ids, flat: a read-only 1-D array of uint32 or uint64."""
         return np.frombuffer(self.data, _UNSIGNED[self.width])
 
     @property
@@ -66,21 +73,21 @@ class RadixKey(Key):
         return ids
 
     def with_width(self, width: int) -> RadixKey:
-        """The same key at another width; narrowing is the caller's promise that every id fits."""
+        """Return this key with `width` bytes an id. The caller must know that every id fits."""
         if width == self.width:
             return self
         return RadixKey.from_packed(self.ids.astype(_UNSIGNED[width]).tobytes(), width, self.extra_key, self.arity)
 
     def bigrams(self) -> RadixKey:
-        """The pairs of neighbouring ids of a plain key: n ids make n - 1 pairs."""
+        """Return the pairs of neighbouring ids of a plain key: n ids make n - 1 pairs."""
         if self.arity:
-            raise InvalidKeyError("bigrams are made of plain ids")
+            raise InvalidKeyError("bigrams need a key of plain ids, not of tuples")
         ids = self.ids
         pairs = np.stack((ids[:-1], ids[1:]), axis=1) if len(ids) else np.empty((0, 2), ids.dtype)
         return RadixKey.from_packed(pairs.tobytes(), self.width, self.extra_key, 2)
 
     def num_narrow(self) -> int:
-        """How many leading elements fit in 32 bits an id."""
+        """Return the number of leading elements whose ids fit in 32 bits."""
         if self.width == 4:
             return len(self)
         wide = np.flatnonzero(self.ids >= NARROW_LIMIT)
@@ -96,7 +103,7 @@ class RadixKey(Key):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise InvalidKeyError("a key can be sliced in steps of 1 only")
+                raise InvalidKeyError(f"a key is sliced in steps of 1, not {step}")
         else:
             start = index + len(self) if index < 0 else index
             if not 0 <= start < len(self):
@@ -106,7 +113,7 @@ class RadixKey(Key):
         return _narrowed(RadixKey.from_packed(part, self.width, self.extra_key, self.arity))
 
     def __add__(self, other: RadixKey) -> RadixKey:
-        """The elements of both in a row; they must be of one namespace and arity."""
+        """Return the elements of both keys; they must have the same namespace and arity."""
         if (self.extra_key, self.arity) != (other.extra_key, other.arity):
             raise InvalidKeyError("keys of different namespaces cannot be joined")
         width = max(self.width, other.width)
@@ -142,25 +149,26 @@ def check_key(key: object) -> None:
 
 
 def _narrowed(key: RadixKey) -> RadixKey:
-    """The key at the least width that holds it, so that equal ids are equal bytes."""
+    """Return the key at the least width that holds its ids, so that equal ids are equal bytes."""
     return key.with_width(4) if key.width == 8 and key.num_narrow() == len(key) else key
 
 
 def _pack(token_ids: Any) -> tuple[bytes, int, int]:
-    """Packed ids, the bytes of an id, and the ids of a tuple (0: plain ids)."""
-    if isinstance(token_ids, torch.Tensor):
-        if token_ids.is_floating_point() or token_ids.is_complex():
-            raise InvalidKeyError(f"token ids must be integers, not {token_ids.dtype}: cast them first")
-        return _pack_array(_array_of(token_ids))
-    if isinstance(token_ids, (np.ndarray, array)):
-        return _pack_array(np.asarray(token_ids))
+    """Return the packed ids, the bytes of an id, and the ids of a tuple (0: plain ids)."""
     if isinstance(token_ids, RadixKey):
         return token_ids.data, token_ids.width, token_ids.arity
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = _array_of(token_ids)
+    if isinstance(token_ids, (np.ndarray, array)):
+        return *_pack_array(np.asarray(token_ids)), 0
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes, bytearray)):
         raise InvalidKeyError(f"token ids must be a list, array or tensor, not {type(token_ids).__name__}")
-    if len(token_ids) and isinstance(token_ids[0], tuple):
-        return _pack_tuples(token_ids)
-    return _pack_ints(token_ids)
+    if not len(token_ids) or not isinstance(token_ids[0], tuple):
+        return *_pack_ints(token_ids), 0
+    arity = len(token_ids[0])
+    if not 0 < arity < 256 or not all(isinstance(each, tuple) and len(each) == arity for each in token_ids):
+        raise InvalidKeyError("the tuples of a key must be of one length, between 1 and 255")
+    return *_pack_ints(list(chain.from_iterable(token_ids))), arity
 
 
 def _array_of(ids: torch.Tensor) -> NDArray[Any]:
@@ -170,35 +178,21 @@ def _array_of(ids: torch.Tensor) -> NDArray[Any]:
         is_dense = ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta)
         if is_dense and isinstance(error, RuntimeError):  # of a GPU
             raise
-        raise InvalidKeyError("token ids must be a dense tensor of integers that has values") from None
+        raise InvalidKeyError(f"token ids must be a dense tensor of integers with values, not {ids.dtype}") from None
 
 
-def _pack_ints(ids: Sequence[Any], arity: int = 0) -> tuple[bytes, int, int]:
+def _pack_ints(ids: Sequence[Any]) -> tuple[bytes, int]:
     for code, width in (("I", 4), ("Q", 8)):
-        try:
-            return struct.pack(f"<{len(ids)}{code}", *ids), width, arity
-        except struct.error:
-            continue
-        except (TypeError, RuntimeError):  # numpy's and torch's, of an array or tensor that is no integer
-            break
+        with suppress(struct.error, TypeError, RuntimeError):  # the others: of an array or tensor that is no integer
+            return struct.pack(f"<{len(ids)}{code}", *ids), width
     raise InvalidKeyError("every token id must be an integer in [0, 2**64)")
 
 
-def _pack_tuples(tuples: Sequence[Any]) -> tuple[bytes, int, int]:
-    arity = len(tuples[0])
-    if not 0 < arity < 256 or not all(isinstance(each, tuple) and len(each) == arity for each in tuples):
-        raise InvalidKeyError("the tuples of a key must be of one length, between 1 and 255")
-    return _pack_ints(list(chain.from_iterable(tuples)), arity)
-
-
-def _pack_array(ids: NDArray[Any]) -> tuple[bytes, int, int]:
-    dtype = ids.dtype
-    if ids.ndim != 1 or dtype.kind not in "iu":
-        raise InvalidKeyError(f"token ids must be a 1-D array of integers, not {dtype} of shape {ids.shape}")
-    width = 4
-    if ids.size:  # `argmin` and `argmax` cost a fraction of `min` and `max`
-        if dtype.kind == "i" and (lowest := ids.item(ids.argmin())) < 0:
-            raise InvalidKeyError(f"token ids must not be negative: found {lowest}")
-        if dtype.itemsize == 8 and ids.item(ids.argmax()) >= NARROW_LIMIT:
-            width = 8
-    return ids.astype(_UNSIGNED[width], copy=False).tobytes(), width, 0
+def _pack_array(ids: NDArray[Any]) -> tuple[bytes, int]:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidKeyError(f"token ids must be a 1-D array of integers, not {ids.dtype} of shape {ids.shape}")
+    every_bit = int(np.bitwise_or.reduce(ids))  # negative if any id is, and wide if any id is
+    if every_bit < 0:
+        raise InvalidKeyError(f"token ids must not be negative: found {int(ids.min())}")
+    width = 8 if every_bit >= NARROW_LIMIT else 4
+    return ids.astype(_UNSIGNED[width], copy=False).tobytes(), width
