@@ -6,11 +6,11 @@ its first look at the cache and its last change of it: each is atomic.
 How a request runs: one `acquire` of a cached prompt over the Unix socket, from the client's call to the node and back.
 
     client  actors/client/pending_lease.py          makes `acquire` awaitable and usable with `async with`
-            actors/client/lease_verbs.py            `acquire`: the arguments as a request
+            actors/client/prefix_cache_client.py    `acquire`: the arguments as a request
             actors/transport/validation.py          checks the arguments
-            actors/client/client_session.py         opens a session if none is open; numbers the lease
             schemas/tokens.py                       packs the token ids: copy 1
-            schemas/requests.py `AcquireRequest`, checked
+            schemas/requests.py                     `AcquireRequest`: checks itself, here and where it arrives
+            actors/client/client_session.py         opens a session if none is open
             actors/transport/ray_transport.py       queues the request; the requests of one tick become one batch
             actors/transport/unix_socket.py         sends the batch, and later receives its answer
             actors/transport/batch_codec.py         packs the batch as rows of plain values: copy 2
@@ -33,8 +33,7 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
             cache_core/radix/locks.py               locks the path
             cache_core/leases/leased_cache.py       counts the hit
             actors/observe/namespace_hits.py        counts it for its namespace
-    back    schemas/responses.py                    `LeaseResponse`; packed and sent as above
-            actors/transport/transport.py           settles the caller's future
+    back    actors/transport/transport.py           settles the caller's future with a `LeaseResponse`, sent as above
             schemas/config.py                       how many slots lie in a row
             actors/client/lease.py                  the lease
             actors/client/lease_slots.py            its slots, from the packed pages

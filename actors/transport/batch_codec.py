@@ -82,7 +82,10 @@ def _unpacked(kind: Any, *fields: Any) -> Message:
     session_id, epoch, rows, seq, after = fields
     if len(rows) > MAX_REQUESTS:
         return Malformed(model=Batch.__name__, fault=f"at most {MAX_REQUESTS} requests travel in one, not {len(rows)}")
-    return receive(Batch, session_id, epoch, tuple([_request(row) for row in rows]), seq, after)
+    try:
+        return Batch(session_id, epoch, tuple([_request(row) for row in rows]), seq, after)
+    except ValidationError as error:
+        return malformed(Batch, error)
 
 
 def _row_of_request(request: Message) -> Any:
