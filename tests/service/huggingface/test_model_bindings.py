@@ -12,7 +12,6 @@ from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 from support.caches.raw_calls import Scene, Wire
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-
 from raydix.actors.sessions import bound_models, model_bindings
 from raydix.schemas import (
     AcquireRequest,
