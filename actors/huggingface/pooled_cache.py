@@ -27,7 +27,6 @@ from raydix.actors.huggingface.pooled_layers import (
     PooledKV,
     PooledLayer,
     PooledStateLayer,
-    PooledWindowLayer,
     StateRows,
 )
 
@@ -100,7 +99,7 @@ class PooledCache(Cache):
             return PooledStateLayer(self._rows(uses.state), num_tokens > 0)
         kv = (self._kv, uses.kv, self._pool.k[uses.kv], self._pool.v[uses.kv], num_tokens)
         if uses.state is None:
-            return PooledLayer(*kv) if uses.window is None else PooledWindowLayer(*kv, uses.window)
+            return PooledLayer(*kv, uses.window)
         rows = self._rows(uses.state)
         return PooledHybridLayer(*kv, rows) if uses.window is None else PooledHybridWindowLayer(*kv, uses.window, rows)
 

@@ -56,42 +56,60 @@ class PooledKV:
             self.window = PooledSlots(swa_slots, self._device, live_from)
 
 
-class _Leased:
-    """What a lease holds is not the model's to clear or to reorder."""
-
-    def reset(self) -> NoReturn:
-        """Refused: the prefix is shared."""
-        raise NotImplementedError("the slots of a pooled cache belong to a lease: make a new cache instead")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
-        """Refused: there is one sequence."""
-        raise NotImplementedError("a pooled cache holds one sequence: beam search needs one cache per beam")
+def _refuse_reset(layer: Any) -> NoReturn:
+    """Raise NotImplementedError: the slots belong to a lease, and other requests may share the prefix."""
+    raise NotImplementedError("the slots of a pooled cache belong to a lease: make a new cache instead")
 
 
-class PooledLayer(_Leased, CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Full attention: all tokens so far."""
+def _refuse_reorder(layer: Any, beam_idx: torch.Tensor) -> NoReturn:
+    """Raise NotImplementedError: the cache holds one sequence."""
+    raise NotImplementedError("a pooled cache holds one sequence: beam search needs one cache per beam")
 
-    is_sliding = False
 
-    def __init__(self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int) -> None:
+class PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Attention over all tokens so far, or over a sliding window of them.
+
+    Args:
+        kv: the slots of the sequence, and the function that writes KV to them.
+        layer: the layer's index in the pool.
+        k: keys of the layer, `[slots, num_kv_heads, dim]`.
+        v: values of the layer, of the same shape.
+        num_tokens: leading tokens whose KV is in the pool.
+        window: a new token attends to the last `window - 1` tokens and itself; None: to all tokens.
+    """
+
+    reset = _refuse_reset
+    reorder_cache = _refuse_reorder
+
+    def __init__(
+        self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int, window: int | None = None
+    ) -> None:
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
-        self._place_kv(kv, layer, k, v, num_tokens)
+        self._place_kv(kv, layer, k, v, num_tokens, window)
 
-    def _place_kv(self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int) -> None:
+    def _place_kv(
+        self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int, window: int | None
+    ) -> None:
         self._kv = kv
         self._layer = layer
         self._k, self._v = k, v
-        self._num_tokens = num_tokens  # whose KV is in the pool
+        self._num_tokens = num_tokens
+        self._window = window
+        self.is_sliding = window is not None
         self.is_initialized = True
 
     @property
     def _slots(self) -> PooledSlots:
-        return self._kv.full
+        if self._window is None:
+            return self._kv.full
+        if self._kv.window is None:
+            raise ValueError("a sliding-window layer needs window slots")
+        return self._kv.window
 
     @property
     def _first(self) -> int:
-        """The first of the tokens so far that the next ones attend to."""
-        return 0
+        """The first token that the next ones attend to."""
+        return 0 if self._window is None else max(0, self._num_tokens - self._window + 1)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: the pool is there."""
@@ -132,35 +150,16 @@ class PooledLayer(_Leased, CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class PooledWindowLayer(PooledLayer):  # type: ignore[no-untyped-call]
-    """A sliding window: the last `window - 1` tokens, and the new ones."""
-
-    is_sliding = True
-
-    def __init__(
-        self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int, window: int
-    ) -> None:
-        super().__init__(kv, layer, k, v, num_tokens)
-        self._window = window
-
-    @property
-    def _slots(self) -> PooledSlots:
-        if self._kv.window is None:
-            raise ValueError("a sliding-window layer needs window slots")
-        return self._kv.window
-
-    @property
-    def _first(self) -> int:
-        return max(0, self._num_tokens - self._window + 1)
-
-
-class PooledStateLayer(_Leased, LinearAttentionLayer):
+class PooledStateLayer(LinearAttentionLayer):
     """A recurrent state, in rows that the model updates in place.
 
     Args:
         rows: the rows of the state.
         has_state: whether they hold the state after some tokens; else the model begins.
     """
+
+    reset = _refuse_reset
+    reorder_cache = _refuse_reorder
 
     def __init__(self, rows: StateRows, has_state: bool) -> None:
         LinearAttentionLayer.__init__(self, _num_states(rows))
@@ -174,11 +173,11 @@ class PooledHybridLayer(PooledLayer, LinearAttentionAndFullAttentionLayer):  # t
         self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int, rows: StateRows
     ) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, _num_states(rows))
-        self._place_kv(kv, layer, k, v, num_tokens)
+        self._place_kv(kv, layer, k, v, num_tokens, None)
         _place_state(self, rows, num_tokens > 0)
 
 
-class PooledHybridWindowLayer(PooledWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc, override]
+class PooledHybridWindowLayer(PooledLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc, override]
     """A sliding window and a recurrent state, side by side."""
 
     def __init__(
@@ -192,8 +191,7 @@ class PooledHybridWindowLayer(PooledWindowLayer, LinearAttentionAndSlidingWindow
         rows: StateRows,
     ) -> None:
         LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, window, _num_states(rows))
-        self._place_kv(kv, layer, k, v, num_tokens)
-        self._window = window
+        self._place_kv(kv, layer, k, v, num_tokens, window)
         _place_state(self, rows, num_tokens > 0)
 
 
