@@ -71,9 +71,9 @@ class MambaRadixCache(PrefixCache):
 
     @property
     def mamba_lru(self) -> LRUList:
-        """The nodes with a state, in order of their states' use: a list for looking at, made anew. O(n log n).
+        """The nodes with a state, in order of their states' use: a new list. O(n log n).
 
-        It links the nodes themselves, so that it is good until the next one is asked for.
+        The list links the nodes themselves, so it is valid until the next one is made.
         """
         view = LRUList(mamba=True)
         holders = (node for node in self._state_nodes() if node.mamba_value is not None)
@@ -83,7 +83,7 @@ class MambaRadixCache(PrefixCache):
 
     @property
     def full_lru(self) -> LRUList:
-        """The nodes in order of use: a list for looking at, made anew. O(n log n). Good until the next one."""
+        """The nodes in order of use: a new list, valid until the next one is made. O(n log n)."""
         view = LRUList()
         uses = {node: use for top in self.parts.tops() for node, use in uses_in(top).items()}
         for node in sorted(self._state_nodes(), key=lambda node: (uses[node].last_access_time, node.end)):
@@ -91,7 +91,7 @@ class MambaRadixCache(PrefixCache):
         return view
 
     def _state_nodes(self) -> Iterator[MambaTreeNode]:
-        return (cast(MambaTreeNode, node) for top in self.parts.tops() for node in self.parts.tree.nodes_below(top))
+        return (cast(MambaTreeNode, node) for node in self.parts.nodes())
 
     def insert(
         self,
@@ -159,7 +159,7 @@ class MambaRadixCache(PrefixCache):
         return self._attach(node, mamba_value)
 
     def _attach(self, node: TreeNode, slot: int | None) -> bool:
-        """`attach_state` of what has been checked."""
+        """`attach_state` without its checks."""
         exists = cast(MambaTreeNode, node).mamba_value is not None
         if slot is not None and not exists:
             self.parts.clock += 1

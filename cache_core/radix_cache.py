@@ -69,7 +69,7 @@ class RadixCache(PrefixCache):
         Args:
             value: int64, one slot per token of `key`; None takes the ids themselves (for simulation).
             prev_prefix_len: leading slots known to be the tree's own.
-            swa_evicted_seqlen: leading tokens whose window KV is gone; rounded up to whole pages. No effect without a
+            swa_evicted_seqlen: leading tokens without window KV; rounded up to whole pages. No effect without a
                 window; so have arguments of other kinds of caches.
             from_node: `last_node` of a match of a prefix of this key: the walk starts there, and the slots before it
                 are taken to be the tree's own.

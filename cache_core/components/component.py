@@ -14,10 +14,10 @@ class Component(ABC):
     """One kind of data on the nodes of a tree, with locks, sizes and an eviction order of its own.
 
     Attributes:
-        evictable: what no lock holds, in the component's own unit.
-        protected: what some lock holds.
-        num_freed: what was given up since the start.
-        reason: what a match lacks that ends for want of it.
+        evictable: the amount without a lock, in the component's own unit.
+        protected: the locked amount.
+        num_freed: the amount dropped since the start.
+        reason: of a match that ends because the component's data is missing.
     """
 
     reason: Reason
@@ -28,41 +28,41 @@ class Component(ABC):
 
     @abstractmethod
     def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
-        """Of the first `count` nodes of a path from the top, how many a match may go through and end there.
+        """Return how many of the first `count` nodes of a path from the top a match may use, and end there.
 
-        The last of the whole path may be matched in part: up to `end`.
+        The last node of the whole path may be matched in part, up to `end`.
         """
 
     def add(self, leaf: TreeNode, live: bool) -> None:  # noqa: B027 -- states come by themselves
-        """A new, unlocked leaf came into the tree; `live`: with window KV."""
+        """Add a new, unlocked leaf; `live`: with window KV."""
 
     @abstractmethod
     def touch(self, end: TreeNode, now: int) -> None:
-        """A match ends at `end`: what it uses was used now."""
+        """Note that a match which ends at `end` uses the data that it needs now."""
 
     @abstractmethod
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
-        """`node` was cut; `above` holds its prefix."""
+        """Split the data of a node: `above` holds its prefix now."""
 
     @abstractmethod
     def on_remove(self, leaf: TreeNode) -> None:
-        """An unlocked leaf leaves the tree with all it holds."""
+        """Drop the data of an unlocked leaf that leaves the tree."""
 
     @abstractmethod
     def lock(self, node: TreeNode) -> Any:
-        """Hold what a match that ends at `node` uses; returns what `unlock` needs back. The full KV is locked first."""
+        """Lock the data of a match that ends at `node`; return a receipt for `unlock`. The full KV is locked before."""
 
     @abstractmethod
     def unlock(self, node: TreeNode, receipt: Any) -> None:
-        """Undo one `lock`. The full KV is unlocked first."""
+        """Undo one `lock`. The full KV is unlocked before."""
 
     @abstractmethod
     def pop_victim(self) -> TreeNode | None:
-        """Take out of the queue the node whose data is to go next, of those that no lock holds; None if none is."""
+        """Take the node with the next data to drop out of the queue; None if no data is without a lock."""
 
     @abstractmethod
     def drop(self, node: TreeNode) -> None:
-        """Give up the data of a node that stays in the tree, if it has any that no lock holds."""
+        """Drop the data of a node that stays in the tree, if the node has any without a lock."""
 
     @abstractmethod
     def release_dropped(self) -> None:
@@ -73,7 +73,7 @@ class Component(ABC):
         """
 
     def forget(self, node: TreeNode) -> None:  # noqa: B027 -- most have nothing to do
-        """The tree is reset: `node` leaves it, locked or not."""
+        """Drop the data of a node, locked or not, as the tree is reset."""
 
     @abstractmethod
     def clear(self) -> None:

@@ -129,7 +129,7 @@ class FullKV(Holdings):
             self.take_out(leaf, victims)
 
     def at_most(self, num_tokens: int) -> int:
-        """Return `num_tokens`, limited to what is evictable, which the compiled loops can count to; 0 if negative."""
+        """Return `num_tokens`, limited to `evictable`, which the compiled loops can count to; 0 if negative."""
         return max(0, min(index(num_tokens), self.evictable))
 
     def take_out(self, leaf: TreeNode, victims: Victims) -> None:
@@ -169,7 +169,7 @@ class FullKV(Holdings):
             self.tenants.of_node(leaf).retired.offer(leaf)
 
     def _left_bare(self, node: TreeNode) -> None:
-        """Remove a top whose last child has gone; queue any other such node, if it is unlocked."""
+        """Handle a node without children: remove a top, queue any other node if it is unlocked."""
         if not node.data:
             self._tree.remove_top(node)
         elif not node.lock_ref:

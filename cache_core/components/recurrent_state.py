@@ -29,7 +29,7 @@ from raydix.cache_core.tree.tree_node import TreeNode
 
 
 class StateSlots(Protocol):
-    """What evicted states are given back to."""
+    """The pool that evicted states are freed to."""
 
     def free_track_slot(self, slot: int) -> None:
         """Take back a state slot."""
@@ -48,10 +48,10 @@ class RecurrentState(Component):
         self._dropped: deque[int] = deque()  # those that left the tree and are not freed yet
 
     def checked(self, slot: int) -> int:
-        """A state slot that the tree can take over.
+        """Return a state slot if the tree can adopt it.
 
         Raises:
-            SlotError: it is none, or not handed out, or the tree has it already.
+            SlotError: it is not allocated, or the tree has it already.
             TypeError: it is no integer.
         """
         slot = index(slot)
@@ -69,7 +69,7 @@ class RecurrentState(Component):
         return 0
 
     def attach(self, node: TreeNode, slot: int, now: int) -> None:
-        """Give a node without a state one; the slot is the tree's from now on."""
+        """Give a node without a state the one in a slot, which the tree then owns."""
         holder = cast(MambaTreeNode, node)
         assert holder.mamba_value is None, f"{node} has a state"
         holder.mamba_value, holder.mamba_access_time = slot, now
@@ -81,11 +81,11 @@ class RecurrentState(Component):
             self._queue.push(holder)
 
     def pop_victim(self) -> TreeNode | None:
-        """Take the node whose state was longest unused, of those that no lock holds; None if there is none."""
+        """Take out the node with the least recently used state without a lock; None if there is none."""
         return self._queue.pop()
 
     def drop(self, node: TreeNode) -> None:
-        """Take the state of a node away, if it has one that no lock holds, and give its slot back."""
+        """Drop the state of a node, if it has one without a lock."""
         holder = cast(MambaTreeNode, node)
         if holder.mamba_value is None or holder.own_locks:
             return
@@ -102,20 +102,20 @@ class RecurrentState(Component):
                 call_pool(self._pool.free_track_slot, slot, refused="states that were in the tree")
 
     def touch(self, end: TreeNode, now: int) -> None:
-        """The state at the end was used; those above were not."""
+        """Note the use of the state at the end; those above are not used."""
         cast(MambaTreeNode, end).mamba_access_time = now
         self._queue.touch(end)
 
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
-        """The state stays where it is: it belongs to the node's last token."""
+        """Leave the state where it is: it belongs to the node's last token."""
 
     def on_remove(self, leaf: TreeNode) -> None:
-        """Its state goes with it."""
+        """Drop the state of the leaf."""
         assert not leaf.own_locks, f"the state of {leaf} is held"
         self.drop(leaf)
 
     def lock(self, node: TreeNode) -> None:
-        """Hold the state of this very node, if it has one."""
+        """Lock the state of this node, if it has one."""
         if cast(MambaTreeNode, node).mamba_value is not None and node.own_locks == 1:
             self.evictable -= 1
             self.protected += 1
@@ -129,7 +129,7 @@ class RecurrentState(Component):
             self._queue.push(node)
 
     def forget(self, node: TreeNode) -> None:
-        """The tree is reset: drop the state of a node, locked or not."""
+        """Drop the state of a node, locked or not."""
         holder = cast(MambaTreeNode, node)
         if holder.mamba_value is not None:
             self._give_up(holder, holder.mamba_value)

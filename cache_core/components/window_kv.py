@@ -8,15 +8,15 @@ the last `window` tokens are all live, or all tokens up to the root. For a windo
     [l2]             2: no hole up to the root
     [l4 | t2 | l2]   4: the run after the hole is too short
 
-A lock holds the window of where it was taken, not what lies above; eviction makes tombstones of what no window holds.
+A lock holds the window up to its node, and nothing above; eviction makes tombstones of nodes that no window holds.
 Fresh KV for a tombstone's tokens heals it.
 
 Rules, checked by `check`:
 
 1. `evictable` is the tokens of live nodes that no window holds, `protected` of those that one does.
 2. `swa_lock_ref` of a node is at most its `lock_ref`.
-3. The live nodes stand in the queue, held or not, but for those that an eviction has come by while they were held:
-   they wait beside it until they are let go.
+3. The live nodes are in the queue, held or not. A held node that an eviction pops moves to the waiting nodes until its
+   last window lock is released.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from raydix.cache_core.tree.tree_node import TreeNode
 
 
 class WindowReceipt:
-    """What a window lock gives, to be handed back once: where the window begins, counted in tokens from the root.
+    """The receipt of a window lock, good for one unlock: where the window begins, in tokens from the root.
 
     Splits move nodes, not tokens, so a position stays right whatever happens to the nodes.
     """
@@ -45,7 +45,7 @@ class WindowReceipt:
     def __init__(self, node: TreeNode, start: int) -> None:
         self.node = node  # where the lock was taken
         self.start = start  # tokens above it are not held
-        self.released = False  # the window was given up early
+        self.released = False  # the window was released early
         self.used = False
 
 
@@ -71,14 +71,14 @@ class WindowKV(Component):
         self._pool = pool
         self._free_pages = page_variant(pool, "free")
         self._free_swa_pages = page_variant(pool, "free_swa")
-        self._dropped = Victims()  # whose window halves are not freed yet
+        self._dropped = Victims()  # new tombstones: their window halves are not freed yet
         self._replaced = Victims()  # the old slots of healed tombstones, not freed yet
         self._queue = SideQueue(_rank)
-        self._waiting: set[TreeNode] = set()  # held ones that an eviction has laid aside
+        self._waiting: set[TreeNode] = set()  # held nodes that an eviction has popped
         self._next_boundary_id = count(1)
 
     def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:
-        """Looks back until a window is full, from above each hole it comes by anew."""
+        """Look back until a window is full; start again above each hole."""
         live, stop = 0, min(path[count - 1].end, end) if count else 0
         for place in range(count - 1, -1, -1):
             start = path[place - 1].end if place else 0
@@ -92,7 +92,7 @@ class WindowKV(Component):
         return count
 
     def add(self, leaf: TreeNode, live: bool) -> None:
-        """A new, unlocked leaf: live, or a tombstone."""
+        """Add a new, unlocked leaf: live, or a tombstone."""
         leaf.swa_tombstone = not live
         if live:
             self.evictable += len(leaf)
@@ -204,7 +204,7 @@ class WindowKV(Component):
     # ---------------------------------------------------------------- uses and locks
 
     def touch(self, end: TreeNode, now: int) -> None:
-        """The last window up to `end` was used now; what lies above was not."""
+        """Note the use of the last window up to `end`; nodes above it are not used."""
         stop = end.end
         start, node, used = max(0, stop - self.window), end, list[tuple[TreeNode, Rank]]()
         while stop > start:
@@ -217,7 +217,7 @@ class WindowKV(Component):
         self._queue.use(used)
 
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
-        """Both halves are what the node was; the boundary marks the older edge, so it moves up."""
+        """Copy the state of the node to its prefix; the boundary marks the older edge, so it moves up."""
         above.swa_tombstone, above.swa_lock_ref = node.swa_tombstone, node.swa_lock_ref
         above.swa_access_time = node.swa_access_time
         above.swa_boundary_id, node.swa_boundary_id = node.swa_boundary_id, None
@@ -227,7 +227,7 @@ class WindowKV(Component):
             self._queue.push(above)
 
     def on_remove(self, leaf: TreeNode) -> None:
-        """Its window KV goes with it."""
+        """Drop the window KV of the leaf."""
         assert not leaf.swa_lock_ref, f"{leaf} is held by a window"
         if not leaf.swa_tombstone:
             self._queue.discard(leaf)
@@ -236,7 +236,7 @@ class WindowKV(Component):
             leaf.swa_tombstone = True
 
     def lock(self, node: TreeNode) -> WindowReceipt:
-        """Hold the last window up to `node`, tombstones counted by position."""
+        """Lock the last window up to `node`, tombstones counted by position."""
         stop, end, boundary, held = node.end, node, node, 0
         start = max(0, stop - self.window)
         while stop > start:
@@ -264,7 +264,7 @@ class WindowKV(Component):
         return isinstance(receipt, WindowReceipt) and not receipt.used and receipt.node is node
 
     def release(self, node: TreeNode, receipt: WindowReceipt) -> None:
-        """Give the window of a lock up; no effect if that was done early."""
+        """Release the window of a lock; no effect if that was done early."""
         if receipt.released:
             return
         receipt.released = True
@@ -284,10 +284,10 @@ class WindowKV(Component):
         self.protected -= freed
 
     def pop_victim(self) -> TreeNode | None:
-        """Take the live node that was longest in no window, of those that no lock's window holds; None if none.
+        """Take out the live node that was longest in no window, among those without a window lock; None if none.
 
         Of the nodes of one window the upper goes first: a match that ends in the window needs the lower ones. Held
-        nodes that come up before it are laid aside, a step for each, once in each time that they are held.
+        nodes that come before it move to the waiting nodes: one step for each, once per time that it is held.
         """
         while (node := self._queue.pop()) is not None and node.swa_lock_ref:
             self._waiting.add(node)

@@ -1,4 +1,4 @@
-"""`EvictionHistory`: what was evicted of late, and why, so that a miss can be explained."""
+"""`EvictionHistory`: recent evictions with their causes, so that a miss can be explained."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ MAX_ENTRIES = 16_384
 
 
 class EvictionRecord(NamedTuple):
-    """When something went, and what for."""
+    """The eviction or retirement of one node or namespace."""
 
     at_s: float  # by the history's clock
     cause: str
-    used_at: int = 0  # ticks of the tree's clock: the last use of what went
+    used_at: int = 0  # ticks of the tree's clock: the last use of the node
     num_tokens: int = 0
 
 
 class EvictionHistory:
-    """The latest departures from one tree, in order and by where they hung: some 250 bytes each, the oldest forgotten.
+    """The latest records of one tree, in order and by place: about 250 bytes each; the oldest are dropped.
 
-    A node is remembered as the page that followed its parent. So the lookup of a key that ends at a node can ask
-    whether what came next there was evicted, however much of it is gone by now. Where the parent went, too, and came
-    again, it is another node, and what followed the old one is forgotten.
+    A node is recorded as the page that followed its parent. So a lookup that ends at a node finds whether the next page
+    was evicted there, even if more nodes were evicted above that page. If the parent was evicted as well and inserted
+    again, it is another node, and the records below the old one are not found.
 
     Args:
         clock: seconds.
 
     Attributes:
-        cause: why nodes are leaving now; set by whoever evicts, before.
-        began_at: by the clock: nothing left before.
-        forgotten_until: when the latest departure that is forgotten was; None if none is.
+        cause: of the next evictions; the caller sets it before it evicts.
+        began_at: by the clock: earlier evictions are not recorded.
+        forgotten_until: the time of the latest dropped record; None if none was dropped.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,16 +43,16 @@ class EvictionHistory:
         self.use_clock(clock)
         self._max_entries = max_entries
         self._evicted: OrderedDict[Hashable, EvictionRecord] = OrderedDict()
-        self._latest: deque[EvictionRecord] = deque(maxlen=max_entries)  # what went time and again is here each time
+        self._latest: deque[EvictionRecord] = deque(maxlen=max_entries)  # each eviction of a place, not only the latest
         self._retired: OrderedDict[str | None, EvictionRecord] = OrderedDict()
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Take the time, in seconds, from this clock; before the first departure."""
+        """Take the time, in seconds, from this clock. Call it before the first record."""
         self.clock = clock
         self.began_at = clock()
 
     def record_evicted(self, nodes: Iterable[TreeNode], page_size: int) -> None:
-        """Nodes have left their tree, of which those of retired namespaces went when these did."""
+        """Record nodes that have left their tree, but for those of retired namespaces: the retirement is recorded."""
         now, cause = self.clock(), self.cause
         for node in nodes:
             space, parent = node.space, node.parent
@@ -64,19 +64,19 @@ class EvictionHistory:
                 self._note(self._evicted, (place_of(parent), hash(page)), departure)
 
     def record_retired(self, extra_key: str | None) -> None:
-        """A namespace was made unmatchable."""
+        """Record that a namespace was made unmatchable."""
         self._note(self._retired, extra_key, EvictionRecord(self.clock(), "retired"))
 
     def evicted(self, above: Hashable, page: bytes) -> EvictionRecord | None:
-        """When the page with these packed ids that followed a place was evicted, if that is remembered."""
+        """Return the record of the page with these packed ids that followed a place; None if there is none."""
         return self._evicted.get((above, hash(page)))
 
     def retired(self, extra_key: str | None) -> EvictionRecord | None:
-        """When a namespace was last retired, if that is remembered."""
+        """Return the record of the last retirement of a namespace; None if there is none."""
         return self._retired.get(extra_key)
 
     def evictions(self) -> list[EvictionRecord]:
-        """The latest evictions, the last one last."""
+        """Return the latest evictions, the last one last."""
         return list(self._latest)
 
     def _note(self, departures: OrderedDict[Any, EvictionRecord], place: Hashable, departure: EvictionRecord) -> None:
@@ -88,5 +88,5 @@ class EvictionHistory:
 
 
 def place_of(node: TreeNode) -> Hashable:
-    """What a node is remembered as. A namespace may be emptied and begun anew, so for its top that is not its id."""
+    """Return the place of a node in the records. A namespace may get another top, so a top's place is not its id."""
     return node.id if node.data else (node.space.extra_key, node.space.arity)

@@ -25,10 +25,9 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def rank(self, node: TreeNode) -> Rank:
-        """Where a node stands, now. It may change by a match or an insert that ends there, and by nothing else.
+        """Return the rank of a node now. Only a match or an insert that ends at the node may change it.
 
-        It must not raise, and whatever it says must be comparable with all else that it says: a leaf for which either
-        fails may stand in no queue then, and is not evicted for want of room.
+        It must not raise, and all ranks must be comparable: else a leaf may be in no queue, and is not evicted.
         """
 
 
@@ -50,7 +49,7 @@ class MRU(EvictionPolicy):
 
 
 class LFU(EvictionPolicy):
-    """What was matched least often goes first, of that the least recently used."""
+    """The least often matched goes first; of equals, the least recently used."""
 
     name = "lfu"
 
@@ -65,12 +64,12 @@ class FIFO(EvictionPolicy):
     name = "fifo"
 
     def rank(self, node: TreeNode) -> int:
-        """When it was made. What a split cuts in two stays as old as it was."""
+        """When it was made. Both halves of a split node are as old as it was."""
         return node.creation_time
 
 
 class FILO(EvictionPolicy):
-    """The newest goes first: what came early stays."""
+    """The newest goes first: early nodes stay."""
 
     name = "filo"
 
@@ -80,9 +79,9 @@ class FILO(EvictionPolicy):
 
 
 class SLRU(EvictionPolicy):
-    """Segmented LRU: what was never matched `hits` times goes before what was, each least recently used first.
+    """Segmented LRU: nodes with fewer than `hits` matches go before the others, each least recently used first.
 
-    A scan, whose prefixes come once, so passes without sweeping out what is in use.
+    So a scan, which uses each prefix once, does not evict the prefixes in use.
     """
 
     name = "slru"

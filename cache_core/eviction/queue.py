@@ -5,7 +5,7 @@ component keeps on nodes besides is ordered by a `SideQueue`, which is slower. E
 meets a stale one, and no operation does the work of another.
 
 A node pushed in the order of its rank, as new and just used nodes are under LRU, goes to the end: O(1). A node pushed
-later, such as a parent whose last child has gone, is sorted into `LateNodes`: O(log n) and a short move.
+later, such as a parent after its last child was evicted, is sorted into `LateNodes`: O(log n) and a short move.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`Tenants`: who shares a pool of slots, and what each may hold.
+"""`Tenants`: the tenants that share a pool of slots, with their floors, caps and eviction candidates.
 
 A tenant is one namespace with a floor, a cap, or both; all other namespaces together are the rest, with neither. It
 holds the tree's tokens of its namespace and the private slots of its leases:
 
-    floor 40    what others need takes nothing of it below; slots above are lent, and are evicted when others need them
-    cap 100     it never holds more: it evicts its own first, and what does not fit even so is refused
+    floor 40    others take nothing of it up to here; slots above are lent, and are evicted when others need them
+    cap 100     it never holds more: it evicts its own slots first, and a request beyond that is refused
 
-A floor reserves nothing: what its tenant does not use, others may. Only full slots count, not window slots or states:
+A floor reserves nothing: others may use the slots that its tenant does not. Only full slots count, no window or state:
 where those run short, a leaf that a floor keeps may lose its window or its state, and end no match then.
 """
 
@@ -93,14 +93,14 @@ class Tenant:
         self.floor = floor
         self.cap = cap
         self.private = 0  # its leases' own, those in quarantine included
-        self.evicted = 0  # since the start; not what was retired
+        self.evicted = 0  # since the start, but for retired nodes
         self.clear()
 
     def clear(self) -> None:
-        """Forget what is cached."""
+        """Forget the cached slots."""
         self.cached = 0  # in the tree
-        self.evictable = 0  # of that, what no lease has locked
-        self.dead = 0  # of that, what was retired: nobody can match it, so no floor keeps it
+        self.evictable = 0  # of the cached, those without a lock
+        self.dead = 0  # of the evictable, those of retired namespaces, which no floor keeps
         self.retired = RetiredNodes()
 
     @property
@@ -114,7 +114,7 @@ class Tenant:
         return min(self.evictable, max(self.dead, self.held - self.floor))
 
     def excess(self, num_slots: int) -> int:
-        """How many of its own must go before it may take so many more; none if that is not positive."""
+        """Return how many of its own slots it must evict before it takes `num_slots` more; not positive if none."""
         return 0 if self.cap is None else self.held + num_slots - self.cap
 
 
@@ -124,7 +124,7 @@ class Tenants:
     Attributes:
         configured: the tenants with a floor or a cap.
         rest: all other namespaces.
-        caller: for whom slots are wanted now: its own floor keeps nothing from it. None: every floor keeps its slots.
+        caller: the tenant that needs slots now: its own floor keeps nothing from it. None: every floor keeps its slots.
     """
 
     def __init__(self, tenants: Iterable[Tenant] = ()) -> None:

@@ -1,1 +1,6 @@
-"""The prefix cache over a radix tree: match, insert, lock, evict, explain, publish events."""
+"""The prefix cache over a radix tree.
+
+`prefix_cache` has the class, with its locks and evictions, and `tree_parts` its parts. `lookup` and `insertion` have
+the steps of a match and of an insert. `page_events` publishes pages, `explain_miss` finds why a match ends, `format`
+prints a tree.
+"""

@@ -1,4 +1,4 @@
-"""Why a match in a tree of pages goes no further, looked up in what is there and in what is remembered of the rest."""
+"""Why a match ends where it does: found in the tree, and in the history of evictions and retirements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SPACES_LOOKED_AT = 1000
 
 
 def explain_absence(found: Explanation, tree: RadixTree, key: RadixKey, history: EvictionHistory | None) -> None:
-    """Say why the full KV of `key` ends before its last whole page."""
+    """Add the reason why the full KV of `key` ends before its last whole page."""
     found.elsewhere = max(
         _elsewhere(tree, key, found.full_prefix_len), key=lambda other: other.prefix_len, default=None
     )
@@ -26,10 +26,11 @@ def explain_absence(found: Explanation, tree: RadixTree, key: RadixKey, history:
 
 
 def _explain_from(history: EvictionHistory, found: Explanation, tree: RadixTree, key: RadixKey) -> None:
-    """Say what the history knows of the page that `key` lacks.
+    """Add the record of the page that `key` lacks.
 
-    It left from the node that the match ends at, or with an earlier life of that node or of one above it, whose
-    departure is in the history as well. If it is in neither, it was not there since the latest such departure.
+    The page left the node that the match ends at. Or it left with an earlier node in the place of this one or of one
+    above it, and the history has the eviction of that node. Without either record, the page has not been there since
+    the latest such eviction.
     """
     page_size = tree.page_size
     top, there = tree.find_namespace(key)
@@ -52,9 +53,9 @@ def _explain_from(history: EvictionHistory, found: Explanation, tree: RadixTree,
 
 
 def _left(history: EvictionHistory, above: TreeNode | tuple[str | None, int], page: RadixKey) -> EvictionRecord | None:
-    """When and why a page that followed a node, or the top of a namespace, went, if that is remembered.
+    """Return the latest record of a page below a node, or below the top of a namespace; None if there is none.
 
-    A namespace packs its ids in 4 or 8 bytes; which, may have changed since.
+    A namespace packs its ids in 4 or 8 bytes, which may have changed since.
     """
     place = above if isinstance(above, tuple) else place_of(above)
     return _latest(*(history.evicted(place, data) for data in {page.data, page.with_width(8).data}))
@@ -65,7 +66,7 @@ def _latest(*departures: EvictionRecord | None) -> EvictionRecord | None:
 
 
 def _elsewhere(tree: RadixTree, key: RadixKey, full_len: int) -> Iterator[Elsewhere]:
-    """Other namespaces in which more of the tokens are there."""
+    """Yield other namespaces that hold more of the tokens."""
     for number, (extra_key, arity) in enumerate(tree.tops):
         if number >= MAX_SPACES_LOOKED_AT:
             return

@@ -1,12 +1,12 @@
-"""What a tree tells of its pages: stored, removed, all cleared.
+"""Events of a tree's pages: stored, removed, all cleared.
 
 A page is named by the first 64 bits, signed, of its chained hash: it stands for every token up to the page's end, and
-for the namespace. Nodes are hashed as they are inserted. Their parents have been hashed by then, so that costs SHA-256
-of the new pages alone. A split moves pages from one node to another, so there is nothing to tell of it; nor is there
-of window KV and states, for it is the full KV of a page that counts.
+for the namespace. Nodes are hashed as they are inserted. Their parents have hashes by then, so an insert costs SHA-256
+of the new pages alone. Splits publish nothing, as the pages stay the same, and neither do window KV and states: the
+full KV of a page counts.
 
-Whoever applies the stream to an empty set of hashes, or to that of `PrefixCache.resident_pages` from there on, has
-exactly the pages that can be matched.
+A reader that applies the events to an empty set of hashes, or from then on to those of `PrefixCache.resident_pages`,
+has exactly the pages that can be matched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PageRun(NamedTuple):
 
 
 class KVEventSink(Protocol):
-    """Is told in the midst of a tree's operations: it returns at once and leaves the tree alone."""
+    """A receiver of events. The tree calls it within its operations: it must return soon, and must not use the tree."""
 
     def stored(self, run: PageRun) -> None:
         """These pages can be matched from now on."""
@@ -47,30 +47,30 @@ class KVEventSink(Protocol):
 
 
 class KVEventPublisher:
-    """Tells a sink of a tree's nodes, in pages."""
+    """Publishes the nodes of a tree to a sink, in pages."""
 
     def __init__(self, sink: KVEventSink, page_size: int) -> None:
         self._sink = sink
         self._page_size = page_size
 
     def stored(self, leaf: TreeNode) -> None:
-        """A new node. Costs SHA-256 of its pages."""
+        """Publish a new node. Costs SHA-256 of its pages."""
         self._sink.stored(page_run(leaf, self._page_size))
 
     def removed(self, nodes: Iterable[TreeNode]) -> None:
-        """Nodes have left the tree. Those of retired namespaces had been told of when that happened."""
+        """Publish that nodes have left the tree, but for those of retired namespaces: these are published already."""
         for space, group in groupby(nodes, key=lambda node: node.space):
             if space.live:
                 rows = [short_hashes(chain_hashes(node, self._page_size)[::-1]) for node in group]
                 self._sink.removed(np.concatenate(rows))
 
     def cleared(self) -> None:
-        """Every namespace was made unmatchable."""
+        """Publish that no namespace can be matched any more."""
         self._sink.cleared()
 
 
 def page_run(node: TreeNode, page_size: int) -> PageRun:
-    """The pages of a node; its hashes, and those of its ancestors, are computed if they are not there yet."""
+    """Return the pages of a node. Computes its hashes, and those of its ancestors, if they are missing."""
     hashes = short_hashes(chain_hashes(node, page_size))
     parent, space = node.parent, node.space
     assert parent is not None
@@ -80,5 +80,5 @@ def page_run(node: TreeNode, page_size: int) -> PageRun:
 
 
 def short_hashes(digests: list[str]) -> Hashes:
-    """`hash_to_int64` of each hex digest, in one go."""
+    """Return `hash_to_int64` of each hex digest."""
     return np.frombuffer(bytes.fromhex("".join([digest[:16] for digest in digests])), ">i8").astype(np.int64)

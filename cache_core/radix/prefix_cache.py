@@ -90,8 +90,7 @@ class PrefixCache(BasePrefixCache):
             raise ValueError("a cache with a sliding window needs a pool with free_swa(indices)")
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
-        pool_pages = getattr(pool, "page_size", page_size)
-        if pool_pages != page_size:
+        if (pool_pages := getattr(pool, "page_size", page_size)) != page_size:
             raise ValueError(f"the pool's pages are of {pool_pages} slots, so the cache's cannot be of {page_size}")
         window = None if sliding_window_size is None else WindowKV(sliding_window_size, page_size, pool)
         self.parts = TreeParts(page_size, make_policy(eviction_policy), window, states, node_type)
@@ -102,7 +101,7 @@ class PrefixCache(BasePrefixCache):
         self.root: TreeNode = self.parts.tree.root
         self._branching_unit = branching_unit
         self._free_pages = page_variant(pool, "free")
-        # fast path: frees the slots of evicted leaves in one call. None if there is no pool, if it frees whole pages,
+        # fast path: frees the slots of evicted leaves in one call. None without a pool, if the pool frees whole pages,
         # or if components or tenants must see each leaf
         self._free = None if pool is None or self._free_pages is not None or self.parts.components else pool.free
         # the compiled loop drops the error of `_free`, so the pool is called again to raise it
@@ -129,7 +128,7 @@ class PrefixCache(BasePrefixCache):
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """`match_prefix` of the first `limit` tokens, in pages.
 
-        Only for caches whose slots were all inserted in whole pages of consecutive slots.
+        The cache must have whole pages of consecutive slots only.
         """
         node, path, end, full_end = match(self.parts, key, limit, priority)
         branching = None if end == full_end else self._branching(end, full_end)
@@ -376,9 +375,8 @@ class PrefixCache(BasePrefixCache):
     def reset(self) -> None:
         """Forget everything, locked or not, and give back every slot. Nodes from before are stale."""
         parts, victims = self.parts, Victims()
-        for top in parts.tops():
-            for node in parts.tree.nodes_below(top):
-                victims.add(node, node.slots, len(node))
+        for node in parts.nodes():
+            victims.add(node, node.slots, len(node))
         for top in list(parts.tree.tops.values()):
             parts.tree.detach(top)
         nodes = victims.nodes
@@ -395,14 +393,14 @@ class PrefixCache(BasePrefixCache):
         self._release_victims(victims)
 
     def retire_all(self) -> None:
-        """Make everything unmatchable at once. What is unlocked can be reclaimed, the rest once it is unlocked."""
+        """Make every node unmatchable. Unlocked nodes can be reclaimed now, locked ones once they are unlocked."""
         for top in list(self.parts.tree.tops.values()):
             self._retire(top)
         if self.parts.events is not None:
             self.parts.events.cleared()
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """`retire_all` of the namespaces whose `extra_key` is meant; returns how many there were.
+        """`retire_all` of the namespaces with an `extra_key` that is meant; returns how many there were.
 
         O(namespaces), whatever they hold; a cache that publishes events publishes each page, children first.
         """
@@ -446,7 +444,7 @@ class PrefixCache(BasePrefixCache):
         return self.parts.clock
 
     def sample(self, max_nodes: int) -> Outline:
-        """Return an estimate of what each namespace holds, from about `max_nodes` nodes."""
+        """Return an estimate of the content of each namespace, from about `max_nodes` nodes."""
         tops = [(top.space.extra_key, top) for top in self.parts.tree.tops.values()]
         return sample(tops, outline_node, max_nodes, self.parts.clock)
 
@@ -471,7 +469,7 @@ class PrefixCache(BasePrefixCache):
         print(format_tree(self.parts.tree.tops.values(), partial(node_line, now=self.parts.clock)))
 
     def outline(self, limits: OutlineLimits) -> Outline:
-        """The largest branches of what can be matched. Bounded work, however much is cached."""
+        """The largest branches that can be matched. Bounded work, however much is cached."""
         tops = self.parts.tree.tops
         nodes = outline(((top.space.extra_key, top) for top in tops.values()), outline_node, limits)
         return Outline(nodes, self.parts.clock, len(tops))
@@ -480,8 +478,7 @@ class PrefixCache(BasePrefixCache):
 
     def tree_starts(self) -> list[Starts]:
         """The page starts (or slots) of every node, matchable or retired. O(n)."""
-        nodes = (node for top in self.parts.tops() for node in self.parts.tree.nodes_below(top))
-        return [unpack(node.slots) for node in nodes if node.slots is not None]
+        return [unpack(node.slots) for node in self.parts.nodes() if node.slots is not None]
 
     def num_locks(self) -> int:
         """Locks taken and not given back. O(namespaces)."""
@@ -489,10 +486,9 @@ class PrefixCache(BasePrefixCache):
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module, the tree or a component is broken. O(n)."""
-        nodes: list[TreeNode] = []
         for top in self.parts.tops():
             self.parts.tree.check_structure(top)
-            nodes.extend(self.parts.tree.nodes_below(top))
+        nodes = list(self.parts.nodes())
         self.parts.full.check(nodes)
         for component in self.parts.components:
             component.check(nodes)

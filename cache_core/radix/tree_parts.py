@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from raydix.cache_core.components.component import Component
 from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.components.recurrent_state import RecurrentState
@@ -65,6 +67,10 @@ class TreeParts:
     def tops(self) -> list[TreeNode]:
         """Return the top of each namespace, matchable or retired."""
         return [*self.tree.tops.values(), *self.tree.detached]
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Yield every node, matchable or retired, parents before children."""
+        return (node for top in self.tops() for node in self.tree.nodes_below(top))
 
     def check_live(self, node: TreeNode) -> None:
         """Raise StaleNodeError unless the node can be matched in this tree."""

@@ -2,9 +2,9 @@
 
 A page's digest is ``SHA256(prior digest || ids)``, each id a little-endian 32-bit integer, so that equal pages at
 different places differ. Pages of tuples, or with an id of 2**32 and more, end in a two-byte tag: bytes an id, ids a
-tuple. What is hashed says what it is: its length modulo 4 whether there is a tag, the tag how long the ids are, the
-rest whether a digest is before them. So pages of one size are hashed alike only if ids, encoding and prior digest are
-the same. The seed of a namespace is the digest of an odd number of bytes, so that no page can forge it.
+tuple. The hashed bytes are unambiguous: their length modulo 4 shows whether there is a tag, the tag how long the ids
+are, the rest whether a digest is before them. So pages of one size are hashed alike only if ids, encoding and prior
+digest are the same. The seed of a namespace is the digest of an odd number of bytes, so that no page can forge it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hash_page(ids: bytes, width: int, arity: int, prior: bytes | None) -> bytes:
 
 
 def namespace_seed(extra_key: str | None) -> bytes | None:
-    """What the first page of a namespace is chained to; None for the default namespace."""
+    """Return the digest that the first page of a namespace is chained to; None for the default namespace."""
     if extra_key is None:
         return None
     framed = b"namespace:" + extra_key.encode("utf-8", "surrogatepass")

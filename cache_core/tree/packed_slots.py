@@ -1,4 +1,4 @@
-"""Rows of slots, packed: what the nodes of a tree hold, joined and expanded where it is handed out."""
+"""Packed rows of slots, as the nodes of a tree hold them; joined and expanded for callers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expand_pages(starts: Slots, page_size: int) -> torch.Tensor:
 
 
 def unpack(row: Row) -> Slots:
-    """What a row says, as it says it; read-only if it is packed so."""
+    """Return the slots of a row as they are packed, per token or per page; read-only if possible."""
     return join_slots([row]) if len(row) % 8 else np.frombuffer(row, np.int64)
 
 
@@ -38,7 +38,7 @@ def expand_slots(row: Row, num_tokens: int) -> torch.Tensor:
 
 
 def meet(row: Row, other: Row, num_tokens: int) -> bool:
-    """Whether two rows of as many tokens say the same slot at the same place."""
+    """Return whether two rows of as many tokens have the same slot at the same place."""
     both = join_slots([row, other])
     if num_tokens < both.size < 2 * num_tokens:  # of one the first slots of pages, of the other each
         both = np.concatenate((expand_slots(row, num_tokens), expand_slots(other, num_tokens)))
@@ -47,7 +47,7 @@ def meet(row: Row, other: Row, num_tokens: int) -> bool:
 
 
 def join_slots(rows: list[Row]) -> Slots:
-    """What rows say, one after the other; always a copy."""
+    """Return the slots of rows, one after the other; always a copy."""
     return np.frombuffer(join(rows), np.int64)
 
 

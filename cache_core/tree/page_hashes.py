@@ -9,8 +9,8 @@ from raydix.cache_core.tree.tree_node import TreeNode
 def chain_hashes(node: TreeNode, page_size: int) -> list[str]:
     """The hex digest of each page of `node`, chained from the root; kept on it and on its ancestors.
 
-    Independent of the order in which nodes are hashed, and unchanged by splits. Costs SHA-256 of what has no hashes
-    yet, from the root down.
+    Independent of the order in which nodes are hashed, and unchanged by splits. Costs SHA-256 of the nodes without
+    hashes, from the root down.
     """
     chain: list[TreeNode] = []
     while node.data and node.hash_values is None:

@@ -87,7 +87,7 @@ class RadixKey(Key):
         return RadixKey.from_packed(pairs.tobytes(), self.width, self.extra_key, 2)
 
     def num_narrow(self) -> int:
-        """Return the number of leading elements whose ids fit in 32 bits."""
+        """Return the number of leading elements with ids of at most 32 bits."""
         if self.width == 4:
             return len(self)
         wide = np.flatnonzero(self.ids >= NARROW_LIMIT)

@@ -1,4 +1,4 @@
-"""The compressed radix tree itself: which runs of tokens hang below which. No locks, no recency, no slots' fate.
+"""`RadixTree`: the structure of a compressed radix tree, without locks, recency or the owners of slots.
 
     root ── namespace tops ── runs of whole pages ── ...
 
@@ -7,7 +7,7 @@ Rules, checked by `check_structure`:
 1. A run is a whole number of pages, never empty; a top is empty and hangs below the root under its namespace.
 2. A node stands in its parent's `children` under the packed ids of its first page.
 3. `node.end` is its parent's `end` plus its own length.
-4. A node's slots are one per token, or one per page; none in a tree whose type of nodes holds no slots.
+4. A node's slots are one per token, or one per page; none if the type of the nodes holds no slots.
 5. A top without children is not in the tree.
 """
 
@@ -32,9 +32,9 @@ class RadixTree:
     """The structure that the radix caches share.
 
     Attributes:
-        node_type, ids: what its nodes are, and the numbers of those to come.
+        node_type, ids: the type of its nodes, and the ids of new ones.
         tops: the node that each namespace starts at.
-        detached: those of namespaces that cannot be matched any more, as long as they have nodes.
+        detached: the tops of namespaces that cannot be matched any more, as long as they have nodes.
     """
 
     def __init__(self, page_size: int, node_type: type[TreeNode] = TreeNode) -> None:
@@ -46,21 +46,23 @@ class RadixTree:
         self.detached: dict[TreeNode, None] = {}
 
     def find_namespace(self, key: RadixKey) -> tuple[TreeNode | None, RadixKey]:
-        """The top that a lookup of `key` starts at, None if its namespace is empty; and the key at its width, or what
-        of the key can be there."""
+        """Return the top that a lookup of `key` starts at, None if its namespace is empty; and the key at its width.
+
+        A key with wide ids is cut before the first of them if the namespace has none.
+        """
         try:
             top: TreeNode | None = top_of(self.tops, key, self.page_size)
         except (AttributeError, TypeError):
             check_key(key)
             raise
         if top is not None and key.width != top.space.width:
-            if top.space.width == 4:  # wide ids cannot be there: only what precedes them can match
+            if top.space.width == 4:  # wide ids cannot be there: only the ids before them can match
                 key = key[: key.num_narrow()]
             key = key.with_width(top.space.width)
         return top, key
 
     def ensure_namespace(self, key: RadixKey, now: int) -> tuple[TreeNode, RadixKey]:
-        """The top that an insert of `key` starts at, made or widened if need be; and the key at its width."""
+        """Return the top that an insert of `key` starts at, made or widened if need be; and the key at its width."""
         top = self.tops.get((key.extra_key, key.arity))
         if top is None:
             space = Namespace(key.extra_key, key.arity, key.width, key.unit, self)
@@ -72,7 +74,7 @@ class RadixTree:
         return top, key
 
     def split(self, node: TreeNode, end: int) -> TreeNode:
-        """Cut `node` at `end`, tokens from the root; returns the new node above it, which takes over the prefix.
+        """Split `node` at `end`, tokens from the root; return the new node above it, which takes over the prefix.
 
         The suffix keeps its identity and its uses, which so count for the prefix, too; locks are copied to the prefix,
         hashes are shared out.
@@ -81,7 +83,7 @@ class RadixTree:
         return above
 
     def add_leaf(self, parent: TreeNode, key: RadixKey, stop: int, slots: Row, now: int, priority: int) -> TreeNode:
-        """Hang the tokens of `key` from the end of `parent` to `stop` below it, with slots that become the tree's."""
+        """Add the tokens of `key` from the end of `parent` to `stop` below it, with slots that become the tree's."""
         leaf: TreeNode = grow(self.node_type, self.ids, self.page_size, parent, key, stop, slots, now)
         if priority:
             leaf.own_priority = priority
@@ -90,8 +92,10 @@ class RadixTree:
         return leaf
 
     def remove_leaf(self, leaf: TreeNode) -> Row:
-        """Take a childless node out of the tree; returns its slots, and leaves its uses to its parent. A top left
-        without children is the caller's to remove."""
+        """Remove a node without children; return its slots, and count its uses for its parent.
+
+        The caller removes a top that has no children then.
+        """
         return uproot(leaf, self.page_size * leaf.space.unit)
 
     def remove_top(self, top: TreeNode) -> None:

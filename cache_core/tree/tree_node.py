@@ -16,7 +16,7 @@ from raydix.cache_core.tree.radix_key import RadixKey
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """What all nodes of one namespace share."""
+    """The data that all nodes of one namespace share."""
 
     extra_key: str | None
     arity: int  # ids of one tuple; 0: plain ids
@@ -24,7 +24,7 @@ class Namespace:
     unit: int  # bytes of one token of a key: `width` times the ids of a tuple
     tree: object | None = None  # where its nodes can be matched; None once reset or retired
     evictable: int = 0  # tokens of its nodes without locks; counted in a tree that is divided among tenants
-    home: object | None = field(init=False)  # the tree whose nodes they are, also when they cannot be matched any more
+    home: object | None = field(init=False)  # the tree of its nodes, also when they cannot be matched any more
 
     def __post_init__(self) -> None:
         self.home = self.tree
@@ -41,10 +41,9 @@ class TreeNode(Node):
     `slots` packs the first slot of each page if every page's slots are consecutive, else each token's slot; readers
     use `value`. An evicted node has neither.
 
-    A use is noted where it ends and nowhere above, so that it costs the same at every depth: `own_access_time`,
-    `own_hits` and `own_priority` tell of matches and inserts that ended at this very node, and of what went below it
-    before it was evicted. For a leaf they are all there is to tell; `last_access_time`, `hit_count` and `priority` tell
-    of any node, from all that is below it, O(nodes below).
+    A use is counted where it ends and nowhere above, so that it costs the same at every depth. `own_access_time`,
+    `own_hits` and `own_priority` count matches and inserts that ended at this node, or below it at nodes evicted since.
+    For a leaf these are all of its uses. `last_access_time`, `hit_count` and `priority` include the nodes below: O(n).
     """
 
     __slots__ = ()
@@ -65,8 +64,8 @@ class TreeNode(Node):
     own_hits: int  # matches
     own_priority: int  # the highest of the requests
     swa_tombstone: bool  # its sliding-window KV is gone (or never was there)
-    swa_lock_ref: int  # locks whose window reaches over this node
-    swa_boundary_id: int | None  # of the last lock whose window begins in this node
+    swa_lock_ref: int  # locks with a window over this node
+    swa_boundary_id: int | None  # of the last lock with a window that begins in this node
     swa_access_time: int  # when a match last had this node in its window
     hash_values: list[str] | None  # chained, one per page; None until asked for
 
@@ -132,7 +131,7 @@ def packed_slots_of(nodes: Iterable[TreeNode]) -> list[Row]:
 
 
 class Use(NamedTuple):
-    """What went through a node."""
+    """The uses of a node: matches and inserts that went through it."""
 
     last_access_time: int
     hit_count: int
@@ -140,7 +139,7 @@ class Use(NamedTuple):
 
 
 def uses_in(top: TreeNode) -> dict[TreeNode, Use]:
-    """What went through each node of a subtree. O(n)."""
+    """Return the uses of each node of a subtree. O(n)."""
     uses: dict[TreeNode, Use] = {}
     for node in reversed(list(top.subtree())):  # children before parents
         own = Use(node.own_access_time, node.own_hits, node.own_priority)
