@@ -15,9 +15,9 @@ from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kernels import maker
 from raydix.cache_core.outline import Outline, OutlineLimits
-from raydix.cache_core.radix.page_events import KVEventSink, PageRun
 from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.page_events import KVEventSink, PageRun
 from raydix.cache_core.tree.radix_key import RadixKey
 
 __all__ = [

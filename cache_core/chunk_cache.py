@@ -6,7 +6,6 @@ from collections.abc import Callable
 from operator import index
 from typing import Any
 
-import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import (
@@ -18,12 +17,10 @@ from raydix.cache_core.base_prefix_cache import (
     PageInsert,
     PageMatch,
     RadixKey,
-    Starts,
 )
 from raydix.cache_core.explanation import Explanation
+from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
 from raydix.cache_core.tree.radix_key import check_key
-
-_NO_STARTS: Starts = np.empty(0, np.int64)
 
 
 class ChunkCache(BasePrefixCache):
@@ -61,13 +58,13 @@ class ChunkCache(BasePrefixCache):
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """A miss."""
         check_key(key)
-        return PageMatch(0, None, _NO_STARTS, 0, None)
+        return PageMatch(0, None, NO_STARTS, 0, None)
 
     def insert_pages(
         self, key: RadixKey, starts: Starts, from_node: None, swa_evicted_seqlen: int = 0, priority: int = 0
     ) -> PageInsert:
         """Nothing is taken over."""
-        return PageInsert(0, 0, None, _NO_STARTS)
+        return PageInsert(0, 0, None, NO_STARTS)
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
         """Nothing is held, so nothing is freed."""

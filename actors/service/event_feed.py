@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from raydix.cache_core.radix.page_events import Hashes, PageRun
+from raydix.cache_core.tree.page_events import Hashes, PageRun
 from raydix.schemas import (
     AllBlocksCleared,
     BlockHashes,

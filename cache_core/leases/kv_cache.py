@@ -17,13 +17,13 @@ from raydix.cache_core.leases.kv_accounting import check_accounting
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import LeasedCache
-from raydix.cache_core.leases.results import NO_STARTS, PoolSizes, Published
+from raydix.cache_core.leases.results import PoolSizes, Published
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_checks import PoolChecks
-from raydix.cache_core.radix.page_events import KVEventSink, PageRun
-from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
+from raydix.cache_core.tree.page_events import KVEventSink, PageRun
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
 
 _RECLAIMED_AT_ONCE = 4096  # tokens of a retired namespace freed within the call that retired it

@@ -15,7 +15,7 @@ from raydix.cache_core.leases.results import Counters
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_checks import PoolChecks
-from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
 
 
 class LeaseAllocator:
@@ -111,7 +111,7 @@ class LeaseAllocator:
             OutOfSlotsError: too few pages are free or evictable; nothing changed.
         """
         if num_pages <= 0:
-            return np.empty(0, np.int64)
+            return NO_STARTS
         self.check_pages(num_pages, tenant)
         needed = num_pages * self._page_size
         if tenant.cap is not None and (excess := tenant.excess(needed)) > 0:

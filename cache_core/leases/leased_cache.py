@@ -21,10 +21,10 @@ from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable, Quarantine
 from raydix.cache_core.leases.request_observer import RequestObserver
-from raydix.cache_core.leases.results import NO_STARTS, Counters, PoolSizes, Published
+from raydix.cache_core.leases.results import Counters, PoolSizes, Published
 from raydix.cache_core.outline import Outline, OutlineLimits
-from raydix.cache_core.radix.page_events import KVEventSink, PageRun
-from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
+from raydix.cache_core.tree.page_events import KVEventSink, PageRun
 from raydix.cache_core.tree.radix_key import RadixKey
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from raydix.cache_core.tree.packed_slots import Starts
-
-NO_STARTS: Starts = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)

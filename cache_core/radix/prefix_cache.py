@@ -40,9 +40,9 @@ from raydix.cache_core.radix import insertion
 from raydix.cache_core.radix.explain_miss import explain_absence
 from raydix.cache_core.radix.format import format_tree, node_line, outline_node
 from raydix.cache_core.radix.lookup import match, obstacle, peek
-from raydix.cache_core.radix.page_events import KVEventPublisher, KVEventSink, PageRun, page_run
 from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.tree.packed_slots import join_slots, unpack
+from raydix.cache_core.tree.page_events import KVEventPublisher, KVEventSink, PageRun, page_run
 from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.tree_node import TreeNode, check_node, packed_slots_of

@@ -11,7 +11,7 @@ from raydix.cache_core.components.window_kv import WindowKV
 from raydix.cache_core.errors import StaleNodeError
 from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.eviction.policy import EvictionPolicy
-from raydix.cache_core.radix.page_events import KVEventPublisher
+from raydix.cache_core.tree.page_events import KVEventPublisher
 from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.tree.tree_node import TreeNode, check_node
 

@@ -28,12 +28,12 @@ from raydix.cache_core.errors import LeaseRangeError
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import LeasedCache
-from raydix.cache_core.leases.results import NO_STARTS, Published
+from raydix.cache_core.leases.results import Published
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.rows.row_allocator import RowAllocator
 from raydix.cache_core.rows.row_lease import RowLease, as_row_lease
-from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
 
 

@@ -12,6 +12,7 @@ from raydix.cache_core.tree.radix_key import RadixKey
 
 Slots = NDArray[np.int64]
 Starts = NDArray[np.int64]  # the first slot of each page, in token order
+NO_STARTS: Starts = np.empty(0, np.int64)
 # A slot per token, or the first of each page where all pages are runs; `kernels.compact` packs it, as small as it can.
 Row = bytes
 

@@ -29,7 +29,7 @@ from support.reference.keys import image_id, page_hashes, pairs
 from raydix.cache_core import InvalidKeyError, RadixKey, hash_bytes, hash_token_ids
 from raydix.cache_core.kernels import Children
 from raydix.cache_core.leases import kv_cache
-from raydix.cache_core.radix import page_events
+from raydix.cache_core.tree import page_events
 from raydix.cache_core.tree import page_hashes as hashes_of_nodes
 from raydix.cache_core.tree.hashing import hash_page
 from raydix.cache_core.tree.radix_tree import RadixTree

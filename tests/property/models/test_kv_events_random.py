@@ -19,11 +19,10 @@ from support.reference.event_index import ReplayedIndex, resident_blocks
 
 from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey
-from raydix.cache_core.radix import page_events
-from raydix.cache_core.radix.page_events import KVEventPublisher
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.radix.tree_parts import TreeParts
-from raydix.cache_core.tree import page_hashes
+from raydix.cache_core.tree import page_events, page_hashes
+from raydix.cache_core.tree.page_events import KVEventPublisher
 
 NUM_STATES = 6
 MAX_LOCKS = 5
