@@ -1,8 +1,7 @@
-"""`TriePrefixCache`: a `RadixTrie` behind the contract of the prefix caches, so that leases can be sequences in it.
+"""`TriePrefixCache`: a `RadixTrie` with the contract of the prefix caches, so that its sequences can be leases.
 
-A block is a page, named by its first slot. A lock marks the path as in use by a sequence of its own. Namespaces share
-one trie, and one order of eviction: their tokens are told apart by carrying the namespace along, and how often it was
-retired.
+A block is a page, named by its first slot. Each lock marks its path as in use by a sequence of its own. All namespaces
+share one trie and one eviction order: each token carries its namespace, and how often that was retired before.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from raydix.cache_core.trie.trie_node import TrieNode
 
 
 class PagePool(Protocol):
-    """What displaced and evicted pages are given back to."""
+    """The pool that displaced and evicted pages are freed to."""
 
     def free_pages(self, starts: Starts) -> None:
-        """Take back pages, each named once by its first slot."""
+        """Free pages, each named once by its first slot."""
 
 
 class TrieHandle:
-    """The end of a prefix in one generation of the trie."""
+    """The end of a prefix, in the current trie or in one that `retire_all` replaced."""
 
     __slots__ = ("end", "node", "trie")
 
@@ -54,10 +53,10 @@ class TrieHandle:
 
 
 class TriePrefixCache(BasePrefixCache):
-    """Leases over a `RadixTrie`.
+    """A prefix cache over a `RadixTrie`.
 
-    Where a sequence brings a page for tokens that are there already, the trie keeps its own while a sequence uses them,
-    and takes the newcomer's otherwise. What is displaced goes back to the pool, or to the caller who brought it.
+    If an insert brings a page for tokens that are in the trie, the trie keeps its own page while a sequence uses it,
+    and otherwise takes the new one. Displaced pages of the trie are freed; rejected new pages stay the caller's.
     """
 
     def __init__(self, page_size: int = 1, token_to_kv_pool_allocator: PagePool | None = None) -> None:
@@ -66,23 +65,23 @@ class TriePrefixCache(BasePrefixCache):
         self._displaced: list[int] = []
         self._trie = self._new_trie()
         self._retired: list[RadixTrie] = []
-        self._times_retired: dict[str | None, int] = {}  # of the namespaces in the trie that ever were
+        self._times_retired: dict[str | None, int] = {}  # of the namespaces in the trie that were ever retired
         self._sequences = count(1)
         self._open: dict[int, TrieHandle] = {}
 
     @property
     def root(self) -> TrieHandle:
-        """Where a miss ends; locking it is a no-op."""
+        """The node of a miss; locking it has no effect."""
         return TrieHandle(self._trie, self._trie.root, 0)
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
-        """The longest cached prefix, in whole pages. May split a node."""
+        """Return the longest cached prefix, in whole pages. May split a node."""
         match = self.match_pages(key)
         slots = expand_pages(match.starts, self.page_size) if match.prefix_len else NO_SLOTS
         return MatchResult(slots, match.last_node, match.prefix_len, None, match.prefix_len)
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
-        """As `match_prefix`, without any effect."""
+        """Return the result of `match_prefix`, without any effect."""
         tokens = self._tokens(key)
         blocks = self._trie.peek_prefix(tokens) if tokens else []
         end = len(blocks) * self.page_size
@@ -90,7 +89,7 @@ class TriePrefixCache(BasePrefixCache):
         return MatchResult(slots, self.root, end, None, end)
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
-        """`match_prefix` of the first `limit` tokens, in pages."""
+        """Return the longest cached prefix of the first `limit` tokens, in pages."""
         tokens = self._tokens(key) if limit is None else self._tokens(key)[:limit]
         if not tokens:
             return PageMatch(0, self.root, np.empty(0, np.int64), 0, None)
@@ -99,9 +98,9 @@ class TriePrefixCache(BasePrefixCache):
         return PageMatch(end, TrieHandle(self._trie, node, end), np.array(blocks, np.int64), end, None)
 
     def insert(self, key: RadixKey, value: torch.Tensor | None = None, **kwargs: Any) -> InsertResult:
-        """Make whole pages of `key` findable; `value` must hold pages of consecutive slots.
+        """Insert the whole pages of `key`; `value` must hold pages of consecutive slots.
 
-        As for every cache, `duplicate_indices` names the incoming slots that were not taken, the caller's to free.
+        `duplicate_indices` of the result names the incoming slots that were rejected: the caller must free them.
         """
         check_key(key)
         aligned = len(key) - len(key) % self.page_size
@@ -134,7 +133,7 @@ class TriePrefixCache(BasePrefixCache):
         return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
-        """Free at least `num_tokens` slots of what no sequence uses: leaves from their tails, least recent first.
+        """Free at least `num_tokens` slots that no sequence uses: leaves from their last page, least recent first.
 
         Raises:
             SlotError: the pool refused them; the trie has evicted them.
@@ -144,7 +143,7 @@ class TriePrefixCache(BasePrefixCache):
         return EvictResult(len(blocks) * self.page_size)
 
     def inc_lock_ref(self, node: TrieHandle) -> int:
-        """Mark the path as in use by a new sequence; returns what `dec_lock_ref` needs back.
+        """Mark the path as in use by a new sequence; return the receipt for `dec_lock_ref`.
 
         Raises:
             StaleNodeError: the node is no longer in the trie.
@@ -168,21 +167,21 @@ class TriePrefixCache(BasePrefixCache):
         node.trie.mark_not_in_use_by(node.node, receipt)
 
     def reset(self) -> None:
-        """Forget everything and give back every page. Nodes from before are stale."""
+        """Drop everything and free every page. All nodes become stale."""
         tries = (self._trie, *self._retired)
         self._trie, self._retired, self._times_retired = self._new_trie(), [], {}
         self._open.clear()
         self._free([block for trie in tries for node in trie.nodes() for block in node.blocks])
 
     def retire_all(self) -> None:
-        """Make everything unmatchable at once; what a sequence uses stays until it lets go."""
+        """Make everything unmatchable; pages that a sequence uses stay until it is unlocked."""
         self._retired.append(self._trie)
         self._trie, self._times_retired = self._new_trie(), {}
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """`retire_all` of the namespaces whose `extra_key` is meant; returns how many there were.
+        """Make the namespaces with a meant `extra_key` unmatchable; return how many there were.
 
-        O(first runs in the trie). What they hold is not used any more, so it ages and is evicted in its turn.
+        O(children of the root). Their pages are no longer used, so they age and are evicted in LRU order.
         """
         present = {_space_of(child.tokens[0]) for child in self._trie.root.children.values()}
         spaces = {extra_key for extra_key, _ in present}
@@ -193,7 +192,7 @@ class TriePrefixCache(BasePrefixCache):
         return len(meant)
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
-        """Free what `retire_all` left behind and no sequence uses, `max_tokens` of it; returns tokens."""
+        """Free up to `max_tokens` tokens that `retire_all` retired and no sequence uses; return how many."""
         blocks: list[int] = []
         left = index(max_tokens) // self.page_size + 1 if max_tokens is not None else None
         for trie in self._retired:
@@ -204,24 +203,24 @@ class TriePrefixCache(BasePrefixCache):
         return len(blocks) * self.page_size
 
     def evictable_size(self) -> int:
-        """Tokens of pages that no sequence uses, retired ones not counted. O(1)."""
+        """Tokens of matchable pages that no sequence uses. O(1)."""
         return self._trie.num_evictable_blocks * self.page_size
 
     def protected_size(self) -> int:
-        """Tokens of the other pages. O(generations still in use)."""
+        """Tokens of all other pages. O(tries that are still in use)."""
         return sum(trie.num_blocks for trie in (self._trie, *self._retired)) * self.page_size - self.evictable_size()
 
     def num_locks(self) -> int:
-        """Locks below the root that were not given back."""
+        """Locks below the root that were not undone."""
         return sum(handle.end > 0 for handle in self._open.values())
 
     def tree_starts(self) -> list[Starts]:
-        """The pages of every node. O(n)."""
+        """Return the pages of every node. O(n)."""
         tries = (self._trie, *self._retired)
         return [np.array(node.blocks, np.int64) for trie in tries for node in trie.nodes() if node.blocks]
 
     def outline(self, limits: OutlineLimits) -> Outline:
-        """The largest branches, of all namespaces together. Bounded work, however much is cached."""
+        """Return the largest branches, of all namespaces together. Bounded work."""
         return Outline(outline([(None, self._trie.root)], _outline_node, limits), self._trie.clock, 1)
 
     def pretty_print(self) -> None:
@@ -234,7 +233,7 @@ class TriePrefixCache(BasePrefixCache):
             trie.check_invariants()
 
     def _tokens(self, key: RadixKey) -> list[Hashable]:
-        """The tokens of a key as the trie wants them."""
+        """Return the tokens of a key with their namespace, as they are in the trie."""
         try:
             extra_key, times = key.extra_key, self._times_retired.get(key.extra_key, 0)
         except AttributeError:
@@ -253,7 +252,7 @@ class TriePrefixCache(BasePrefixCache):
 
 
 def _space_of(token: Hashable) -> tuple[str | None, int]:
-    """The namespace that a token in the trie carries, and how often that had been retired before."""
+    """Return the namespace that a token in the trie carries, and how often that was retired before."""
     if not isinstance(token, tuple) or isinstance(token[0], int):
         return None, 0
     return (token[0], 0) if len(token) == 2 else (token[0], token[1])
@@ -268,7 +267,7 @@ def _first_ids(node: TrieNode) -> list[int]:
 
 
 def _id_of(token: Any) -> int:
-    """The id of a token in the trie, whatever it carries along; of a pair, the first."""
+    """Return the id of a token in the trie, without its namespace; of a pair, the first id."""
     if isinstance(token, tuple) and not isinstance(token[0], int):
         token = token[-1]
     return int(token[0] if isinstance(token, tuple) else token)

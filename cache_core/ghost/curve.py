@@ -1,9 +1,9 @@
-"""`GhostCurve`: the hit rate that a cache of another size would have had, from the requests of a running one.
+"""`GhostCurve`: the miss-ratio curve of a running cache, as hit rates of caches of other sizes.
 
-The reuse distance of a page is how many other pages were used since its last use: least recently used first, a cache
-that holds more pages than that still has it. Whole leaves that leave a tree in the order of their last use do so, too,
-and so does a whole prefix: no page lies above the page before it. Only pages whose hash falls below a threshold are
-followed (spatial sampling, as in SHARDS, Waldspurger et al., FAST '15); distances are scaled up by it.
+The reuse distance of a page is how many other pages were used since its last use. With LRU, a cache that holds more
+pages than that still has the page. This also holds if whole leaves are evicted in the order of their last use, because
+no page is used less recently than the pages after it. Only pages with a hash below a threshold are followed (spatial
+sampling, as in SHARDS, Waldspurger et al., FAST '15); distances are scaled up accordingly.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from raydix.cache_core.ghost.reuse_stack import Depths, Group, ReuseStack
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tree.radix_key import RadixKey
 
-_QUEUED_TOKENS = 65_536  # looked at together
+_QUEUED_TOKENS = 65_536  # processed together
 _QUEUED_PAGES = 65_536
 _QUEUED_USES = 512
 _SPREAD = 0x9E3779B97F4A7C15
-_MAX_NAMESPACES = 65_536  # whose seeds are remembered; beyond it all begin anew
+_MAX_NAMESPACES = 65_536  # with a seed; one more clears all seeds
 
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """A prefix that was looked up or stored."""
+    """A lookup or a store of a prefix."""
 
     key: RadixKey
     num_pages: int
     seed: int
-    num_counted: int | None = None  # leading pages whose hits count; None: nothing was looked up
-    num_needed: int = 0  # pages of the whole lease: a smaller cache refuses it
+    num_counted: int | None = None  # leading pages with hits that count; None: a store only
+    num_needed: int = 0  # pages of the whole lease: a smaller cache rejects it
     stores: bool = False
-    of: _Use | None = None  # the use that these pages are the first of
-    pages: list[int] | None = None  # the sampled ones, once they are hashed, the last one first
-    places: list[int] | None = None  # where these stand in the prefix
+    of: _Use | None = None  # the earlier use that begins with these pages
+    pages: list[int] | None = None  # hashes of the sampled pages, the last one first; None until hashed
+    places: list[int] | None = None  # positions of these pages in the prefix
 
 
 class GhostCurve:
-    """Watches requests (`RequestObserver`) and tells what caches of other sizes would have hit.
+    """A `RequestObserver` that estimates the hit rates of caches of other sizes.
 
-    What is seen is queued, and looked at many requests at a time. Memory is bounded: 200 bytes for each of `max_pages`,
-    the keys of the queue, and the sampled pages of open leases.
+    Requests are queued, and processed many at a time. Memory is bounded: 200 bytes for each of `max_pages`, the keys in
+    the queue, and the sampled pages of open leases.
 
     Args:
         page_size: tokens.
-        max_size: tokens; the largest cache to tell of.
-        max_pages: how many pages to follow; where `max_size` holds more, a sample of them.
+        max_size: tokens; the largest cache to estimate.
+        max_pages: how many pages to follow; if `max_size` holds more, a sample of them.
         seed: of the sample.
-        bigram: the tree's keys are pairs of neighbouring tokens, and so are the pages.
+        bigram: whether the tree's keys, and so the pages, are pairs of neighbouring tokens.
     """
 
     def __init__(
@@ -68,28 +68,29 @@ class GhostCurve:
         self._threshold = np.uint64(min(int(self.sample_rate * 2**64), 2**64 - 1))
         self._hasher = PrefixHasher(page_size, seed)
         self._stack = ReuseStack(max_pages)
-        self._hits = np.zeros(max_pages + 1, np.int64)  # sampled pages found, by how many lay above; last: that or more
-        self._num_sampled = 0  # sampled pages that were looked up
-        self._num_pages = 0  # all pages that were
+        self._hits = np.zeros(max_pages + 1, np.int64)  # found pages by reuse distance; last: that or more
+        self._num_sampled = 0  # sampled pages of lookups
+        self._num_pages = 0  # all pages of lookups
         self._queue: list[_Use] = []
         self._queued_pages = 0
         self._max_queued_pages = min(_QUEUED_PAGES, _QUEUED_TOKENS // page_size)
-        self._open: dict[LeaseRecord, tuple[_Use, int]] = {}  # the lookup, and how many pages were stored
+        self._open: dict[LeaseRecord, tuple[_Use, int]] = {}  # its lookup, and how many of its pages are stored
         self._seeds: dict[str | None, int] = {}
         self._num_seeds = seed << 32
 
-    # ---------------------------------------------------------------- what it watches
+    # ---------------------------------------------------------------- requests
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """The prompt of a lease is looked up."""
+        """Look up the prompt of a lease."""
         use = self._look_up(lease.key, lease.num_slots, max_prefix_len)
         self._open[lease] = use, 0
         self._add(use)
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """A request was refused: a cache with room for it looks it up and stores its prompt.
+        """Count a rejected request: a larger cache would look up and store its prompt.
 
-        One that can ever fit found the room taken by other leases, and comes again: a miss, whatever the size.
+        If the request can ever fit, other leases take its space now, and it will be sent again: count it as a miss in
+        caches of all sizes.
         """
         if can_ever_fit:
             self.tokens_requested += len(key)
@@ -99,7 +100,7 @@ class GhostCurve:
         self._add(use)
 
     def _look_up(self, key: RadixKey, num_tokens: int, max_prefix_len: int | None) -> _Use:
-        """The use of a prompt by a lease over so many tokens, counted as requested."""
+        """Return the lookup of a prompt by a lease over `num_tokens` tokens, and count its tokens as requested."""
         page = self.page_size
         num_pages = max(0, len(key) - self._bigram) // page
         counted = num_pages if max_prefix_len is None else min(num_pages, max_prefix_len // page)
@@ -108,19 +109,19 @@ class GhostCurve:
         return _Use(key, num_pages, self._seed_of(key.extra_key), counted, -(-num_tokens // page))
 
     def published(self, lease: LeaseRecord) -> None:
-        """The first pages that a lease publishes are stored at once, what it publishes later at its end."""
+        """Store the pages that a lease publishes first; `ended` stores the pages that it publishes later."""
         if (found := self._open.get(lease)) is not None and not found[1]:
             self._store(lease, found[0])
 
     def ended(self, lease: LeaseRecord) -> None:
-        """What the lease has published since is stored."""
+        """Store the pages that the lease has published since `published`."""
         use, num_stored = self._open.pop(lease, (None, 0))
         if use is not None and lease.num_published_pages > max(num_stored, lease.prefix_len // self.page_size):
             self._store(lease, use)
             del self._open[lease]
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """The pages of these namespaces will not be found again."""
+        """Forget the seeds of these namespaces, so that their pages are never found again."""
         self._seeds = {extra_key: seed for extra_key, seed in self._seeds.items() if not is_meant(extra_key)}
 
     def _store(self, lease: LeaseRecord, use: _Use) -> None:
@@ -139,7 +140,7 @@ class GhostCurve:
         if use.of is None:
             self._queued_pages += use.num_pages
         if self._queued_pages >= self._max_queued_pages or len(self._queue) >= _QUEUED_USES:
-            self._look_at_queue()
+            self._process_queue()
 
     def _seed_of(self, extra_key: str | None) -> int:
         seed = self._seeds.get(extra_key)
@@ -150,9 +151,9 @@ class GhostCurve:
             seed = self._seeds[extra_key] = self._num_seeds * _SPREAD % 2**64
         return seed
 
-    # ---------------------------------------------------------------- what it makes of it
+    # ---------------------------------------------------------------- distances
 
-    def _look_at_queue(self) -> None:
+    def _process_queue(self) -> None:
         queue, self._queue, self._queued_pages = self._queue, [], 0
         if not queue:
             return
@@ -164,7 +165,7 @@ class GhostCurve:
         self._count([self._counted(use, depths) for use, depths in zip(queue, self._stack.use(groups), strict=True)])
 
     def _hash(self, uses: list[_Use]) -> None:
-        """Give each use its sampled pages, the last one first."""
+        """Set the sampled pages of each use, the last one first."""
         if not uses:
             return
         num_pages = [use.num_pages for use in uses]
@@ -179,9 +180,9 @@ class GhostCurve:
             use.pages, use.places, stop = pages[start:stop], places[start:stop], start
 
     def _counted(self, use: _Use, depths: Depths) -> Depths:
-        """The depths of the pages whose hits count, of those that a use looked up.
+        """Return the depths of those pages of a lookup that count as hits or misses.
 
-        A page found is at least as deep as the last one that the lease needs: smaller caches refuse the lease.
+        A found page is at least as deep as the last page that the lease needs: smaller caches reject the lease.
         """
         if use.num_counted is None:
             return depths
@@ -198,14 +199,17 @@ class GhostCurve:
         np.add.at(self._hits, found, 1)
 
     def hit_rates(self, sizes: Sequence[int]) -> list[float]:
-        """The share of prompt tokens that caches of so many tokens would have found; 0 before the first request."""
-        self._look_at_queue()
+        """Return the share of prompt tokens that caches of these sizes, in tokens, would have found.
+
+        0 before the first request.
+        """
+        self._process_queue()
         if not self.tokens_requested:
             return [0.0] * len(sizes)
         rate, page = self.sample_rate, self.page_size
         found = np.concatenate(([0], np.cumsum(self._hits)))
         above = np.ceil(np.array(sizes, np.float64) * rate / page).astype(np.int64)
-        # Pages that are used all the time, sampled or not by chance, are found by caches of any size.
+        # The sample may have more or less than its share of pages that are always in use: any cache finds those.
         missing = self._num_pages * rate - self._num_sampled
         pages = (found[np.minimum(above, len(found) - 1)] + missing) / rate
         tokens = np.clip(pages, 0, self._num_pages) * page
@@ -214,6 +218,6 @@ class GhostCurve:
 
 
 def _first_of(use: _Use, num_pages: int) -> tuple[list[int], list[int]]:
-    assert use.pages is not None and use.places is not None, "a prefix is stored before it was looked up"
-    later = bisect_left(use.places, -num_pages + 1, key=neg)  # places fall
+    assert use.pages is not None and use.places is not None, "a prefix is stored before its lookup is hashed"
+    later = bisect_left(use.places, -num_pages + 1, key=neg)  # places descend
     return use.pages[later:], use.places[later:]

@@ -1,4 +1,4 @@
-"""Hashes of whole prefixes, many requests at a time, in numpy: good for counting pages, not for trusting them."""
+"""`PrefixHasher`: hashes of whole prefixes, many requests at a time, in numpy; to count pages, not to identify them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raydix.cache_core.tree.radix_key import RadixKey
 
 Hashes = NDArray[np.uint64]
 
-_CHUNK = 8_192  # tokens that are hashed together, if they belong to several keys
+_CHUNK = 8_192  # tokens of several keys that are hashed together
 
 _HIGH_HALF = np.uint64(0xD6E8FEB86659FD93)  # odd; spreads the upper half of wide ids over the word
 _PLACE = np.uint64(0x9E3779B97F4A7C15)
@@ -20,14 +20,14 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class PrefixHasher:
-    """Gives each page of a key a hash of all tokens up to its end, 64 bits.
+    """Computes for each page of a key a 64-bit hash of all tokens up to its end.
 
-    A page is a sum of its ids times random odd numbers, mixed with its place; a prefix is the sum of its pages. So
-    equal prefixes have equal hashes, and two others meet by chance only. About 3 ns a token.
+    The hash of a page is the sum of its ids times random odd numbers, mixed with its position; the hash of a prefix is
+    the sum of its pages. Equal prefixes have equal hashes; other prefixes collide by chance only. About 3 ns per token.
 
     Args:
         page_size: tokens.
-        seed: of the random numbers; hashes of different ones have nothing in common.
+        seed: of the random numbers; hashes of different seeds are independent.
     """
 
     def __init__(self, page_size: int, seed: int = 0) -> None:
@@ -37,7 +37,7 @@ class PrefixHasher:
         self._seed = seed
 
     def hash_pages(self, keys: Sequence[RadixKey], num_pages: Sequence[int], seeds: Sequence[int]) -> Hashes:
-        """The hashes of the first `num_pages[i]` pages of each key, below its namespace's seed, one after the other."""
+        """Return the hashes of the first `num_pages[i]` pages of each key, with its namespace's seed, concatenated."""
         counts = np.array(num_pages, np.int64)
         starts = np.cumsum(counts) - counts
         seed = np.repeat(np.array(seeds, np.uint64), counts)
@@ -52,7 +52,7 @@ class PrefixHasher:
         return _mixed(sums)
 
     def _all_contents(self, keys: Sequence[RadixKey], num_pages: Sequence[int]) -> list[Hashes]:
-        """`_contents` of all keys, of some keys of one kind at a time, so that a processor's cache holds them."""
+        """Return `_contents` of all keys, of a few keys of one width at a time, to fit the processor's cache."""
         parts = []
         first = num_tokens = 0
         for place, num in enumerate(num_pages):
@@ -63,7 +63,7 @@ class PrefixHasher:
         return parts
 
     def _contents(self, keys: Sequence[RadixKey], num_pages: Sequence[int]) -> Hashes:
-        """A sum of each page's ids, wherever the page stands."""
+        """Return the weighted sum of each page's ids; it does not depend on the page's position."""
         width, page = keys[0].width, self._page_size * keys[0].unit
         if len(keys) == 1:
             joined = keys[0].data
@@ -73,12 +73,12 @@ class PrefixHasher:
         ids: NDArray[Any] = np.frombuffer(joined, f"<u{width}", sum(num_pages) * per_page)
         words = ids.astype(np.uint64).reshape(-1, per_page)
         if width == 8:
-            words += (words >> np.uint64(32)) * _HIGH_HALF  # narrow ids stay what they are
+            words += (words >> np.uint64(32)) * _HIGH_HALF  # narrow ids are unchanged
         sums: Hashes = words @ self._factors_of(per_page)
         return sums
 
     def _places_of(self, num_pages: int) -> Hashes:
-        """A number for each place in a prefix."""
+        """Return a number for each position in a prefix."""
         if num_pages > len(self._places):
             self._places = np.arange(2 * num_pages, dtype=np.uint64) * _PLACE
         return self._places[:num_pages]
@@ -95,7 +95,7 @@ def _kind(key: RadixKey) -> tuple[int, int]:
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Values whose every bit hangs on every bit of what was given, which is overwritten."""
+    """Mix `values` in place so that every bit depends on every bit, and return them."""
     values ^= values >> np.uint64(31)
     values *= _MIX
     values ^= values >> np.uint64(29)

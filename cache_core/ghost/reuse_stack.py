@@ -1,4 +1,4 @@
-"""`ReuseStack`: how many other pages were used since each page's last use."""
+"""`ReuseStack`: reuse distances, that is how many other pages were used since each page's last use."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from raydix.cache_core.ghost.prefix_hashes import Hashes
 
 Depths = NDArray[np.int64]
 
-_BLOCK = 256  # uses that are taken together, and compared with one another
+_BLOCK = 256  # uses that are processed together, and compared with one another
 _NONE: Depths = np.empty(0, np.int64)
 
 
 class Group(NamedTuple):
-    """Pages that are used at once, each of them once: the pages of one request, the last one first.
+    """The pages of one request, each of them once, the last one first.
 
-    Those that are there come to the top; the others come in only if the group stores.
+    Pages in the stack move to the top; the other pages are added only if the group stores.
     """
 
     pages: list[int]
-    looks_up: bool  # whether anybody wants to know where they were
+    looks_up: bool  # whether their depths are returned
     stores: bool
 
 
 class ReuseStack:
-    """Pages by the time of their last use, the latest on top, at most `max_pages` of them.
+    """At most `max_pages` pages by the time of their last use, the latest on top.
 
-    No page lies above the pages before it in its prefix, as long as groups name the last one first. That is the order
-    in which whole leaves leave a tree, least recently used first.
+    If groups name the last page first, no page is above the pages before it in its prefix. That is the order in which
+    a tree evicts whole leaves, least recently used first.
 
-    Costs per use: a dictionary entry, and some numpy shared by a block of uses. Some 200 bytes a page.
+    A use costs a dictionary entry, and a share of the numpy calls of its block. About 200 bytes per page.
     """
 
     def __init__(self, max_pages: int) -> None:
         self._max_pages = max_pages
         self._last_use: dict[int, int] = {}  # of each page in the stack, by hash
         self._times = np.empty(0, np.int64)  # the same, in order
-        self._pages = np.empty(0, np.uint64)  # whose they are
+        self._pages = np.empty(0, np.uint64)  # the page of each time
         self._now = 0
 
     def __len__(self) -> int:
         return len(self._times)
 
     def use(self, groups: list[Group]) -> list[Depths]:
-        """Use groups of pages in order. Returns for each page how many were above it before its group.
+        """Use groups of pages in order. Return for each page how many pages were above it before its group.
 
-        -1: it was not there. Groups that look nothing up get nothing.
+        -1: the page was not in the stack. Empty for groups that do not look up.
         """
         depths: list[Depths] = []
         block: list[Group] = []
@@ -64,7 +64,7 @@ class ReuseStack:
 
     def _use_block(self, groups: list[Group]) -> list[Depths]:
         sizes = [len(group.pages) for group in groups]
-        previous = self._note_uses(groups)
+        previous = self._set_times(groups)
         times = np.arange(self._now, self._now + len(previous))
         group = np.repeat(np.arange(len(groups)), sizes)
         found = previous >= 0
@@ -73,7 +73,7 @@ class ReuseStack:
         asked = np.flatnonzero(found & np.repeat([group.looks_up for group in groups], sizes))
         depths = np.full(len(previous), -1, np.int64)
         depths[asked] = len(self._times) - np.searchsorted(self._times, previous[asked], side="right")
-        if len(groups) > 1:  # of one group, none came above another of it
+        if len(groups) > 1:  # within a group, no page moves above another one
             depths[asked] += came.count_above(previous[asked], group[asked])
         pages = np.fromiter(chain.from_iterable([group.pages for group in groups]), np.uint64, len(previous))
         self._renew(pages[on_top], came)
@@ -81,8 +81,8 @@ class ReuseStack:
         each = zip(groups, np.cumsum(sizes).tolist(), sizes, strict=True)
         return [depths[end - size : end] if group.looks_up else _NONE for group, end, size in each]
 
-    def _note_uses(self, groups: list[Group]) -> Depths:
-        """Enter the new times of use; returns the old ones, -1 for pages that were not there."""
+    def _set_times(self, groups: list[Group]) -> Depths:
+        """Set the new times of use; return the old ones, -1 for pages that were not in the stack."""
         last_use, now = self._last_use, self._now
         previous: list[int] = []
         for group in groups:
@@ -98,11 +98,11 @@ class ReuseStack:
         return np.array(previous, np.int64)
 
     def _renew(self, pages: Hashes, uses: _Uses) -> None:
-        """Take pages from where they lay and put them on top, each by its last use."""
+        """Move pages to the top, in the order of their last use."""
         start, previous = self._now, uses.previous
         keep = np.ones(len(self._times), bool)
         keep[np.searchsorted(self._times, previous[(previous >= 0) & (previous < start)])] = False
-        last = ~np.isin(uses.times, previous[previous >= start])  # not used once more within the block
+        last = ~np.isin(uses.times, previous[previous >= start])  # not used again within the block
         self._times = np.concatenate((self._times[keep], uses.times[last]))
         self._pages = np.concatenate((self._pages[keep], pages[last]))
         surplus = len(self._times) - self._max_pages
@@ -113,14 +113,14 @@ class ReuseStack:
 
 
 class _Uses(NamedTuple):
-    """Uses that put a page on top: when, when it was used before (-1: it comes in), and in which group."""
+    """Uses that move a page to the top: their times, the times of the use before (-1: none), and their groups."""
 
     times: Depths
     previous: Depths
     group: Depths
 
     def count_above(self, previous: Depths, group: Depths) -> Depths:
-        """For pages last used at `previous`: how many came above them since, from below, before their group."""
+        """Return for pages last used at `previous` how many pages moved above them since then, before their group."""
         since = self.times > previous[:, None]
         since &= self.previous < previous[:, None]
         since &= self.group < group[:, None]

@@ -20,7 +20,7 @@ class PoolLayout:
     A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`, its V the same with `v_head_dim`; a
     sliding-window layer has `num_swa_slots` in place of `num_slots`. The first `page_size` rows are reserved for
     padding, so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for
-    each of `state_shapes`, with row 0 reserved, and no K and V. States lie behind all KV, those of one slot together.
+    each of `state_shapes`, with row 0 reserved, and no K and V. States lie after all KV, those of one slot together.
 
     With `kv_shapes`, layers differ in `(num_kv_heads, head_dim, v_head_dim)`, and the fields of these names are unused.
 
@@ -70,7 +70,7 @@ class PoolLayout:
 
     @property
     def difference(self) -> str:
-        """Name two layers whose K and V differ in shape, and their shapes; empty where all layers are alike."""
+        """Two layers with K and V of different shapes, and these shapes, as text; empty if all layers are alike."""
         if self.kv_shapes is None:
             return ""
         first, *others = self.kv_layers

@@ -1,1 +1,1 @@
-"""Caches whose sequences each occupy one row of a tensor (kind "slots")."""
+"""The cache of kind "slots": each sequence has its KV in one row of a tensor."""

@@ -1,7 +1,7 @@
-"""`PrefixCacheManager`: which slot holds the KV of which prefix, where a slot is a whole row of positions.
+"""`PrefixCacheManager`: which slot holds the KV of which prefix. A slot is a row: the KV of one sequence.
 
-What is valid is a triple: a slot, its version, and how many leading tokens of what was recorded are still there. As a
-row holds one sequence at a time, one such triple per slot is all there is to know; a tree over the tokens finds it:
+A record of a slot is its version, and how many leading tokens of the recorded sequence are still valid. A slot holds
+one sequence at a time, so it has at most one record. A tree over the tokens finds it:
 
     insert([1, 2, 3, 4], slot=0, slot_ver=1)      namespace None
     insert([1, 2, 5], slot=1, slot_ver=1)           [1 2] len=2 rows=[0 1] age=0
@@ -9,10 +9,10 @@ row holds one sequence at a time, one such triple per slot is all there is to kn
                                                         [4] len=1 rows=[0] age=2
                                                       [5] len=1 rows=[1] age=1
 
-Every node along a path records the row, so any prefix of a row is found. A *node* in the sense of the capacity is one
-token of such a path, as in a plain trie, whatever runs the tree packs them in: [1 2] above counts 2, the whole 5.
+Every node on its path records the row, so any prefix of a row is found. The capacity counts tokens of all paths, as if
+each token had a node of its own: [1 2] above counts 2, the whole tree 5.
 
-Nothing here awaits: whoever calls from one thread finds each operation atomic, `copy_kv` with its check included.
+No method awaits, so each operation is atomic for callers of one thread, including the check and the copy of `copy_kv`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = ["FoundRow", "PrefixCacheManager", "SlotAllocator"]
 
 
 class FoundRow(NamedTuple):
-    """Where the longest valid prefix of a query lies; `(0, -1, 0)` is a miss."""
+    """The longest valid prefix of a query, and the row that holds it; `(0, -1, 0)` is a miss."""
 
-    prefix_len: int  # positions [0, prefix_len) of the row hold it
+    prefix_len: int  # tokens, in positions [0, prefix_len) of the row
     slot: int
     slot_ver: int
 
@@ -47,15 +47,15 @@ MISS = FoundRow(0, -1, 0)
 
 
 class PrefixCacheManager:
-    """Token sequences to slots, with pins and LRU eviction over nodes.
+    """Records of slots by token sequence, with pins and LRU eviction of tokens or whole rows.
 
-    Token ids are whatever a `RadixKey` takes, or a `RadixKey`, whose `extra_key` isolates namespaces; keys are copied.
-    The cache owns no slot: it knows what they hold. Time is a logical clock: equal operations have equal outcomes.
+    Token ids are a `RadixKey` or any argument of one; its `extra_key` isolates namespaces. Keys are copied. The
+    cache does not own slots or KV. Time is a logical clock: equal operations have equal outcomes.
 
     Args:
-        max_capacity: nodes, that is tokens of all paths, a shared prefix counted once.
-        allocator: tells the versions of slots: a record whose version is no longer its slot's is never found. Without
-            one, who reuses a slot has to say so: by an `insert` with another version, `invalidate` or `forget`.
+        max_capacity: tokens of all paths; a shared prefix is counted once.
+        allocator: has the versions of slots: a record with another version than its slot is never found. Without an
+            allocator, report the reuse of a slot by an `insert` with another version, `invalidate` or `forget`.
 
     Raises:
         ValueError: `max_capacity` is less than 1.
@@ -70,17 +70,17 @@ class PrefixCacheManager:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, pins included."""
+        """Drop all records and pins."""
         self._index = RowIndex(self.max_capacity, self.allocator)
 
     # ---------------------------------------------------------------- lookup
 
     def find(self, token_ids: Any) -> FoundRow:
-        """The longest prefix of `token_ids` that some row still holds, and that row: `(prefix_len, slot, slot_ver)`.
+        """Return the longest prefix of `token_ids` that a row still holds, and that row.
 
-        Of several rows the one recorded last; `(0, -1, 0)` if there is none. Takes no reference: the answer is good
-        until the row is written to. The prefix and the row become the most recently used; a match that ends inside a
-        run splits it. Costs a memcmp and a lookup per run, and a step per row passed over because its version is old.
+        Of several rows, returns the one that was recorded last; `(0, -1, 0)` if there is none. Takes no reference: the
+        result is valid until the row is overwritten. The prefix and the row become the most recently used; a match that
+        ends inside a node splits it. Costs a memcmp and a lookup per node, and a step per row with an old version.
         """
         found = self._locate(_as_key(token_ids))
         if found is None:
@@ -91,13 +91,15 @@ class PrefixCacheManager:
         return FoundRow(end, row.slot, row.version)
 
     def peek(self, token_ids: Any) -> FoundRow:
-        """As `find`, but nothing changes."""
+        """Return the result of `find`, without any effect."""
         found = self._locate(_as_key(token_ids))
         return MISS if found is None else FoundRow(found[1], found[2].slot, found[2].version)
 
     def peek_slots(self, token_ids: Any, limit: int | None = None) -> tuple[int, list[int]]:
-        """The length that `find` would return, and the slots that hold that prefix, recorded last first: all of them,
-        or so many. O(slots told)."""
+        """Return the length that `find` would return, and up to `limit` slots that hold that prefix.
+
+        The slot that was recorded last is first. O(returned slots).
+        """
         found = self._locate(_as_key(token_ids))
         if found is None:
             return 0, []
@@ -113,21 +115,21 @@ class PrefixCacheManager:
                     return node, min(end, node.end), self._index.rows[slot]
         return None
 
-    # ---------------------------------------------------------------- what a slot holds
+    # ---------------------------------------------------------------- records
 
     def insert(self, token_ids: Any, slot: int, slot_ver: int) -> int:
-        """Record that positions [0, n) of `slot` hold the KV of the n tokens; returns how many are recorded.
+        """Record that positions [0, n) of `slot` hold the KV of the n tokens; return how many are recorded.
 
-        Takes no reference and no ownership. What the slot held instead is overwritten, so it is dropped first: records
-        of another version, and whatever goes on otherwise after a common prefix. What it holds beyond `token_ids` stays
-        recorded. If nodes are short, unpinned leaves go, LRU first, but none of this path: if all others are pinned or
-        gone, the leading tokens for which there is room are recorded. An old `slot_ver` records nothing (returns 0).
+        Takes no reference and no ownership. Overwritten records of the slot are dropped first: those of another
+        version, and the tokens after the prefix that they share with `token_ids`. Tokens of the slot that follow all of
+        `token_ids` stay recorded. If the capacity is exceeded, unpinned leaves of other paths are evicted, LRU first;
+        if that is not enough, only the first tokens are recorded. An old `slot_ver` records nothing and returns 0.
 
-        Costs a memcmp and a lookup per run, and O(log n) per evicted run.
+        Costs a memcmp and a lookup per node, and O(log n) per evicted node.
 
         Raises:
-            SlotError: there is no such slot.
-            InvalidKeyError: token ids that no key can hold.
+            SlotError: `slot` is out of range.
+            InvalidKeyError: `token_ids` are not plain token ids.
         """
         key = _as_key(token_ids)
         slot, slot_ver = self._check_slot(slot), index(slot_ver)
@@ -136,12 +138,12 @@ class PrefixCacheManager:
         return self._index.write(key, slot, slot_ver)
 
     def invalidate(self, slot: int, valid_len: int) -> None:
-        """Positions from `valid_len` on are about to be overwritten: drop what is recorded there, pinned or not.
+        """Drop the record of positions from `valid_len` on, pinned or not, because they will be overwritten.
 
-        O(runs dropped). A slot without a record is left alone.
+        O(dropped nodes). No effect on a slot without a record.
 
         Raises:
-            SlotError: there is no such slot, or `valid_len` is negative; nothing changed.
+            SlotError: `slot` is out of range, or `valid_len` is negative; nothing changed.
         """
         slot, valid_len = self._check_slot(slot), index(valid_len)
         if valid_len < 0:
@@ -151,16 +153,16 @@ class PrefixCacheManager:
             self._index.shorten(row, valid_len)
 
     def forget(self, slot: int) -> None:
-        """Drop all that is recorded of a slot: `invalidate` from 0 on."""
+        """Drop the whole record of a slot."""
         self.invalidate(slot, 0)
 
     # ---------------------------------------------------------------- pins
 
     def pin(self, token_ids: Any) -> None:
-        """Keep the nodes of a prefix, all of which must be findable, from eviction until a `release`.
+        """Keep the nodes of a prefix from eviction until a `release`. A row must hold all of the prefix.
 
-        A pin keeps nodes, not KV: who overwrites the row says so, and then the prefix is not found any more; its
-        release stays valid. O(depth in runs).
+        A pin keeps nodes, not KV: if the row is overwritten and invalidated, the prefix is no longer found, but its
+        release is still due. O(depth in nodes).
 
         Raises:
             StaleNodeError: no row holds all of `token_ids`; nothing changed.
@@ -169,17 +171,17 @@ class PrefixCacheManager:
         self._index.tree.pin(self._index.tree.split(node, end))
 
     def release(self, token_ids: Any) -> None:
-        """Undo one `pin` of this very prefix. At zero pins it stays recorded, as evictable as any other.
+        """Undo one `pin` of exactly this prefix. Without pins it stays recorded, and can be evicted.
 
-        O(depth in runs, and the rows that hold the prefix).
+        O(depth in nodes, and the rows that hold the prefix).
 
         Raises:
-            LockError: it has no pin; nothing changed.
+            LockError: the prefix has no pin; nothing changed.
         """
         key = _as_key(token_ids)
         path, end = self._index.tree.walk(key)
         if not path or not end == path[-1].end == len(key) or not path[-1].own_locks:
-            raise LockError(f"{key} is not pinned")
+            raise LockError(f"{key} is not pinned: release exactly the prefix of a pin, once")
         node = path[-1]
         self._index.tree.unpin(node)
         for slot in node.rows:
@@ -188,24 +190,25 @@ class PrefixCacheManager:
     def _locate_all(self, key: RadixKey) -> tuple[RowNode, int, Row]:
         found = self._locate(key)
         if found is None or found[1] < len(key):
-            raise StaleNodeError(f"no row holds all of {key}: find again")
+            raise StaleNodeError(f"no row holds all of {key}: call find again")
         return found
 
     # ---------------------------------------------------------------- eviction
 
     def evict(self, num_nodes: int) -> int:
-        """Give up unpinned leaves, least recently used first, until `num_nodes` nodes have gone; returns how many did.
+        """Evict `num_nodes` tokens of unpinned leaves, least recently used first; return how many were evicted.
 
-        A parent becomes a candidate when its last child has gone; rows are shortened accordingly. Always ends: what is
-        pinned is passed over. O(log n) per run, and a step per row that ends at it; of the last run only the tail goes.
+        A parent becomes a candidate when its last child is removed; rows are shortened accordingly. Of the last leaf,
+        only the last tokens are evicted. O(log n) per removed node, and a step per row that ends at it.
         """
         return self._index.evict(index(num_nodes), used_before=self._index.clock + 1)
 
     def evict_lru_slot(self) -> int | None:
-        """Give up all that is recorded on one released row: the one inserted or found longest ago; returns its slot.
+        """Drop the record of the released row that was inserted or found longest ago; return its slot.
 
-        Released is what is free in the allocator, or any row without one. Rows with a pin on their path are passed
-        over; None if no other is left. The slot stays as free as it was. O(log n), and O(depth in runs) for the row.
+        A row is released if its slot is free in the allocator; without an allocator, all rows are. Rows with a pin on
+        their path are skipped; None if no other row is left. The allocator is not changed. O(log n), and O(depth in
+        nodes) for the row.
         """
         row = self._index.released.pop(self._index.rows)
         if row is None:
@@ -216,12 +219,12 @@ class PrefixCacheManager:
     # ---------------------------------------------------------------- copying
 
     def copy_kv(self, token_ids: Any, target_slot: int, kv_cache: tuple[Any, Any], n_layers: int) -> int:
-        """Copy the KV of a whole findable prefix into the first positions of another row; returns its length.
+        """Copy the KV of a prefix, all of which a row must hold, into the first positions of another row.
 
-        The check and the copy are one step: nothing can overwrite the source in between. What was recorded of the
-        target beyond what it shares with `token_ids` is dropped; the copy is not recorded (`insert` does that, once the
-        target is to be found). A target that holds the prefix already is left as it is. One assignment per tensor; the
-        prefix and the row it came from become the most recently used.
+        Returns the length of the prefix. The check and the copy are one step: no other call can overwrite the source in
+        between. The target's record is shortened to the tokens that it shares with `token_ids`; the copy is not
+        recorded: `insert` it when it may be found. A target that already holds the prefix is left alone. One assignment
+        per tensor. The prefix and the source row become the most recently used.
 
         Args:
             kv_cache: `(k_cache, v_cache)`, tensors or numpy arrays, each indexed [slot, position, layer, ...].
@@ -229,7 +232,7 @@ class PrefixCacheManager:
 
         Raises:
             StaleNodeError: no row holds all of `token_ids` any more; nothing was copied or changed.
-            SlotError: the tensors lack a slot, position or layer; nothing was copied or changed.
+            SlotError: the tensors have too few slots, positions or layers; nothing was copied or changed.
         """
         key = _as_key(token_ids)
         target_slot, n_layers = self._check_slot(target_slot), index(n_layers)
@@ -249,23 +252,23 @@ class PrefixCacheManager:
                 cache[target_slot, :end, :n_layers] = cache[source.slot, :end, :n_layers]
         return end
 
-    # ---------------------------------------------------------------- slots, sizes, people
+    # ---------------------------------------------------------------- slots, sizes, debugging
 
     def slot_is_findable(self, slot: int) -> bool:
-        """Whether a `find` could return this slot. O(1)."""
+        """Return whether a `find` could return this slot. O(1)."""
         row = self._index.rows.get(slot)
         return row is not None and self._is_current(slot, row.version)
 
     def recorded_len(self, slot: int) -> int:
-        """How many leading tokens of a slot are recorded, current or not; 0 for none. O(1)."""
+        """Return how many leading tokens of a slot are recorded, under any version. O(1)."""
         return self._index.rows[slot].tail.end if slot in self._index.rows else 0
 
     def recorded_key(self, slot: int) -> RadixKey | None:
-        """The tokens recorded of a slot, current or not. O(their number)."""
+        """Return the recorded tokens of a slot, under any version; None without a record. O(their number)."""
         return self._index.rows[slot].tail.prefix() if slot in self._index.rows else None
 
     def forget_namespaces(self, is_meant: Callable[[str | None], bool]) -> tuple[int, list[int]]:
-        """`forget` every slot that holds a sequence of one of these; how many namespaces those are, and the slots."""
+        """Forget every slot with a sequence of a meant namespace; return the number of namespaces, and the slots."""
         meant = [row for row in self._index.rows.values() if is_meant(row.tail.space.extra_key)]
         namespaces = {row.tail.space.extra_key for row in meant}
         for row in meant:
@@ -273,44 +276,44 @@ class PrefixCacheManager:
         return len(namespaces), [row.slot for row in meant]
 
     def lowest_empty_slot(self) -> int:
-        """The lowest free slot of which nothing is recorded; -1 if there is none, or no allocator. O(slots / 1024)."""
+        """Return the lowest free slot without a record; -1 if there is none, or no allocator. O(slots / 1024)."""
         return self._index.released.lowest_empty_slot()
 
     @property
     def num_nodes(self) -> int:
-        """Tokens of all paths, a shared prefix counted once: what `max_capacity` bounds. O(1)."""
+        """Tokens of all paths, a shared prefix counted once; at most `max_capacity`. O(1)."""
         return self._index.tree.num_tokens
 
     @property
     def num_pins(self) -> int:
-        """Pins taken and not given back. O(1)."""
+        """Pins without a release. O(1)."""
         return self._index.tree.num_pins
 
     @property
     def num_rows(self) -> int:
-        """Slots of which something is recorded. O(1)."""
+        """Slots with a record. O(1)."""
         return len(self._index.rows)
 
     def _is_current(self, slot: int, version: int) -> bool:
         return self.allocator is None or self.allocator.version(slot) == version
 
     def _check_slot(self, slot: int) -> int:
-        """The slot, as a plain int, if there is such a slot."""
+        """Return the slot as a plain int; raise SlotError if it is out of range."""
         if self.allocator is not None:
             return self.allocator.check_range(slot)
         slot = index(slot)
         if slot < 0:
-            raise SlotError(f"slot {slot} is negative")
+            raise SlotError(f"slot must not be negative: {slot}")
         return slot
 
     def outline(self, limits: OutlineLimits) -> Outline:
-        """The largest branches, stale versions included. Bounded work."""
+        """Return the largest branches, old versions included. Bounded work."""
         tops = self._index.tree.tops
         nodes = outline(((top.space.extra_key, top) for top in tops), outline_node, limits)
         return Outline(nodes, self._index.clock, len(tops))
 
     def pretty_format(self) -> str:
-        """One line per run, indented by depth: tokens, length, rows, pins, and age in ticks of the clock."""
+        """Return one line per node, indented by depth: tokens, length, rows, pins, and age in ticks of the clock."""
         return format_tree(self._index.tree.tops, partial(_row_line, now=self._index.clock))
 
     def pretty_print(self) -> None:
@@ -325,7 +328,7 @@ class PrefixCacheManager:
 def _as_key(token_ids: Any) -> RadixKey:
     key = token_ids if isinstance(token_ids, RadixKey) else RadixKey(token_ids)
     if key.arity:
-        raise InvalidKeyError("slots hold one position per token: plain ids only, no tuples")
+        raise InvalidKeyError(f"token ids must be plain ids, one per position, not tuples of {key.arity}")
     return key
 
 

@@ -17,10 +17,10 @@ from raydix.cache_core.rows.slot_allocator import SlotAllocator, SlotMask
 
 
 class RowEviction:
-    """The rows whose slots are free in the allocator, least recently used first. Without an allocator: all rows.
+    """The rows with slots that are free in the allocator, least recently used first. Without an allocator: all rows.
 
-    The allocator does not notify the queue when a slot is taken or freed. So `pop` parks a row whose slot is taken, and
-    queues it again once its slot is free.
+    The allocator does not notify the queue when a slot is taken or freed. So `pop` parks a row if its slot is taken,
+    and queues it again once the slot is free.
     """
 
     def __init__(self, allocator: SlotAllocator | None) -> None:
@@ -37,7 +37,7 @@ class RowEviction:
         self._queue.push(row)
 
     def discard(self, row: Row) -> None:
-        """Remove a row whose record is dropped."""
+        """Remove a row, because its record is dropped."""
         self._queue.discard(row)
         if self._allocator is not None:
             self._recorded.discard(row.slot)

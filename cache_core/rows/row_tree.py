@@ -72,7 +72,7 @@ class Row:
 
 
 class RowTree:
-    """A radix tree whose nodes know their rows."""
+    """A radix tree with the rows of each node."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -156,7 +156,7 @@ class RowTree:
     def evict(self, num_tokens: int, used_before: int) -> list[RowNode]:
         """Remove unlocked leaves that were last used before a tick, least recently used first.
 
-        Stops after `num_tokens` tokens: of the last leaf, only the tail is removed. Returns the removed leaves, whose
+        Stops after `num_tokens` tokens: of the last leaf, only the tail is removed. Returns the removed leaves: their
         rows end at their parents from now on.
         """
         removed: list[RowNode] = []

@@ -1,4 +1,4 @@
-"""`SlotAllocator`: which rows of a KV cache are free, and how often each was handed out anew."""
+"""`SlotAllocator`: which slots are free, and how often each was allocated. A slot is a row: the KV of one sequence."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SlotMask:
         return bool(self._words[slot // _WORD] >> slot % _WORD & 1)
 
     def add(self, slot: int) -> None:
-        """Put a slot in; it may be there."""
+        """Add a slot, which may be in the set already."""
         self.count += slot not in self
         self._words[slot // _WORD] |= 1 << slot % _WORD
         self._summary |= 1 << slot // _WORD
 
     def discard(self, slot: int) -> None:
-        """Take a slot out, if it is there."""
+        """Remove a slot if it is in the set."""
         self.count -= slot in self
         at = slot // _WORD
         self._words[at] &= ~(1 << slot % _WORD)
@@ -42,14 +42,14 @@ class SlotMask:
             self._summary &= ~(1 << at)
 
     def lowest(self) -> int:
-        """The lowest slot; -1 if there is none."""
+        """Return the lowest slot; -1 if the set is empty."""
         if not self._summary:
             return -1
         at = _lowest_bit(self._summary)
         return at * _WORD + _lowest_bit(self._words[at])
 
     def lowest_outside(self, other: SlotMask) -> int:
-        """The lowest slot that is not in `other`; -1 if there is none. O(words)."""
+        """Return the lowest slot that is not in `other`; -1 if there is none. O(words)."""
         for at in _bits(self._summary):
             rest = self._words[at] & ~other._words[at]
             if rest:
@@ -57,7 +57,7 @@ class SlotMask:
         return -1
 
     def common(self, other: SlotMask) -> Iterator[int]:
-        """The slots that are in both, lowest first. O(words in which both have some, and what is found)."""
+        """Yield the slots that are in both sets, lowest first. O(words in which both have slots, and those slots)."""
         for at in _bits(self._summary & other._summary):
             for bit in _bits(self._words[at] & other._words[at]):
                 yield at * _WORD + bit
@@ -67,14 +67,14 @@ class SlotMask:
         count = sum(word.bit_count() for word in self._words)
         assert self.count == count, f"{self.count=}, but {count} bits are set"
         summary = sum(1 << at for at, word in enumerate(self._words) if word)
-        assert self._summary == summary, f"the summary is {self._summary:b}, the words say {summary:b}"
+        assert self._summary == summary, f"the summary is {self._summary:b}, but the words need {summary:b}"
 
 
 class SlotAllocator:
-    """Slots 0 ... max_slots - 1, each free or taken, and a version for each: the count of its `alloc`s.
+    """Slots 0 ... max_slots - 1, each free or taken, and the version of each: how often `alloc` returned it.
 
-    Who notes a slot's version beside what it wrote there can tell later whether the slot was handed out anew. Taking
-    a slot back in order to go on with what it holds (`occupy`) leaves the version as it is. Each call is O(1).
+    A caller that records a slot's version with its content can detect later that the slot was allocated again.
+    `occupy` takes a free slot to reuse its content, and leaves its version unchanged. Each call is O(1).
 
     Raises:
         ValueError: `max_slots` is less than 1.
@@ -85,35 +85,35 @@ class SlotAllocator:
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1, not {max_slots}")
         self.max_slots = max_slots
-        self.free_mask = SlotMask(max_slots, full=True)  # to read, not to write
+        self.free_mask = SlotMask(max_slots, full=True)  # read-only for callers
         self._versions = [0] * max_slots
 
     @property
     def free_count(self) -> int:
-        """How many slots are free."""
+        """The number of free slots."""
         return self.free_mask.count
 
     def alloc(self) -> int:
-        """Take the lowest free slot and raise its version; -1 if none is free. The slot is the caller's to `free`."""
+        """Take the lowest free slot, which the caller must `free`, and raise its version; return -1 if none is free."""
         slot = self.free_mask.lowest()
         if slot >= 0:
             self.alloc_at(slot)
         return slot
 
     def alloc_at(self, idx: int) -> None:
-        """Take a given free slot as `alloc` does, for new content: its version rises.
+        """Take a given free slot for new content, and raise its version.
 
         Raises:
-            SlotError: it is out of range or not free; nothing changed.
+            SlotError: the slot is out of range or not free; nothing changed.
         """
         self.occupy(idx)
         self._versions[index(idx)] += 1
 
     def occupy(self, idx: int) -> None:
-        """Take a given free slot without raising its version, to reuse what it still holds.
+        """Take a given free slot to reuse its content; its version stays.
 
         Raises:
-            SlotError: it is out of range or not free; nothing changed.
+            SlotError: the slot is out of range or not free; nothing changed.
         """
         idx = self.check_range(idx)
         if idx not in self.free_mask:
@@ -121,10 +121,10 @@ class SlotAllocator:
         self.free_mask.discard(idx)
 
     def free(self, idx: int) -> None:
-        """Give a slot back. What it holds stays valid until `alloc` hands it out again.
+        """Free a slot. Its content stays valid until the slot is allocated again.
 
         Raises:
-            SlotError: it is out of range or free already; nothing changed.
+            SlotError: the slot is out of range or free already; nothing changed.
         """
         idx = self.check_range(idx)
         if idx in self.free_mask:
@@ -132,23 +132,23 @@ class SlotAllocator:
         self.free_mask.add(idx)
 
     def is_free(self, idx: int) -> bool:
-        """Whether nobody has taken the slot.
+        """Return whether a slot is free.
 
         Raises:
-            SlotError: it is out of range.
+            SlotError: the slot is out of range.
         """
         return self.check_range(idx) in self.free_mask
 
     def version(self, idx: int) -> int:
-        """How often `alloc` handed out the slot.
+        """Return how often a slot was allocated.
 
         Raises:
-            SlotError: it is out of range.
+            SlotError: the slot is out of range.
         """
         return self._versions[self.check_range(idx)]
 
     def check_range(self, idx: int) -> int:
-        """The slot, as a plain int. Raises SlotError unless there is such a slot."""
+        """Return the slot as a plain int; raise SlotError if it is out of range."""
         idx = index(idx)
         if not 0 <= idx < self.max_slots:
             raise SlotError(f"slot {idx} is outside [0, {self.max_slots})")

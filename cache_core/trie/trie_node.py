@@ -71,7 +71,7 @@ def walk(node: TrieNode, tokens: list[Hashable], page_size: int) -> tuple[list[T
 
 
 def common_pages(tokens: list[Hashable], others: list[Hashable], page: int) -> int:
-    """Return how many leading pages two lists share whose first pages are equal. O(shared tokens)."""
+    """Return how many leading pages two lists share. Their first pages must be equal. O(shared tokens)."""
     low, high = 1, min(len(tokens), len(others)) // page  # the first `low` pages are equal; at most `high` are
     while low < high:
         middle = (low + high + 1) // 2
