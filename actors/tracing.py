@@ -54,7 +54,7 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
 
 
 def stop_tracing() -> None:
-    """Make no more spans; no effect if none are made."""
+    """End the tracing; no effect if no verb is traced."""
     while _untraced:
         setattr(PrefixCacheClient, *_untraced.popitem())
 

@@ -276,7 +276,7 @@ class AttachedPool:
 async def _run_for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitable[None]]) -> None:
     """Run `work` for each chunk in order, two at a time.
 
-    After an error start no more, but wait for those in flight: a message that was sent takes effect.
+    After an error start no further chunk, but wait for those in flight: a message that was sent takes effect.
     """
     left = deque(chunks)
 

@@ -43,7 +43,7 @@ class RayConnector:
 
     Args:
         cache: the actor's handle or its name.
-        owner: the handle of the actor whose death ends the sessions; None: this process's.
+        owner: the handle of an actor: its death ends the sessions. None: the death of this process does.
     """
 
     def __init__(self, cache: Any, owner: Any = None) -> None:

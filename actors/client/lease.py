@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _NONE = TokenIds(b"", 4)
 
 
-# A request on a lease, whose response may come late: the published tokens that the lease knew of, and the request's
-# number. Requests of higher numbers were made later, and are executed later.
+# The mark of a request on a lease: the published tokens that the lease knew of, and the request's number. Requests are
+# executed in the order of their numbers; responses may come late.
 RequestMark = tuple[int, int]
 
 
@@ -62,7 +62,7 @@ class Lease:
         transport: of the session that holds it.
         lease_id: the id under which the cache knows it.
         epoch: the life of the cache that granted it.
-        prefix_len: tokens whose KV was cached when it was granted; never changes.
+        prefix_len: tokens that were cached when it was granted; never changes.
         published_len: tokens in the tree, held by this lease; grows with `insert`.
         state_slot: the lease's own row of the state tensors, which holds a copy of the state after the prefix (zeros
             where there is none); None for kinds without states.
@@ -195,7 +195,7 @@ class Lease:
         A later `acquire` of the same tokens hits the pages that were not evicted in between.
 
         Args:
-            tokens: all ids whose KV is computed, as for `insert`; empty if no KV was computed yet.
+            tokens: all ids with computed KV, as for `insert`; empty if no KV was computed yet.
             publish_state: as for `insert`.
 
         Raises:

@@ -29,7 +29,7 @@ class LeaseSlots:
 
     Attributes:
         num_slots: tokens that the lease covers now.
-        window_number: the number of the last request whose response has set the window.
+        window_number: the number of the latest request that has set the window.
     """
 
     __slots__ = (

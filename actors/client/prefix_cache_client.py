@@ -490,8 +490,8 @@ class PrefixCacheClient:
         The first session sets the fingerprint of a generation, which outlives that session; sessions with an equal one
         join. `retire(lora_id=...)` begins the next generation, without a fingerprint; `reset()` begins that of every
         `lora_id` and of the base. A session that is bound to an earlier generation gets ConfigMismatch from `acquire`,
-        `lock` and `adopt` in that `lora_id` (of the base: everywhere) until it has bound again. So does a client whose
-        session was lost: its next session is bound to nothing yet. Sessions that bind nothing are not checked.
+        `lock` and `adopt` in that `lora_id` (of the base: everywhere) until it has bound again. So does a client
+        that has lost its session: the next one is bound to nothing yet. Sessions that bind nothing are not checked.
 
         If weights are replaced under one `lora_id`: stop requests, push to every worker, retire, bind again.
 
@@ -525,7 +525,7 @@ class PrefixCacheClient:
         return await self._ask(make_request(EvictRequest, num_tokens=num_tokens), EvictResponse)
 
     async def reset(self) -> None:
-        """Make everything unmatchable and free it; running leases keep their slots, but publish no more."""
+        """Make everything unmatchable and free it; running leases keep their slots, but can no longer publish."""
         await self.session.ask(ResetRequest())
 
     async def retire(
@@ -664,7 +664,7 @@ def _make_leasing(
 
 
 class SyncClient:
-    """A client whose verbs wait for their results, also if a loop runs already, as in a notebook; see `sync`.
+    """A client with verbs that wait for their results, also if a loop runs already, as in a notebook; see `sync`.
 
         with PrefixCacheClient("kv-0").sync as cache:
             print(cache.match(tokens))

@@ -1,4 +1,4 @@
-"""What the parts of a client ask of each other: the way to a cache, and the client of a lease and of a pool."""
+"""Protocols between the parts of a client: the way to a cache, and the client as leases and pools see it."""
 
 from __future__ import annotations
 

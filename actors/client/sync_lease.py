@@ -40,7 +40,7 @@ def _make_plain_ending(verb: Callable[[Lease], Coroutine[Any, Any, None]]) -> Ca
 
 
 class SyncLease:
-    """A lease whose verbs wait. As a context manager it is released at the end, or aborted if the block raises.
+    """A lease with verbs that wait. As a context manager it is released at the end, or aborted if the block raises.
 
     Attributes:
         owner: the client that made it.
@@ -125,7 +125,7 @@ def _unwrap_lease(lease: Any) -> Any:
 
 
 class SyncPool:
-    """A pool whose copies wait.
+    """A pool with copies that wait.
 
     Attributes:
         pool: the asynchronous pool; if it is mapped, its tensors can be used directly.

@@ -149,7 +149,7 @@ async def test_what_is_in_quarantine_may_come_free() -> None:
         await dead.acquire([1, 2])
         leases = [await cache.acquire([3] * 3), await cache.acquire([4] * 3)]
         service = cache._host.service
-        session = service.sessions.find(dead._session_id)
+        session = service.sessions.find(dead.session.session_id)
         assert session is not None
         service.reaper._vanish(session, TimeoutError())  # type: ignore[arg-type]
         assert (await cache.stats()).quarantined_slots == 2
@@ -159,7 +159,7 @@ async def test_what_is_in_quarantine_may_come_free() -> None:
             while (await cache.stats()).waiters < 2:  # noqa: ASYNC110 -- a cache says so when asked
                 await asyncio.sleep(0.001)
         assert (await cache.stats()).deadlocks == 0
-        service.reaper.close(dead._session_id)  # it came back
+        service.reaper.close(dead.session.session_id)  # it came back
 
         await asyncio.gather(*tasks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ import torch
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client.attached_pool import AttachedPool
-from raydix.actors.transport.transport import Transport
 from raydix.schemas import (
     CacheConfig,
     CacheError,
@@ -168,29 +167,20 @@ async def test_a_pool_that_was_declined_names_no_copies_that_it_would_refuse() -
             pool.gather(0, torch.tensor([4]))
 
 
-class FarTransport:
-    """The way to a cache whose pool cannot be mapped from here."""
-
-    async def pool_handle(self) -> PoolHandle:
-        return PoolHandle(epoch="e", config=config_of(), device_type="cpu", node_id="elsewhere", num_bytes=1)
-
-    def local_pool(self) -> None:
-        return None
-
-
 @pytest.mark.parametrize("mapped", [None, True])
-async def test_where_it_cannot_be_mapped_the_client_learns_it_at_once(
+def test_where_it_cannot_be_mapped_the_client_learns_it_at_once(
     mapped: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(handle: PoolHandle) -> None:
         raise OSError(f"it lies on node {handle.node_id}")
 
     monkeypatch.setattr("raydix.actors.client.attached_pool.map_pool", fails)
-    client, transport = LocalPrefixCache(config_of()), cast(Transport, FarTransport())
+    client = LocalPrefixCache(config_of())
+    handle = PoolHandle(epoch="e", config=config_of(), device_type="cpu", node_id="elsewhere", num_bytes=1)
 
     with pytest.raises(CacheUnavailable, match="cannot be mapped from here: it lies on node elsewhere"):
-        await AttachedPool.attach(client, transport, mapped)
-    assert not (await AttachedPool.attach(client, transport, False)).mapped
+        AttachedPool.attach(client, handle, None, mapped)
+    assert not AttachedPool.attach(client, handle, None, False).mapped
 
 
 # ---------------------------------------------------------------- mapped by another process

@@ -398,7 +398,7 @@ async def test_when_the_connection_breaks_what_was_on_its_way_fails_and_the_sess
 ) -> None:
     async with PrefixCacheClient(handle) as client:
         lease = await client.acquire([1])
-        there, session_id = socket_of(client), client._session_id
+        there, session_id = socket_of(client), client.session.session_id
         assert there is not None
         asking = asyncio.create_task(client.match([1]))
         await asyncio.sleep(0)
@@ -411,7 +411,7 @@ async def test_when_the_connection_breaks_what_was_on_its_way_fails_and_the_sess
         with pytest.raises(LeaseExpired, match="the connection to the cache broke, and its session ended with it"):
             await lease.insert([1])
         assert (await client.match([1])).prefix_len == 0  # by another session
-        assert client._session_id != session_id
+        assert client.session.session_id != session_id
         assert session_id not in listening.service.sessions
         assert (await client.stats()).open_leases == 0
     assert handle.num_calls == 0
