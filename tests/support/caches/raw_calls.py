@@ -15,6 +15,7 @@ from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.ray_calls import call
 from raydix.schemas import Batch, Message, ReadKV, WaitRequest, WriteKV
+from raydix.schemas.protocol import handshake
 
 M = TypeVar("M", bound=Message)
 
@@ -81,7 +82,8 @@ class Wire:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if not isinstance(self._cache, LocalPrefixCache):
-            return await call(getattr(self._cache, method), *arguments)
+            row = (None, handshake()) if method == "open_session" else ()  # no owner
+            return await call(getattr(self._cache, method), *arguments, *row)
         host, arrived = self._cache._host, pickle.loads(pickle.dumps(arguments))
         match method:
             case "execute":
