@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-core test-long test-trace bench models lint clean
+.PHONY: help venv demo test test-core test-long test-trace coverage bench models lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -48,6 +48,15 @@ test-long: $(STAMP)  ## random operations against the reference model, 100,000 a
 test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the file that the variable RAYDIX_TRACE names
 	@test -f "$(RAYDIX_TRACE)" || { echo "usage: make test-trace RAYDIX_TRACE=conversation_trace.jsonl"; exit 1; }
 	$(BIN)/pytest -m trace $(ARGS)
+
+# Subprocesses and Ray's workers inherit the environment, so they are measured, too.
+coverage: $(STAMP)  ## lines and branches that the tests run, with the interpreted core, by package
+	rm -rf build/coverage && mkdir -p build/coverage
+	@status=0; \
+	RAYDIX_PLAIN=1 RAYDIX_ROOT=$(CURDIR) COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+		PYTHONPATH=$(CURDIR)/tests/support/coverage $(BIN)/pytest -m "not long" $(SPREAD) $(ARGS) || status=$$?; \
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet -o build/coverage/report.json && \
+	$(BIN)/python tests/support/coverage/table.py build/coverage/report.json && exit $$status
 
 bench: $(STAMP)  ## every measurement in one table, as `make bench ARGS="core scale --quick"`; fails where a gate is missed
 	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(BIN)/python -m benchmarks $(ARGS)
