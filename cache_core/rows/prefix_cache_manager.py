@@ -18,7 +18,6 @@ No method awaits, so each operation is atomic for callers of one thread, includi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from operator import index
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from raydix.cache_core.errors import InvalidKeyError, LockError, SlotError, Stal
 from raydix.cache_core.outline import Outline, OutlineLimits, head_of, outline
 from raydix.cache_core.radix.format import format_tree, head_line, outline_node
 from raydix.cache_core.rows.row_index import RowIndex
-from raydix.cache_core.rows.row_tree import Row, RowNode
+from raydix.cache_core.rows.row_tree import Row, prefix_of
 from raydix.cache_core.rows.slot_allocator import SlotAllocator
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.tree_node import TreeNode, Use
@@ -104,13 +103,13 @@ class PrefixCacheManager:
         if found is None:
             return 0, []
         node, end, _ = found
-        return end, list(islice(filter(self.slot_is_findable, reversed(node.rows)), limit))
+        return end, list(islice(filter(self.slot_is_findable, reversed(self._index.tree.rows[node])), limit))
 
-    def _locate(self, key: RadixKey) -> tuple[RowNode, int, Row] | None:
+    def _locate(self, key: RadixKey) -> tuple[TreeNode, int, Row] | None:
         """Return the deepest node on the path of `key` with a current row, how many tokens match there, and the row."""
         path, end = self._index.tree.walk(key)
         for node in reversed(path):
-            for slot in reversed(node.rows):
+            for slot in reversed(self._index.tree.rows[node]):
                 if self.slot_is_findable(slot):
                     return node, min(end, node.end), self._index.rows[slot]
         return None
@@ -184,10 +183,10 @@ class PrefixCacheManager:
             raise LockError(f"{key} is not pinned: release exactly the prefix of a pin, once")
         node = path[-1]
         self._index.tree.unpin(node)
-        for slot in node.rows:
+        for slot in self._index.tree.rows.get(node, ()):
             self._index.released.requeue(self._index.rows[slot])
 
-    def _locate_all(self, key: RadixKey) -> tuple[RowNode, int, Row]:
+    def _locate_all(self, key: RadixKey) -> tuple[TreeNode, int, Row]:
         found = self._locate(key)
         if found is None or found[1] < len(key):
             raise StaleNodeError(f"no row holds all of {key}: call find again")
@@ -237,7 +236,7 @@ class PrefixCacheManager:
         key = _as_key(token_ids)
         target_slot, n_layers = self._check_slot(target_slot), index(n_layers)
         node, end, source = self._locate_all(key)
-        if target_slot in node.rows and self.slot_is_findable(target_slot):
+        if target_slot in self._index.tree.rows[node] and self.slot_is_findable(target_slot):
             source = self._index.rows[target_slot]
         for cache in kv_cache:
             if max(source.slot, target_slot) >= cache.shape[0] or end > cache.shape[1]:
@@ -265,7 +264,7 @@ class PrefixCacheManager:
 
     def recorded_key(self, slot: int) -> RadixKey | None:
         """Return the recorded tokens of a slot, under any version; None without a record. O(their number)."""
-        return self._index.rows[slot].tail.prefix() if slot in self._index.rows else None
+        return prefix_of(self._index.rows[slot].tail) if slot in self._index.rows else None
 
     def forget_namespaces(self, is_meant: Callable[[str | None], bool]) -> tuple[int, list[int]]:
         """Forget every slot with a sequence of a meant namespace; return the number of namespaces, and the slots."""
@@ -314,7 +313,12 @@ class PrefixCacheManager:
 
     def pretty_format(self) -> str:
         """Return one line per node, indented by depth: tokens, length, rows, pins, and age in ticks of the clock."""
-        return format_tree(self._index.tree.tops, partial(_row_line, now=self._index.clock))
+        return format_tree(self._index.tree.tops, self._line)
+
+    def _line(self, node: TreeNode, use: Use) -> str:
+        rows = head_of(list(self._index.tree.rows[node]))
+        pins = f" pinned x{node.lock_ref}" if node.lock_ref else ""
+        return f"{head_line(node)} rows={rows}{pins} age={self._index.clock - use.last_access_time}"
 
     def pretty_print(self) -> None:
         """Print `pretty_format()`."""
@@ -330,9 +334,3 @@ def _as_key(token_ids: Any) -> RadixKey:
     if key.arity:
         raise InvalidKeyError(f"token ids must be plain ids, one per position, not tuples of {key.arity}")
     return key
-
-
-def _row_line(node: TreeNode, use: Use, now: int) -> str:
-    assert isinstance(node, RowNode)
-    pins = f" pinned x{node.lock_ref}" if node.lock_ref else ""
-    return f"{head_line(node)} rows={head_of(list(node.rows))}{pins} age={now - use.last_access_time}"

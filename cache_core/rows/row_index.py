@@ -9,9 +9,10 @@ Rules, checked by `check` besides those of the tree and of eviction:
 from __future__ import annotations
 
 from raydix.cache_core.rows.row_eviction import RowEviction
-from raydix.cache_core.rows.row_tree import Row, RowNode, RowTree
+from raydix.cache_core.rows.row_tree import Row, RowTree, path_up
 from raydix.cache_core.rows.slot_allocator import SlotAllocator
 from raydix.cache_core.tree.radix_key import RadixKey
+from raydix.cache_core.tree.tree_node import TreeNode
 
 
 class RowIndex:
@@ -24,7 +25,7 @@ class RowIndex:
         self.tree = RowTree()
         self.released = RowEviction(allocator)
 
-    def touch(self, node: RowNode, end: int) -> RowNode:
+    def touch(self, node: TreeNode, end: int) -> TreeNode:
         """Make the first `end` tokens of a path, which end in `node`, the most recently used prefix.
 
         Returns the node that ends there.
@@ -52,15 +53,16 @@ class RowIndex:
         self._record(slot, slot_ver, node)
         return node.end
 
-    def _grow(self, node: RowNode | None, key: RadixKey) -> RowNode | None:
+    def _grow(self, node: TreeNode | None, key: RadixKey) -> TreeNode | None:
         """Add the tokens of `key` beyond `node`, as many as there is room for; return the node that ends them."""
         start = 0 if node is None else node.end
         missing = len(key) - start
         self.evict(self.tree.num_tokens + missing - self.max_tokens, used_before=self.clock)
+        assert node is None or node in self.tree.rows, f"{node} was evicted for its own path"
         length = min(missing, self.max_tokens - self.tree.num_tokens)
         return self.tree.add_leaf(node, key, start + length, self.clock) if length else node
 
-    def _record(self, slot: int, slot_ver: int, node: RowNode) -> None:
+    def _record(self, slot: int, slot_ver: int, node: TreeNode) -> None:
         """Record that `slot` holds all tokens up to the end of `node`, as the last row on its path."""
         row = self.rows.get(slot)
         if row is None:
@@ -69,9 +71,10 @@ class RowIndex:
         elif row.tail.end < node.end:
             row.tail = node
         row.recorded_at = row.last_used = self.clock
-        for above in row.tail.path_up():
-            above.rows.pop(slot, None)
-            above.rows[slot] = None
+        for above in path_up(row.tail):
+            slots = self.tree.rows[above]
+            slots.pop(slot, None)
+            slots[slot] = None
         self.tree.offer(node)
 
     def drop_overwritten(self, slot: int, key: RadixKey) -> None:
@@ -80,7 +83,7 @@ class RowIndex:
         if row is None:
             return
         path, end = self.tree.walk(key)
-        held = next((node.end for node in reversed(path) if slot in node.rows), 0)
+        held = next((node.end for node in reversed(path) if slot in self.tree.rows[node]), 0)
         if min(end, held) < len(key):
             self.shorten(row, min(end, held))
 
@@ -88,15 +91,16 @@ class RowIndex:
         """Remove a row from all nodes beyond `length`, and the nodes that are no longer needed."""
         node = row.tail
         while node.end > length:
-            if node.parent.end < length:
+            if node.end - len(node) < length:
                 self.tree.split(node, length)
             parent = node.parent
-            del node.rows[row.slot]
+            assert parent is not None
+            del self.tree.rows[node][row.slot]
             self.tree.prune(node)
             node = parent
         self._move_tail(row, node)
 
-    def _move_tail(self, row: Row, node: RowNode) -> None:
+    def _move_tail(self, row: Row, node: TreeNode) -> None:
         """End a row, which was removed from the nodes below, at `node`; forget it if that is its namespace's node."""
         row.tail = node
         if node.end:
@@ -108,10 +112,11 @@ class RowIndex:
     def evict(self, num_tokens: int, used_before: int) -> int:
         """Evict that many tokens of unpinned leaves last used before a tick, LRU first; return how many went."""
         removed = self.tree.evict(num_tokens, used_before)
-        for leaf in removed:
-            for slot in leaf.rows:
+        for leaf, slots in removed:
+            assert leaf.parent is not None
+            for slot in slots:
                 self._move_tail(self.rows[slot], leaf.parent)
-        return sum(map(len, removed))
+        return sum(len(leaf) for leaf, _ in removed)
 
     def check(self) -> None:
         """Raise AssertionError if a rule of this module, of the tree or of eviction is broken. O(n)."""

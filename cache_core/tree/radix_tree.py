@@ -7,7 +7,7 @@ Rules, checked by `check_structure`:
 1. A run is a whole number of pages, never empty; a top is empty and hangs below the root under its namespace.
 2. A node stands in its parent's `children` under the packed ids of its first page.
 3. `node.end` is its parent's `end` plus its own length.
-4. A node's slots are one per token, or one per page; none if the type of the nodes holds no slots.
+4. A node's slots are one per token, or one per page; none in a tree that holds no slots.
 5. A top without children is not in the tree.
 """
 
@@ -32,13 +32,15 @@ class RadixTree:
     """The structure that the radix caches share.
 
     Attributes:
-        node_type, ids: the type of its nodes, and the ids of new ones.
+        node_type, ids: the type of its nodes, and an iterator over the ids of new ones.
+        holds_slots: whether each node has the slots of its tokens.
         tops: the node that each namespace starts at.
         detached: the tops of namespaces that cannot be matched any more, as long as they have nodes.
     """
 
-    def __init__(self, page_size: int, node_type: type[TreeNode] = TreeNode) -> None:
+    def __init__(self, page_size: int, node_type: type[TreeNode] = TreeNode, *, holds_slots: bool = True) -> None:
         self.page_size = page_size
+        self.holds_slots = holds_slots
         self.node_type = node_type
         self.ids = count()
         self.root = node_type(next(self.ids), None, Namespace(None, 0, 4, 4, self), b"", _NO_SLOTS, 0, 0)
@@ -149,5 +151,5 @@ class RadixTree:
             assert parent.children.get(node.data[: page * space.unit]) is node, f"rule 2 at {node}"
             assert node.end == parent.end + len(node), f"rule 3 at {node}"
             assert node.slots is not None, f"rule 4 at {node}: evicted, yet in the tree"
-            sizes = (len(node), len(node) // page) if node.holds_slots else (0,)
+            sizes = (len(node), len(node) // page) if self.holds_slots else (0,)
             assert unpack(node.slots).size in sizes, f"rule 4 at {node}"

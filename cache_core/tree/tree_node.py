@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -47,8 +47,6 @@ class TreeNode(Node):
     """
 
     __slots__ = ()
-
-    holds_slots: ClassVar[bool] = True  # whether `slots` of a node in the tree are those of its tokens, or empty
 
     id: int
     parent: TreeNode | None

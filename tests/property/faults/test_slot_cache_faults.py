@@ -13,9 +13,10 @@ from raydix.cache_core import PrefixCacheManager, RadixKey, SlotAllocator, SlotE
 from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.rows.row_eviction import RowEviction
 from raydix.cache_core.rows.row_index import RowIndex
-from raydix.cache_core.rows.row_tree import Row, RowNode, RowTree
+from raydix.cache_core.rows.row_tree import Row, RowTree, path_up
 from raydix.cache_core.rows.slot_allocator import SlotMask
 from raydix.cache_core.tree.radix_tree import RadixTree
+from raydix.cache_core.tree.tree_node import TreeNode
 
 RUNS = [(seed, with_allocator) for seed in range(4) for with_allocator in (True, False)]
 
@@ -128,7 +129,7 @@ def old_versions_are_found(patch: Patch) -> None:
 def an_old_row_hides_the_current_one_beside_it(patch: Patch) -> None:
     def locate(cache: PrefixCacheManager, key: Any) -> Any:
         path, end = cache._index.tree.walk(key)
-        slot = next(reversed(path[-1].rows), -1) if path else -1
+        slot = next(reversed(cache._index.tree.rows[path[-1]]), -1) if path else -1
         return (path[-1], end, cache._index.rows[slot]) if cache.slot_is_findable(slot) else None
 
     patch.setattr(PrefixCacheManager, "_locate", locate)
@@ -138,31 +139,33 @@ def an_old_row_hides_the_current_one_beside_it(patch: Patch) -> None:
 def the_row_recorded_first_is_found(patch: Patch) -> None:
     def locate(cache: PrefixCacheManager, key: Any) -> Any:
         path, end = cache._index.tree.walk(key)
-        found = ((node, slot) for node in reversed(path) for slot in node.rows if cache.slot_is_findable(slot))
-        return next(((node, min(end, node.end), cache._index.rows[slot]) for node, slot in found), None)
+        for node in reversed(path):
+            for slot in filter(cache.slot_is_findable, cache._index.tree.rows[node]):
+                return node, min(end, node.end), cache._index.rows[slot]
+        return None
 
     patch.setattr(PrefixCacheManager, "_locate", locate)
 
 
 @fault
 def a_row_that_is_recorded_again_stays_where_it_stood(patch: Patch) -> None:
-    def record(original: Any, index: RowIndex, slot: int, version: int, node: RowNode) -> None:
-        order = {above: list(above.rows) for above in node.path_up()}
+    def record(original: Any, index: RowIndex, slot: int, version: int, node: TreeNode) -> None:
+        order = {above: list(index.tree.rows[above]) for above in path_up(node)}
         original(index, slot, version, node)
         for above, slots in order.items():
-            above.rows = dict.fromkeys([*slots, *above.rows])
+            index.tree.rows[above] = dict.fromkeys([*slots, *index.tree.rows[above]])
 
     around(patch, RowIndex, "_record", record)
 
 
 @fault
 def only_the_last_node_of_a_path_records_the_row(patch: Patch) -> None:
-    def record(original: Any, index: RowIndex, slot: int, version: int, node: RowNode) -> None:
-        held = [above for above in node.path_up() if slot in above.rows]
+    def record(original: Any, index: RowIndex, slot: int, version: int, node: TreeNode) -> None:
+        held = [above for above in path_up(node) if slot in index.tree.rows[above]]
         original(index, slot, version, node)
-        for above in node.path_up():
+        for above in path_up(node):
             if above is not node and above not in held:
-                del above.rows[slot]
+                del index.tree.rows[above][slot]
 
     around(patch, RowIndex, "_record", record)
 
@@ -277,7 +280,7 @@ def an_invalidation_takes_the_whole_record(patch: Patch) -> None:
 @fault
 def an_invalidation_spares_what_is_pinned(patch: Patch) -> None:
     def shorten(original: Any, index: RowIndex, row: Row, length: int) -> None:
-        pinned = [node.end for node in row.tail.path_up() if node.own_locks]
+        pinned = [node.end for node in path_up(row.tail) if node.own_locks]
         original(index, row, max([length, *pinned]))
 
     around(patch, RowIndex, "shorten", shorten)
@@ -369,7 +372,7 @@ def a_use_renews_the_rest_of_the_run_too(patch: Patch) -> None:
     patch.setattr(RowIndex, "touch", touch_all)
 
 
-def touch_all(index: RowIndex, node: RowNode, end: int) -> RowNode:
+def touch_all(index: RowIndex, node: TreeNode, end: int) -> TreeNode:
     """`touch`, with the stamps of both halves renewed."""
     above = index.tree.split(node, end)
     index.clock += 1
@@ -380,7 +383,7 @@ def touch_all(index: RowIndex, node: RowNode, end: int) -> RowNode:
 
 @fault
 def a_find_is_no_use_of_the_prefix(patch: Patch) -> None:
-    def touch(index: RowIndex, node: RowNode, end: int) -> RowNode:
+    def touch(index: RowIndex, node: TreeNode, end: int) -> TreeNode:
         index.clock += 1
         return index.tree.split(node, end)
 
@@ -433,13 +436,13 @@ def a_row_whose_pin_was_released_is_never_given_up_again(patch: Patch) -> None:
 
 @fault
 def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
-    parents = set[RowNode]()
+    parents = set[TreeNode]()
 
-    def remove_leaf(original: Any, tree: RowTree, leaf: RowNode) -> None:
+    def remove_leaf(original: Any, tree: RowTree, leaf: TreeNode) -> None:
         parents.add(leaf.parent)
         original(tree, leaf)
 
-    def offer(original: Any, tree: RowTree, node: RowNode) -> None:
+    def offer(original: Any, tree: RowTree, node: TreeNode) -> None:
         if node not in parents:
             original(tree, node)
 
@@ -449,7 +452,7 @@ def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
 
 @fault
 def an_unpinned_leaf_never_becomes_a_candidate_again(patch: Patch) -> None:
-    def unpin(original: Any, tree: RowTree, node: RowNode) -> None:
+    def unpin(original: Any, tree: RowTree, node: TreeNode) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(RowTree, "offer", nothing)
             original(tree, node)
@@ -479,7 +482,7 @@ def an_insert_evicts_its_own_path(patch: Patch) -> None:
 
 @fault
 def an_insert_exceeds_the_capacity(patch: Patch) -> None:
-    def grow(original: Any, index: RowIndex, node: RowNode, key: Any) -> Any:
+    def grow(original: Any, index: RowIndex, node: TreeNode, key: Any) -> Any:
         index.max_tokens += 1
         try:
             return original(index, node, key)
@@ -492,7 +495,7 @@ def an_insert_exceeds_the_capacity(patch: Patch) -> None:
 @fault
 def rows_that_ended_at_an_evicted_leaf_are_lost(patch: Patch) -> None:
     def evict(index: RowIndex, num_tokens: int, used_before: int) -> int:
-        return sum(map(len, index.tree.evict(num_tokens, used_before)))
+        return sum(len(leaf) for leaf, _ in index.tree.evict(num_tokens, used_before))
 
     patch.setattr(RowIndex, "evict", evict)
 
@@ -502,7 +505,7 @@ def rows_that_ended_at_an_evicted_leaf_are_lost(patch: Patch) -> None:
 
 @fault
 def every_insert_takes_a_reference(patch: Patch) -> None:
-    def record(original: Any, index: RowIndex, slot: int, version: int, node: RowNode) -> None:
+    def record(original: Any, index: RowIndex, slot: int, version: int, node: TreeNode) -> None:
         original(index, slot, version, node)
         index.tree.pin(node)
 
@@ -548,7 +551,7 @@ def a_pin_covers_the_whole_run(patch: Patch) -> None:
 
 @fault
 def a_pin_covers_its_own_node_only(patch: Patch) -> None:
-    def pin(tree: RowTree, node: RowNode) -> None:
+    def pin(tree: RowTree, node: TreeNode) -> None:
         tree.num_pins += 1
         node.own_locks += 1
         node.lock_ref += 1
@@ -558,7 +561,7 @@ def a_pin_covers_its_own_node_only(patch: Patch) -> None:
 
 @fault
 def a_split_forgets_the_locks(patch: Patch) -> None:
-    def split(original: Any, tree: RowTree, node: RowNode, end: int) -> Any:
+    def split(original: Any, tree: RowTree, node: TreeNode, end: int) -> Any:
         above = original(tree, node, end)
         if above is not node:
             above.lock_ref = 0
@@ -569,10 +572,10 @@ def a_split_forgets_the_locks(patch: Patch) -> None:
 
 @fault
 def a_split_forgets_the_rows(patch: Patch) -> None:
-    def split(original: Any, tree: RowTree, node: RowNode, end: int) -> Any:
+    def split(original: Any, tree: RowTree, node: TreeNode, end: int) -> Any:
         above = original(tree, node, end)
         if above is not node:
-            above.rows = {}
+            tree.rows[above] = {}
         return above
 
     around(patch, RowTree, "split", split)
@@ -580,7 +583,7 @@ def a_split_forgets_the_rows(patch: Patch) -> None:
 
 @fault
 def a_split_moves_the_pins_up(patch: Patch) -> None:
-    def split(original: Any, tree: RowTree, node: RowNode, end: int) -> Any:
+    def split(original: Any, tree: RowTree, node: TreeNode, end: int) -> Any:
         above = original(tree, node, end)
         if above is not node:
             above.own_locks, node.own_locks = node.own_locks, 0
