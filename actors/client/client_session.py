@@ -38,7 +38,7 @@ from raydix.schemas.requests import MAX_BOUND
 
 if TYPE_CHECKING:
     from raydix.actors.client.protocols import Connector
-    from raydix.actors.transport.transport import Note, Outcome, Transport
+    from raydix.actors.transport.transport import OnOutcome, Outcome, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -296,15 +296,15 @@ class ClientSession:
         transport = self.transport
         return await transport.pool_handle(), transport
 
-    async def ask_for_lease(self, request: Message, note: Note | None = None) -> Message:
+    async def ask_for_lease(self, request: Message, on_outcome: OnOutcome | None = None) -> Message:
         """Return the response to a request that names a lease of the present session, after its wait in the queue.
 
         Args:
-            note: called with the outcome of the request, even if the caller is cancelled meanwhile.
+            on_outcome: called with the outcome of the request, even if the caller is cancelled meanwhile.
         """
         transport = self.transport
         try:
-            response = await transport.submit(request, note)
+            response = await transport.submit(request, on_outcome)
             return await transport.wait(response.ticket) if isinstance(response, WaitingResponse) else response
         except (StaleEpoch, LeaseExpired):
             self.check_loss(transport)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raydix.actors.service.cache_host import CacheHost
-from raydix.actors.transport.transport import Note, Outcome, settle
+from raydix.actors.transport.transport import OnOutcome, Outcome, settle
 from raydix.cache_core import KVPool
 from raydix.schemas import (
     CacheError,
@@ -50,7 +50,7 @@ class LocalTransport:
             self.lost = LeaseExpired(str(error))
             raise
 
-    def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
+    def submit(self, request: Message, on_outcome: OnOutcome | None = None) -> asyncio.Future[Message]:
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         response: Outcome
         try:
@@ -59,7 +59,7 @@ class LocalTransport:
             if isinstance(error, (StaleEpoch, LeaseExpired)):
                 self.lost = error
             response = error
-        settle(future, note, response)
+        settle(future, on_outcome, response)
         return future
 
     def give_up(self, why: str) -> None:

@@ -515,9 +515,9 @@ class PrefixCacheClient:
             generation = (await self._ask(request, BindModelResponse)).generation
         except (asyncio.CancelledError, CacheError) as error:
             if may_have_taken_effect(error):
-                self.session.bound.note(lora_id, LAPSED)
+                self.session.bound.add(lora_id, LAPSED)
             raise
-        self.session.bound.note(lora_id, generation)
+        self.session.bound.add(lora_id, generation)
         return generation
 
     async def evict(self, num_tokens: int) -> EvictResponse:

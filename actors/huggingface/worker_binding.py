@@ -95,7 +95,7 @@ class WorkerBinding:
                 if each not in bound.generations:
                     fingerprint = await self.prepare()
                     assert fingerprint is not None, "a worker without a fingerprint binds nothing"
-                    bound.note(each, await client.bind_model(fingerprint, lora_id=each))
+                    bound.add(each, await client.bind_model(fingerprint, lora_id=each))
         except ConfigMismatch:
             self._computed = None  # the weights may be others by the next request
             raise

@@ -1,1 +1,1 @@
-"""The cache as a service: the actor, its request handlers, and the tasks that run beside them."""
+"""The cache as a service: the actor, the dispatch of requests, and the background tasks."""

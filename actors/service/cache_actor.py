@@ -121,7 +121,7 @@ class PrefixCacheActor:
         """Open a client's session.
 
         Args:
-            owner: the handle of the actor whose death ends the session; None: no actor's.
+            owner: the handle of an actor; its death ends the session. None: there is no such actor.
             row: the client's handshake. Clients of protocol 0 send none.
 
         Raises:
@@ -237,7 +237,7 @@ def _make_host(config: CacheConfig, device: torch.device, node_id: str, restarts
 
 
 def _own_bundle(group: PlacementGroup) -> int:
-    """Return the index of the bundle whose resources this actor has: Ray names it in those resources."""
+    """Return the index of this actor's bundle: Ray names it in the actor's resources."""
     taken = (_BUNDLE.fullmatch(each) for each in ray.get_runtime_context().worker.core_worker.resource_ids())
     return next((int(each["bundle"]) for each in taken if each and each["group"] == group.id.hex()), 0)
 

@@ -76,7 +76,7 @@ def cause_of_exit(exit_type: str, detail: str) -> str:
 
 
 def cause_of_node_death(node: dict[str, Any]) -> str:
-    """Return why a process on a dead node ended, in one line, by what `ray.nodes()` gives of that node."""
+    """Return why a process on a dead node ended, in one line, by the entry of that node in `ray.nodes()`."""
     return _line("its node died", node.get("DeathReasonMessage", ""))
 
 

@@ -125,7 +125,7 @@ class Admission:
         return self._join_queue(session_id, request, lease.key, request.num_slots, attempt, shortage)
 
     def lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
-        """Return a lease of what is cached.
+        """Return a lease of the cached prefix.
 
         Raises:
             OutOfSlotsError, ConfigMismatch, CoreError: the request is refused; it never waits.

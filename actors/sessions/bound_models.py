@@ -22,7 +22,7 @@ class BoundModels:
         self.generations: dict[str | None, int] = {}
         self.forgot = False
 
-    def note(self, lora_id: str | None, generation: int) -> None:
+    def add(self, lora_id: str | None, generation: int) -> None:
         """Note that the session is bound to this generation."""
         self.generations.pop(lora_id, None)
         self.generations[lora_id] = generation

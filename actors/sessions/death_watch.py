@@ -21,8 +21,8 @@ class DeathWatch:
     """Keeps a call parked at each actor that owns a session: it fails when the actor dies.
 
     Args:
-        on_unavailable: called with a session whose owner does not answer, and with whether Ray says that the owner has
-            died; returns whether that ends the session.
+        on_unavailable: called with a session if its owner does not answer, and with whether Ray says that the owner
+            has died; returns whether that ends the session.
     """
 
     def __init__(self, on_unavailable: Callable[[str, bool], bool]) -> None:

@@ -90,7 +90,7 @@ class LeaseOffers:
         self.start()
 
     def _expire(self) -> None:
-        """End the leases whose offer has run out. Time in which the cache itself stood still does not count."""
+        """End the leases with an offer that has run out. Time in which the cache itself stood still does not count."""
         if not self._core.leases.offers:
             return
         late_s = self._clock() - self._due

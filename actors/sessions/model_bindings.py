@@ -80,7 +80,7 @@ class ModelBindings:
             self._bindings.move_to_end(lora_id)
         if session_id not in self.sessions:
             self.sessions[session_id] = BoundModels()
-        self.sessions[session_id].note(lora_id, binding.generation)
+        self.sessions[session_id].add(lora_id, binding.generation)
         return binding.generation
 
     def lapse(self, session_id: str, lora_ids: Iterable[str | None], more: bool) -> None:
@@ -88,7 +88,7 @@ class ModelBindings:
         self.sessions[session_id] = bound = BoundModels()
         bound.forgot = more
         for lora_id in lora_ids:
-            bound.note(lora_id, LAPSED)
+            bound.add(lora_id, LAPSED)
 
     def forget(self, session_id: str) -> None:
         """Forget a session that has ended."""

@@ -95,7 +95,7 @@ class SessionReaper:
         return session.end.done()
 
     def owner_unavailable(self, session_id: str, is_dead: bool) -> bool:
-        """End a session whose owner has died; return whether the session has ended.
+        """End the session of an owner that has died; return whether the session has ended.
 
         Its leases end immediately. Slots that could still be written through them are freed as soon as the owner's
         process has ended, if that can be seen from here: Ray may report a death seconds before it.

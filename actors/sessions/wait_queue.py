@@ -165,7 +165,7 @@ class WaitQueue:
 
         Raises:
             UnknownLease: no such ticket of that session, or it was withdrawn.
-            CacheError: what the request failed with.
+            CacheError: the request failed with it.
         """
         waiter = self._by_ticket.get(ticket)
         if waiter is None or waiter.session_id != session_id:

@@ -1,4 +1,4 @@
-"""`WatchedActor`: a mixin for actors whose death a cache should notice immediately."""
+"""`WatchedActor`: a mixin for actors, so that a cache notices their death immediately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _is_warned = False  # this process has logged that it is another actor's
 
 
 class WatchedActor:
-    """Derive a Ray actor's class from it: when the actor dies, what its clients hold is free within about a second.
+    """Derive a Ray actor's class from it: when the actor dies, its clients' slots are free within about a second.
 
     A client that is opened inside the actor is watched by itself; `PrefixCacheClient(cache, owner=handle)` names
     another actor. The cache keeps a call of `raydix_park` at the actor, so the actor is an async one.

@@ -47,7 +47,7 @@ def layout_of(config: CacheConfig) -> PoolLayout:
 
 
 def check_layers_alike(layout: PoolLayout) -> None:
-    """Raise InvalidRequest unless all layers keep K and V of one shape, as copies of all layers at once need."""
+    """Raise InvalidRequest unless all layers keep K and V of one shape, as copies of all layers together need."""
     if difference := layout.difference:
         raise InvalidRequest(
             f"this pool's layers differ: {difference}. read_kv and write_kv copy layers that are alike: map the pool "

@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
-from raydix.actors.transport.transport import Note, settle
+from raydix.actors.transport.transport import OnOutcome, settle
 from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, UnixSocketClient
 from raydix.actors.transport.validation import checked_response
 from raydix.cache_core import KVPool
@@ -61,12 +61,17 @@ MAX_BATCH_REQUESTS = 512  # half of the most that a cache takes, so that it serv
 MAX_BATCH_BYTES = 2**20  # of token ids; with the request that exceeds it a batch is full: more only takes more memory
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384
-_ALWAYS_QUEUED = (ReleaseRequest, AbortRequest, TakeBackRequest, WithdrawRequest)  # what ends or gives up
+_ALWAYS_QUEUED = (
+    ReleaseRequest,
+    AbortRequest,
+    TakeBackRequest,
+    WithdrawRequest,
+)  # they end or give up a lease
 _ANSWER_S = 5.0  # a heartbeat is given up after so long
 _CLOSE_S = 30.0  # and so is the end of a session
 
 T = TypeVar("T")
-Entry = tuple[Message, "asyncio.Future[Message]", Note | None]
+Entry = tuple[Message, "asyncio.Future[Message]", OnOutcome | None]
 
 
 class RayTransport:
@@ -74,7 +79,7 @@ class RayTransport:
 
     Args:
         actor: the cache.
-        owner: the handle of the actor whose death ends the session; None: no actor's.
+        owner: the handle of an actor; its death ends the session. None: there is no such actor.
         by_name: whether the actor was found by a name, which may lead to another once it has died for good: then that
             is `StaleEpoch`, as a restart is, and not `CacheUnavailable`.
     """
@@ -161,8 +166,8 @@ class RayTransport:
         silence, self._silence = self._silence, None
         if silence is not None:
             silence.set_result(why)
-        for _, future, note in given_up:
-            settle(future, note, CacheUnavailable(why))
+        for _, future, on_outcome in given_up:
+            settle(future, on_outcome, CacheUnavailable(why))
 
     def _error_of(self, error: RayError | CacheError) -> CacheError:
         """Return the error of a call in the cache's terms. If Ray finds the actor dead, close the socket, too."""
@@ -187,12 +192,12 @@ class RayTransport:
             self.lost = error
         return error
 
-    def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
+    def submit(self, request: Message, on_outcome: OnOutcome | None = None) -> asyncio.Future[Message]:
         if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, _ALWAYS_QUEUED):
             raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
-        self._queue.append((request, future, note))
+        self._queue.append((request, future, on_outcome))
         if not self._pump_scheduled and len(self._in_flight) < MAX_IN_FLIGHT:
             self._schedule_pump(loop)
         return future
@@ -228,8 +233,8 @@ class RayTransport:
             error = self.lost or why
         self._asking_why = None
         while self._queue:
-            _, future, note = self._queue.popleft()
-            settle(future, note, error)
+            _, future, on_outcome = self._queue.popleft()
+            settle(future, on_outcome, error)
         self._landed.set()
 
     def _send(self, entries: list[Entry], loop: asyncio.AbstractEventLoop) -> None:
@@ -268,8 +273,8 @@ class RayTransport:
             logger.exception("a batch of requests could not be sent")
             outcomes = [CacheError(f"internal error of the client: {type(error).__name__}: {error}")] * len(entries)
         del self._in_flight[seq]
-        for (_, future, note), outcome in zip(entries, outcomes, strict=True):
-            settle(future, note, outcome)
+        for (_, future, on_outcome), outcome in zip(entries, outcomes, strict=True):
+            settle(future, on_outcome, outcome)
         if not self._pump_scheduled:
             self._schedule_pump(asyncio.get_running_loop())  # after the callers have gone on
         self._landed.set()
@@ -280,8 +285,8 @@ class RayTransport:
         num_bytes = 0
         while self._queue and len(entries) < limit and num_bytes < MAX_BATCH_BYTES:
             entry = self._queue.popleft()
-            request, future, note = entry
-            if note is not None or not future.cancelled():
+            request, future, on_outcome = entry
+            if on_outcome is not None or not future.cancelled():
                 entries.append(entry)
                 if (tokens_of := batch_codec.TOKENS_OF.get(type(request))) is not None:
                     num_bytes += len(tokens_of(request).data)

@@ -22,7 +22,7 @@ from raydix.schemas import (
 )
 
 Outcome = Message | CacheError
-Note = Callable[[Outcome], None]
+OnOutcome = Callable[[Outcome], None]
 
 
 class Transport(Protocol):
@@ -44,11 +44,11 @@ class Transport(Protocol):
     async def beat(self, stay_s: float) -> None:
         """Signal that the client lives. Takes up to `stay_s`, and fails as soon as the session or the cache ends."""
 
-    def submit(self, request: Message, note: Note | None = None) -> asyncio.Future[Message]:
+    def submit(self, request: Message, on_outcome: OnOutcome | None = None) -> asyncio.Future[Message]:
         """Send a request after those submitted before it; the future brings the response or a `CacheError`.
 
-        A request whose future was cancelled before it was sent is not sent, unless there is a `note`: that is called
-        with the outcome of the request, before the future is settled.
+        If the future is cancelled before the request is sent, the request is dropped, unless there is an `on_outcome`.
+        That is called with the outcome of the request, before the future is settled.
         """
 
     def give_up(self, why: str) -> None:
@@ -76,11 +76,11 @@ class Transport(Protocol):
         """Close the session, after the requests submitted before."""
 
 
-def settle(future: asyncio.Future[Message], note: Note | None, outcome: Outcome) -> None:
-    """Pass the outcome of a request to the note, and to the future unless its caller gave up."""
-    if note is not None:
+def settle(future: asyncio.Future[Message], on_outcome: OnOutcome | None, outcome: Outcome) -> None:
+    """Pass the outcome of a request to `on_outcome`, and to the future unless its caller gave up."""
+    if on_outcome is not None:
         try:
-            note(outcome)
+            on_outcome(outcome)
         except CacheError as error:
             outcome = error
     if future.done():

@@ -100,7 +100,7 @@ class FramedProtocol(asyncio.BufferedProtocol, ABC):
         header = _HEADER.pack(number, len(payload))
         if len(payload) < _LONG_BYTES:
             self._transport.write(header + payload)
-        else:  # of a view, what is not taken at once is copied once
+        else:  # a view: bytes that the kernel does not take now are copied once
             self._transport.write(header)
             self._transport.write(memoryview(payload))
 
@@ -220,7 +220,7 @@ class UnixSocketClient(FramedProtocol):
             )
 
     def close(self) -> None:
-        """Send the frames that are queued, and no more."""
+        """Close the socket after the queued frames have been sent."""
         self._transport.close()
 
     def abort(self) -> None:
@@ -233,7 +233,7 @@ def _check_connected(connection: socket.socket) -> None:
     try:
         connection.getpeername()
     except OSError as error:
-        raise BlockingIOError("too many clients connect to it at once") from error
+        raise BlockingIOError("too many clients connect to it at the same time") from error
 
 
 def _close(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:

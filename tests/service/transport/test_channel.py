@@ -286,7 +286,7 @@ async def test_a_client_that_comes_when_too_many_connect_is_told_so_and_calls(
     assert await UnixSocketClient.open(address, listening) is None
 
     assert [record.getMessage() for record in caplog.records if record.name.startswith("raydix")] == [
-        "no socket to the cache, Ray calls instead: too many clients connect to it at once"
+        "no socket to the cache, Ray calls instead: too many clients connect to it at the same time"
     ]
     for peer in peers:
         peer.close()

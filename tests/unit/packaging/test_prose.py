@@ -14,11 +14,13 @@ from support.documents import README, ROOT
 from support.prose import BANNED, counts_of, found_in, texts_below, texts_of
 
 DONE: tuple[str, ...] = (
-    "examples",
+    "actors/service",
+    "actors/sessions",
     "cache_core/components",
     "cache_core/eviction",
     "cache_core/radix",
     "cache_core/tree",
+    "examples",
 )
 PACKAGES = ("actors", "cache_core", "schemas", "tests")
 
