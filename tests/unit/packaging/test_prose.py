@@ -18,8 +18,10 @@ DONE: tuple[str, ...] = (
     "actors/sessions",
     "cache_core/components",
     "cache_core/eviction",
+    "cache_core/ghost",
     "cache_core/radix",
     "cache_core/tree",
+    "cache_core/trie",
     "examples",
 )
 PACKAGES = ("actors", "cache_core", "schemas", "tests")
