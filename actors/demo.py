@@ -1,13 +1,13 @@
-"""The demo: many conversations, several workers, one prefix cache; what sharing saves, and that it changes no answer.
+"""The demo: many conversations and workers on one prefix cache; the savings, and a check of every answer.
 
-A Ray actor owns the cache and its KV, in shared memory. Each worker, an actor too, runs a Llama-like model of random
-weights, the same in all of them. Conversations begin with one of a few system prompts, some far more popular than
-others. Each turn goes to a worker drawn at random, so what is reused is mostly another worker's work. The pool is
-smaller than what the conversations would like to keep, so the cache has to evict.
+A Ray actor owns the cache and its KV, in shared memory. Each worker is an actor with the same random Llama-like model.
+Conversations begin with one of a few system prompts, and some of these are far more popular than others. Each
+turn goes to a worker drawn at random, so most reused KV comes from another worker. The pool is smaller than all
+conversations together, so the cache must evict.
 
-Then the same conversations run once more with every prompt computed from scratch. The two runs must give the same
-answers, token by token. The time to first token counts from the moment a worker begins to serve a request: waiting for
-a busy worker is left out, waiting for the cache is not.
+Then the same conversations run again, with every prompt computed from scratch. The two runs must give the same answers,
+token by token. The time to first token starts when a worker begins to serve a request. It includes the wait for the
+cache, and leaves out the wait for a busy worker.
 """
 
 from __future__ import annotations
@@ -48,53 +48,53 @@ MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_POSITIONS,
     "initializer_range": 0.05,  # larger than usual, so that an answer depends on all of its prompt
-    "eos_token_id": None,  # random weights would come upon it by chance
+    "eos_token_id": None,  # random weights would generate it by chance
 }
 
 
 @dataclass
 class Turn:
-    """One request, as it was served."""
+    """A served request."""
 
     prompt_len: int
     answer: Generation
-    shares_prefix: bool  # with an earlier one: False for the very first use of a system prompt
+    shares_prefix: bool  # with an earlier request: False for the first use of a system prompt
 
 
 @dataclass
 class Run:
-    """All conversations, served once."""
+    """The results of all conversations, served once."""
 
     turns: dict[tuple[int, int], Turn] = field(default_factory=dict)  # by conversation and turn
     seconds: float = 0.0
-    peak_slots: int = 0  # most slots in use, as seen after each turn
-    peak_waiters: int = 0  # most acquires that waited for room, likewise
+    peak_slots: int = 0  # most slots in use after any turn
+    peak_waiters: int = 0  # most waiting acquires after any turn
 
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts so far."""
+        """Return the tokens of all prompts so far."""
         return sum(turn.prompt_len for turn in self.turns.values())
 
     def reused_tokens(self) -> int:
-        """Of those, the ones whose KV was in the cache."""
+        """Return the prompt tokens with cached KV so far."""
         return sum(turn.answer.prefix_len for turn in self.turns.values())
 
     def hit_rate(self) -> float:
-        """Reused tokens as a share of the prompts'."""
+        """Return the share of reused tokens."""
         return self.reused_tokens() / self.prompt_tokens()
 
     def first_token_ms(self) -> NDArray[np.float64]:
-        """Times to first token of the turns that share a prefix with an earlier one."""
+        """Return the times to first token of the turns that share a prefix with an earlier one."""
         times = [turn.answer.time_to_first_token_s for turn in self.turns.values() if turn.shares_prefix]
         return 1000 * np.array(times)
 
     def note_pool(self, stats: CacheStats) -> None:
-        """See how full the pool is."""
+        """Update the peaks."""
         self.peak_slots = max(self.peak_slots, stats.num_slots - stats.free_slots)
         self.peak_waiters = max(self.peak_waiters, stats.waiters)
 
 
 class Workers:
-    """The model workers of one cache. Each serves one request at a time; the others stand in line for it."""
+    """The model workers of one cache. Each serves one request at a time; other requests wait in its queue."""
 
     def __init__(self, cache: Any, load: Workload) -> None:
         start: Any = ray.remote(TransformersWorker).options(num_cpus=1)
@@ -104,7 +104,7 @@ class Workers:
         self._answer_len = load.answer_len
 
     async def generate(self, worker: int, prompt: NDArray[np.int64], reuse: bool) -> Generation:
-        """Have one of them continue a prompt."""
+        """Continue a prompt on a worker."""
         async with self._lines[worker]:
             answer: Generation = await self.actors[worker].generate.remote(prompt, self._answer_len, reuse=reuse)
         return answer
@@ -113,7 +113,7 @@ class Workers:
 async def serve(
     conversations: Sequence[Conversation], workers: Workers, client: PrefixCacheClient, reuse: bool, progress: Progress
 ) -> Run:
-    """Hold all conversations at once: in each, a turn follows when the one before is answered."""
+    """Serve all conversations concurrently; each sends its next turn after the last answer."""
     run = Run()
     bar = progress.add_task("", total=sum(len(each.messages) for each in conversations))
 
@@ -137,7 +137,7 @@ async def serve(
 
 
 async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
-    """Serve the conversations with the cache, then without; returns the figures. How far it is goes to the console."""
+    """Serve the conversations with the cache, then without, and return the figures. The console shows progress."""
     conversations = draw_conversations(load)
     pool = pool_config_for(MODEL, load.pool_tokens, dtype="float32", device="cpu")
     cache = await start_cache_async(CacheConfig(page_size=PAGE_SIZE, pool=pool))
@@ -157,7 +157,7 @@ async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
 
 
 def summary(on: Run, off: Run, stats: CacheStats) -> dict[str, Any]:
-    """The figures. Times to first token are those of the turns that share a prefix with an earlier one."""
+    """Return the figures. Times to first token are those of the turns that share a prefix with an earlier one."""
     ms_on, ms_off = on.first_token_ms(), off.first_token_ms()
     return {
         "turns": len(on.turns),
@@ -188,7 +188,7 @@ def _spread(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def broken_promises(figures: dict[str, Any], load: Workload) -> list[str]:
-    """What the cache should have done and did not. How much it must save is known of the default load alone."""
+    """Return the broken promises. The minimum savings apply to the default load alone."""
     promises = {"greedy answers identical with and without the cache": figures["identical_turns"] == figures["turns"]}
     if load.is_default():
         promises |= {

@@ -1,4 +1,4 @@
-"""The demo's load: what is said in which conversation, and who answers."""
+"""The demo's load: the messages of each conversation, and the worker of each turn."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ MAX_POSITIONS = 32_768  # of the model
 
 @dataclass(frozen=True)
 class Workload:
-    """How much there is to do. With seed 0 no token is chosen by less than 1e-4; rounding, which depends on what was
-    reused, is below 1e-5.
+    """The size of the load.
+
+    With seed 0 the best token always leads by at least 1e-4. Rounding varies with the reused length by less than 1e-5.
     """
 
     conversations: int = 28
@@ -24,7 +25,7 @@ class Workload:
     workers: int = 3
     system_prompts: int = 3
     system_prompt_len: int = 1000  # tokens
-    message_len: int = 48  # tokens that a user says in a turn
+    message_len: int = 48  # tokens of a user's message
     answer_len: int = 16  # tokens
     pool_tokens: int = 7168
     seed: int = 0
@@ -38,27 +39,25 @@ class Workload:
         if longest > MAX_POSITIONS:
             raise ValueError(f"a conversation grows to {longest} tokens, but the model takes {MAX_POSITIONS}")
         if self.turns == 1 and all(each.is_first for each in draw_conversations(self)):
-            raise ValueError(
-                "no prompt shares a prefix with another: each conversation has one turn and a system prompt of its own"
-            )
+            raise ValueError("no prompt shares a prefix with another: set more turns, or fewer system prompts")
 
     def is_default(self) -> bool:
-        """Whether it is the load for which the demo knows how much sharing must save; any seed will do."""
+        """Whether it is the default load with any seed; the demo checks the savings of that load."""
         return replace(self, seed=0) == Workload()
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user will say, and who will answer: drawn beforehand, so that every run is the same."""
+    """A user's messages and the workers that answer, drawn in advance so that every run is the same."""
 
     system_prompt: NDArray[np.int64]
-    is_first: bool  # of those with this system prompt
+    is_first: bool  # the first with this system prompt
     messages: NDArray[np.int64]  # [turns, message_len]
-    workers: NDArray[np.int64]  # [turns], which one
+    workers: NDArray[np.int64]  # [turns], index of the worker
 
 
 def draw_conversations(load: Workload) -> list[Conversation]:
-    """The conversations, the same for equal workloads."""
+    """Return the conversations; equal workloads give equal conversations."""
     rng = np.random.default_rng(load.seed)
     system_prompts = rng.integers(0, VOCABULARY, (load.system_prompts, load.system_prompt_len))
     popularity = 1 / np.arange(1, load.system_prompts + 1)  # Zipf's law
@@ -75,6 +74,6 @@ def draw_conversations(load: Workload) -> list[Conversation]:
 
 
 def wanted_slots(conversations: Sequence[Conversation], answer_len: int) -> int:
-    """Slots that would keep every conversation to its end, with each system prompt once."""
+    """Return the number of slots that would keep every conversation to its end, each system prompt once."""
     shared = sum(len(each.system_prompt) for each in conversations if each.is_first)
     return shared + sum(each.messages.size + len(each.messages) * answer_len for each in conversations)

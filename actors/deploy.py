@@ -1,4 +1,4 @@
-"""Starting, finding and ending cache actors."""
+"""Start, find and end cache actors."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "raydix"
-_SHARED_GPU = 0.1  # of a card: the rest is the workers'
-_MAX_CONCURRENCY = 16_384  # open sessions and waiting requests each hold a place
-SHUTDOWN_S = 10.0  # beyond the drain
-_RETRY_S = 0.1  # while a cache of the same name ends
-_LOOK_S = 0.25  # between two looks whether the caller has given up
+_SHARED_GPU = 0.1  # of a card; workers use the rest
+_MAX_CONCURRENCY = 16_384  # each open session and waiting request takes one
+SHUTDOWN_S = 10.0  # added to the drain
+_RETRY_S = 0.1  # between attempts while a cache of the same name ends
+_LOOK_S = 0.25  # between checks whether the caller was cancelled
 _NAME_IS_TAKEN: type[Exception] = getattr(
     ray.exceptions, "ActorAlreadyExistsError", ValueError
-)  # older Ray: the latter
+)  # older Ray raises ValueError
 _given_up: ContextVar[threading.Event] = ContextVar("given_up", default=threading.Event())  # noqa: B039 -- never set
 
 
@@ -69,21 +69,21 @@ def start_cache(
     Keep the handle: the cache ends with the last one, unless its `lifetime` is "detached".
 
     Args:
-        name: others find it by `connect(name)`; 1 to 128 printable characters other than "/". A cache of that name that
-            runs already is used if its configuration is the same. One that is shutting down is waited for.
-        num_gpus: share of a GPU to reserve. None: 0.1 where the cluster has GPUs and the pool has tensors that may lie
-            on one, else 0.
-        max_restarts: how often Ray may restart it after a crash, -1: always. It is empty then. Its clients get
-            `StaleEpoch` for their leases, and go on with it. Use 0 for a detached cache in a placement group: Ray
-            leaves such an actor restarting for ever when the group is removed.
-        timeout_s: how long starting may take, waiting for another cache of that name to end included.
+        name: name for `connect(name)`; 1 to 128 printable characters other than "/". If a cache of that name runs with
+            the same configuration, return its handle. If one is shutting down, wait for its end.
+        num_gpus: share of a GPU to reserve. None: 0.1 if the cluster has GPUs and the pool has tensors that may lie on
+            one, else 0.
+        max_restarts: number of restarts after crashes, -1 for any number. A restarted cache is empty. Its clients go on
+            with it; their old leases raise `StaleEpoch`. Use 0 for a detached cache in a placement group: Ray restarts
+            such an actor forever after the group is removed.
+        timeout_s: time limit, including the wait for another cache of that name to end.
 
     Raises:
         ConfigMismatch: a cache of that name runs with another configuration, or speaks another protocol.
-        CacheUnavailable: it could not be started or did not become ready in time; the message says why, and the
+        CacheUnavailable: the cache could not be started, or was not ready in time; the message names the cause. An
             actor that this call has started is ended.
-        InvalidRequest: `config` is none, `timeout_s` no finite number of seconds, `name` no name, or Ray refuses one of
-            the other arguments.
+        InvalidRequest: `config` is not a CacheConfig, `timeout_s` is not a finite number of seconds, `name` is invalid,
+            or Ray refuses another argument.
     """
     checked_config(config)
     checked_seconds(timeout_s)
@@ -98,7 +98,7 @@ def start_cache(
         "num_gpus": num_gpus,
         "max_concurrency": _MAX_CONCURRENCY,
         "max_restarts": max_restarts,
-        "max_task_retries": 0,  # a call to one life of the cache must not reach the next
+        "max_task_retries": 0,  # a call to one epoch must not reach the next
     }
     if name is not None:
         options |= {"name": name, "namespace": namespace}
@@ -122,16 +122,16 @@ def start_cache(
         try:
             raise outcome
         finally:
-            del outcome  # a cycle with this frame otherwise
+            del outcome  # avoid a reference cycle with this frame
     actor, running = outcome
     _check_digest(actor, running, config, name, deadline - time.monotonic())
     return actor
 
 
 async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]) -> ActorHandle[Any]:
-    """`start_cache` for coroutines: the same arguments, result and errors, without holding the loop.
+    """Run `start_cache` in a thread: the same arguments, result and errors, without blocking the loop.
 
-    If it is cancelled, the actor that it has started is ended, and its thread ends within about a second.
+    If it is cancelled, an actor that it has started is ended, and its thread ends within about a second.
     """
     given_up = threading.Event()
 
@@ -151,13 +151,12 @@ def connect(
     """Return the handle of a running cache, by name.
 
     Args:
-        config: that it must run with; the cache is asked, for up to `timeout_s`. None: any, and it is not asked.
+        config: the expected configuration, compared with the cache's within `timeout_s`. None: no comparison.
 
     Raises:
-        CacheUnavailable: no cache of that name runs, or it is asked and shuts down or does not answer.
-        ConfigMismatch: the cache is asked and runs with another configuration than `config`, or speaks another
-            protocol.
-        InvalidRequest: an argument is wrong; the message says which and why.
+        CacheUnavailable: no cache of that name runs. With `config`, also: it shuts down or does not answer.
+        ConfigMismatch: with `config`: the cache runs with another configuration, or speaks another protocol.
+        InvalidRequest: an argument is wrong; the message names it.
     """
     if config is not None:
         checked_config(config)
@@ -177,17 +176,17 @@ def connect(
 
 
 def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
-    """End a cache, with its process and its pool. Idempotent; a cache that has died is not restarted.
+    """End a cache, with its process and its pool. Idempotent; a dead cache is not restarted.
 
-    It ends even if this call is interrupted. A cache that does not answer is killed, which is logged. It may be a cache
-    of any protocol.
+    The cache ends even if this call is interrupted. A cache that does not answer is killed, with a warning in the log.
+    It may speak any protocol.
 
-    First it drains: sessions, `acquire`, `lock` and `extend`, and queued requests, are refused with `CacheUnavailable`
-    immediately. Open leases can be written, published and ended for `drain_s` seconds; those still open then are cut
-    short, which is logged.
+    First the cache drains: new sessions, `acquire`, `lock`, `extend` and waiting requests immediately raise
+    `CacheUnavailable`. Open leases can be written, published and ended for `drain_s` seconds. The log counts those that
+    are still open after that.
 
     Raises:
-        InvalidRequest: `drain_s` is no finite number of seconds, or `cache` no handle of a cache.
+        InvalidRequest: `drain_s` is not a finite number of seconds, or `cache` is not the handle of a cache.
     """
     check_handle(cache)
     limit_s = checked_seconds(drain_s) + SHUTDOWN_S
@@ -209,15 +208,15 @@ def _cluster_has_gpus() -> bool:
 def _ready(
     name: str | None, namespace: str, make: Callable[[], ActorHandle[Any]], deadline: float, timeout_s: float
 ) -> tuple[ActorHandle[Any], str] | CacheError | None:
-    """Return the cache of that name, or else one just made, and its configuration; None: try again.
+    """Return the cache of that name or a new one, with its configuration's digest; None: try again.
 
-    An error is returned, not raised: a traceback would hold the handle, and with it the name of a cache that has died.
+    Errors are returned, not raised: a traceback would keep the handle, and so the name of a dead cache.
     """
     if (found := None if name is None else find(name, namespace)) is not None:
         check_handle(found)
     try:
         actor = make() if found is None else found
-    except _NAME_IS_TAKEN:  # another caller was faster, or the actor of that name cannot be found any more
+    except _NAME_IS_TAKEN:  # another caller was faster, or the name's owner is gone
         return None if _may_wait(deadline) else _still_there(name, timeout_s)
     except RayError as error:
         return from_ray(error)
@@ -231,7 +230,9 @@ def _ready(
     except GetTimeoutError:
         if found is not None:
             return _still_there(name, timeout_s)
-        failed = CacheUnavailable(f"the cache did not start in {timeout_s} s: does the cluster have room for it?")
+        failed = CacheUnavailable(
+            f"the cache did not start in {timeout_s} s: check that the cluster has free resources"
+        )
     except RayError as error:
         failed = from_ray(error)
         failed.__cause__ = error.with_traceback(None)
@@ -239,7 +240,7 @@ def _ready(
             return failed
         if found is not None and not isinstance(error, ActorDiedError):  # it shuts down, or restarts
             return None if _may_wait(deadline) else _still_there(name, timeout_s)
-    ray.kill(actor)  # one that has died keeps its name otherwise, as long as any process has a handle of it
+    ray.kill(actor)  # else a dead one keeps its name while any process has its handle
     if found is not None and _may_wait(deadline):
         return None
     return failed
@@ -251,12 +252,12 @@ def _may_wait(deadline: float) -> bool:
 
 def _still_there(name: str | None, timeout_s: float) -> CacheUnavailable:
     return CacheUnavailable(
-        f"cache {name!r} was there already, but is not ready after {timeout_s} s: it shuts down or is stuck"
+        f"cache {name!r} exists, but is not ready after {timeout_s} s: it is shutting down or stuck"
     )
 
 
 def find(name: str, namespace: str) -> ActorHandle[Any] | None:
-    """Return the handle of the cache of that name, ready or not; None if there is none."""
+    """Return the handle of the cache with that name, ready or not; None without such a cache."""
     checked_name(name)
     if not isinstance(namespace, str) or not namespace:
         raise InvalidRequest(f"a Ray namespace must be a text of at least one character, not {brief(namespace)}")
@@ -273,7 +274,7 @@ def check_handle(cache: Any) -> None:
     """Raise InvalidRequest unless this is the handle of a cache actor."""
     if not (hasattr(cache, "_actor_id") and hasattr(cache, "open_session")):
         raise InvalidRequest(
-            f"the handle of a cache actor is needed, as `start_cache` and `connect` give it, not {brief(cache)}"
+            f"cache must be the handle of a cache actor, from `start_cache` or `connect`, not {brief(cache)}"
         )
 
 
@@ -282,7 +283,7 @@ def _digest_of(actor: ActorHandle[Any], timeout_s: float) -> str:
 
     Raises:
         ConfigMismatch: the cache speaks another protocol.
-        GetTimeoutError: the cache has not answered in `timeout_s`, or the caller has given up.
+        GetTimeoutError: the cache has not answered in `timeout_s`, or the caller was cancelled.
         RayError: the cache has died, restarts or shuts down.
     """
     deadline = time.monotonic() + timeout_s

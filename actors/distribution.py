@@ -1,4 +1,4 @@
-"""`Distribution`: counts values by fixed buckets, for the histograms of `CacheStats`."""
+"""`Distribution`: counts values in fixed buckets, for the histograms of `CacheStats`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BATCH_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0
 
 
 class Distribution:
-    """A histogram that grows. Adding to it takes a quarter of a microsecond.
+    """A mutable histogram. `add` takes a quarter of a microsecond.
 
     Args:
-        bounds: the largest value of each bucket, rising; larger values have a bucket of their own.
+        bounds: the largest value of each bucket, rising. One more bucket counts larger values.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")
@@ -26,10 +26,10 @@ class Distribution:
         self._sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value that was seen so many times."""
+        """Count a value `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += times * value
 
     def histogram(self) -> Histogram:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return Histogram(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum, count=sum(self._counts))

@@ -1,7 +1,7 @@
-"""Logs as JSON lines, with the cache, its epoch, the session and the lease that they speak of.
+"""Logs as JSON lines, with the cache, its epoch, and the session and lease of each message.
 
 from raydix.actors.json_logs import log_as_json
-log_as_json()  # in a client's process; a cache does so with CacheConfig(json_logs=True)
+log_as_json()  # in a client's process; for a cache set CacheConfig(json_logs=True)
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import logging
 from datetime import UTC, datetime
 from typing import IO
 
-FIELDS = ("cache", "epoch", "session", "lease", "owner")  # that a record may carry, by `extra`
+FIELDS = ("cache", "epoch", "session", "lease", "owner")  # attributes that a record may have, by `extra`
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record: time (UTC), level, logger, message, those of `FIELDS` that are known, and the error.
+    """Format a record as one JSON object: time (UTC), level, logger, message, known `FIELDS`, and the error.
 
     Args:
-        always: fields of every record, unless it says otherwise.
+        always: fields of every record; the record's fields override them.
     """
 
     def __init__(self, **always: str) -> None:
@@ -26,7 +26,7 @@ class JsonFormatter(logging.Formatter):
         self._always = always
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, with what a terminal would obey escaped as JSON does."""
+        """Return the line, with control characters escaped as in JSON."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -47,9 +47,9 @@ def _escaped(character: str) -> str:
 
 
 def log_as_json(stream: IO[str] | None = None, level: int = logging.INFO, **always: str) -> logging.Handler:
-    """Log what Raydix has to say in this process as JSON lines, to stderr or `stream`, and nowhere else.
+    """Write the logs of Raydix in this process as JSON lines to stderr or `stream`, and nowhere else.
 
-    Done again, it takes the place of what was done before. Returns the handler.
+    A second call replaces the first. Returns the handler.
     """
     logger = logging.getLogger("raydix")
     for handler in [each for each in logger.handlers if isinstance(each.formatter, JsonFormatter)]:

@@ -1,4 +1,4 @@
-"""`LoopTimer`: calls a method now and then, without keeping its object alive."""
+"""`LoopTimer`: calls a method periodically, without keeping its object alive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _RETRY_S = 1.0  # after a failure
 
 
 class LoopTimer:
-    """Calls `method` on the event loop, again after as many seconds as it returns; None ends it.
+    """Call `method` on the event loop, again after the number of seconds that it returns; None ends the timer.
 
-    A method that raises is called again in a second: what fails once, as a look at the counts may, does not end it.
-    It holds the method's object weakly: an object that is dropped without being closed takes its timer with it.
+    A method that raises is logged, and called again after a second. The timer has a weak reference to the method's
+    object, and ends if the object is dropped without being closed.
     """
 
     def __init__(self, method: Callable[[], float | None]) -> None:
@@ -25,16 +25,16 @@ class LoopTimer:
 
     @property
     def is_set(self) -> bool:
-        """Whether a call is due some day."""
+        """Whether a call is scheduled."""
         return self._handle is not None
 
     def schedule(self, delay_s: float) -> None:
-        """Call in `delay_s` from now, on the running loop, instead of when it was due."""
+        """Schedule the next call in `delay_s`, on the running loop. This replaces a scheduled call."""
         self.stop()
         self._handle = asyncio.get_running_loop().call_later(delay_s, self._run)
 
     def stop(self) -> None:
-        """Call no more."""
+        """Cancel the scheduled call."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

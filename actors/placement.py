@@ -1,4 +1,4 @@
-"""Where caches stand: one on each GPU of a cluster, and workers beside them."""
+"""Placement: a cache on each GPU of a cluster, and workers on the same GPU or node."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SchedulingStrategy = NodeAffinitySchedulingStrategy | PlacementGroupSchedulingSt
 def start_on_own_gpu(
     config: CacheConfig, name: str, *, namespace: str = NAMESPACE, worker_cpus: int = 1, timeout_s: float = 60
 ) -> ActorHandle[Any]:
-    """A detached cache on a GPU of its own: a placement group with that GPU, which its workers share (`beside`).
+    """Start a detached cache in a placement group with a whole GPU, which its workers share (`beside`).
 
-    One of that name that runs already is used if its configuration is the same. `remove_placement` gives the GPU back
-    once the cache has ended.
+    If a cache of that name runs with the same configuration, return its handle. `remove_placement` frees the GPU after
+    the cache has ended.
 
     Raises:
-        CacheUnavailable: no GPU is free, or it did not start in time; nothing is left behind. Or one of that name is
-            shutting down.
+        CacheUnavailable: no GPU was free, or the cache did not start in time, and all was undone. Or a cache of that
+            name is shutting down.
         ConfigMismatch: a cache of that name runs with another configuration.
     """
     if find(name, namespace) is not None:
@@ -51,28 +51,28 @@ def start_on_own_gpu(
     except BaseException as error:
         unready = None if isinstance(error, ConfigMismatch) else find(name, namespace)
         if unready is not None:
-            ray.kill(unready)  # it would try to start for ever where its group is gone
+            ray.kill(unready)  # else it tries to start forever without its group
         remove_placement_group(group)
         raise
 
 
 def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout_s: float = 60) -> SchedulingStrategy:
-    """The scheduling strategy that puts a worker where it can map a cache's pool: on its card, or else on its node.
+    """Return the scheduling strategy that puts a worker where it can map a cache's pool: on its card, else its node.
 
         worker = Worker.options(num_gpus=0.9, scheduling_strategy=beside("kv-0")).remote("kv-0")
 
     Raises:
-        CacheUnavailable: no cache of that name runs, it has ended, or does not answer within `timeout_s`.
-        InvalidRequest: `cache` is neither, or `timeout_s` no finite number of seconds.
+        CacheUnavailable: no cache of that name runs, it has ended, or it does not answer within `timeout_s`.
+        InvalidRequest: `cache` is neither a handle nor a name, or `timeout_s` is not a finite number of seconds.
     """
     actor = connect(cache, namespace=namespace) if isinstance(cache, str) else cache
     check_handle(actor)
     checked_seconds(timeout_s)
     try:
-        told: Any = ray.get([actor.placement.remote(), actor.pool_handle.remote()], timeout=timeout_s)
+        found: Any = ray.get([actor.placement.remote(), actor.pool_handle.remote()], timeout=timeout_s)
     except RayError as error:
         raise from_ray(error) from error
-    place, handle = cast(tuple[tuple[PlacementGroup, int] | None, PoolHandle], told)
+    place, handle = cast(tuple[tuple[PlacementGroup, int] | None, PoolHandle], found)
     if place is not None:
         group, bundle = place
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -80,7 +80,7 @@ def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout
 
 
 def remove_placement(name: str, namespace: str = NAMESPACE) -> None:
-    """Give back the GPU of a cache that `start_on_own_gpu` started and that has ended; no effect on others."""
+    """Free the GPU of an ended cache that `start_on_own_gpu` had started; no effect on other caches."""
     wanted = group_name(name, namespace)
     for group_id, group in cast(Any, placement_group_table)().items():
         if group["name"] == wanted and group["state"] != "REMOVED":
@@ -88,10 +88,10 @@ def remove_placement(name: str, namespace: str = NAMESPACE) -> None:
 
 
 def group_name(name: str, namespace: str) -> str:
-    """What the placement group of a cache is called."""
+    """Return the name of a cache's placement group."""
     return f"raydix/{namespace}/{name}"
 
 
 def num_gpus() -> int:
-    """GPUs of the cluster, in use or not."""
+    """Return the number of GPUs in the cluster, in use or not."""
     return int(cast(Any, ray.cluster_resources)().get("GPU", 0))

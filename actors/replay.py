@@ -1,7 +1,7 @@
-"""How much prefill would a cache have saved? Replays a trace against index-only caches (`num_layers=0`).
+"""Replay a trace on index-only caches (`num_layers=0`), to measure the prefill that a cache saves.
 
-Requests run one at a time, in the order of the trace, and publish their whole prompt. A hit counts whole pages: with
-pages of 512 tokens the last, partial block of a prompt is never reused.
+Requests run one at a time, in the order of the trace, and publish their whole prompt. Hits are whole pages: with pages
+of 512 tokens the last, partial block of a prompt is never reused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
     from raydix.actors.trace import TracedRequest
 
-_STEP = 64  # requests between two signs of progress
+_STEP = 64  # requests between two calls of `progress`
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Replay:
     """The replay of a trace on one cache."""
 
     config: CacheConfig
-    reused: NDArray[np.int64]  # prompt tokens found in the cache, per request
-    stats: CacheStats  # of the cache, after the last request
+    reused: NDArray[np.int64]  # hit tokens of each request
+    stats: CacheStats  # after the last request
     seconds: float
 
     def figures(self) -> dict[str, Any]:
-        """The counts, and the hit rate: reused prompt tokens / prompt tokens of all requests."""
+        """Return the counts, and the hit rate: reused prompt tokens / prompt tokens of all requests."""
         stats, ghost = self.stats, self.stats.ghost
         return {
             "capacity": self.config.pool.num_slots,
@@ -57,10 +57,10 @@ class Replay:
 def index_config(
     capacity: int, *, page_size: int = BLOCK, policy: str = "lru", high_watermark: float = 1.0
 ) -> CacheConfig:
-    """An index-only cache of so many tokens. At a watermark of 1.0 nothing is evicted before there is need.
+    """Return the configuration of an index-only cache. At a watermark of 1.0 only the shortfall is evicted.
 
     Raises:
-        ValidationError: the capacity is no multiple of the page, or no such policy is known.
+        ValidationError: the capacity is not a multiple of the page size, or the policy is unknown.
     """
     eviction = EvictionConfig.model_validate(
         {"policy": policy, "high_watermark": high_watermark, "low_watermark": min(0.8, high_watermark * 0.9)}
@@ -77,11 +77,11 @@ async def replay(
     on_ray: bool = False,
     progress: Callable[[int], Any] = lambda done: None,
 ) -> Replay:
-    """Send one prompt of the trace after the other through a fresh cache, which ends with the replay.
+    """Replay the prompts of a trace, one after another, on a new cache that ends with the replay.
 
     Args:
-        on_ray: a cache actor and its client, as a scheduler would use them; else a cache in this process.
-        progress: called now and then with the number of requests that are done.
+        on_ray: use a cache actor and its client, like a scheduler; else a cache in this process.
+        progress: called periodically with the number of finished requests.
     """
     async with _running_cache(config, on_ray) as client:
         return await replay_on(client, trace, config, progress)
@@ -94,13 +94,13 @@ async def replay_on(
     progress: Callable[[int], Any] = lambda done: None,
     note_time: Callable[[float], Any] | None = None,
 ) -> Replay:
-    """Replay on the fresh cache of a client.
+    """Replay on the new cache of a client.
 
-    The end of a request is sent in one message with the start of the next, and the cache executes it first. With
-    `note_time`, which is called with the time of each request, in seconds, it is sent before that time.
+    The client sends the end of a request with the start of the next, and the cache executes it first. If `note_time`
+    is given, it is called with the time of each request, in seconds, after the end of the previous request.
     """
     reused = np.zeros(len(trace), np.int64)
-    publish: list[Coroutine[Any, Any, Any]] = []  # what is left to do for the request before
+    publish: list[Coroutine[Any, Any, Any]] = []  # the insert of the previous request
     started = time.perf_counter()
     for index, request in enumerate(trace):
         tokens = request.tokens()
@@ -112,7 +112,7 @@ async def replay_on(
         publish = []
         if lease is not None:
             reused[index] = lease.prefix_len
-            publish = [lease.insert(tokens, release=True)]  # here a model would have computed the rest
+            publish = [lease.insert(tokens, release=True)]  # a model would compute the rest before this
         if index % _STEP == 0:
             progress(index)
     await asyncio.gather(*publish)
@@ -122,7 +122,7 @@ async def replay_on(
 
 
 async def _acquire(client: PrefixCacheClient, tokens: NDArray[np.uint32]) -> Lease | None:
-    """A lease for a prompt; None if it is larger than the whole cache."""
+    """Return a lease for a prompt; None if the prompt is larger than the whole cache."""
     try:
         return await client.acquire(tokens)
     except PoolExhausted as error:
@@ -133,7 +133,7 @@ async def _acquire(client: PrefixCacheClient, tokens: NDArray[np.uint32]) -> Lea
 
 @asynccontextmanager
 async def _running_cache(config: CacheConfig, on_ray: bool) -> AsyncIterator[PrefixCacheClient]:
-    """A client of a fresh cache, which ends with it."""
+    """Yield a client of a new cache, and end both afterwards."""
     if on_ray:
         from raydix.actors.deploy import shutdown_cache, start_cache_async
 

@@ -1,4 +1,4 @@
-"""Replays as a picture. Needs matplotlib, which the extra `plot` brings."""
+"""Plots of replays. Needs matplotlib, from the extra `plot`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WINDOWS = 60  # of equal length, for the rate over time
 
 
 def check_can_draw(path: Path) -> None:
-    """Nothing stands in the way of a picture there.
+    """Raise the error that `plot` would raise for this path.
 
     Raises:
-        ImportError: matplotlib is not there.
-        OSError: there is no such folder, or it is none to write to.
-        ValueError: matplotlib knows no format of the path's suffix.
+        ImportError: matplotlib is not installed.
+        OSError: the folder does not exist, or cannot be written to.
+        ValueError: matplotlib has no format for the path's suffix.
     """
     from matplotlib.figure import Figure
 
@@ -42,11 +42,11 @@ def check_can_draw(path: Path) -> None:
 def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) -> None:
     """Draw the hit rate against capacity, a line per policy and page size, and over the time of the trace.
 
-    A replay has one colour in both; where all are of one capacity, bars take the place of the lines.
+    A replay has the same colour in both. If all have one capacity, bars replace the lines of the first.
 
     Raises:
-        ImportError: matplotlib is not there.
-        ValueError: matplotlib knows no format of the path's suffix.
+        ImportError: matplotlib is not installed.
+        ValueError: matplotlib has no format for the path's suffix.
     """
     from matplotlib.figure import Figure
 
@@ -99,7 +99,7 @@ def _draw_over_time(axes: Any, replays: Sequence[Replay], trace: Sequence[Traced
 
 
 def _colours(replays: Sequence[Replay]) -> list[str]:
-    """One of matplotlib's ten for each replay, in turn."""
+    """Return a colour for each replay, of matplotlib's ten in turn."""
     return [f"C{place % 10}" for place in range(len(replays))]
 
 

@@ -1,10 +1,10 @@
-"""A cache's configuration from a YAML file, the environment and options; the later wins over the earlier.
+"""A cache's configuration from a YAML file, the environment and options. A later source overrides an earlier one.
 
     page_size: 16                   RAYDIX_PAGE_SIZE=16                   page_size=16
     pool:                           RAYDIX_POOL_NUM_SLOTS=65536           pool.num_slots=65536
       num_slots: 65536
 
-The keys are the fields of `CacheConfig`, and `name`. What is wrong is told with the place where it stands.
+The keys are the fields of `CacheConfig`, and `name`. Errors name the place of the wrong setting.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from raydix.schemas.shown import cut
 
 DEFAULT_NAME = "kv"
 _PREFIX = "RAYDIX_"
-_UNLIKE = 0.8  # a variable that resembles none of ours as much is another program's
+_UNLIKE = 0.8  # similarity to a known variable, above which an unknown one is an error
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a file, the environment and options say together."""
+    """The combined settings of a file, the environment and options."""
 
-    name: str  # of the caches: the first one is called `<name>-0`
+    name: str  # base name: the first cache is called `<name>-0`
     config: CacheConfig
 
 
@@ -44,16 +44,16 @@ def load_settings(
     options: Iterable[str] = (),
     name: str | None = None,
 ) -> Settings:
-    """The settings that a file, the environment and options make together.
+    """Return the combined settings of a file, the environment and options.
 
     Args:
-        path: a YAML file; None: there is none.
-        environ: where variables `RAYDIX_*` are looked up; None: those of this process.
+        path: a YAML file; None reads none.
+        environ: variables, of which `RAYDIX_*` are read; None takes those of this process.
         options: "key=value", with dots in the key; the value is YAML.
-        name: of the caches, before all of these; None: theirs.
+        name: base name of the caches; it overrides the other sources. None takes theirs.
 
     Raises:
-        SettingsError: the file cannot be read, or a key or value is wrong; the message says where it stands.
+        SettingsError: the file cannot be read, or a key or value is wrong; the message names the place.
     """
     tree: dict[str, Any] = {}
     places: dict[Key, str] = {}
@@ -78,19 +78,19 @@ def load_settings(
 
 
 def as_yaml(settings: Settings) -> str:
-    """Return a file that `load_settings` makes the same settings of; fields that have their default are left out."""
+    """Return YAML from which `load_settings` makes the same settings; fields with their default are left out."""
     tree = {"name": settings.name, **settings.config.model_dump(mode="json", exclude_defaults=True)}
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
 
 
 def _section(kind: Any) -> type[BaseModel] | None:
-    """The model of a field that has fields of its own, as `pool`, or `ghost` where it is not None."""
-    kinds = (kind,) if get_origin(kind) is tuple else (kind, *get_args(kind))  # tenants are values, in a list
+    """Return the model of a field with sub-fields, such as `pool`, or `ghost` if it is set; None for other fields."""
+    kinds = (kind,) if get_origin(kind) is tuple else (kind, *get_args(kind))  # tenants are a list of values
     return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def _fields(model: type[BaseModel], above: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every field of a configuration and of its sections, with its type."""
+    """Yield each field of a configuration and of its sections, with its type."""
     for name, field in model.model_fields.items():
         kind = field.annotation
         yield (*above, name), kind
@@ -106,7 +106,7 @@ _OTHER_VARIABLES = {"RAYDIX_NAMESPACE", "RAYDIX_TRACE", "RAYDIX_BENCH_GATE", "RA
 
 
 def _merge(tree: dict[str, Any], key: Key, value: Any) -> None:
-    """Set a value, and make the sections it stands in. A section that is `{}` keeps what it has."""
+    """Set a value and create its sections. A section given as `{}` keeps its fields."""
     for name in key[:-1]:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}
@@ -123,7 +123,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Key, Any, st
         if (key := _VARIABLES.get(variable)) is not None:
             yield from _parsed(key, text, place)
         elif near := get_close_matches(variable, _LEAVES, 1, _UNLIKE):
-            raise SettingsError(f"{cut(place)} is not known", f"unset it, or set {near[0]}")
+            raise SettingsError(f"{cut(place)} is unknown", f"unset it, or set {near[0]}")
 
 
 def _from_options(options: Iterable[str]) -> Iterator[tuple[Key, Any, str]]:
@@ -139,7 +139,7 @@ def _from_options(options: Iterable[str]) -> Iterator[tuple[Key, Any, str]]:
 
 
 def _parsed(key: Key, text: str, place: str) -> Iterator[tuple[Key, Any, str]]:
-    """A value given as text: that of a key, or of a section, whose keys then follow one by one."""
+    """Yield the value of a key given as text; for a section, each of its keys."""
     kind = _KINDS[key]
     if kind is str or (str in get_args(kind) and text != "null"):
         yield key, text, place  # a fingerprint may look like a number
@@ -154,9 +154,11 @@ def _parsed(key: Key, text: str, place: str) -> Iterator[tuple[Key, Any, str]]:
 
 
 def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | str | None) -> SettingsError:
-    """The first of pydantic's complaints, with where its value stands and what to do."""
+    """Return the first of pydantic's errors, with the place of its value and advice."""
     errors = error.errors(include_url=False)
-    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])  # a key misspelt is missing
+    first = next(
+        (each for each in errors if each["type"] == "extra_forbidden"), errors[0]
+    )  # a misspelt key also counts as missing
     key = tuple(str(part) for part in first["loc"])
     place = next((places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places), str(path or "the settings"))
     what, advice = first["msg"].removeprefix("Value error, "), ""
@@ -164,18 +166,18 @@ def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | s
         what, advice = "no such key", _suggestion(key)
     elif first["type"] == "missing":
         text, variable = ".".join(key), _PREFIX + "_".join(key).upper()
-        what, advice = "is needed", f"set {text} in a file given with -c, {variable}, or --set {text}=VALUE"
+        what, advice = "must be set", f"set {text} in a file given with -c, {variable}, or --set {text}=VALUE"
         if key in SECTIONS:
             advice = f"give at least {text}.num_slots: --set {text}.num_slots=65536"
     return SettingsError(f"{place}: {cut('.'.join(key)) + ': ' if key else ''}{what}", advice)
 
 
 def _suggestion(key: Key) -> str:
-    """The known key that a wrong one probably means."""
+    """Return advice with the known key nearest to a wrong one."""
     named = {".".join(each): each for each in _KINDS}
     for text, each in named.items():
         if each[-1] == key[-1]:
-            return f"{text}: {key[-1]} stands there"
+            return f"{text}: {key[-1]} belongs there"
     near = get_close_matches(".".join(key), named, 1, 0.5) or get_close_matches(
         key[-1], [each[-1] for each in named.values()], 1, 0.5
     )

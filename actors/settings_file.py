@@ -1,4 +1,4 @@
-"""A YAML file as keys, values and the lines on which they stand."""
+"""A YAML file as keys, values and their line numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Key = tuple[str, ...]
 
 
 _MOST_BYTES = 2**20  # of a file
-_MOST_DIGITS = 64  # of a number, its sign and the like
+_MOST_DIGITS = 64  # of a number, with its sign and exponent
 
 
 class SettingsError(ValueError):
-    """A setting is wrong, or a file of them cannot be read. `advice` says what to do."""
+    """A setting is wrong, or a settings file cannot be read. `advice` is the next step for the user."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message, advice)
@@ -30,11 +30,10 @@ class SettingsError(ValueError):
 
 
 def read_yaml(path: Path, sections: Collection[Key]) -> Iterator[tuple[Key, Any, str]]:
-    """Every key of a file with its value and place; those below `sections` one by one.
+    """Yield each key of a file with its value and place, and the keys in `sections` one by one.
 
     Raises:
-        SettingsError: the file is not there, is larger than 1 MiB, is no YAML, holds a value that is none, or names a
-            key twice.
+        SettingsError: the file is missing, larger than 1 MiB or not YAML, has an invalid value, or has a key twice.
     """
     try:
         with path.open("rb") as file:
@@ -46,7 +45,7 @@ def read_yaml(path: Path, sections: Collection[Key]) -> Iterator[tuple[Key, Any,
         if root is None:
             return
         if not isinstance(root, yaml.MappingNode):
-            raise SettingsError(f"{path}, line 1: not a mapping", "write one `key: value` per line")
+            raise SettingsError(f"{path}, line 1: must be a mapping", "write one `key: value` per line")
         yield from _items(loader, root, (), sections, path)
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}", "give the path of a YAML file") from None
@@ -62,10 +61,10 @@ def read_yaml(path: Path, sections: Collection[Key]) -> Iterator[tuple[Key, Any,
 
 
 def read_value(text: str, place: str) -> Any:
-    """A value that is given as text, as YAML reads it.
+    """Return the value of a text in YAML.
 
     Raises:
-        SettingsError: it is no YAML, or names a key twice; the message begins with `place`.
+        SettingsError: the text is not YAML, or has a key twice; the message begins with `place`.
     """
     try:
         loader = _Loader(text)
@@ -74,24 +73,24 @@ def read_value(text: str, place: str) -> Any:
     except RecursionError:
         raise _too_deep(place) from None
     except yaml.YAMLError:
-        raise SettingsError(f"{place}: {brief(text)} is no YAML value", "quote it") from None
+        raise SettingsError(f"{place}: {brief(text)} is not a YAML value", "quote it") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, but for what costs far more than it takes to write: aliases, and numbers in base 60."""
+    """YAML's safe loader without aliases and numbers in base 60: short texts of these can take long to load."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Make the node of what follows, unless it is an alias."""
+        """Make the next node; an alias is an error."""
         if self.check_event(yaml.AliasEvent):
             mark = cast(Any, self).peek_event().start_mark
-            raise ComposerError(None, None, "an alias: write the value again", mark)
+            raise ComposerError(None, None, "aliases are not supported: write the value again", mark)
         return super().compose_node(parent, index)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         """Make an int or a float of a number's text."""
         text = self.construct_scalar(node)
         if ":" in text or len(text) > _MOST_DIGITS:
-            raise ValueError(f"a number has at most {_MOST_DIGITS} characters and no ':', unlike {brief(text)}")
+            raise ValueError(f"a number must have at most {_MOST_DIGITS} characters and no ':', not {brief(text)}")
         construct = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
         return construct(node)
 
@@ -113,12 +112,12 @@ def _items(
             continue
         value = _value_of(loader, node, place, ".".join(key), f"{path}, line ")
         if key in sections and value is not None:
-            raise SettingsError(f"{place}: {'.'.join(key)} has keys of its own, not a value", "indent them below it")
+            raise SettingsError(f"{place}: {'.'.join(key)} must have keys, not a value", "indent them below it")
         yield key, value, place
 
 
 def _value_of(loader: yaml.SafeLoader, node: yaml.Node, place: str, name: str, line: str) -> Any:
-    """What a node stands for; `line` begins the place of a line within it."""
+    """Return the value of a node; `line` begins the place of a line in it."""
     below = [node]
     while below:
         each = below.pop()
@@ -129,12 +128,12 @@ def _value_of(loader: yaml.SafeLoader, node: yaml.Node, place: str, name: str, l
             below += each.value
     try:
         return loader.construct_object(node, deep=True)
-    except (ValueError, LookupError, AttributeError, OverflowError) as error:  # yaml's, of a bad date or number
-        raise SettingsError(f"{place}: no YAML value: {cut(str(error))}", "quote it, if it is a text") from None
+    except (ValueError, LookupError, AttributeError, OverflowError) as error:  # from yaml, for a bad date or number
+        raise SettingsError(f"{place}: not a YAML value: {cut(str(error))}", "quote it if it is a text") from None
 
 
 def _check_keys(mapping: yaml.MappingNode, name: str, line: str) -> None:
-    """Raise SettingsError if a key stands twice in a mapping; `line` begins the place of a line."""
+    """Raise SettingsError if a mapping has a key twice; `line` begins the place of a line."""
     lines: dict[str, int] = {}
     for key_node, _ in mapping.value:
         number = key_node.start_mark.line + 1
@@ -143,7 +142,7 @@ def _check_keys(mapping: yaml.MappingNode, name: str, line: str) -> None:
         key = str(key_node.value)
         if key in lines:
             full = cut(f"{name}.{key}" if name else key)
-            raise SettingsError(f"{line}{number}: {full} stands on line {lines[key]} already", "keep one of them")
+            raise SettingsError(f"{line}{number}: {full} is on line {lines[key]} already", "keep one of them")
         lines[key] = number
 
 

@@ -1,8 +1,8 @@
-"""Recorded traffic in the Mooncake format: what was asked and when, without its text.
+"""Recorded traffic in the Mooncake format: times, lengths and hashes of prompts, without their text.
 
-One JSON object a line, with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id for each block of
-512 prompt tokens, or of the line's `block_size`. As the text is not there, each id is expanded to as many token ids of
-its own; equal prefixes stay equal.
+A trace has one JSON object per line, with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`. Each
+block of 512 prompt tokens, or of the line's `block_size`, has one id. `TracedRequest.tokens` expands each id to the
+token ids of its block, so that equal prefixes stay equal.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raydix.schemas.shown import cut
 
-BLOCK = 512  # tokens a hash id stands for, unless its line has another block_size
-MAX_NUMBER = 2**53  # of milliseconds, and of tokens: what is larger is no whole number as a float
+BLOCK = 512  # tokens per hash id, unless the line has a block_size
+MAX_NUMBER = 2**53  # of milliseconds, and of tokens: the largest exact integer of a float
 
 
 class TraceError(ValueError):
@@ -28,11 +28,11 @@ class TracedRequest(BaseModel):
     """One line of a trace."""
 
     timestamp: float = Field(
-        ge=0, le=MAX_NUMBER, allow_inf_nan=False, strict=True, description="ms since the trace began"
+        ge=0, le=MAX_NUMBER, allow_inf_nan=False, strict=True, description="ms since the start of the trace"
     )
     input_length: int = Field(gt=0, description="prompt tokens")
     output_length: int = Field(ge=0, le=MAX_NUMBER)
-    hash_ids: list[int] = Field(description="one for each block of the prompt; equal ones stand for equal blocks")
+    hash_ids: list[int] = Field(description="one for each block of the prompt; equal ids mean equal prefixes")
     block_size: int = Field(default=BLOCK, gt=0, le=2**20, description="tokens of a block; the same on every line")
 
     @model_validator(mode="after")
@@ -47,12 +47,12 @@ class TracedRequest(BaseModel):
         return self
 
     def tokens(self) -> NDArray[np.uint32]:
-        """The prompt: each hash id, as the seed of a SplitMix64 generator, gives the tokens of its block."""
+        """Return the prompt: each hash id seeds a SplitMix64 generator, which gives the tokens of its block."""
         ids = np.array(self.hash_ids, np.uint64)[:, None]
         num_bits = max(1, (self.block_size - 1).bit_length())
         mixed: NDArray[Any] = (ids << np.uint64(num_bits)) + np.arange(self.block_size, dtype=np.uint64)
         mixed *= np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= ids >> np.uint64(64 - num_bits)  # the bits that the seeds have lost
+        mixed ^= ids >> np.uint64(64 - num_bits)  # bits that the shift has dropped
         mixed = mixed.reshape(-1)[: self.input_length]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -60,10 +60,10 @@ class TracedRequest(BaseModel):
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TracedRequest]:
-    """The first `limit` requests of a trace, or all.
+    """Return the first `limit` requests of a trace, or all.
 
     Raises:
-        TraceError: the file cannot be read, or a line is not in the format; the message says which and why.
+        TraceError: the file cannot be read, or a line has another format; the message names the line and the cause.
     """
     trace: list[TracedRequest] = []
     try:
@@ -74,14 +74,16 @@ def read_trace(path: Path, limit: int | None = None) -> list[TracedRequest]:
                 if line.strip():
                     trace.append(request := _parse(line, f"{path}, line {number}"))
                     if request.block_size != trace[0].block_size:
-                        sizes = f"{request.block_size}, but {trace[0].block_size} on the lines before"
-                        raise TraceError(f"{path}, line {number}: block_size is {sizes}: it must be the same on all")
+                        sizes = f"{request.block_size}, but {trace[0].block_size} on earlier lines"
+                        raise TraceError(
+                            f"{path}, line {number}: block_size must be the same on all lines; it is {sizes}"
+                        )
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8: {error.reason}") from None
     if not trace:
-        raise TraceError(f"{path}: no requests in it")
+        raise TraceError(f"{path}: the trace has no requests")
     return trace
 
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of a client's verbs: one for each request, however many of them share a batch.
+"""OpenTelemetry spans of a client's verbs: one for each request, also for requests that share a batch.
 
 from raydix.actors.tracing import trace_verbs
-stop = trace_verbs()  # spans go where the process sends its own
+stop = trace_verbs()  # spans go to the process's tracer provider
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.schemas import InsertResponse, MatchResponse
 
 VERBS = ("match", "lock", "acquire", "insert", "extend", "release", "abort")
-_LEASING = ("lock", "acquire")  # their results can also be entered
+_LEASING = ("lock", "acquire")  # `async with` accepts their results
 
 Attributes = dict[str, str | int]
 Verb = Callable[..., Awaitable[Any]]
 
-_untraced: dict[str, Verb] = {}  # the verbs as they were, while spans are made
+_untraced: dict[str, Verb] = {}  # the original verbs, while spans are made
 
 
 def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
-    """Make a span `raydix.<verb>` of each request of every client of this process, from now on.
+    """Make a span `raydix.<verb>` of each request of every client in this process, from now on.
 
     The span lasts from the call to its result, with the time in the batch and in the queue. Its parent is the caller's
     span. Its attributes are the lease, its epoch, and the tokens found or published, or the error. Verbs that are not
     traced cost nothing more.
 
     Args:
-        tracer_provider: of opentelemetry; None: the one that the process has set.
+        tracer_provider: of opentelemetry; None takes the process's provider.
 
     Returns:
         A function that ends the tracing. A second call of `trace_verbs` replaces the first.
@@ -54,7 +54,7 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
 
 
 def stop_tracing() -> None:
-    """End the tracing; no effect if no verb is traced."""
+    """Stop making spans, if `trace_verbs` is active."""
     while _untraced:
         setattr(PrefixCacheClient, *_untraced.popitem())
 
@@ -72,7 +72,7 @@ def _trace(name: str, verb: Verb, tracer: Any) -> Verb:
 
 
 def _attributes_of(value: Any) -> Attributes:
-    """Return the span's attributes of an argument or a result of a verb."""
+    """Return the span attributes of an argument or a response."""
     if isinstance(value, Lease):
         lease: Attributes = {"raydix.lease": value.lease_id, "raydix.epoch": value.epoch}
         return lease | {"raydix.prefix_len": value.prefix_len, "raydix.num_slots": len(value)}

@@ -1,17 +1,17 @@
-"""`TransformersWorker`: serves a transformers causal LM whose KV lies in a shared cache.
+"""`TransformersWorker`: serves a transformers causal LM with its KV in a shared cache.
 
-    acquire ──> prefill what is missing ──> publish the prompt ──> decode greedily ──> publish, release
-    (prefix: locked; rest: private)         (others hit it now)
+    acquire ──> prefill the rest ──> publish the prompt ──> decode greedily ──> publish, release
+    (prefix: locked; rest: private)  (later requests hit it)
 
-Models with full attention, with sliding windows (Mistral, Gemma 3) and with recurrent states (Falcon-H1, Qwen3-Next):
-`cache_config_for` gives the cache that serves a model.
+It serves models with full attention, with sliding windows (Mistral, Gemma 3) and with recurrent states (Falcon-H1,
+Qwen3-Next). `cache_config_for` returns the configuration of a cache that serves a model.
 
-A plain class with async methods: make it a Ray actor, or use it as it is.
+The worker is a plain class with async methods, for a Ray actor or for direct use.
 
     worker = ray.remote(TransformersWorker).options(num_cpus=1).remote(cache, model={"model_type": "llama", ...})
     generation = await worker.generate.remote(tokens, 32)
 
-Requests run concurrently, each with a batch size of 1: their forward passes take turns on the worker's one thread.
+Requests run concurrently, each with a batch size of 1. Their forward passes take turns on the worker's only thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Generation", "TransformersWorker", "cache_config_for", "model_finger
 
 
 class Namespace(TypedDict):
-    """What prefixes are shared within."""
+    """The fields of a namespace; requests share prefixes within one."""
 
     extra_key: str | None
     lora_id: str | None
@@ -57,25 +57,25 @@ class Namespace(TypedDict):
 
 
 class TransformersWorker(WatchedActor):
-    """A causal LM, its own session with a cache, and one thread for the forward passes.
+    """A causal LM with a session at a cache and one thread for the forward passes.
 
-    Making one loads the model; the first request, or `open`, reaches the cache. A model with recurrent states needs a
-    pool that it can map, on its own device.
+    The constructor loads the model; the first request, or `open`, connects to the cache. A model with recurrent states
+    needs a mapped pool on its device.
 
     Args:
-        cache: the handle of a cache actor, the name of one, or a `LocalPrefixCache`. None needs `use_cache=False`.
+        cache: the handle or name of a cache actor, or a `LocalPrefixCache`. None requires `use_cache=False`.
         model: a transformers configuration or a dictionary of one (with `model_type`), for random weights; or a
-            model's name or path, for real ones.
-        seed: of random weights. Workers that share a `lora_id` on one cache need equal ones.
-        dtype: of weights and KV. None: the one the model's configuration names, else float32.
-        device: "auto" is CUDA if this process has a GPU (in an actor: was given one), else the CPU.
-        mapped: how to reach the pool, as for `attach_pool`. A pool on another device than the model's is copied.
+            model's name or path, for trained ones.
+        seed: seed of random weights. Workers that share a `lora_id` on one cache need equal weights.
+        dtype: dtype of weights and KV. None: that of the model's configuration, else float32.
+        device: "auto" is CUDA if this process has a GPU (an actor: if Ray gave it one), else the CPU.
+        mapped: how to reach the pool, as for `attach_pool`. A pool on another device than the model is copied.
         use_cache: False computes every request from scratch.
-        num_threads: torch's, for the passes. None: torch's own choice.
-        owner: who this is, for people.
-        fingerprint: of the model, which the worker binds for each `lora_id` that it serves, as `bind_model` says.
-            "auto" computes it when the worker opens, and anew where the cache asks to bind again. None binds nothing:
-            then this worker and others on the cache must have the same weights.
+        num_threads: torch's threads for the passes. None: torch's default.
+        owner: name of the worker in counts and logs.
+        fingerprint: fingerprint of the model, to bind for each `lora_id` that it serves (see `bind_model`). "auto"
+            computes it when the worker opens, and again if the cache requires a new binding. None binds nothing: this
+            worker and the others on the cache must then have the same weights.
 
     Raises:
         ConfigMismatch: the model is not a causal LM, or transformers cannot make it.
@@ -109,16 +109,16 @@ class TransformersWorker(WatchedActor):
         self._pool: AttachedPool | None = None
         self._running = RunningRequests()
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- open and close
 
     async def open(self) -> None:
         """Check the model, open the session, attach the pool, and check that the model fits it. Idempotent.
 
-        The first `generate` does it, too, and then counts it in its times.
+        Otherwise the first `generate` does this, and its times include it.
 
         Raises:
             ConfigMismatch: the pool has other shapes than the model's KV and states; the message names both. Or the
-                model does not continue from cached KV and states as if it had just computed them, as Jamba.
+                model computes other results when it continues from cached KV and states, as Jamba does.
             InvalidRequest: the model has recurrent states, and the pool cannot be mapped.
             CacheUnavailable: the cache cannot be reached.
         """
@@ -130,8 +130,8 @@ class TransformersWorker(WatchedActor):
     async def close(self) -> None:
         """End the requests that run, then the session and the thread. Idempotent.
 
-        Their callers get InvalidRequest. A forward pass that runs is waited for: until it has ended, nobody else gets
-        the slots that it writes. It is closed even if the caller is cancelled.
+        The callers of these requests get InvalidRequest. `close` waits for a running forward pass, so that no other
+        request gets the slots that it writes. The worker closes even if the caller is cancelled.
 
         Raises:
             InvalidRequest: the worker is used on another event loop.
@@ -143,7 +143,7 @@ class TransformersWorker(WatchedActor):
 
     async def _close(self) -> None:
         await self._running.end()
-        if self._attaching is not None:  # nobody waits for it any more
+        if self._attaching is not None:  # no request waits for it any more
             self._attaching.cancel()
             await asyncio.gather(self._attaching, return_exceptions=True)
         if self._client is not None:
@@ -173,28 +173,28 @@ class TransformersWorker(WatchedActor):
         return_logits: bool = False,
         eos_token_id: int | Collection[int] | None = None,
     ) -> Generation:
-        """Continue a prompt greedily, computing only what the cache does not hold.
+        """Continue a prompt greedily, and compute only the tokens that the cache lacks.
 
-        Afterwards the cache holds the prompt and what was generated, in whole pages, and the worker holds nothing. If
-        this raises or is cancelled, the lease is aborted, after a forward pass that runs has ended: what was published
-        stays, all other slots are free.
+        Afterwards the cache holds the prompt and the generated tokens, in whole pages, and the worker holds no lease.
+        If this raises or is cancelled, the lease is aborted after a running forward pass has ended: published pages
+        stay, and all other slots are free.
 
         Args:
             tokens: the prompt's ids: a list, numpy array or torch tensor.
-            max_new_tokens: generate so many, or fewer if an end token comes. The lease reserves slots for all of them
-                at the start.
-            extra_key, lora_id, cache_salt: the namespace; prefixes are shared only within one.
-            reuse: False computes everything in the model's own `DynamicCache`, or, where that gives other logits, with
-                all tokens in each pass; the cache stays as it is.
-            return_logits: keep the logits of every computed token (much memory for a long prompt).
-            eos_token_id: end tokens. None: those of the model's own generation configuration; `()`: none.
+            max_new_tokens: most tokens to generate; an end token ends the request earlier. The lease reserves slots for
+                all of them at the start.
+            extra_key, lora_id, cache_salt: the namespace; requests share prefixes within one.
+            reuse: False computes all tokens in the model's `DynamicCache`, or, if that gives other logits, all tokens
+                in each pass. The cache does not change.
+            return_logits: return the logits of every computed token (much memory for a long prompt).
+            eos_token_id: end tokens. None: those of the model's generation configuration; `()`: none.
 
         Raises:
             InvalidRequest: the arguments cannot be served, or the worker was closed; the message says why.
-            PoolExhausted: no room came free in time, or there never can be.
+            PoolExhausted: too few slots became free in time, or the request can never fit.
             ConfigMismatch: the model does not fit the pool, or the cache has another model bound to the `lora_id`; the
-                message names what differs.
-            StaleEpoch: the cache has restarted meanwhile.
+                message names the differences.
+            StaleEpoch: the cache has restarted during the request.
         """
         ends = self._model.end_tokens if eos_token_id is None else end_tokens(eos_token_id)
         decoding = GreedyDecoding(tokens, max_new_tokens, ends, return_logits)
@@ -225,25 +225,27 @@ class TransformersWorker(WatchedActor):
                 decoding.prompt,
                 **namespace,
                 new_tokens=decoding.max_computed - decoding.num_prompt,
-                max_prefix_len=max(0, decoding.num_prompt - self._model.least_part),  # the last logits are needed
+                max_prefix_len=max(
+                    0, decoding.num_prompt - self._model.least_part
+                ),  # compute at least the last token, for its logits
             )
 
         async with await self._binding.lease(client, namespace["lora_id"], take) as lease:
             if pool.lost:  # the cache has restarted
                 pool = await self._attached(client)
-            if pool.epoch != lease.epoch:  # and once more since: these slots are not this pool's
+            if pool.epoch != lease.epoch:  # it has restarted again: the slots belong to another pool
                 raise StaleEpoch(lease.epoch, pool.epoch)
             await LeasedRequest(self._model, pool, lease, decoding, branching_len).run()
 
     async def _decode_alone(self, decoding: GreedyDecoding, cache: Cache | None) -> None:
-        """Decode in a cache of the model's own, or with all tokens in each pass."""
+        """Decode in the model's cache, or with all tokens in each pass."""
         while not decoding.done:
             await self._model.advance(decoding, cache)
 
     # ---------------------------------------------------------------- parts
 
     async def _attached(self, client: PrefixCacheClient) -> AttachedPool:
-        """The pool, once the model is known to fit it. Concurrent first requests share the work."""
+        """Return the pool after the check that the model fits it. Concurrent first requests share the work."""
         attaching = self._attaching
         if attaching is None or has_failed(attaching) or (self._pool is not None and self._pool.lost):
             self._pool = None
@@ -259,22 +261,22 @@ class TransformersWorker(WatchedActor):
         if needed != held:
             raise ConfigMismatch(
                 f"the model's KV is {needed}, the cache's pool holds {held}: "
-                f"start the cache with the pool that pool_config_for gives, which has {needed.fields_unlike(held)}"
+                f"start the cache with the pool of pool_config_for, which has {needed.fields_unlike(held)}"
             )
         if layers.window is not None and layers.window > (config.sliding_window_size or 0):
             raise ConfigMismatch(
                 f"the model's window is {layers.window} tokens, the cache keeps {config.sliding_window_size}: "
-                "start the cache with the configuration that cache_config_for gives"
+                "start the cache with the configuration of cache_config_for"
             )
         pool = await client.attach_pool(self._mapped)
         if not (pool.mapped and pool.k[0].device == self._model.device):
             if layers.has_states:
                 raise InvalidRequest(
-                    "this model's recurrent states need a mapped pool, on the model's device: they are updated in place"
+                    "this model's recurrent states need a mapped pool on the model's device: it updates them in place"
                 )
             if not needed.is_uniform:
                 raise InvalidRequest(
-                    "this model's layers differ in their KV: they need a mapped pool, on the model's device"
+                    "this model's layers differ in the shape of their KV: they need a mapped pool on the model's device"
                 )
         await self._binding.prepare()
         return pool

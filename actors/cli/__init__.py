@@ -1,4 +1,4 @@
-"""The `raydix` command. `raydix.actors.cli.app` has the commands, one module each beside it.
+"""The `raydix` command: `app` has the table of commands, and each command has a module.
 
-A command's module is loaded for `--help`, so it imports Ray and torch only where they are used.
+`--help` loads the modules of all commands, so each imports Ray and torch inside its functions.
 """

@@ -1,4 +1,4 @@
-"""The `raydix` command line: which commands there are, and what becomes of their errors."""
+"""The `raydix` command line: the table of commands, and their errors as messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 class Commands(TyperGroup):
-    """A group whose failures end in a message that says what to do next, and in an exit status."""
+    """A group of commands. It turns an error into a message with advice, and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; what it raises for its user becomes an exit status."""
+        """Run the command. Errors meant for the user end it with an exit status; bugs are raised."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -72,7 +72,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from raydix.cache_core.kernels import CORE  # loads torch, for which --help need not wait
+        from raydix.cache_core.kernels import CORE  # imported here: it loads torch, which --help does not need
 
         typer.echo(f"raydix {version('raydix')} (core: {CORE})")
         raise typer.Exit
@@ -84,7 +84,7 @@ def _options(
         bool, typer.Option("--version", help="Print version and core.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Options before a command."""
 
 
 for _name, _command in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""`raydix list`: which caches run."""
+"""`raydix list`: the running caches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ANSWER_S = 5.0
 
 
 def list_caches(address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False) -> None:
-    """List the caches of a cluster, with what they are and how full."""
+    """List the caches of a cluster, with their kind and use."""
     join(address, namespace)
     rows = _facts(namespace)
     show(rows, as_json, lambda: _table(rows, namespace))
 
 
 def _facts(namespace: str) -> list[dict[str, Any]]:
-    """What each cache says of itself; those that do not answer in time are "silent"."""
+    """Return a row of facts for each cache; the state of a cache that does not answer in time is "silent"."""
     import ray
 
     asked: dict[str, list[Any]] = {}
@@ -92,5 +92,5 @@ def _table(rows: list[dict[str, Any]], namespace: str) -> Group | str:
 
 
 def _kind_of(cause: str) -> str:
-    """Return the part of a cause that stands before its details."""
+    """Return a cause without its details."""
     return cause.partition(":")[0]

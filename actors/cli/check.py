@@ -1,4 +1,4 @@
-"""`raydix check`: does a live cache keep its rules?"""
+"""`raydix check`: verify the invariants of a live cache."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def check(name: CacheName, address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False) -> None:
-    """Have a cache verify every rule it keeps. It serves nobody meanwhile: about a second per million nodes.
+    """Have a cache verify its invariants. It serves no request during that time: about a second per million nodes.
 
-    Fails with exit status 1 and the rule that is broken.
+    Fails with exit status 1, and names the broken invariant.
     """
     join(address, namespace)
     cache = cache_handle(name, namespace)
     seconds = asyncio.run(_check(cache))
     result = {"name": name, "ok": True, "seconds": seconds}
-    show(result, as_json, lambda: f"{name}: every rule holds, verified in {seconds:.2f} s")
+    show(result, as_json, lambda: f"{name}: every invariant holds, verified in {seconds:.2f} s")
 
 
 async def _check(cache: ActorHandle[Any]) -> float:

@@ -1,4 +1,4 @@
-"""Reaching the Ray cluster, and the caches on it."""
+"""Connections to the Ray cluster and its caches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from raydix.schemas.shown import shown
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_CONNECT_S = 3.0  # to see whether anybody listens; Ray itself would try for minutes
-_COMPLETE_S = 5.0  # that the shell's user waits for names
+_CONNECT_S = 3.0  # for a listener; Ray itself would try for minutes
+_COMPLETE_S = 5.0  # limit of a completion in the shell
 _TRIES_OF_RAY = "RAY_NUM_REDIS_GET_RETRIES"  # read when Ray is imported
-_TRIES = "5"  # of Ray, a second apart, to reach a cluster that listens; its own are 20
-_ANSWER_S = 10.0  # a cache that does not answer so long is given up
+_TRIES = "5"  # a second apart, to reach a cluster that listens; Ray's default is 20
+_ANSWER_S = 10.0  # limit for the response of a cache
 
 Address = Annotated[
     str | None,
@@ -33,16 +33,16 @@ Address = Annotated[
         "--address",
         metavar="HOST:PORT",
         envvar="RAY_ADDRESS",
-        help="Of the Ray cluster. Default: that of this machine.",
+        help="Address of the Ray cluster. Default: the cluster of this machine.",
     ),
 ]
 Namespace = Annotated[str, typer.Option("--namespace", envvar="RAYDIX_NAMESPACE", help="Ray namespace of the caches.")]
 
 
 def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of caches that begin so, for the shell; none where no cluster answers soon.
+    """Return the names of caches that begin with `incomplete`, for the shell; none if no cluster answers in time.
 
-    A process of its own asks: whatever Ray does, it prints nothing here, and it can be ended.
+    A separate process asks the cluster, so that Ray cannot print here, and a timeout can end it.
     """
     address, namespace = ctx.params.get("address") or "", ctx.params.get("namespace") or "raydix"
     asking = [sys.executable, "-c", _PRINT_NAMES, address, namespace]
@@ -69,10 +69,10 @@ CacheName = Annotated[
 
 
 def join(address: str | None, namespace: str) -> None:
-    """Connect this process to a Ray cluster that runs already; no effect if it is.
+    """Connect this process to a running Ray cluster, unless it is connected.
 
     Raises:
-        CommandError: there is none.
+        CommandError: no cluster runs there.
     """
     os.environ.setdefault(_TRIES_OF_RAY, _TRIES)
     import ray
@@ -81,17 +81,17 @@ def join(address: str | None, namespace: str) -> None:
         return
     if address and address != "auto":
         _check_listens(address)
-    with TemporaryFile() as said:
+    with TemporaryFile() as stderr:
         try:
-            with _stderr_into(said):
+            with _stderr_into(stderr):
                 ray.init(
                     address=address or "auto", namespace=namespace, log_to_driver=False, logging_level=logging.ERROR
                 )
         except getattr(ray.exceptions, "AuthenticationError", ()) as error:  # older Ray has none
             raise _asks_for_token(address) from error
-        except (ConnectionError, SystemExit) as error:  # Ray ends the process where a cluster has gone without a word
-            said.seek(0)
-            if b"InvalidAuthToken" in said.read():
+        except (ConnectionError, SystemExit) as error:  # Ray exits if a cluster vanished
+            stderr.seek(0)
+            if b"InvalidAuthToken" in stderr.read():
                 raise _asks_for_token(address) from error
             raise CommandError(
                 "no Ray cluster runs here" if not address else f"the Ray cluster at {address} does not answer",
@@ -102,17 +102,17 @@ def join(address: str | None, namespace: str) -> None:
 
 def _asks_for_token(address: str | None) -> CommandError:
     return CommandError(
-        f"the Ray cluster {f'at {address}' if address else 'of this machine'} asks for a token, and was shown none or "
-        "another",
-        "export RAY_AUTH_MODE=token, and have the cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN: on its head "
-        "node ray get-auth-token prints it",
+        f"the Ray cluster {f'at {address}' if address else 'of this machine'} requires a token, and got none or "
+        "another one",
+        "export RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token or RAY_AUTH_TOKEN; "
+        "ray get-auth-token on its head node prints it",
         UNREACHABLE,
     )
 
 
 @contextmanager
 def _stderr_into(file: IO[bytes]) -> Iterator[None]:
-    """Send what this process writes to stderr into a file meanwhile: a line a second, where Ray is refused."""
+    """Redirect stderr into a file. Ray writes a line a second while a cluster refuses it."""
     stderr = os.dup(2)
     os.dup2(file.fileno(), 2)
     try:
@@ -126,7 +126,9 @@ def _stderr_into(file: IO[bytes]) -> Iterator[None]:
 def _check_listens(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        raise CommandError(f"{address!r} is no address of a Ray cluster", "--address HOST:6379", USAGE)
+        raise CommandError(
+            f"the address of a Ray cluster must be HOST:PORT, not {address!r}", "--address HOST:6379", USAGE
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
@@ -138,15 +140,15 @@ def _check_listens(address: str) -> None:
 
 
 def cache_names(namespace: str) -> list[str]:
-    """The names of the caches in a namespace, sorted."""
+    """Return the names of the caches in a namespace, sorted."""
     return sorted(_caches(namespace))
 
 
 def cache_handle(name: str, namespace: str) -> ActorHandle[Any]:
-    """The cache of that name.
+    """Return the handle of the cache with that name.
 
     Raises:
-        CommandError: there is none; it says which there are.
+        CommandError: no such cache runs; the message lists the running ones.
     """
     caches = _caches(namespace)
     if name in caches:
@@ -163,10 +165,10 @@ def cache_handle(name: str, namespace: str) -> ActorHandle[Any]:
 
 
 def ask(ref: Any, timeout_s: float | None = _ANSWER_S) -> Any:
-    """What a cache answers.
+    """Return the response of a cache.
 
     Raises:
-        CommandError: it does not, in that time.
+        CommandError: it did not answer in `timeout_s`.
         RayError: it is dead.
     """
     import ray
@@ -176,7 +178,7 @@ def ask(ref: Any, timeout_s: float | None = _ANSWER_S) -> Any:
     except ray.exceptions.GetTimeoutError as error:
         raise CommandError(
             f"the cache did not answer in {timeout_s:g} s: it is restarting, or its node is gone",
-            "ray status, or give it up: raydix stop NAME",
+            "ray status, or end it: raydix stop NAME",
             UNREACHABLE,
         ) from error
 
@@ -188,7 +190,7 @@ def _named_actors() -> list[dict[str, str]]:
 
 
 def _caches(namespace: str) -> dict[str, ActorHandle[Any]]:
-    """The named actors of a namespace that are caches, by name."""
+    """Return the caches among the named actors of a namespace, by name."""
     import ray
 
     found: dict[str, ActorHandle[Any]] = {}
@@ -197,7 +199,7 @@ def _caches(namespace: str) -> dict[str, ActorHandle[Any]]:
             continue
         try:
             handle: ActorHandle[Any] = ray.get_actor(actor["name"], namespace=namespace)
-        except ValueError:  # it has just ended
+        except ValueError:  # it ended after the listing
             continue
         if hasattr(handle, "pool_handle") and hasattr(handle, "open_session"):
             found[actor["name"]] = handle

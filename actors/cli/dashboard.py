@@ -1,4 +1,4 @@
-"""`raydix dashboard`: a Grafana dashboard of the metrics that caches publish."""
+"""`raydix dashboard`: a Grafana dashboard of the metrics of all caches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def dashboard(
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Default: stdout.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a Grafana dashboard of caches that run with `metrics`, as JSON to import or to provision.
+    """Write a Grafana dashboard of caches with `metrics`, as JSON to import or to provision.
 
-    Ray's own Grafana finds it in `/tmp/ray/session_latest/metrics/grafana/dashboards/`.
+    Ray's Grafana configuration looks in `/tmp/ray/session_latest/metrics/grafana/dashboards/`.
     """
     from raydix.actors.metrics.dashboard import dashboard as made
 

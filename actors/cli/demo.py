@@ -1,4 +1,4 @@
-"""`raydix demo`: what sharing saves, and that it changes no answer."""
+"""`raydix demo`: the savings of a shared cache, and a check that it changes no answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPREAD = {"p50": "median", "p95": "95th percentile"}
 
 def demo(
     conversations: Annotated[int, typer.Option(min=1)] = _LOAD.conversations,
-    turns: Annotated[int, typer.Option(min=1, help="Of each conversation.")] = _LOAD.turns,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = _LOAD.turns,
     workers: Annotated[int, typer.Option(min=1)] = _LOAD.workers,
     system_prompts: Annotated[int, typer.Option(min=1)] = _LOAD.system_prompts,
     system_prompt_len: Tokens = _LOAD.system_prompt_len,
@@ -34,10 +34,10 @@ def demo(
     seed: Annotated[int, typer.Option(min=0)] = _LOAD.seed,
     as_json: AsJson = False,
 ) -> None:
-    """Several model workers, dozens of conversations, one cache: once with it, once without. Takes minutes on a CPU.
+    """Serve dozens of conversations with several model workers, with a cache and without. Takes minutes on a CPU.
 
-    Fails with exit status 1 if greedy answers differ; and, of the load without options, if the hit rate is not above
-    60 % or the first token of prompts that share a prefix not three times sooner. It starts a Ray of its own.
+    Fails with exit status 1 if greedy answers differ. With the default load it also fails if the hit rate is not above
+    60 %, or if the first token of prompts that share a prefix is not three times sooner. It starts its own Ray.
     """
     try:
         load = Workload(
@@ -62,7 +62,7 @@ def demo(
 
 
 def table_of(f: dict[str, Any]) -> Table:
-    """The closing table."""
+    """Return the table of the figures."""
     turns, tokens = f["turns"], f["prompt_tokens"]
 
     def of_prompts(part: int) -> str:
@@ -81,9 +81,9 @@ def table_of(f: dict[str, Any]) -> Table:
     table.add_row("slots of the pool", f"{f['pool_slots']:,}")
     table.add_row("slots to keep every conversation", f"{f['wanted_slots']:,}")
     table.add_row("slots in use at the same moment, at most", f"{f['peak_slots']:,}")
-    table.add_row("tokens evicted to make room", f"{f['evicted_tokens']:,}")
-    table.add_row("... of those ahead of need, by the eviction task", f"{f['evicted_by_task']:,}")
-    table.add_row("requests for room", f"{f['acquires']:,}")
+    table.add_row("tokens evicted", f"{f['evicted_tokens']:,}")
+    table.add_row("... of those by the background task", f"{f['evicted_by_task']:,}")
+    table.add_row("acquires", f"{f['acquires']:,}")
     table.add_row("... waiting at the same moment, at most", f"{f['peak_waiters']:,}")
     table.add_row("... refused", f"{f['acquires_refused']:,}")
     shared = f"* of the {f['shared_prefix_turns']} turns that share a prefix with an earlier one"
@@ -92,7 +92,7 @@ def table_of(f: dict[str, Any]) -> Table:
 
 
 def closing(f: dict[str, Any]) -> str:
-    """The sentence below the table, and the next command."""
+    """Return the sentence below the table, and the next command."""
     sooner = f["first_token_speedup"]
     when = f"came {sooner:.1f} times sooner" if sooner >= 1.05 else "came no sooner"
     changed = f["turns"] - f["identical_turns"]
@@ -106,7 +106,7 @@ def closing(f: dict[str, Any]) -> str:
 
 
 def _activate() -> str:
-    """What a shell must do first so that it finds the commands of this environment."""
+    """Return the shell command that activates this environment, if it is not active."""
     if shutil.which("raydix") is not None:
         return ""
     folder = Path(sys.executable).parent

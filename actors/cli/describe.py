@@ -1,4 +1,4 @@
-"""`raydix describe`: the configuration of a running cache, as `raydix start` takes it."""
+"""`raydix describe`: the configuration of a running cache, in the format of `raydix start`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_
 from raydix.actors.cli.output import AsJson, show
 from raydix.actors.settings import Settings, as_yaml
 
-_NUMBER = re.compile(r"-\d+$")  # that `start` adds to the name
+_NUMBER = re.compile(r"-\d+$")  # added to the name by `start`
 
 
 def describe(
@@ -16,7 +16,7 @@ def describe(
 ) -> None:
     """Print the configuration of a running cache as YAML, for `raydix start -c FILE`, and its base model's fingerprint.
 
-    Settings that have their default are left out; with `--json` all are there.
+    Settings with their default are left out; `--json` prints all.
     """
     join(address, namespace)
     cache = cache_handle(name, namespace)
@@ -32,5 +32,5 @@ def describe(
         "config": handle.config.model_dump(mode="json"),
     }
     head = f"# cache {name!r} in namespace {namespace!r}, on device {handle.device_type} of node {handle.node_id[:8]}\n"
-    head += f"# base model: {model or 'none is bound'}\n"
+    head += f"# base model: {model or 'none bound'}\n"
     show(found, as_json, lambda: head + as_yaml(settings).rstrip("\n"))

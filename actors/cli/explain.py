@@ -1,4 +1,4 @@
-"""`raydix explain`: where a prompt's match ends, and why."""
+"""`raydix explain`: the length of a prompt's hit, and the reason why it ends there."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def explain(
             "--tokens", metavar="FILE", help="The prompt's token ids: a JSON list, a .npy file, or - for stdin."
         ),
     ],
-    extra_key: Annotated[str | None, typer.Option(help="Of the prompt's namespace.")] = None,
-    lora_id: Annotated[str | None, typer.Option(help="Of the prompt's namespace.")] = None,
-    cache_salt: Annotated[str | None, typer.Option(help="Of the prompt's namespace.")] = None,
+    extra_key: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
+    lora_id: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """Say how much of a prompt is cached, and why no more of it: never stored, evicted, retired, and so on."""
+    """Print how much of a prompt is cached, and the reason for the rest: never stored, evicted, retired, and so on."""
     ids = _read_tokens(tokens)
     join(address, namespace)
     fields = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
@@ -53,10 +53,10 @@ async def _explain(cache: ActorHandle[Any], ids: Any, fields: dict[str, str | No
 
 
 def _read_tokens(source: str) -> Any:
-    """The token ids in a file: a 1-D integer array, or a JSON list.
+    """Return the token ids of a file: a .npy array, or a JSON list.
 
     Raises:
-        CommandError: it cannot be read, or is neither.
+        CommandError: the file cannot be read, or has another format.
     """
     try:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()

@@ -1,4 +1,4 @@
-"""How a command fails: with what is wrong, what to do next, and an exit status."""
+"""Failures of a command: the message, the advice and the exit status."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from raydix.actors.settings_file import SettingsError
 from raydix.schemas import CacheError, CacheUnavailable, ConfigMismatch
 
-FAILED = 1  # the cache refused, or what was checked does not hold
+FAILED = 1  # the cache refused, or a check failed
 USAGE = 2  # wrong options, files or configuration
 UNREACHABLE = 3  # no Ray cluster, or no such cache on it
 
 _ADVICE = {
-    CacheUnavailable: "see which caches answer: raydix list",
-    ConfigMismatch: "choose another --name, or end the one that runs: raydix stop NAME",
+    CacheUnavailable: "list the caches that answer: raydix list",
+    ConfigMismatch: "choose another --name, or end the running cache: raydix stop NAME",
 }
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked."""
+    """A command cannot be executed; the message names the cause."""
 
     def __init__(self, message: str, advice: str = "", exit_code: int = FAILED) -> None:
         super().__init__(message, advice, exit_code)
@@ -30,7 +30,7 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """What is told of an error."""
+    """The output for an error."""
 
     kind: str  # the error's class
     message: str
@@ -39,7 +39,7 @@ class Failure:
 
 
 def failure_of(error: Exception) -> Failure | None:
-    """What to tell of an error that is meant for the user; None for one that is a bug."""
+    """Return the output for an error that is meant for the user; None for a bug."""
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:  # of a task group
         error = error.exceptions[0]
     kind = type(error).__name__

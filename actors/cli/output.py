@@ -1,4 +1,4 @@
-"""What commands print: a table or text for people, or with `--json` one JSON document; errors go to stderr."""
+"""Output of the commands: a table or text, or one JSON document with `--json`; errors go to stderr."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ AsJson = Annotated[
 
 
 def show(value: Any, as_json: bool, render: Callable[[], RenderableType]) -> None:
-    """Print a result: `value` as JSON (models and lists of them, too), or what `render` makes of it for people."""
+    """Print a result: `value` as JSON (also models and lists of models), or the table or text of `render`."""
     if as_json:
         print_json(value)
     elif isinstance(text := render(), str):
         typer.echo(shown_text(text))
     else:
-        console().print(text, soft_wrap=True)  # what is to be copied stays on its line
+        console().print(text, soft_wrap=True)  # a line to be copied must not be wrapped
 
 
 def table_of(*columns: str) -> Table:
-    """Return an empty table. A column whose name begins with `>` is aligned to the right.
+    """Return an empty table. A column is aligned to the right if its name begins with `>`.
 
     If the terminal is too narrow, the other columns are wrapped, and the first one, which names the rows, is whole.
     """
@@ -55,7 +55,7 @@ def table_of(*columns: str) -> Table:
 
 
 def share(part: float, whole: float) -> str:
-    """A share in percent; "-" where there is nothing that it could be of."""
+    """Return a share in percent, "-" if `whole` is 0."""
     return f"{part / whole:.1%}" if whole else "-"
 
 
@@ -65,7 +65,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where people read. Made anew, as stdout may be another one by now; in a pipe nothing is cut to 80 columns."""
+    """Return a console on the current stdout or stderr. In a pipe it is wider than 80 columns."""
     made = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)  # names may hold brackets
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _PIPE_WIDTH
@@ -73,20 +73,20 @@ def console(stderr: bool = False) -> Console:
 
 
 class _Console(Console):
-    """A console on which a name that a cache's client has chosen is text alone."""
+    """A console that escapes control characters in names, which clients choose freely."""
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """Return a text to be laid out, with what a terminal would obey escaped."""
+        """Return a text with its control characters escaped."""
         return super().render_str(shown_text(text), **how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield what is printed, the console's own control codes as they are."""
+        """Yield the output, with control codes of the console only."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=shown_text(segment.text))
 
 
 def report_failure(ctx: typer.Context, failure: Failure) -> None:
-    """Tell of a failure on stderr, and with `--json` as a document on stdout, too."""
+    """Print a failure to stderr, and with `--json` also a document to stdout."""
     if ctx.meta.get(_META):
         error = {"type": failure.kind, "message": failure.message, "advice": failure.advice}
         print_json({"error": error})

@@ -1,4 +1,4 @@
-"""`raydix record`: a running cache's traffic as a file, for `raydix replay` and `raydix report`."""
+"""`raydix record`: write a running cache's traffic to a file for `raydix replay` and `raydix report`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ROUND_S = 1.0
 
 def record(
     name: CacheName,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="On the cache's node.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="A path on the cache's node.")] = Path(
         "trace.jsonl"
     ),
-    seconds: Annotated[float, typer.Option(min=0.0, help="How long; Ctrl-C ends it before.")] = 60.0,
-    max_requests: Annotated[int, typer.Option(min=1, metavar="N", help="And how many requests at most.")] = 100_000,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Duration; Ctrl-C ends it earlier.")] = 60.0,
+    max_requests: Annotated[int, typer.Option(min=1, metavar="N", help="End after this number of requests.")] = 100_000,
     block_size: Annotated[
         int | None,
-        typer.Option(min=1, max=2**20, metavar="TOKENS", help="That a hash stands for. Default: a page of the cache."),
+        typer.Option(min=1, max=2**20, metavar="TOKENS", help="Tokens per hash. Default: a page of the cache."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="A FILE that is there, once the new one is whole; else it is refused.")
+        bool, typer.Option("--overwrite", help="Replace an existing FILE once the new one is complete.")
     ] = False,
     address: Address = None,
     namespace: Namespace = "raydix",
@@ -39,8 +39,8 @@ def record(
 ) -> None:
     """Record a cache's requests in the Mooncake format: times, lengths and hashes of prompts, no token ids.
 
-    Hashes are salted with a secret that is thrown away. Requests are not slowed down: what cannot be written in time is
-    dropped, and counted.
+    Hashes are salted with a secret that is not kept. The recording never delays requests: it drops and counts those
+    that it cannot write in time.
     """
     request = _request(out, max_requests, seconds, block_size, overwrite)
     join(address, namespace)
@@ -52,9 +52,9 @@ def record(
         _wait(cache, seconds, max_requests)
     except KeyboardInterrupt:
         typer.echo("stopping", err=True)
-        ask(begun)  # it may have been on its way
+        ask(begun)  # wait for the start, which may be in flight
     status: RecordingStatus = ask(cache.stop_recording.remote(), timeout_s=None)
-    show(status, as_json, lambda: _told(status))
+    show(status, as_json, lambda: _sentence(status))
     if status.error:
         raise typer.Exit(FAILED)
 
@@ -76,16 +76,16 @@ def _request(out: Path, max_requests: int, seconds: float, block_size: int | Non
 
 
 def _take_signals_for_ctrl_c() -> None:
-    """A request to end this process, or its terminal's end, ends the recording, too."""
+    """Let SIGTERM and SIGHUP end the recording like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
 
 
 def _wait(cache: Any, seconds: float, max_requests: int) -> None:
-    """Until time is over, as many requests have ended, or the cache is gone."""
+    """Wait until the time is up, `max_requests` have ended, or the cache is gone."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(_ROUND_S, left))
@@ -94,7 +94,7 @@ def _wait(cache: Any, seconds: float, max_requests: int) -> None:
             return
 
 
-def _told(status: RecordingStatus) -> str:
+def _sentence(status: RecordingStatus) -> str:
     if status.error:
         return f"{status.path}: could not write: {status.error}"
     dropped = f", {status.dropped:,} dropped" if status.dropped else ""

@@ -1,4 +1,4 @@
-"""`raydix replay`: what caches of other sizes, policies and pages would have made of recorded traffic."""
+"""`raydix replay`: hit rates of recorded traffic on caches of other sizes, policies and page sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from raydix.actors.replay import Replay
     from raydix.schemas import CacheConfig, CacheStats
 
-CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # replayed unless others are asked for; a report takes the first
+CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # defaults; a report takes the first
 
 
 def replay(
@@ -42,23 +42,21 @@ def replay(
         typer.Option("--page-size", min=1, metavar="TOKENS", help="Repeatable. Default: a block of the trace."),
     ] = None,
     high_watermark: Annotated[
-        float, typer.Option(help="Of background eviction; 1.0: only what is needed is evicted.")
+        float, typer.Option(help="High watermark of background eviction; 1.0 evicts only the shortfall.")
     ] = 1.0,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")] = None,
-    ghost: Annotated[
-        bool, typer.Option("--ghost", help="Estimate from each run what twice the capacity would have hit.")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the rates there: .png, .svg or .pdf.")] = None,
+    ghost: Annotated[bool, typer.Option("--ghost", help="Estimate the hit rate of twice each capacity, too.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the rates: .png, .svg or .pdf.")] = None,
     on_ray: Annotated[
-        bool, typer.Option("--ray", help="Through a cache actor; default: in this process, without Ray.")
+        bool, typer.Option("--ray", help="Use a cache actor. Default: a cache in this process, without Ray.")
     ] = False,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay recorded traffic against index-only caches, one of each combination, and compare their hit rates.
 
-    A hit is a whole page, and every request publishes its prompt. A request that can never fit is a miss. No GPU and no
-    Ray are needed.
+    Hits are whole pages, and every request publishes its prompt. A request that can never fit is a miss. The replay
+    needs neither a GPU nor Ray.
     """
     requests = requests_of(trace, limit)
     configs = [
@@ -79,10 +77,10 @@ def replay(
 
 
 def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
-    """The first requests of a trace, or all.
+    """Return the first `limit` requests of a trace, or all.
 
     Raises:
-        CommandError: it cannot be read.
+        CommandError: the trace cannot be read.
     """
     try:
         return read_trace(trace, limit)
@@ -93,17 +91,19 @@ def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
 
 
 def checked_config(capacity: int, policy: str, page_size: int, high_watermark: float = 1.0) -> CacheConfig:
-    """An index-only cache.
+    """Return the configuration of an index-only cache.
 
     Raises:
-        CommandError: there is no such cache.
+        CommandError: an argument is wrong; the message names it.
     """
     from raydix.actors.replay import index_config
 
     if capacity % page_size:
         fitting = max(capacity // page_size, 1) * page_size
         raise CommandError(
-            f"a capacity of {capacity} tokens is no multiple of the page, {page_size}", f"--capacity {fitting}", USAGE
+            f"--capacity must be a multiple of the page size, {page_size}, not {capacity}",
+            f"--capacity {fitting}",
+            USAGE,
         )
     try:
         return index_config(capacity, page_size=page_size, policy=policy, high_watermark=high_watermark)
@@ -115,7 +115,7 @@ def checked_config(capacity: int, policy: str, page_size: int, high_watermark: f
 
 
 def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: bool) -> list[Replay]:
-    """Replay the trace against one cache after the other; how far it is, is shown on stderr."""
+    """Replay the trace on one cache after another, with a progress bar on stderr."""
     from raydix.actors.replay import replay
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -133,7 +133,7 @@ def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: 
 
 
 def _check_can_plot(path: Path) -> None:
-    """Say before the work that its picture could not be drawn after it."""
+    """Raise CommandError before the replay if its picture could not be drawn afterwards."""
     try:
         from raydix.actors.replay_plot import check_can_draw
 
@@ -176,7 +176,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _too_large(replays: list[Replay]) -> list[str]:
-    """One line for each capacity that some requests can never fit in."""
+    """Return a line for each capacity that is too small for some requests."""
     largest: dict[int, CacheStats] = {}
     for each in replays:
         largest.setdefault(each.config.pool.num_slots, each.stats)
@@ -184,7 +184,7 @@ def _too_large(replays: list[Replay]) -> list[str]:
 
 
 def _what_if(replay: Replay) -> str:
-    """The estimate for twice the capacity of a run; nothing if it made none."""
+    """Return the estimate for twice the capacity of a run; empty without `--ghost`."""
     ghost, capacity = replay.stats.ghost, replay.config.pool.num_slots
     if ghost is None:
         return ""

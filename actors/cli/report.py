@@ -1,4 +1,4 @@
-"""`raydix report`: what a cache has been doing, or would have done with recorded traffic, as one HTML page."""
+"""`raydix report`: one HTML page about a running cache, or about recorded traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydix.actors.cli.replay import CAPACITIES, checked_config, requests_of
 if TYPE_CHECKING:
     from raydix.schemas import CacheConfig, CacheReport, CacheStats
 
-_OF_FILES = (".json", ".jsonl")  # a cache may be called llama-3.1-0
+_OF_FILES = (".json", ".jsonl")  # not any suffix: a cache may be called llama-3.1-0
 
 
 def report(
@@ -26,40 +26,39 @@ def report(
             metavar="NAME|TRACE", help="A running cache, or a file of traffic.", autocompletion=complete_names
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write.")] = Path("report.html"),
     capacity: Annotated[
-        int, typer.Option(min=1, metavar="TOKENS", help="Of the cache that a trace is replayed on.")
+        int, typer.Option(min=1, metavar="TOKENS", help="With TRACE: slots of the cache that replays it.")
     ] = CAPACITIES[0],
     page_size: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Of that cache. Default: a block of the trace.")
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="With TRACE: its page size. Default: a block."),
     ] = None,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="Of that cache.")] = "lru",
+    policy: Annotated[str, typer.Option(metavar="NAME", help="With TRACE: its eviction policy.")] = "lru",
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Take the first N requests of a trace.")] = None,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """Write one self-contained page: pool, hit rates, larger pools, what is cached, and how old evicted tokens were.
+    """Write one self-contained page: pool, hit rates, larger pools, cached prefixes, and the age of evicted tokens.
 
-    Of a cache that runs, or of one that a file of recorded traffic is replayed on, here and without Ray: its hit rate
-    is that of `raydix replay`.
+    The source is a running cache, or a file of recorded traffic. `report` replays a file in this process, without Ray;
+    its hit rate is that of `raydix replay`.
     """
     if (path := Path(source)).is_file():
-        told, config = _of_trace(path, capacity, page_size, policy, limit)
+        found, config = _of_trace(path, capacity, page_size, policy, limit)
     elif path.suffix in _OF_FILES or "/" in source:
         raise CommandError(f"{source}: no such file", "raydix list, for the names of caches that run", USAGE)
     else:
-        told, config = _of_cache(source, address, namespace)
-    _write(out, told, config, source)
-    stats = told.stats
-    document = {"path": str(out), "hit_rate_percent": 100 * stats.hit_rate, "report": told.model_dump(mode="json")}
+        found, config = _of_cache(source, address, namespace)
+    _write(out, found, config, source)
+    stats = found.stats
+    document = {"path": str(out), "hit_rate_percent": 100 * stats.hit_rate, "report": found.model_dump(mode="json")}
     show(document, as_json, lambda: _summary(stats, out))
 
 
 def _summary(stats: CacheStats, out: Path) -> str:
-    """The lines for people: requests that can never fit first."""
+    """Return the printed lines; requests that can never fit come first."""
     from raydix.actors.report.units import rate, short_count, too_large
 
     hits = rate(stats.tokens_reused, stats.tokens_requested, 2)
@@ -86,10 +85,10 @@ def _of_trace(
     return asyncio.run(report_of_trace(trace, config)), config
 
 
-def _write(out: Path, told: CacheReport, config: CacheConfig, source: str) -> None:
+def _write(out: Path, found: CacheReport, config: CacheConfig, source: str) -> None:
     from raydix.actors.report.page import render
 
     try:
-        out.write_text(render(told, config, title=Path(source).name), encoding="utf-8")
+        out.write_text(render(found, config, title=Path(source).name), encoding="utf-8")
     except OSError as error:
         raise CommandError(f"{out}: {error.strerror}", "--out report.html", USAGE) from None

@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 def start(
     file: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML with the fields of CacheConfig.")
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file with the fields of CacheConfig.")
     ] = None,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One setting, as pool.num_slots=65536; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as pool.num_slots=65536; repeatable."),
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(
-            envvar="RAYDIX_NAME", help="The caches are called NAME-0, NAME-1, ...; default: that of the file, or kv."
+            envvar="RAYDIX_NAME", help="Name the caches NAME-0, NAME-1, ... Default: the name in the file, or kv."
         ),
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="How many caches; default: one per GPU, else one.")] = None,
-    worker_cpus: Annotated[int, typer.Option(min=0, help="CPUs reserved beside each GPU, for its worker.")] = 1,
+    count: Annotated[int | None, typer.Option(min=1, help="Number of caches. Default: one per GPU, else one.")] = None,
+    worker_cpus: Annotated[int, typer.Option(min=0, help="CPUs to reserve with each GPU, for its workers.")] = 1,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds that one cache may take to start.")
+        float, typer.Option("--timeout", min=0.1, help="Seconds that a cache may take to start.")
     ] = 60,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """Start caches that outlive this command: one on each GPU of the cluster, or one on the CPU where there is none.
+    """Start caches that outlive this command: one on each GPU of the cluster, or one on the CPU if there is no GPU.
 
-    One, too, and no GPU is taken, where the pool has no layers: there is nothing to lie on a GPU.
+    A pool without layers has no tensors, so such a cache takes no GPU, and one is started.
 
-    A setting is taken from `--set`, else from the environment (`RAYDIX_POOL_NUM_SLOTS`), else from the file, else it
-    has its default. A cache that runs with the same settings already is left as it is.
+    The sources of a setting are, in order: `--set`, the environment (`RAYDIX_POOL_NUM_SLOTS`), the file, the default.
+    A cache that already runs with the same settings is left as it is.
     """
     settings = load_settings(file, options=options or (), name=name)
     join(address, namespace)
@@ -75,7 +75,7 @@ def _start_one(
             cache = start_on_own_gpu(config, name, namespace=namespace, worker_cpus=worker_cpus, timeout_s=timeout_s)
         else:
             cache = start_cache(config, name=name, namespace=namespace, lifetime="detached", timeout_s=timeout_s)
-    except CacheUnavailable as error:  # for others the cache that they name is not there
+    except CacheUnavailable as error:  # exit status 1: the cluster answered
         raise CommandError(f"{name}: {error}") from error
     handle = ask(cache.pool_handle.remote())
     return {

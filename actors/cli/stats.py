@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 def stats(
     name: CacheName,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C; with --json, a document a line.")
+        bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C; with --json, one document per line.")
     ] = False,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
-    rounds: Annotated[int | None, typer.Option(min=1, help="With --watch: end after so many looks.")] = None,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two updates.")] = 1.0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="With --watch: number of updates.")] = None,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """Show a cache's counts: how full the pool is, what is reused, who waits, how the eviction task fares."""
+    """Show a cache's counts: use of the pool, hits, waiting requests, owners of leases, eviction."""
     join(address, namespace)
     cache = cache_handle(name, namespace)
     config = ask(cache.pool_handle.remote()).config
@@ -43,7 +43,7 @@ def stats(
 
 
 def _watch(look: Callable[[], Snapshot], interval_s: float, rounds: int | None, as_json: bool) -> None:
-    """Look again and again, until the user has seen enough or the cache is gone."""
+    """Repeat until `rounds` are done, the user presses Ctrl-C, or the cache is gone."""
     looked, before, now = 1, None, look()
     if as_json:
         print_json(now.as_json(), indent=None)
@@ -61,5 +61,5 @@ def _watch(look: Callable[[], Snapshot], interval_s: float, rounds: int | None, 
                 live.update(view(now, before), refresh=True)
                 looked += 1
     finally:
-        if not screen.is_terminal:  # on one, Live ends the line
+        if not screen.is_terminal:  # on a terminal, Live ends the line
             screen.line()

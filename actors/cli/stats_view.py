@@ -1,4 +1,4 @@
-"""A cache's counts as a table for people."""
+"""A cache's counts as a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_OWNERS = 8
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a cache said of itself at one time."""
+    """The configuration and counts of a cache at one time."""
 
     name: str
     config: CacheConfig
@@ -29,7 +29,7 @@ class Snapshot:
     at_s: float  # by this process's clock
 
     def as_json(self) -> dict[str, Any]:
-        """The counts, and what is computed from them."""
+        """Return the counts, and values computed from them."""
         used = self.stats.num_slots - self.stats.free_slots
         return {
             "name": self.name,
@@ -42,7 +42,7 @@ class Snapshot:
 
 
 def view(now: Snapshot, before: Snapshot | None = None) -> Group:
-    """The table of a snapshot; with the one before it, a rate beside each count that has risen."""
+    """Return the table of a snapshot; with an earlier one, it has a rate for each count that has risen."""
     stats = now.stats
     head = (
         f"{shown(now.name)}  {now.config.kind}, pages of {now.config.page_size}, core {stats.core}, "
@@ -64,7 +64,7 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
 
 
 def up_line(stats: CacheStats) -> str:
-    """Return how long the cache has been up, how often Ray restarted it, and why it did the last time."""
+    """Return the time since the start of the cache, and the number and last cause of its restarts."""
     since = short_time(stats.uptime_s)
     return f"{since}; restarts: {stats.restarts:,}" + (
         f", the last one: {stats.last_restart_cause}" if stats.restarts else ""
@@ -88,7 +88,7 @@ def _add_pool(table: Table, now: Snapshot) -> None:
 
 
 def _bar(used: float, low: float, high: float) -> Text:
-    """A bar with `|` at the watermarks: green below the low one, red above the high one."""
+    """Return a bar with `|` at the watermarks: green below the low one, red above the high one."""
     filled = round(used * _BAR)
     marks = {min(_BAR - 1, int(mark * _BAR)) for mark in (low, high) if mark < 1}
     cells = ["|" if cell in marks else "█" if cell < filled else "░" for cell in range(_BAR)]
@@ -121,13 +121,13 @@ def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
         table.add_row("ghost", f"twice the pool would give about {100 * gain:+.1f} points{alone}")
     table.add_row(
         "evicted",
-        f"{count('tokens_evicted')} tokens; {stats.exhausted:,} refusals for want of room",
+        f"{count('tokens_evicted')} tokens; {stats.exhausted:,} refusals for lack of slots",
     )
     table.add_row("messages", f"{count('requests')} in {count('batches')} batches, {count('probes')} probes")
 
 
 def _add_times(table: Table, stats: CacheStats) -> None:
-    """How long an `acquire` took and requests waited; shares are estimated within a bucket."""
+    """Add the times of `acquire` and of waits; quantiles are estimated within a bucket."""
     waits = f"; {_spread(stats.wait_time, _seconds)}" if stats.wait_time.count else ""
     table.add_row("acquire", _spread(stats.acquire_latency, _seconds))
     table.add_row("waited", f"{stats.waited:,} acquires and extends{waits}")
@@ -153,10 +153,10 @@ def _recent_rate(stats: CacheStats, before: CacheStats) -> str:
 
 
 def _add_holders(table: Table, stats: CacheStats) -> None:
-    """Who holds how much, for how long, and whose share it is."""
+    """Add leases by owner, and slots by tenant."""
     oldest = max((owner.oldest_s for owner in stats.owners), default=None)
     age = "" if oldest is None else f", the oldest {oldest:,.0f} s old"
-    table.add_row("leases", f"{stats.open_leases:,} open{age}; {stats.waiters:,} wait for room")
+    table.add_row("leases", f"{stats.open_leases:,} open{age}; {stats.waiters:,} requests wait for slots")
     if stats.owners:
         table.add_row("", "by owner, shared prefixes counted once, for the oldest lease:")
     for owner in stats.owners[:_MOST_OWNERS]:

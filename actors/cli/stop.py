@@ -1,4 +1,4 @@
-"""`raydix stop`: end caches, in order or at once."""
+"""`raydix stop`: end caches, with or without a drain."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ def stop(
         list[str] | None,
         typer.Argument(metavar="NAME...", help="Names of caches.", autocompletion=complete_names),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every cache of the namespace.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Stop every cache of the namespace.")] = False,
     drain_s: Annotated[
         float,
-        typer.Option("--drain", min=0, metavar="SECONDS", help="How long open leases may go on; new ones are refused."),
+        typer.Option("--drain", min=0, metavar="SECONDS", help="Time for open leases to end; new ones are refused."),
     ] = 0,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """End caches: their process, their pool and what is cached. One that does not answer is killed."""
+    """End caches with their process and pool; the cached KV is lost. A cache that does not answer is killed."""
     if bool(names) == every:
         raise CommandError("name the caches to stop, or give --all", "raydix list", USAGE)
     join(address, namespace)
     from raydix.actors.deploy import SHUTDOWN_S
 
     chosen = cache_names(namespace) if every else list(dict.fromkeys(names or ()))
-    handles = [(name, cache_handle(name, namespace)) for name in chosen]  # all of them, before anything ends
-    ends: list[Any] = [cache.shutdown.remote(drain_s) for _, cache in handles]  # none grants while others drain
+    handles = [(name, cache_handle(name, namespace)) for name in chosen]  # fail before any cache ends
+    ends: list[Any] = [cache.shutdown.remote(drain_s) for _, cache in handles]  # all drain at the same time
     deadline = time.monotonic() + drain_s + SHUTDOWN_S
     results = [_stop(name, cache, end, deadline, namespace) for (name, cache), end in zip(handles, ends, strict=True)]
     show(results, as_json, lambda: "\n".join(map(_sentence, results)) or "no cache runs")
 
 
 def _stop(name: str, cache: Any, end: Any, deadline: float, namespace: str) -> dict[str, Any]:
-    """End a cache that is shutting down already, when it has done so, or at the deadline."""
+    """Wait until a cache has shut down, or for the deadline, and end its process and placement group."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 

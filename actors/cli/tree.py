@@ -1,4 +1,4 @@
-"""`raydix tree`: what is cached, as a tree."""
+"""`raydix tree`: the radix tree of a cache."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
     from raydix.schemas import TreeBranch, TreeResponse
 
-_SHOWN = 4  # tokens of a node
+_SHOWN = 4  # first tokens of each node
 
 
 def tree(
     name: CacheName,
     depth: Annotated[int, typer.Option(min=0, max=4096, help="Levels below the namespaces.")] = 4,
-    width: Annotated[int, typer.Option(min=1, max=4096, help="Children shown of a node, the largest.")] = 8,
-    num_nodes: Annotated[int, typer.Option("--nodes", min=1, max=4096, help="Nodes shown in all.")] = 60,
+    width: Annotated[int, typer.Option(min=1, max=4096, help="Children to show of each node, the largest.")] = 8,
+    num_nodes: Annotated[int, typer.Option("--nodes", min=1, max=4096, help="Nodes to show in total.")] = 60,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """Show the tree: of each node its first tokens, size, locks, hits and time without use, and what is below it.
+    """Show the tree: the first tokens, size, locks, hits and last use of each node, and the size below it.
 
-    The cache looks at 4,096 nodes at most; sizes that may be larger are marked with +.
+    The cache visits 4,096 nodes at most; sizes that may be larger are marked with +.
     """
     join(address, namespace)
     answer = asyncio.run(_ask(cache_handle(name, namespace), num_nodes, depth, width))
@@ -70,7 +70,7 @@ def _namespace(branch: TreeBranch) -> str:
 
 
 def _line(branch: TreeBranch) -> str:
-    """The sizes first: where lines are cut, they are cut in the tokens."""
+    """Return the line of a node, with its tokens last: a narrow terminal cuts those."""
     locks = f", {branch.num_locks:,} locks" if branch.num_locks else ""
     more = "" if branch.is_whole else "+"
     num_tokens, num_nodes = branch.num_tokens_below - branch.num_tokens, branch.num_nodes - 1

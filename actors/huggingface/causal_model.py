@@ -96,22 +96,22 @@ class CausalModel:
 
     @property
     def least_part(self) -> int:
-        """Tokens at least that a prefill must run at once after others: one alone is run as in decoding."""
+        """Fewest tokens of a later part of a prefill: a single token would be run as in decoding."""
         return 1 if self.traits.decodes_alike else 2
 
     @property
     def layers(self) -> ModelLayers:
-        """The layers of a pool that its layers use, known once `pool_shape` was awaited."""
+        """The mapping of its layers to those of a pool, known after `pool_shape`."""
         assert self._layers is not None, "the model is not measured"
         return self._layers
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        """The tensors of a layer's recurrent state, known once `pool_shape` was awaited."""
+        """The tensors of a layer's recurrent state, known after `pool_shape`."""
         return self._states
 
     async def prepare(self) -> ModelTraits:
-        """Find out how the model must be run. Idempotent.
+        """Determine how the model must be run. Idempotent.
 
         Raises:
             ConfigMismatch: its logits after a token depend on later ones, or it does not run in its dtype.
@@ -121,12 +121,12 @@ class CausalModel:
         return self.traits
 
     async def advance(self, decoding: GreedyDecoding, cache: Cache | None, stop: int | None = None) -> None:
-        """Run the known tokens of a request that have no KV yet, or those before `stop`, and note the outcome.
+        """Run the known tokens of a request without KV, or those before `stop`, and add the outcome to `decoding`.
 
         Args:
             decoding: the request.
-            cache: has the KV of its computed tokens, and afterwards that of the others. None runs all tokens.
-            stop: the end of the tokens to run; None: all known ones.
+            cache: has the KV of its computed tokens; the run adds that of the others. None runs all tokens.
+            stop: end of the tokens to run; None: all known tokens.
         """
         step = await self.run(self._forward, decoding.known(stop), decoding.num_computed, cache, decoding.keep_logits)
         decoding.note(step, stop)
@@ -134,8 +134,8 @@ class CausalModel:
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `work` on the model's thread.
 
-        A caller that is cancelled gets its CancelledError only when `work` has ended, or will never begin: nothing
-        is written to the caller's slots after that.
+        A cancelled caller gets its CancelledError only after `work` has ended, or will never begin. So nothing writes
+        to the caller's slots after that.
         """
         job = self._thread.submit(work, *args, **kwargs)
         done = asyncio.wrap_future(job)
@@ -149,10 +149,10 @@ class CausalModel:
             raise
 
     async def pool_shape(self) -> PoolShape:
-        """Return the shape of pool that the model needs, as one token through it shows. It warms the model up.
+        """Run one token to measure the shape of the pool that the model needs. This also warms the model up.
 
         Raises:
-            ConfigMismatch: a cache has no place for the KV or states of the model, or it cannot continue from them.
+            ConfigMismatch: a pool cannot hold the KV or states of the model, or the model cannot continue from them.
         """
         return await self.run(self._measure)
 
@@ -161,22 +161,22 @@ class CausalModel:
         return DynamicCache(config=self.config) if self.traits.has_own_cache else None
 
     def copied_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> CopiedCache:
-        """A cache in this process's memory, of the prefix given or empty; see `CopiedCache`."""
+        """Return a `CopiedCache` in this process's memory, with the prefix given or empty."""
         with torch.inference_mode():
             return CopiedCache(self.config, self.device, k, v)
 
     def check_tokens(self, tokens: NDArray[Any], num_computed: int) -> None:
-        """Check a request.
+        """Check the tokens and the length of a request.
 
         Raises:
-            InvalidRequest: the model has no such token, or not so many positions.
+            InvalidRequest: a token is not in the vocabulary, or the model has fewer positions.
         """
         if (largest := int(tokens.max())) >= self.vocab_size:
             raise InvalidRequest(f"token {largest} is not in the model's vocabulary of {self.vocab_size}")
         self.lengths.check(num_computed)
 
     def close(self) -> None:
-        """Let the thread end. Passes that have not begun are cancelled."""
+        """End the thread, and cancel passes that have not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _forward(self, tokens: NDArray[np.int64], num_cached: int, cache: Cache | None, keep_logits: bool) -> Step:
@@ -184,7 +184,7 @@ class CausalModel:
         try:
             logits = self._forward_pass.logits(tokens, num_cached, cache, num_kept)
             return Step(int(logits[-1].argmax()), logits.cpu() if keep_logits else None)
-        finally:  # however it ends: a GPU may still write to slots that another request gets
+        finally:  # also after an error: a GPU may still write to slots that another request gets
             wait_for_device(self._at_device)
 
     def _find_traits(self) -> None:
@@ -211,7 +211,7 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, see
     with refusing(f"transformers cannot make this {config.model_type} model"):
         if isinstance(source, str):
             return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        with torch.random.fork_rng(devices=[]):  # the process's own random numbers stay as they are
+        with torch.random.fork_rng(devices=[]):  # keep the process's random state
             torch.default_generator.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
 
@@ -228,14 +228,14 @@ def _pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidRequest(f"device must be 'auto' or one that torch knows, not {brief(device)}") from error
+        raise InvalidRequest(f"device must be 'auto' or a device of torch, not {brief(device)}") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest(f"device is {device!r}, but this process has no GPU")
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else chosen
 
 
 def _has_a_gpu() -> bool:
-    """Whether the cards that are visible are this process's: an actor may see some that were not given to it."""
+    """Whether this process may use a visible GPU: Ray must have assigned one to an actor."""
     in_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
     return not in_actor or bool(ray.get_gpu_ids())
 

@@ -1,4 +1,4 @@
-"""`CopiedCache`: for workers that do not map the pool, the model's own cache, filled from a copy of the prefix."""
+"""`CopiedCache`: the cache of a worker that does not map the pool: the model's own, with a copied prefix."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class CopiedCache(DynamicCache):
-    """The KV of one sequence in this process's memory: a copy of the prefix, then what was computed.
+    """The KV of one sequence in this process's memory: a copy of the prefix, then the computed tokens.
 
     Args:
-        config: the model's, which keeps no recurrent states.
-        device: the model's.
-        k: the prefix's K in every layer, `[num_layers, n, num_kv_heads, head_dim]`, whatever where a window has left it
-            behind; None: there is no prefix.
-        v: its V, likewise.
+        config: configuration of the model, which must keep no recurrent states.
+        device: device of the model.
+        k: K of the prefix in every layer, `[num_layers, n, num_kv_heads, head_dim]`; values behind a sliding window do
+            not matter. None: no prefix.
+        v: V of the prefix, with the shape of `k`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CopiedCache(DynamicCache):
         for index, uses in enumerate(layers):
             if uses.window is not None:
                 self.layers[index] = _RecordingWindowLayer(uses.window)
-        self._num_stored = 0  # leading tokens whose KV is in the pool, or has been taken to be put there
+        self._num_stored = 0  # leading tokens with KV in the pool, or taken for it
         if k is not None and v is not None:
             for layer, index in enumerate(self._with_kv):
                 keys, values = (part[layer].to(device).transpose(0, 1).unsqueeze(0) for part in (k, v))
@@ -45,9 +45,9 @@ class CopiedCache(DynamicCache):
             self.take_computed()
 
     def take_computed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V computed since the last call, `[num_layers, n, num_kv_heads, dim]` each, on the CPU.
+        """Return copies of the K and V computed since the last call, `[num_layers, n, num_kv_heads, dim]`, on the CPU.
 
-        They are the caller's, to write into the pool before it publishes their tokens.
+        The caller must write them to the pool before it publishes their tokens.
         """
         start, self._num_stored = self._num_stored, self.get_seq_length()
         k, v = zip(*(_computed(self.layers[index], start) for index in self._with_kv), strict=True)
@@ -55,7 +55,7 @@ class CopiedCache(DynamicCache):
 
 
 class _RecordingWindowLayer(DynamicSlidingWindowLayer):
-    """The model's own layer, which drops what the window has left behind; this one keeps it until it is taken."""
+    """A layer of the model's cache that keeps all new KV until `take_computed`, also KV behind the window."""
 
     def __init__(self, window: int) -> None:
         super().__init__(window)  # type: ignore[no-untyped-call]
@@ -64,20 +64,20 @@ class _RecordingWindowLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the model's own, and keeps the new tokens' KV."""
+        """Update the layer, and keep the KV of the new tokens."""
         self._computed.append((key_states, value_states))
         attended: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
         return attended
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K and V of all tokens since the last call, `[1, num_kv_heads, n, dim]` each."""
+        """Return the K and V of all tokens since the last call, `[1, num_kv_heads, n, dim]` each."""
         k, v = zip(*self._computed, strict=True)
         self._computed.clear()
         return torch.cat(k, 2), torch.cat(v, 2)
 
 
 def _computed(layer: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's K and V from token `start` on, `[n, num_kv_heads, dim]` each: copies."""
+    """Return copies of a layer's K and V from token `start` on, `[n, num_kv_heads, dim]` each."""
     if isinstance(layer, _RecordingWindowLayer):
         k, v = layer.take()
         start = 0

@@ -14,13 +14,13 @@ _LONGEST = 300  # characters of a reason
 
 @contextmanager
 def refusing(failure: str, raises: type[Exception] = ConfigMismatch) -> Iterator[None]:
-    """Raise one error for any error of the code inside, which makes or runs a model.
+    """Convert any error of the code inside, which makes or runs a model, to one class.
 
-    transformers has no common class of errors: a model that it cannot make or run raises any of Python's. Errors of a
-    cache and a lack of memory pass.
+    transformers has no common class of errors: it raises any of Python's for a model that it cannot make or run. Errors
+    of a cache and a lack of memory are not converted.
 
     Args:
-        failure: what could not be done, such as "transformers cannot make this llama model".
+        failure: the beginning of the message, such as "transformers cannot make this llama model".
         raises: the class to raise.
     """
     try:

@@ -1,11 +1,11 @@
-"""`model_fingerprint`: what the KV of a transformers model depends on, and a checksum of its weights.
+"""`model_fingerprint`: the fields of a transformers model that its KV depends on, and a checksum of its weights.
 
     words      | w0 | w1 | w2 | ...            a tensor's bits, as 64-bit integers, in chunks
     weights    | a0 | a1 | a2 | ...            odd, and of any two the difference divides by few powers of 2
     sums       sum a_i * w_i,  sum a_i * (w_i >> 32)         modulo 2**64, of each chunk
 
-A change of one bit, and of one element, changes the first sum, as an odd number times a difference is 0 only if that
-is. An exchange of two elements changes one of the two. Integers add up to the same in any order and on any device.
+A change of one bit or one element changes the first sum, because an odd number times a nonzero difference is not 0. An
+exchange of two elements changes one of the two sums. Integer sums are the same in any order and on any device.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from raydix.schemas import InvalidRequest, ModelFingerprint
 from raydix.schemas.fingerprint import MAX_NAME, MAX_TEXT
 from raydix.schemas.shown import brief
 
-_CHUNK = 2**18  # words: what is summed must not depend on the device
-_MOST_NAMES = 32  # of a dictionary whose members are fields of their own
-_MOST_CHUNKS = 32  # summed at once on a device that is no CPU: two temporary tensors of 64 MiB
+_CHUNK = 2**18  # words; the same on every device
+_MOST_NAMES = 32  # members of a dictionary that count as fields
+_MOST_CHUNKS = 32  # summed together on a GPU: two temporary tensors of 64 MiB
 _WEIGHTS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E, 0x165667B19E3779F8)  # odd, even, even: see `_weights_on`
 
-_COSMETIC = {  # fields of a configuration that no KV depends on
+_COSMETIC = {  # fields of a configuration that do not affect KV
     *("architectures", "dtype", "torch_dtype", "name_or_path", "transformers_version", "use_cache", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "num_logits_to_keep"),
     *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
@@ -40,21 +40,21 @@ _COSMETIC = {  # fields of a configuration that no KV depends on
 
 
 def model_fingerprint(model: Any) -> ModelFingerprint:
-    """What the KV of a transformers model depends on: its configuration, by name, and a checksum over all weights.
+    """Return the fingerprint of a transformers model: its configuration, by name, and a checksum of all weights.
 
-    The configuration is that of the text model, without names, labels, end tokens and what only training uses; it
-    includes the model's type and dtype. The checksum covers the bits of every parameter and buffer, and their names,
-    dtypes and shapes. One changed bit of any of them changes it, and so does an exchange of two elements. Not in it are
-    frequencies that a rotary embedding computes anew for each length, and tensors that are no buffers.
+    The configuration is that of the text model, with the model's type and dtype. It leaves out names, labels, end
+    tokens and fields that only training uses. The checksum covers the bits of every parameter and buffer, and their
+    names, dtypes and shapes. A changed bit or an exchange of two elements changes it. It leaves out the frequencies
+    that a rotary embedding computes again for each length, and tensors that are not buffers.
 
-    The sums are computed on each tensor's device, without a copy of contiguous ones. On a CPU of 2023 (AMD EPYC, one
-    thread) it takes 0.2 s per GiB.
+    Each tensor is summed on its device, without a copy if it is contiguous. On a CPU of 2023 (AMD EPYC, one thread)
+    this takes 0.2 s per GiB.
 
     Args:
-        model: the model, with its weights loaded; an adapter that is merged or injected counts as its weights.
+        model: the model, with its weights loaded; a merged or injected adapter counts as weights.
 
     Raises:
-        InvalidRequest: it is no `torch.nn.Module` with a transformers configuration, or a tensor of it has no bits to
+        InvalidRequest: `model` is not a `torch.nn.Module` with a transformers configuration, or a tensor has no bits to
             read, such as one on the meta device.
     """
     config = getattr(model, "config", None)
@@ -70,14 +70,14 @@ def model_fingerprint(model: Any) -> ModelFingerprint:
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise InvalidRequest(
                 f"model: {brief(name)} has no bits to read ({type(error).__name__}: {brief(str(error))}): load its "
-                "weights as plain tensors, or pass a ModelFingerprint of your own"
+                "weights as plain tensors, or pass a ModelFingerprint"
             ) from error
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode() + sums[place])
     return ModelFingerprint(fields=_fields_of(model), weights=digest.hexdigest()[:32])
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer by name, tied ones by each of theirs; but for what passes compute anew."""
+    """Yield each parameter and buffer by name, tied ones by each name; without tensors that each pass computes."""
     yield from model.named_parameters(remove_duplicate=False)
     passing = set(_passing_buffers(model))
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -86,9 +86,9 @@ def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weights_version(model: torch.nn.Module) -> int:
-    """Return a number that is another one after torch has counted a change of a weight in place, or a new tensor.
+    """Return a number that differs after a counted change of a weight in place, or after a new tensor.
 
-    `load_state_dict`, optimizers and arithmetic are counted; what is written through `.data` or by other means is not.
+    torch counts `load_state_dict`, optimizers and arithmetic, but no writes through `.data` or by other means.
     """
     return hash(
         tuple([(each.data_ptr(), 0 if each.is_inference() else each._version) for _, each in weights_of(model)])
@@ -96,7 +96,7 @@ def weights_version(model: torch.nn.Module) -> int:
 
 
 def _passing_buffers(model: torch.nn.Module) -> Iterator[str]:
-    """The frequencies of rotary embeddings that are other ones for other lengths: they depend on the last pass."""
+    """Return the frequencies of rotary embeddings that vary with the length, and so depend on the last pass."""
     for path, module in model.named_modules(remove_duplicate=False):
         types = getattr(module, "rope_type", "")
         for layer_type, rope_type in types.items() if isinstance(types, dict) else (("", types),):
@@ -116,7 +116,7 @@ def _fields_of(model: Any) -> dict[str, Any]:
 
 
 def _flat(values: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields in small dictionaries, named with dots; what else there is as JSON."""
+    """Yield the fields of small dictionaries, with dotted names, and other values as JSON."""
     for key, value in values.items():
         name = f"{above}{key}"
         if name in _COSMETIC or name.startswith("_") or "dropout" in name:
@@ -132,7 +132,7 @@ def _flat(values: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _normal(value: Any) -> Any:
-    """Return a value as JSON has it, the same for equal ones, in whatever order or type they were given."""
+    """Return a value in the types of JSON; equal values give equal results for any order or type."""
     if isinstance(value, dict):
         return {str(key): _normal(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
@@ -151,7 +151,7 @@ def _short(text: str) -> str:
 
 @torch.no_grad()
 def _sums(tensor: torch.Tensor) -> bytes:
-    """The two sums of each chunk of a tensor's bits, then the bytes that are no whole word."""
+    """Return the two sums of each chunk of a tensor's bits, then the bytes after the last whole word."""
     if tensor.device.type == "meta":
         raise TypeError("it is on the meta device")
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -169,7 +169,7 @@ def _sums(tensor: torch.Tensor) -> bytes:
 
 
 def _sums_on_cpu(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Both sums of each row: [rows, 2]. Row by row, so that each is read from memory once."""
+    """Return both sums of each row, `[rows, 2]`, row by row, so that each is read from memory once."""
     high = torch.empty_like(weights)
     sums = []
     for row in rows:
@@ -179,18 +179,18 @@ def _sums_on_cpu(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The same on any device: CUDA has no dot product of integers."""
+    """Return the dot product; CUDA has none for integers."""
     some = (rows[first : first + _MOST_CHUNKS] for first in range(0, len(rows), _MOST_CHUNKS))
     return torch.cat([torch.stack([(each * weights).sum(1), ((each >> 32) * weights).sum(1)], 1) for each in some])
 
 
 @lru_cache(maxsize=8)
 def _weights_on(device: torch.device) -> torch.Tensor:
-    """The numbers that the words of a chunk are multiplied by: a polynomial of the odd numbers u = 1, 3, 5, ...
+    """Return the weights of the words of a chunk: a polynomial of the odd numbers u = 1, 3, 5, ...
 
-    That of two of them differs by (u - v) * (a + b * (u + v) + c * (u*u + u*v + v*v)), where the second factor is odd
-    for odd a and even c. So two weights differ by no more powers of 2 than the places do, less than 2**19, and times
-    the difference of two words, or of their higher halves, that is not 0 modulo 2**64.
+    Two weights differ by (u - v) * (a + b * (u + v) + c * (u*u + u*v + v*v)). The second factor is odd for odd a and
+    even c. So the difference has as many powers of 2 as u - v, less than 2**19. Times the difference of two words, or
+    of their higher halves, it is not 0 modulo 2**64.
     """
     a, b, c = (np.uint64(each) for each in _WEIGHTS)
     u = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(2) + np.uint64(1)

@@ -30,15 +30,15 @@ def pad_token_id(config: PreTrainedConfig) -> int | None:
 
 
 class ForwardPass:
-    """Runs a model over one sequence.
+    """Run a model over one sequence.
 
     Args:
         model: a causal LM, in evaluation mode.
-        pad_token_id: the id that RoBERTa's positions skip; None: there is none.
+        pad_token_id: the id that RoBERTa's positions skip; None: no such id.
 
     Attributes:
-        positions: the position ids to give it.
-        takes_positions: whether it takes any.
+        positions: the position ids for the model.
+        takes_positions: whether the model takes position ids.
         pad_token_id: as given.
     """
 
@@ -54,7 +54,7 @@ class ForwardPass:
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
+        """The device of the model."""
         device: torch.device = self.model.device
         return device
 
@@ -64,9 +64,9 @@ class ForwardPass:
 
         Args:
             tokens: the ids of the sequence from its first token on.
-            start: tokens whose KV is in the cache.
-            cache: gets the KV of the others. None: all tokens are run, and no KV is kept.
-            num_kept: tokens at the end of the sequence whose logits are returned.
+            start: number of leading tokens with KV in the cache.
+            cache: the run adds the KV of the other tokens. None: run all tokens, and keep no KV.
+            num_kept: number of last tokens to return logits for.
 
         Returns:
             `[num_kept, vocabulary]`, on the model's device.
@@ -100,7 +100,7 @@ def _is_dynamic_rope(module: Any) -> bool:
 
 
 def _forget_longest(rope: Any) -> None:
-    """Give rotary embeddings their first frequencies: they keep those of the longest sequence so far."""
+    """Reset the frequencies of rotary embeddings, which keep those of the longest sequence so far."""
     for name, first in list(rope.named_buffers(recurse=False)):
         if name.endswith("original_inv_freq"):
             kind = name.removesuffix("original_inv_freq")

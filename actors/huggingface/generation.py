@@ -1,4 +1,4 @@
-"""`Generation`, the answer of a worker, and `GreedyDecoding`, which collects it."""
+"""`Generation`, the result of a worker's request, and `GreedyDecoding`, the state of a request."""
 
 from __future__ import annotations
 
@@ -21,49 +21,48 @@ from raydix.schemas.shown import brief
 class Step(NamedTuple):
     """The outcome of one forward pass."""
 
-    next_token: int  # the likeliest one
-    logits: torch.Tensor | None  # [tokens fed, vocabulary], on the CPU, if asked for
+    next_token: int  # the most likely token
+    logits: torch.Tensor | None  # [tokens fed, vocabulary], on the CPU; None if not requested
 
 
 class Generation(PydanticMessage):
-    """The tokens that a worker has generated, and what they cost."""
+    """The tokens that a worker has generated, and their cost."""
 
-    token_ids: tuple[int, ...] = Field(description="generated ones, the end token included")
-    prefix_len: int = Field(description="leading tokens of the prompt whose KV came from the cache")
+    token_ids: tuple[int, ...] = Field(description="generated tokens, the end token included")
+    prefix_len: int = Field(description="leading tokens of the prompt with KV from the cache")
     num_computed: int = Field(
-        description="tokens run through the model: the rest, and all generated but the last; a token that is run again "
-        "counts again"
+        description="tokens run through the model: the rest of the prompt, and all generated tokens but the last; "
+        "repeated runs of a token count each time"
     )
-    time_to_first_token_s: float = Field(description="from the call on, waiting for room included")
-    total_s: float = Field(description="from the call to the answer, publishing included")
+    time_to_first_token_s: float = Field(description="from the call, including the wait for slots")
+    total_s: float = Field(description="from the call to the result, including the publication")
     logits: torch.Tensor | None = Field(
         default=None,
-        description="if asked for: [tokens from prefix_len on but the last, vocabulary], on the CPU, in the model's "
-        "dtype; row i follows token prefix_len + i",
+        description="with return_logits: [tokens from prefix_len on but the last, vocabulary], on the CPU, in the "
+        "model's dtype; row i follows token prefix_len + i",
     )
 
 
 class GreedyDecoding:
-    """One request as it is decoded: the tokens that are known, and those of them that have their KV.
+    """A request during decoding: its known tokens, and the number of them that have KV.
 
-    A request that grows out of a model's range of lengths begins again, with all known tokens as its prompt.
+    A request that leaves a model's range of lengths begins again, with all known tokens as its prompt.
 
     Attributes:
-        num_prompt: tokens that are known when it begins: those of the prompt, and those generated before it began
-            again.
-        keep_logits: whether the logits of every computed token are kept.
+        num_prompt: known tokens at the start: the prompt, and the tokens generated before the request began again.
+        keep_logits: whether to keep the logits of every computed token.
     """
 
     def __init__(self, tokens: Any, max_new_tokens: int, ends: frozenset[int], keep_logits: bool) -> None:
         self._started = time.perf_counter()
-        self._tokens = _prompt(tokens)  # then the generated ones, and room for more of them
+        self._tokens = _prompt(tokens)  # then the generated tokens, and spare capacity
         self.num_prompt = self._num_given = len(self._tokens)
         self.keep_logits = keep_logits
         self._max_len = self._stop_len = self.num_prompt + checked_count(max_new_tokens, "max_new_tokens")
         self._num_known = self.num_prompt
-        self._num_computed = 0  # leading tokens that have their KV
-        self._num_run = 0  # through the model, those before it began again included
-        self._num_logits = 0  # leading tokens whose logits are kept, or were not asked for
+        self._num_computed = 0  # leading tokens with KV
+        self._num_run = 0  # tokens run, also before the request began again
+        self._num_logits = 0  # leading tokens with kept logits, or with none requested
         self._first_prefix_len: int | None = None
         self._ends = ends
         self._ended = False
@@ -71,7 +70,7 @@ class GreedyDecoding:
         self._logits: list[torch.Tensor] = []
 
     def begin(self, longest: int | None) -> None:
-        """Begin with the known tokens as the prompt, and stop when `longest` have been computed. None: no limit."""
+        """Begin with the known tokens as the prompt, and stop after `longest` computed tokens. None: no limit."""
         self.num_prompt = self._num_known
         self._num_computed = 0
         self._stop_len = self._max_len if longest is None else min(self._max_len, longest + 1)
@@ -83,46 +82,46 @@ class GreedyDecoding:
 
     @property
     def max_computed(self) -> int:
-        """Tokens, from the first, that need a slot at most: all but the last one generated."""
+        """Most tokens that need a slot: all but the last generated one."""
         return self._stop_len - 1
 
     @property
     def computed(self) -> NDArray[np.int64]:
-        """The ids, from the first, of the tokens that have their KV."""
+        """The ids of the leading tokens with KV."""
         return self._tokens[: self._num_computed]
 
     @property
     def num_computed(self) -> int:
-        """Leading tokens that have their KV."""
+        """The number of leading tokens with KV."""
         return self._num_computed
 
     @property
     def num_known(self) -> int:
-        """Tokens of the prompt, and those generated."""
+        """The number of prompt tokens and generated tokens."""
         return self._num_known
 
     def known(self, stop: int | None = None) -> NDArray[np.int64]:
-        """Return the ids up to the ones to run next, which end at the last known one, or before `stop`."""
+        """Return the ids of the known tokens, or of those before `stop`."""
         return self._tokens[: self._num_known if stop is None else stop]
 
     @property
     def done(self) -> bool:
-        """Whether all is generated, or as much as was to be since the last `begin`."""
+        """Whether all tokens are generated, or as many as the last `begin` allows."""
         return self.complete or self._num_known == self._stop_len
 
     @property
     def complete(self) -> bool:
-        """Whether all is generated."""
+        """Whether all tokens are generated."""
         return self._ended or self._num_known == self._max_len
 
     def reuse(self, prefix_len: int) -> None:
-        """Count so many leading tokens as computed: their KV is there."""
+        """Count `prefix_len` leading tokens as computed, because their KV was cached."""
         self._num_computed = prefix_len
         if self._first_prefix_len is None:
             self._first_prefix_len = self._num_logits = prefix_len
 
     def note(self, step: Step, stop: int | None = None) -> None:
-        """Take the outcome of running `known(stop)` from the first token without KV on."""
+        """Add the outcome of a run of `known(stop)` from the first token without KV."""
         end = self._num_known if stop is None else stop
         self._num_run += end - self._num_computed
         if step.logits is not None and end > self._num_logits:
@@ -141,7 +140,7 @@ class GreedyDecoding:
         self._ended = step.next_token in self._ends
 
     def result(self) -> Generation:
-        """Return the answer, as of now."""
+        """Return the result so far."""
         return Generation(
             token_ids=tuple(self._tokens[self._num_given : self._num_known].tolist()),
             prefix_len=self._first_prefix_len or 0,
@@ -158,26 +157,26 @@ def _prompt(tokens: Any) -> NDArray[np.int64]:
     except ValueError as error:
         raise InvalidRequest(f"tokens: {error}") from None
     if not len(packed):
-        raise InvalidRequest("tokens: at least one token id is needed")
+        raise InvalidRequest("tokens must have at least one token id")
     if packed.width > 4:
-        raise InvalidRequest("tokens: an id of 2**32 or more is in no model's vocabulary")
+        raise InvalidRequest("tokens must be ids below 2**32")
     return packed.ids.astype(np.int64)
 
 
 def end_tokens(given: Any) -> frozenset[int]:
-    """Return the ids that `eos_token_id` names: one, or those in a collection, array or tensor.
+    """Return the ids of an `eos_token_id`: one, or those in a collection, array or tensor.
 
     Raises:
-        InvalidRequest: it names none of these.
+        InvalidRequest: it is something else.
     """
     with suppress(TypeError):
         if not isinstance(given, (bool, str, bytes)):
             return frozenset(_ids_in(given))
-    raise InvalidRequest(f"eos_token_id must be a token id or a collection of some, not {brief(given)}")
+    raise InvalidRequest(f"eos_token_id must be a token id or a collection of token ids, not {brief(given)}")
 
 
 def _ids_in(given: Any) -> list[int]:
     try:
         return [index(given)]
-    except TypeError:  # no integer itself
+    except TypeError:  # not an integer
         return [index(each) for each in given]

@@ -1,7 +1,7 @@
-"""`ModelLayers`: which layers of a pool each layer of a transformers model uses. Loads transformers when called.
+"""`ModelLayers`: maps each layer of a transformers model to layers of a pool. Loads transformers when called.
 
-A layer of a model keeps KV of all tokens, or of a window, or a recurrent state, or KV and a state, or nothing. A layer
-of a pool keeps one thing, so a model's layer that keeps two uses two:
+A layer of a model keeps KV of all tokens or of a window, a recurrent state, KV and a state, or nothing. A layer of a
+pool keeps either KV or a state, so a model's layer with both uses two:
 
     Gemma 3     swa swa full            0: swa          1: swa          2: full
     Qwen3-Next  state state full        0: state        1: state        2: full
@@ -29,7 +29,7 @@ class PoolLayers(NamedTuple):
     """The layers of the pool that one layer of a model uses."""
 
     kv: int | None = None  # the layer of its K and V
-    window: int | None = None  # tokens that it attends to, if that is not all
+    window: int | None = None  # tokens that it attends to; None: all
     state: int | None = None  # the layer of its recurrent state
 
 
@@ -54,7 +54,7 @@ class StateTensor(NamedTuple):
     dtype: torch.dtype
 
     def pool_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the shape in a pool of this dtype: the same bits, so a wider state takes more elements.
+        """Return the shape in a pool of this dtype: the same bits, so a wider dtype takes more elements.
 
         Raises:
             ConfigMismatch: an element of the pool does not divide one of the state.
@@ -67,16 +67,16 @@ class StateTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelLayers:
-    """The layers of a model, in its order."""
+    """The layers of a model, in order."""
 
     layers: tuple[PoolLayers, ...]
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelLayers:
-        """Return the layers of a model, by the layers of its own cache.
+        """Return the layers of a model, from the layers of its own cache.
 
         Raises:
-            ConfigMismatch: a layer keeps something that a pool has no place for.
+            ConfigMismatch: a pool cannot hold the contents of a layer.
         """
         layers: list[PoolLayers] = []
         num_used = 0
@@ -111,18 +111,18 @@ class ModelLayers:
 
     @property
     def window(self) -> int | None:
-        """Tokens that the sliding-window layers attend to, the widest of them; None: there are none."""
+        """The largest sliding window, in tokens; None without sliding windows."""
         return max((uses.window for uses in self.layers if uses.window is not None), default=None)
 
     @property
     def has_states(self) -> bool:
-        """Whether there are recurrent states."""
+        """Whether the model has recurrent states."""
         return any(uses.state is not None for uses in self.layers)
 
     def kv_in(self, cache: Cache) -> tuple[KVShape, ...] | None:
         """Return the KV shape of each layer of the pool, from a cache of the model's own after a forward pass.
 
-        Layers that the pass has not reached count as others of their kind. None: no layer has KV.
+        Layers that the pass did not reach get the shape of others of their kind. None: no layer has KV.
         """
         found = [_kv_shape(cache.layers[i]) if uses.kv is not None else None for i, uses in enumerate(self.layers)]
         pairs = list(zip(self.layers, found, strict=True))
@@ -139,11 +139,11 @@ class ModelLayers:
         return tuple(shapes)
 
     def unused_in(self, cache: Cache) -> list[int]:
-        """Return the layers of the model that should have KV, but have none after a forward pass."""
+        """Return the layers of the model that must have KV, but have none after a forward pass."""
         return [i for i, uses in enumerate(self.layers) if uses.kv is not None and _kv_shape(cache.layers[i]) is None]
 
     def dtypes_in(self, cache: Cache) -> set[torch.dtype]:
-        """Return the dtypes of the KV there."""
+        """Return the dtypes of the KV in a cache."""
         kept: list[Any] = [cache.layers[i] for i, uses in enumerate(self.layers) if uses.kv is not None]
         return {layer.keys.dtype for layer in kept if layer.is_initialized}
 
@@ -151,7 +151,7 @@ class ModelLayers:
         """Return the tensors of a layer's state, from a cache of the model's own after a forward pass.
 
         Raises:
-            ConfigMismatch: the layers differ, or the cache holds no states.
+            ConfigMismatch: the layers differ, or the cache has no states.
         """
         kept = {_state_tensors(cache.layers[i]) for i, uses in enumerate(self.layers) if uses.state is not None}
         if () in kept:
@@ -169,7 +169,7 @@ def _own_cache(config: PreTrainedConfig) -> Cache:
 
 
 def _pool_layers(layer: Any, first: int) -> PoolLayers | None:
-    """Return the layers of the pool for one of the model's own cache, from `first` on. None: it cannot be served."""
+    """Return the layers of the pool, from `first` on, for a layer of the model's cache. None: not supported."""
     from transformers import cache_utils as own
 
     kind = type(layer)

@@ -5,8 +5,7 @@
      from the  prefill   ┊ in parts, where a state is        ┊
      cache               ┊ published: ─────────────────────> ┊ the last page boundary
 
-Without recurrent states the prefill is one part. With a sliding window, what decoding has left behind is freed as it
-goes.
+Without recurrent states the prefill is one part. With a sliding window, decoding frees the KV behind the window.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class LeasedRequest:
-    """Runs the model over what the lease does not hold yet, and publishes it.
+    """Run the model over the tokens that the cache lacks, and publish their KV.
 
     Args:
-        model: what runs.
-        pool: the cache's.
-        lease: of the prompt and all that will be generated but the last token.
-        decoding: the tokens.
-        branching_len: where the cache says that a state is worth publishing, if anywhere.
+        model: the model to run.
+        pool: the pool of the cache.
+        lease: a lease with slots for the prompt and all generated tokens but the last.
+        decoding: the tokens of the request.
+        branching_len: a length where the cache lacks a state that other prompts could reuse; None: no such length.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class LeasedRequest:
         self._cache: PooledCache | CopiedCache
 
     async def run(self) -> None:
-        """Prefill, publish the prompt, decode, publish the rest; the lease is released then."""
+        """Prefill, publish the prompt, decode, publish the rest, and release the lease."""
         decoding, lease = self._decoding, self._lease
         decoding.reuse(lease.prefix_len)
         self._cache = await self._make_cache()
@@ -81,7 +80,7 @@ class LeasedRequest:
                 await self._publish(with_state=True)
 
     async def _decode_unpublished(self) -> None:
-        """Publish the prompt alone: decoding leaves other KV and states than a prefill, which the next turn needs."""
+        """Publish only the prompt: the next turn needs the KV of a prefill, and decoding computes another one."""
         await self._publish(with_state=self._at_page_end())
         await self._decode()
         await self._lease.release()
@@ -92,9 +91,9 @@ class LeasedRequest:
     # ---------------------------------------------------------------- states
 
     def _state_stops(self) -> list[int]:
-        """Return where in the prompt a state is published: where prompts differed, and at its last page boundary.
+        """Return the lengths of the prompt at which to publish a state: `branching_len`, and the last page boundary.
 
-        The same prompt again, or a longer one, continues from there; the last token is computed in any case.
+        The same prompt, or a longer one, can continue there; a request always computes the last token.
         """
         if not self._model.layers.has_states:
             return []
@@ -119,7 +118,7 @@ class LeasedRequest:
     # ---------------------------------------------------------------- windows
 
     async def _leave_window(self) -> None:
-        """Free the window KV that no coming token attends to: now and then, a quarter of a window at least."""
+        """Free the window KV that no later token attends to, when it is at least a quarter of a window."""
         window, lease = self._model.layers.window, self._lease
         if window is None:
             return
@@ -151,7 +150,7 @@ class LeasedRequest:
         return await model.run(model.copied_cache, k, v)
 
     async def _repoint(self) -> None:
-        """Where the model runs, for slots are brought to its device behind all that runs there."""
+        """Update the slots on the model's thread, after the passes that run there."""
         if isinstance(self._cache, PooledCache):
             lease = self._lease
             swa_slots = None if self._model.layers.window is None else lease.swa_slots
@@ -168,12 +167,12 @@ class LeasedRequest:
             await self._repoint()
 
     async def _insert(self, with_state: bool, release: bool) -> None:
-        """Publish what is computed, with the state after it if there is room for one more."""
+        """Publish the computed tokens, with the state after them if a state slot is free."""
         computed = self._decoding.computed
         if with_state:
             try:
                 await self._lease.insert(computed, publish_state=True, release=release)
-            except PoolExhausted:  # every state is in use: the KV is worth publishing all the same
+            except PoolExhausted:  # all state slots are in use: publish the KV without a state
                 pass
             else:
                 self._state_len = len(computed)

@@ -1,7 +1,7 @@
-"""The shapes that a transformers model keeps, measured with its weights or without. Loads transformers when called.
+"""Measure the shapes of a transformers model's KV and states, with or without weights. Loads transformers when called.
 
-Configurations name the sizes of KV and states in many ways, and some not at all. One token through the model on the
-"meta" device, which computes shapes alone, shows them.
+Configurations name the sizes of KV and states in many ways, and some do not name them. A run of one token on the "meta"
+device, which computes shapes alone, measures them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The shapes that a model keeps in a pool.
+    """The shapes of a model's KV and states in a pool.
 
     Attributes:
-        kv: of each layer of the pool.
+        kv: the shape of each layer of the pool.
         states: the tensors of a layer's recurrent state.
     """
 
@@ -38,13 +38,13 @@ class Kept:
 
 
 def measure(config: PreTrainedConfig, layers: ModelLayers, dtype: torch.dtype) -> Kept:
-    """Return the shapes that a model of this dtype keeps.
+    """Return the shapes of the KV and states of a model in this dtype.
 
-    Where the model cannot run without values, the layers before that are measured; the usual names of the
-    configuration count where none was. A worker compares the outcome with the KV of the model itself.
+    If the model cannot run without values, the layers that did run are measured. If none did, the usual fields of the
+    configuration are read. A worker compares the result with the KV of the model itself.
 
     Raises:
-        ConfigMismatch: transformers cannot make the model, or neither way shows the shapes.
+        ConfigMismatch: transformers cannot make the model, or neither way gives the shapes.
     """
     from transformers import DynamicCache
 
@@ -66,14 +66,14 @@ def measure(config: PreTrainedConfig, layers: ModelLayers, dtype: torch.dtype) -
 def measure_run(
     run: Callable[[Cache], object], config: PreTrainedConfig, layers: ModelLayers
 ) -> tuple[PoolShape, tuple[StateTensor, ...]]:
-    """Return the pool that a model needs, and the tensors of a layer's state, as one pass shows.
+    """Return the shape of the pool that a model needs, and the tensors of a layer's state, measured by one pass.
 
     Args:
-        run: runs the model with the cache that it is given, which is the model's own and empty.
-        config, layers: the model's.
+        run: runs the model with the given cache, which is empty and of the model's own class.
+        config, layers: configuration and layers of the model.
 
     Raises:
-        ConfigMismatch: a pool has no place for the KV or states of the model.
+        ConfigMismatch: a pool cannot hold the KV or states of the model.
     """
     from transformers import DynamicCache
 
@@ -90,10 +90,10 @@ def measure_run(
 
 
 def check_used(config: PreTrainedConfig, layers: ModelLayers, unused: list[int]) -> None:
-    """Check that every layer with KV has put it into the model's own cache.
+    """Check that every layer with KV has stored it in the model's own cache.
 
     Raises:
-        ConfigMismatch: some have not.
+        ConfigMismatch: some layers have not.
     """
     if unused:
         every = len(unused) == sum(uses.kv is not None for uses in layers.layers)
@@ -107,7 +107,7 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """Make a model on the device of the context.
 
     Raises:
-        ConfigMismatch: transformers cannot make it; the message has its reason.
+        ConfigMismatch: transformers cannot make it; the message has the reason.
     """
     from transformers import AutoModelForCausalLM
 
@@ -134,10 +134,10 @@ def _named_kv(config: PreTrainedConfig, failure: ConfigMismatch | None) -> KVSha
 
 @contextmanager
 def _without_gpu_kernels() -> Iterator[None]:
-    """Have transformers run models in plain torch.
+    """Make transformers run models in plain torch.
 
-    Kernels for GPUs, which it takes wherever they are installed, refuse tensors of other devices. It goes without
-    them where a model is exported.
+    It takes kernels for GPUs wherever they are installed, and these refuse tensors of other devices. It does not take
+    them during the export of a model.
     """
     kernels: Any = importlib.import_module("transformers.integrations.hub_kernels")
     is_exporting = getattr(kernels, "is_torchdynamo_exporting", None)

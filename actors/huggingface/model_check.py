@@ -1,13 +1,13 @@
-"""`ModelCheck`: whether a model continues from a cache as if it had computed the whole sequence. Not every model does.
+"""`ModelCheck`: compares a model that continues from a cache with one pass over the whole sequence.
 
-Some read a recurrent state for a single token alone, some forget their window when it is full, some count positions
-in another way. Wrong logits are the only sign, so a sequence is run in parts and compared with one pass:
+Not every model gives the same logits. Some read a recurrent state for a single token only, some drop their window when
+it is full, some count positions in another way. So the check runs a sequence in parts, and compares the logits:
 
     one pass   |──────────────────────────── all tokens ─────────────────────────────|   without a cache
     cut        |── 12 ──|──────── over the window ────────|──── the rest ────|···|····|   prompts that share a prefix
     decoding   |── 12 ──|────|·|·|·|·|·|·|·|·|·|·|·|·|·|·|·|·|·|·|·|·|·|── the rest ──|   then another turn
 
-Each part has a `PooledCache` of its own over the same slots, as each request of a worker has.
+Each part has a new `PooledCache` over the same slots, like each request of a worker.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from raydix.schemas import CacheConfig, ConfigMismatch, PoolConfig
 _FIRST, _REST = 12, 9  # tokens of the first part and of the last
 _FEWEST = 12  # tokens that can be cut
 _BEFORE, _AFTER = 20, 40  # tokens decoded one by one, before and after a window is full
-_SPAN, _LONGEST_SPAN = 64, 512  # tokens that count as a window where there is none; windows that are filled at most
-_TOLERANCES = {torch.float16: 0.05, torch.bfloat16: 0.3}  # of the logits' standard deviation, as others
-_FINE, _ON_GPU = 1e-3, 1e-2  # of float32, whose products a GPU may round
+_SPAN, _LONGEST_SPAN = 64, 512  # tokens that stand for a missing window, and limit of windows that are filled
+_TOLERANCES = {torch.float16: 0.05, torch.bfloat16: 0.3}  # in standard deviations of the logits
+_FINE, _ON_GPU = 1e-3, 1e-2  # for float32, because a GPU may round its products
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """How a model must be run so that its logits are those of one pass without a cache.
+    """The way to run a model so that its logits are those of one pass without a cache.
 
     Attributes:
-        positions: the position ids to give it with a cache.
-        cannot_share: why its KV and states cannot be reused from a pool; None: they can.
-        has_own_cache: whether a lone request can be decoded in the model's own cache; else each step runs all tokens.
-        decodes_alike: whether decoding leaves the KV and states that a prefill would leave.
+        positions: the position ids for the model with a cache.
+        cannot_share: the reason why its KV and states cannot be reused from a pool; None: they can.
+        has_own_cache: whether a request without a pool can use the model's own cache; else each step runs all tokens.
+        decodes_alike: whether decoding computes the same KV and states as a prefill.
     """
 
     positions: Positions = Positions.OWN
@@ -87,10 +87,10 @@ class _Sequence:
 
 
 class ModelCheck:
-    """Runs a model in several ways over random sequences.
+    """Run a model in several ways over random sequences.
 
     Args:
-        forward: the model; its `positions` change.
+        forward: the forward pass of the model; the check sets its `positions`.
         config: its configuration.
     """
 
@@ -108,7 +108,7 @@ class ModelCheck:
         self._span = _SPAN
 
     def traits(self) -> ModelTraits:
-        """Return how the model must be run.
+        """Return the way to run the model.
 
         Raises:
             ModelFails: transformers cannot run it.
@@ -133,14 +133,14 @@ class ModelCheck:
     # ---------------------------------------------------------------- sequences
 
     def _num_tokens(self) -> int:
-        """Return a length that fills a window twice, if the model takes it."""
+        """Return a length that fills a window twice, limited by the model's positions."""
         num_tokens, limit = self._lengths.first(2 * self._span + _AFTER), self._lengths.max_positions
         if limit is None or self._pad is None:
             return num_tokens
-        return min(num_tokens, max(limit - self._pad - 1, min(limit, _FEWEST)))  # positions may begin behind the pad
+        return min(num_tokens, max(limit - self._pad - 1, min(limit, _FEWEST)))  # positions may begin after the pad id
 
     def _sequence(self, num_tokens: int, *, longer_than: int = 0, pads: bool = False) -> _Sequence:
-        """Return a random sequence with repeated tokens, run in one pass.
+        """Return a random sequence with repeated tokens, and its logits in one pass.
 
         Raises:
             ModelFails: the pass raises an error.
@@ -163,7 +163,7 @@ class ModelCheck:
     def _cuts(self, num_tokens: int, start: int = 0) -> list[int]:
         """Return the ends of the parts of a prompt, the first of them longer than `start`; 0 comes first.
 
-        None is a single token, which would be run as in decoding.
+        No part is a single token, which would be run as in decoding.
         """
         middle = (start + num_tokens) // 2
         ends = [start]
@@ -173,7 +173,7 @@ class ModelCheck:
         return [0, *ends[1:], num_tokens]
 
     def _decoding_cuts(self, num_tokens: int) -> list[int]:
-        """Return the ends of the parts where a window is left in decoding, one token at a time."""
+        """Return the ends of the parts for decoding past a window, one token at a time."""
         first = min(_FIRST, num_tokens // 2)
         steps = range(max(first, self._span - _BEFORE), min(num_tokens - 2, self._span + _AFTER))
         return [0, first, *(step for step in steps if step > first), num_tokens]
@@ -181,7 +181,7 @@ class ModelCheck:
     # ---------------------------------------------------------------- comparisons
 
     def _find_positions(self, plain: _Sequence, cannot_share: str | None) -> ModelTraits:
-        """Find the position ids with which the model continues from its cache, if there are any."""
+        """Find the position ids with which the model continues from its cache; None: no ids work."""
         ways = [Positions.COUNTED, Positions.OWN] if self._forward.takes_positions else [Positions.OWN]
         padded = None
         if self._pad is not None:
@@ -206,7 +206,7 @@ class ModelCheck:
         return ModelTraits(Positions.OWN, cannot_share)
 
     def _why_not_cut(self, sequence: _Sequence, start: int = 0) -> str | None:
-        """Return why a prompt in parts has other logits than in one; None: it has the same."""
+        """Return the reason if a prompt in parts has other logits than in one pass; None: the same."""
         try:
             with refusing("a part of a prompt cannot be run"):
                 logits = self._run_parts(sequence.tokens, self._cuts(len(sequence.tokens), start))

@@ -29,20 +29,21 @@ def pool_config_for(
     dtype: str | torch.dtype | None = None,
     device: str = "auto",
 ) -> PoolConfig:
-    """The pool that fits a model, so that nobody has to count its heads, layers and states.
+    """Return the configuration of the pool that fits a model's heads, layers and states.
 
     Args:
         model: a transformers configuration, a dictionary of one (with `model_type`), or a model's name or path.
         num_slots: tokens that the pool holds; a multiple of the cache's `page_size`.
-        num_swa_slots: tokens that the sliding-window layers hold, likewise; None: `num_slots`. For models with such.
-        num_state_slots: recurrent states that the pool holds: one for each running request, and those that are shared.
-            For models with such, which need it.
-        dtype: the model's. None: the one its configuration names, else float32.
+        num_swa_slots: tokens that the sliding-window layers hold; a multiple of the `page_size`. None: `num_slots`.
+            Only for models with sliding windows.
+        num_state_slots: recurrent states that the pool holds: one for each running request, and the cached ones. For
+            models with recurrent states, which require it.
+        dtype: dtype of the model. None: that of its configuration, else float32.
         device: where the cache puts the pool, as in `PoolConfig`.
 
     Raises:
-        ConfigMismatch: the model keeps things that a pool has no place for, or transformers cannot make it.
-        InvalidRequest: a number is missing, or is for another kind of model.
+        ConfigMismatch: a pool cannot hold the model's KV and states, or transformers cannot make the model.
+        InvalidRequest: a number is missing, or applies to another kind of model.
         ImportError: transformers is not installed.
     """
     config = load_config(model)
@@ -74,13 +75,13 @@ def cache_config_for(
     device: str = "auto",
     **options: Any,
 ) -> CacheConfig:
-    """The cache that serves a model: its kind, its window and its pool.
+    """Return the configuration of the cache that serves a model: its kind, its window and its pool.
 
         cache = start_cache(cache_config_for("google/gemma-3-1b-it", 65_536, page_size=16, num_swa_slots=16_384))
 
     Args:
         model, num_slots, num_swa_slots, num_state_slots, dtype, device: as for `pool_config_for`.
-        options: all else that a `CacheConfig` takes, such as `page_size`.
+        options: other fields of `CacheConfig`, such as `page_size`.
 
     Raises:
         ConfigMismatch, InvalidRequest, ImportError: as for `pool_config_for`.

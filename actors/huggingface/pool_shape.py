@@ -31,7 +31,7 @@ class PoolShape:
     def of_model(
         cls, layers: ModelLayers, kv: tuple[KVShape, ...], states: tuple[StateTensor, ...], dtype: torch.dtype
     ) -> PoolShape:
-        """Return the shape that a model needs, whose KV has this dtype.
+        """Return the shape that a model with KV of this dtype needs.
 
         Raises:
             ConfigMismatch: its states do not fit into a pool of the dtype.
@@ -65,7 +65,7 @@ class PoolShape:
         return fields | {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "v_head_dim": v_head_dim}
 
     def fields_unlike(self, other: PoolShape) -> str:
-        """Return the fields of a `PoolConfig` that a pool of another shape would have to change, with their values."""
+        """Return the fields of a `PoolConfig` that differ from those of another shape, with their values."""
         mine, others = self.pool_fields(), other.pool_fields()
         return ", ".join(f"{name}={value!r}" for name, value in mine.items() if value != others.get(name))
 

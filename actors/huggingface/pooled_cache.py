@@ -1,16 +1,15 @@
-"""The transformers `Cache` of one sequence whose KV and state lie in a pool.
+"""The transformers `Cache` of one sequence with its KV and state in a pool.
 
-    model.forward ── update(layer, k, v) ──> write into the slots of the new tokens
+    model.forward ── update(layer, k, v) ──> write to the slots of the new tokens
                   <── K, V of the sequence ── gathered from the slots of all tokens so far, or of the window's
-                  ──── conv, recurrent ─────> copied into the lease's own row of the states, and read from there
+                  ──── conv, recurrent ─────> copied to the lease's row of the states, and read from there
 
-`PooledCache` works on the pool's memory itself, and so needs a mapped pool on the model's device; `CopiedCache`, of
-`pooled_copy`, is for workers that cannot or will not map. Either gives the model tensors with the values, shapes and
-order that its own `DynamicCache` would give, so the arithmetic is the same to the bit. One sequence each: the batch
-size is 1.
+`PooledCache` works on the memory of the pool, so it needs a mapped pool on the model's device. `CopiedCache`, of
+`copied_cache`, is for workers that do not map the pool. Both return tensors with the values, shapes and order of the
+model's own `DynamicCache`, so the arithmetic is the same to the bit. Each holds one sequence: the batch size is 1.
 
-Cost of a step per layer: the rows of the new tokens written, and one gather of the sequence (a sliding-window layer: of
-the window), straight into attention's layout. A `DynamicCache` copies as much once a step, by concatenation.
+Cost of a step per layer: a write of the new tokens' rows, and one gather of the sequence (in a sliding-window layer, of
+the window) into attention's layout. A `DynamicCache` copies as much in each step, by concatenation.
 """
 
 from __future__ import annotations
@@ -35,36 +34,36 @@ if TYPE_CHECKING:
 
 
 class MappedPool(Protocol):
-    """What is needed of a pool: a `KVPool`, or an `AttachedPool` that is mapped."""
+    """The pool of a cache: a `KVPool`, or a mapped `AttachedPool`."""
 
     @property
     def k(self) -> list[torch.Tensor]:
-        """Each layer's K, `[rows, num_kv_heads, head_dim]`, contiguous; empty where there is none."""
+        """Each layer's K, `[rows, num_kv_heads, head_dim]`, contiguous; empty for layers without KV."""
 
     @property
     def v(self) -> list[torch.Tensor]:
-        """Each layer's V, likewise."""
+        """Each layer's V, `[rows, num_kv_heads, v_head_dim]`, contiguous; empty for layers without KV."""
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """A layer's state tensors, `[rows, *shape]` each; each row is contiguous."""
+        """Return a layer's state tensors, `[rows, *shape]` each, with contiguous rows."""
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write KV of one layer into slots, `[n, num_kv_heads, dim]` each."""
+        """Write the KV of one layer to slots, `[n, num_kv_heads, dim]` each."""
 
 
 class PooledCache(Cache):
     """The KV and state of one sequence, in the slots of its lease.
 
-    The caller answers for the slots: it holds the lease, privately for `slots[num_tokens:]`, as long as a forward pass
-    may run, and calls `repoint` when an insert or a release of the window has changed them.
+    The caller must hold the lease while a forward pass may run, with private slots `slots[num_tokens:]`. After an
+    insert or a release of the window has changed the slots, it must call `repoint`.
 
     Args:
-        pool: a `KVPool` or mapped `AttachedPool`, on the model's device and of its dtype.
-        slots: the slot of each token, int64, those to be computed included.
-        num_tokens: leading tokens whose KV is in the pool already; the state is the one after them.
-        swa_slots: the window slot of each token, likewise, 0 where its KV is gone; for sliding-window layers.
-        state_slot: the row of the state tensors; for layers with a state.
-        layers: which of the pool's layers the model's layers use. None: one each, of full attention.
+        pool: a `KVPool` or mapped `AttachedPool`, on the model's device and with its dtype.
+        slots: the slot of each token, int64, including tokens to be computed.
+        num_tokens: leading tokens with KV in the pool; the state is the one after them.
+        swa_slots: for sliding-window layers, the window slot of each token, int64; 0 if its window KV is gone.
+        state_slot: for layers with a state, the row of the state tensors.
+        layers: mapping of the model's layers to the pool's. None: one to one, full attention.
         states: the tensors of a layer's state.
     """
 
@@ -89,7 +88,7 @@ class PooledCache(Cache):
         super().__init__(layers=[self._layer(uses, num_tokens) for uses in layers.layers])
 
     def repoint(self, slots: torch.Tensor, swa_slots: torch.Tensor | None = None) -> None:
-        """Go on with other slots, of equal KV: those that the tree had already. Never during a forward pass."""
+        """Replace slots by those of the tree, which have equal KV. Do not call it during a forward pass."""
         self._kv.point(slots, swa_slots)
 
     def _layer(self, uses: PoolLayers, num_tokens: int) -> Any:
@@ -104,7 +103,7 @@ class PooledCache(Cache):
         return PooledHybridLayer(*kv, rows) if uses.window is None else PooledHybridWindowLayer(*kv, uses.window, rows)
 
     def _rows(self, layer: int) -> StateRows:
-        """Return views of the lease's own row of each state tensor."""
+        """Return views of the lease's row of each state tensor."""
         if self._state_slot is None:
             raise ValueError("a layer with a recurrent state needs a state slot")
         row = slice(self._state_slot, self._state_slot + 1)

@@ -20,10 +20,10 @@ StateRows = Sequence[tuple[StateTensor, torch.Tensor]]
 
 
 class PooledSlots:
-    """The slots of one sequence, and the place of each head of them in a layer seen as rows of `[dim]`."""
+    """The slots of one sequence, and the row of each head in a layer viewed as rows of `[dim]`."""
 
     def __init__(self, slots: torch.Tensor, device: torch.device, live_from: int = 0) -> None:
-        self.live_from = live_from  # tokens from here on have their KV
+        self.live_from = live_from  # first token with KV
         self.ids = slots.to(device)  # [capacity]
         self._rows: dict[int, torch.Tensor] = {}  # by number of heads
 
@@ -37,7 +37,7 @@ class PooledSlots:
 
 
 class PooledKV:
-    """How the layers of one sequence reach their KV: one row of slots for all full layers, one for all windows."""
+    """The slots of one sequence in its layers: one array for all full layers, one for all window layers."""
 
     full: PooledSlots
     window: PooledSlots | None
@@ -47,7 +47,7 @@ class PooledKV:
         self._device = device
 
     def point(self, slots: torch.Tensor, swa_slots: torch.Tensor | None) -> None:
-        """These are the slots from now on."""
+        """Replace the slots."""
         self.full = PooledSlots(slots, self._device)
         self.window = None
         if swa_slots is not None:
@@ -112,15 +112,15 @@ class PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0 if self._window is None else max(0, self._num_tokens - self._window + 1)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the pool is there."""
+        """Do nothing: the pool exists."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the KV of new tokens, `[1, num_kv_heads, n, dim]` each; returns what they attend to, new ones last.
+        """Write the KV of new tokens, `[1, num_kv_heads, n, dim]` each; return the KV that they attend to, in order.
 
         Raises:
-            ValueError: the batch is larger than 1, there are more tokens than slots, or KV that is attended to is
+            ValueError: the batch is larger than 1, there are more tokens than slots, or the KV of an attended token is
                 gone. Nothing was written.
         """
         batch_size, _, num_new, _ = key_states.shape
@@ -137,16 +137,16 @@ class PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return _gather(self._k, rows), _gather(self._v, rows)
 
     def get_seq_length(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return self._num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the KV that `query_length` new tokens attend to."""
+        """Return length and offset of the KV that `query_length` new tokens attend to."""
         first = self._first
         return self._num_tokens + query_length - first, first
 
     def get_max_length(self) -> int:
-        """-1: as long as the lease."""
+        """Return -1: the capacity is that of the lease."""
         return -1
 
 
@@ -154,8 +154,8 @@ class PooledStateLayer(LinearAttentionLayer):
     """A recurrent state, in rows that the model updates in place.
 
     Args:
-        rows: the rows of the state.
-        has_state: whether they hold the state after some tokens; else the model begins.
+        rows: the lease's row of each state tensor.
+        has_state: whether the rows hold the state after some tokens; else the sequence is empty.
     """
 
     reset = _refuse_reset
@@ -167,7 +167,7 @@ class PooledStateLayer(LinearAttentionLayer):
 
 
 class PooledHybridLayer(PooledLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, misc, override]
-    """Full attention and a recurrent state, side by side."""
+    """A layer with full attention and a recurrent state."""
 
     def __init__(
         self, kv: PooledKV, layer: int, k: torch.Tensor, v: torch.Tensor, num_tokens: int, rows: StateRows
@@ -178,7 +178,7 @@ class PooledHybridLayer(PooledLayer, LinearAttentionAndFullAttentionLayer):  # t
 
 
 class PooledHybridWindowLayer(PooledLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc, override]
-    """A sliding window and a recurrent state, side by side."""
+    """A layer with a sliding window and a recurrent state."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ def _place_state(layer: Any, rows: StateRows, has_state: bool) -> None:
 
 
 def _gather(layer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`[1, num_kv_heads, n, dim]`, contiguous, of a layer `[slots, num_kv_heads, dim]`."""
+    """Gather rows of a layer `[slots, num_kv_heads, dim]` as `[1, num_kv_heads, n, dim]`, contiguous."""
     num_kv_heads, num_tokens = rows.shape
     dim = layer.shape[-1]
     gathered = layer.view(-1, dim).index_select(0, rows.reshape(-1))

@@ -1,4 +1,4 @@
-"""`RunningRequests`: what a worker is at, so that it closes only when all of it has ended."""
+"""`RunningRequests`: the running requests of a worker, which closes after all of them have ended."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _CLOSED = "the worker was closed: make a new one"
 
 
 class RunningRequests:
-    """The requests that run, each in the task of its caller."""
+    """The running requests, each in the task of its caller."""
 
     def __init__(self) -> None:
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._left = asyncio.Event()  # set whenever one has ended
+        self._left = asyncio.Event()  # set when a request ends
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """What the running task does in this block is a request.
+        """Count the block as a request of the running task.
 
         Raises:
-            InvalidRequest: the worker was closed, before or meanwhile. A caller who is cancelled as well gets that.
+            InvalidRequest: the worker was closed before or during the block, also if the caller was cancelled.
         """
         task = asyncio.current_task()
         assert task is not None, "a request runs in a task"
@@ -36,7 +36,7 @@ class RunningRequests:
         try:
             yield
         except asyncio.CancelledError:
-            if self._closed and task.cancelling() == cancelled_before + 1:  # by `end` alone
+            if self._closed and task.cancelling() == cancelled_before + 1:  # only by `end`
                 raise InvalidRequest(_CLOSED) from None
             raise
         finally:
@@ -46,10 +46,10 @@ class RunningRequests:
             self._left.set()
 
     async def end(self) -> None:
-        """Refuse what comes, cancel what runs, and wait until it has ended.
+        """Refuse new requests, cancel the running ones, and wait for their end.
 
         Raises:
-            InvalidRequest: it runs on another event loop.
+            InvalidRequest: requests run on another event loop.
         """
         loop = asyncio.get_running_loop()
         if any(task.get_loop() is not loop for task in self._tasks):

@@ -1,10 +1,10 @@
-"""How many tokens a transformers model takes, and between which lengths its KV can be reused.
+"""The most tokens that a transformers model takes, and the ranges of lengths in which its KV can be reused.
 
-Of some models the KV of a token depends on the length of the whole sequence, so KV computed for a shorter one is wrong:
+In some models the KV of a token depends on the length of the whole sequence, so KV of a shorter sequence is wrong:
 
     longrope     |── short factors ──|──────── long factors ────────|   two namespaces
-    dynamic NTK  |── original ───────|── others at each length ─────|   one, then every pass computes all tokens
-    Doge         |── all tokens ─────|── those that it selects ─────|   the same
+    dynamic NTK  |── original ───────|── new at each length ────────|   one, then every pass computes all tokens
+    Doge         |── all tokens ─────|── selected tokens ───────────|   the same
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LIMITS = ("max_position_embeddings", "max_target_positions", "n_positions", "ma
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Sequence lengths within which the KV of a token depends on the tokens before it alone.
+    """A range of sequence lengths in which the KV of a token depends only on the tokens before it.
 
     Attributes:
-        longest: tokens, this many included; None: no end.
-        is_first: whether it begins at the first token.
-        reusable: whether KV can be reused within it; else each pass must compute all tokens.
+        longest: the longest sequence in the range, in tokens; None: no end.
+        is_first: whether the range begins at the first token.
+        reusable: whether KV can be reused within the range; else each pass must compute all tokens.
     """
 
     longest: int | None
@@ -42,7 +42,7 @@ class LengthRange:
         """Return the `extra_key` under which sequences of these lengths are cached.
 
         Raises:
-            InvalidRequest: the caller's begins with `LONG_KEY`.
+            InvalidRequest: the caller's `extra_key` begins with `LONG_KEY`.
         """
         if given is not None and given.startswith(LONG_KEY):
             raise InvalidRequest(f"extra_key must not begin with {LONG_KEY!r}: that is for long sequences")
@@ -55,8 +55,8 @@ class ModelLengths:
 
     Attributes:
         ranges: at least one; the last has no end.
-        max_positions: tokens; None: no limit is known.
-        is_dynamic: whether its rotary embeddings keep frequencies of the longest sequence so far.
+        max_positions: the limit in tokens; None: no known limit.
+        is_dynamic: whether its rotary embeddings keep the frequencies of the longest sequence so far.
     """
 
     ranges: tuple[LengthRange, ...]
@@ -65,7 +65,7 @@ class ModelLengths:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelLengths:
-        """Read them from a model's configuration."""
+        """Return the lengths of a model, from its configuration."""
         text = config.get_text_config(decoder=True)
         ropes = list(_ropes(text))
         max_positions = _max_positions(text, ropes)
@@ -85,14 +85,14 @@ class ModelLengths:
         return next(each for each in self.ranges if each.longest is None or num_tokens <= each.longest)
 
     def first(self, num_tokens: int) -> int:
-        """Return so many tokens, or those of the longest sequence in the first range if that is shorter."""
+        """Return the smaller of a number of tokens and the longest sequence in the first range."""
         return min(end for end in (num_tokens, self.ranges[0].longest, self.max_positions) if end is not None)
 
     def check(self, num_tokens: int) -> None:
-        """Check that the model takes a sequence of so many tokens.
+        """Check that the model takes a sequence of this many tokens.
 
         Raises:
-            InvalidRequest: it does not.
+            InvalidRequest: the sequence is too long.
         """
         if self.max_positions is not None and num_tokens > self.max_positions:
             raise InvalidRequest(

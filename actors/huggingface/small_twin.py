@@ -1,14 +1,14 @@
 """`small_twin`: a transformers configuration with the same behaviour and small sizes; `build_twin` makes the model.
 
-A load check of a full-size model takes too long, and its dtype hides small differences. The twin has the same classes,
-the same mix of layers and the same switches, but few layers, narrow ones, and short windows:
+A check of a full-size model takes too long, and its dtype hides small differences. The twin has the same classes, mix
+of layers and switches, but few and narrow layers, and short windows:
 
     layers      those of every kind, in their order, and a change back: s s s s s f s s s s s f -> s f s
     widths      all scaled by one factor, head sizes by another, so that equal ones stay equal
-    windows     at most `window` tokens; the boundaries of rope scaling likewise
-    token ids   moved into the small vocabulary, different ones to different ids
+    windows     at most `window` tokens, also the boundaries of rope scaling
+    token ids   moved into the small vocabulary; different ids stay different
 
-`transformers_twin_rules` has the names of the fields.
+`twin_rules` has the names of the fields.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 
 class TwinUnavailable(Exception):
-    """No small twin can be made of a configuration; the message says why."""
+    """No small twin can be made of a configuration; the message names the reason."""
 
 
 def small_twin(config: PreTrainedConfig, *, window: int = 64) -> PreTrainedConfig:
     """Copy a configuration with the same classes, kinds of layers and switches, and small sizes.
 
-    Sizes only shrink: those of a small configuration stay as they are. The dtype is float32; a quantization is dropped.
+    Sizes only shrink, so a small configuration keeps its sizes. The dtype is float32; a quantization is dropped.
 
     Args:
-        config: of a causal LM, or of a multi-modal model with one. It stays as it is.
-        window: in tokens: the longest sliding window, attention chunk or original rope length of the twin. Shorter
-            ones stay; None stays None.
+        config: configuration of a causal LM, or of a multi-modal model with one. It is not changed.
+        window: the longest sliding window, attention chunk or original rope length of the twin, in tokens. Shorter ones
+            stay; None stays None.
 
     Raises:
         TwinUnavailable: a size is missing, or transformers rejects the small sizes.
@@ -65,13 +65,13 @@ def small_twin(config: PreTrainedConfig, *, window: int = 64) -> PreTrainedConfi
 def build_twin(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Build a causal LM with random weights on the CPU, in evaluation mode.
 
-    Parameters that transformers sets to one constant, and all with one dimension, get noise, so that a layer that is
-    left out shows. The random numbers of this process stay as they are, and nothing is downloaded.
+    Constant and one-dimensional parameters get noise, so that a missing layer changes the logits. The random state of
+    this process does not change, and nothing is downloaded.
 
     Args:
-        config: such as `small_twin` returns. It stays as it is.
-        seed: of the weights. Equal seeds and configurations give equal weights.
-        dtype: of the weights, but for those that transformers keeps in float32.
+        config: a configuration from `small_twin`. It is not changed.
+        seed: seed of the weights. Equal seeds and configurations give equal weights.
+        dtype: dtype of the weights, except for those that transformers keeps in float32.
 
     Raises:
         TwinUnavailable: transformers has no causal LM of this configuration, or fails to make it.
@@ -92,7 +92,7 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -
     from transformers import AutoModelForCausalLM
 
     made_of = copy.deepcopy(config)
-    vars(made_of).pop("auto_map", None)  # code from elsewhere would be downloaded
+    vars(made_of).pop("auto_map", None)  # remote code would be downloaded
     model: torch.nn.Module = AutoModelForCausalLM.from_config(made_of, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
 
@@ -100,7 +100,7 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -
 @torch.no_grad()
 def _add_noise(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if name.endswith("dt_bias"):  # steps of all sizes, those that a model clamps included
+        if name.endswith("dt_bias"):  # steps of all sizes, also clamped ones
             parameter.copy_(torch.linspace(-9, 1, parameter.numel()).view_as(parameter))
         elif parameter.is_floating_point() and (
             parameter.ndim <= 1 or bool((parameter == parameter.flatten()[0]).all())
@@ -109,7 +109,7 @@ def _add_noise(model: torch.nn.Module) -> None:
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A configuration and all that are in it."""
+    """Yield a configuration and all configurations in it."""
     from transformers import PreTrainedConfig
 
     yield config
@@ -161,7 +161,7 @@ def _check_kinds(config: PreTrainedConfig, twin: PreTrainedConfig) -> None:
 
 
 def _cache_layers(config: PreTrainedConfig) -> set[str]:
-    """The kinds of layers in the model's own cache; none where it has no such cache."""
+    """Return the kinds of layers in the model's own cache; none if it has no such cache."""
     from transformers import DynamicCache
 
     with suppress(TwinUnavailable), refusing("transformers has no cache for it", TwinUnavailable):
@@ -170,7 +170,7 @@ def _cache_layers(config: PreTrainedConfig) -> set[str]:
 
 
 def _is_small(config: PreTrainedConfig) -> bool:
-    """Whether the model is small as it is."""
+    """Whether the model is already small."""
     text = vars(config.get_text_config(decoder=True))
     sizes = {"width": _first(text, rules.HIDDEN), "layers": _first(text, rules.LAYER_COUNTS)}
     if (sizes["width"] or 0) > 128 or (sizes["layers"] or 0) > rules.MAX_LAYERS or text.get("vocab_size", 0) > 1024:
@@ -184,14 +184,14 @@ def _is_small(config: PreTrainedConfig) -> bool:
 
 
 def _pop_overrides(part: PreTrainedConfig) -> dict[int, dict[str, Any]]:
-    """What layers have of their own, taken out of the configuration, so that its fields can be read."""
+    """Remove and return the settings of single layers, so that the fields of the configuration can be read."""
     spec = vars(part).pop("_heterogeneity_spec", None)
     return {} if spec is None else copy.deepcopy(spec.per_layer_overrides)
 
 
 @dataclass(slots=True)
 class _Sizes:
-    """How the sizes of one configuration shrink."""
+    """The scale of the sizes of one configuration."""
 
     dims: Fraction  # head sizes are scaled by this
     widths: Fraction
@@ -267,7 +267,7 @@ class _Sizes:
 
 
 def _small_heads(queries: set[int], kv: set[int]) -> dict[int, int]:
-    """Small numbers of heads, one multiple of the other where they are so: 1 stays 1."""
+    """Return small numbers of heads. If one is a multiple of the other, it stays one; 1 stays 1."""
     targets = iter((4,) if len(kv) == 1 and kv & queries else (2, 4, 8, 16))
     small = {1: 1}
     for number in sorted(kv - {1}):
@@ -291,7 +291,7 @@ def _keep_products(part: PreTrainedConfig, before: Mapping[str, Any]) -> None:
 
 
 def _smallest_dim(fields: Mapping[str, Any]) -> int:
-    """So that at least four numbers of a head rotate."""
+    """Return a rotary share by which at least four elements of a head rotate."""
     shares = [fields.get("partial_rotary_factor"), fields.get("rotary_pct")]
     shares += [rope.get("partial_rotary_factor") for rope in ropes_of(fields)]
     least = min((share for share in shares if isinstance(share, float) and share > 0), default=1.0)

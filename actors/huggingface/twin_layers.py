@@ -1,11 +1,11 @@
-"""Which layers of a configuration its small twin keeps: some of every kind, in their order.
+"""The layers of a configuration that its small twin keeps: some of every kind, in order.
 
     layer_types              s s s s s f s s s s s f        s f s
     num_kv_shared_layers                 4            ->      ...
     first_k_dense_replace    3                              1
 
-A layer's kind is all that the configuration says of it: its entry in every list with one entry for each layer, whether
-its index is in a list of indices or among the first or last so many, and what it has of its own.
+The kind of a layer consists of its entry in every list with one entry per layer; whether its index is in a list of
+indices, or among a number of first or last layers; and its settings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def select_layers(part: PreTrainedConfig, overrides: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Reduce a configuration to few layers, in place; return what the layers that are kept have of their own."""
+    """Reduce a configuration to few layers, in place; return the settings of the kept layers."""
     fields = dict(vars(part))
     counts = [name for name in rules.LAYER_COUNTS if type(fields.get(name)) is int]
     lists = {name: value for name, value in fields.items() if _is_list(name, value)}
@@ -48,7 +48,7 @@ def select_layers(part: PreTrainedConfig, overrides: dict[int, dict[str, Any]]) 
 
 
 def keep_some(kinds: Sequence[Hashable], most: int = rules.MAX_LAYERS) -> list[int]:
-    """Indices of the first layer of every kind, and of a second one where a change leads to it; two at least."""
+    """Return the index of the first layer of every kind, and of a second one after a change of kind; two at least."""
     first: dict[Hashable, int] = {}
     for index, kind in enumerate(kinds):
         first.setdefault(kind, index)
@@ -104,7 +104,7 @@ def _count_again(part: PreTrainedConfig, fields: Mapping[str, Any], kept: Sequen
 
 
 def _periods(fields: Mapping[str, Any], per_layer: Mapping[str, Any]) -> list[str]:
-    """Names of the periods that decide kinds of layers: a list of their types stands above that of attention."""
+    """Return the names of the periods that decide kinds of layers; a list of types precedes that of attention."""
     names = [name for name in rules.PERIODS if type(fields.get(name)) is int and fields[name] > 1]
     return [name for name in names if not (name == "attn_layer_period" and "layers_block_type" in per_layer)]
 

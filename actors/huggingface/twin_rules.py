@@ -1,7 +1,7 @@
-"""The fields of transformers configurations that decide sizes, by name: how `small_twin` shrinks each of them.
+"""The fields of transformers configurations that decide sizes, by name, and the way that `small_twin` shrinks each.
 
-Every table holds field names only, so that a new model type is served by the names that it shares with others. The
-tables of exceptions at the end hold the few relations that a model type needs and that no name shows.
+The tables hold field names only, so that a new model type is covered by the names that it shares with others. The
+tables of exceptions at the end hold the few relations that names do not express.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ LIMITS: Final[dict[str, int]] = {
     "indexer_n_heads": 16,
     "local_attn_chunk_length": 16,
     "lsh_attn_chunk_length": 16,
-    # parts beside the language model
+    # parts besides the language model
     "image_size": 64,
     "encoder_hash_byte_group_vocab": 256,
     "ngram_vocab_size_base": 128,

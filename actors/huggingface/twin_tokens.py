@@ -1,4 +1,4 @@
-"""What a small twin shortens in tokens: windows, positions and rope; and where its special tokens go."""
+"""The lengths in tokens of a small twin: windows, positions and rope; and its special tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def ropes_of(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rope parameters of a configuration, of each kind of layer."""
+    """Yield the rope parameters of a configuration, for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = fields.get(name)
         if isinstance(found, dict):
@@ -38,7 +38,7 @@ def shorten(part: PreTrainedConfig, window: int) -> None:
 
 
 def _shorten_rope(rope: dict[str, Any], fields: Mapping[str, Any], window: int) -> int:
-    """Shorten what depends on sizes, in place; return the positions that keep the ratio to the original ones."""
+    """Shorten the lengths of rope in place; return the positions that keep the ratio to the original ones."""
     longest = 0
     original = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
     if type(original) is int and original > window:

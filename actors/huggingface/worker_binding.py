@@ -1,4 +1,4 @@
-"""`WorkerBinding`: binds a worker's session to its model, before it takes leases and again where it must."""
+"""`WorkerBinding`: binds a worker's session to its model, before its leases and again when the cache requires it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 Fingerprint: TypeAlias = ModelFingerprint | Literal["auto"] | None
 Take: TypeAlias = "Callable[[], Awaitable[Lease]]"
 
-_MOST_TRIES = 16  # to take one lease, each after a retirement that came in between
+_MOST_TRIES = 16  # attempts for one lease; a retirement may come between binding and acquire
 
 
 def check_fingerprint(given: Any) -> None:
-    """Check what a worker is given as its fingerprint.
+    """Check the argument `fingerprint` of a worker.
 
     Raises:
-        InvalidRequest: it is neither "auto" nor a fingerprint nor None.
+        InvalidRequest: it is neither "auto" nor a ModelFingerprint nor None.
     """
     if not (given is None or isinstance(given, ModelFingerprint) or (isinstance(given, str) and given == "auto")):
         raise InvalidRequest(f'fingerprint must be "auto", a ModelFingerprint or None, not {brief(given)}')
@@ -35,11 +35,11 @@ def check_fingerprint(given: Any) -> None:
 class WorkerBinding:
     """The fingerprint of a worker's model, and the `lora_id`s that it has bound.
 
-    The cache refuses a session that is behind, as after `retire` and `reset`, and the session after one that was lost.
-    The worker then binds again, with a fingerprint that is computed anew.
+    The cache refuses a session with an outdated binding, after `retire` and `reset`, and a session that follows a lost
+    one. The worker then computes its fingerprint again and binds again.
 
     Args:
-        model: the worker's.
+        model: the model of the worker.
         given: its fingerprint; "auto" computes it; None binds nothing.
     """
 
@@ -47,15 +47,15 @@ class WorkerBinding:
         self._model = model
         self._given = given
         self._computed: ModelFingerprint | None = None
-        self._version = 0  # of the weights that it was computed of
-        self._bound = BoundModels()  # since the cache refused the worker the last time
+        self._version = 0  # version of the weights of the computed fingerprint
+        self._bound = BoundModels()  # counts refusals by the cache
         self._binds_base = False  # it did before
         self._busy = asyncio.Lock()
 
     async def prepare(self) -> ModelFingerprint | None:
-        """Return the fingerprint to bind, computed if it is to be and torch does not know that no weight has changed.
+        """Return the fingerprint to bind. "auto" computes it again if a weight has changed.
 
-        torch counts changes in place, as by `load_state_dict`, but not those made through `.data`.
+        torch counts changes in place, such as by `load_state_dict`, but not those through `.data`.
         """
         if self._given != "auto":
             return self._given
@@ -65,7 +65,7 @@ class WorkerBinding:
         return self._computed
 
     async def lease(self, client: PrefixCacheClient, lora_id: str | None, take: Take) -> Lease:
-        """Return the lease that `take` gives, once the session is bound to the model for that `lora_id`.
+        """Bind the session to the model for a `lora_id`, and return the lease of `take`.
 
         Raises:
             ConfigMismatch: another model is bound; the message names the difference.
@@ -83,12 +83,12 @@ class WorkerBinding:
             except ConfigMismatch:
                 if not tries_left:
                     raise
-                if bound is self._bound:  # no other request was refused before
+                if bound is self._bound:  # no other request has handled this refusal
                     self._start_again()
         raise AssertionError("the last try returns or raises")
 
     async def _bind(self, client: PrefixCacheClient, lora_id: str | None) -> None:
-        """Bind the `lora_id`, and the base if it was bound before: requests for any `lora_id` need that."""
+        """Bind the `lora_id`, and the base if it was bound before: requests for every `lora_id` require that."""
         bound = self._bound
         try:
             for each in (None, lora_id) if self._binds_base else (lora_id,):
@@ -103,6 +103,6 @@ class WorkerBinding:
             self._binds_base = False
 
     def _start_again(self) -> None:
-        """All is to be bound again, and the weights may have been replaced."""
+        """Forget all bindings; the weights may have been replaced."""
         self._binds_base = self._binds_base or None in self._bound.generations
         self._bound, self._computed = BoundModels(), None

@@ -1,4 +1,4 @@
-"""`History`: a cache's counts over its life, in a bounded number of points."""
+"""`History`: the counts of a cache since its start, in a bounded number of points."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MAX_POINTS = 512
 
 
 class History:
-    """Points at equal distances; once there are too many, every second one goes and the distance doubles.
+    """Points at equal intervals. When there are too many, every second one is dropped and the interval doubles.
 
     Args:
         core: the cache.
-        clock: seconds, of any origin.
-        interval_s: distance of the first points.
+        clock: returns seconds, from any origin.
+        interval_s: the first interval.
     """
 
     def __init__(self, core: LeasedCache, clock: Callable[[], float], interval_s: float = 1.0) -> None:
@@ -26,15 +26,15 @@ class History:
         self._core = core
         self._clock = clock
         self._began_at = clock()
-        self._ticks: list[int] = []  # of the cache's own clock, at each point
+        self._ticks: list[int] = []  # the cache's logical clock at each point
 
     @property
     def now_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the history began."""
         return self._clock() - self._began_at
 
     def note(self) -> None:
-        """Add a point for now, if the last one is old enough."""
+        """Add a point if the last one is at least `interval_s` old."""
         now = self.now_s
         if self.points and now < self.points[-1].at_s + self.interval_s * 0.999:
             return
@@ -45,7 +45,7 @@ class History:
         self._ticks.append(self._core.now)
 
     def point(self) -> HistoryPoint:
-        """The counts now."""
+        """Return the current counts."""
         core, counters = self._core, self._core.counters
         return HistoryPoint(
             at_s=self.now_s,
@@ -59,10 +59,10 @@ class History:
         )
 
     def time_of(self, tick: int) -> float:
-        """When the cache's own clock showed `tick`, in seconds since this began; as of the point before."""
+        """Return the time of a tick of the cache's logical clock, in seconds since the start."""
         place = bisect_left(self._ticks, tick)
         return self.points[place - 1].at_s if place else 0.0
 
     def time_at(self, at_s: float) -> float:
-        """A time of the clock, in seconds since this began."""
+        """Convert a time of `clock` to seconds since the start."""
         return at_s - self._began_at

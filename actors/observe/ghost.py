@@ -1,4 +1,4 @@
-"""`Ghost`: the hit rates of pools of other sizes, as `stats()` tells them."""
+"""`Ghost`: estimated hit rates of other pool sizes (a miss-ratio curve), for `stats()`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 from raydix.cache_core.ghost.curve import GhostCurve
 from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, GhostStats
 
-_STEPS = 4  # sizes told between one and its double
-_SMALLEST = 2  # times halved
+_STEPS = 4  # sizes per doubling
+_SMALLEST = 2  # halvings of the pool's size
 
 
 class Ghost:
-    """Follows a cache's requests, by `curve`, for pools from a quarter of its size to `max_factor` times it.
+    """Estimate the hit rates of pools from a quarter of the cache's size to `max_factor` times its size.
 
     Args:
-        config: of the cache.
-        ghost: what to follow.
+        config: the configuration of the cache.
+        ghost: the largest factor, and the bound of the sample.
     """
 
     def __init__(self, config: CacheConfig, ghost: GhostConfig) -> None:
@@ -30,10 +30,10 @@ class Ghost:
         self.curve = GhostCurve(page, max_size, ghost.max_pages, bigram=config.bigram)
 
     def stats(self, hit_rate: float) -> GhostStats:
-        """Return the curve so far, from what is queued, too: a few milliseconds at most.
+        """Return the curve so far, queued requests included. Takes a few milliseconds at most.
 
         Args:
-            hit_rate: of the cache itself, counted: the curve passes through it.
+            hit_rate: the counted hit rate of the cache; the curve is shifted to pass through it.
         """
         estimates = self.curve.hit_rates([int(size * self._filled) for size in self._sizes])
         off = hit_rate - estimates[self._sizes.index(self._num_slots)]
@@ -49,5 +49,5 @@ class Ghost:
 
 
 def _filled(eviction: EvictionConfig) -> float:
-    """How full a busy pool is: between its marks, or to the brim where no task evicts."""
+    """Return the used share of a busy pool: between its watermarks, or 1 without background eviction."""
     return 1.0 if eviction.high_watermark >= 1.0 else (eviction.high_watermark + eviction.low_watermark) / 2

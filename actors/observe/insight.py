@@ -1,4 +1,4 @@
-"""`Insight`: gathers what a report tells, where the cache runs."""
+"""`Insight`: gathers the data of a report in the cache's process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from raydix.cache_core.outline import OutlineNode
 from raydix.schemas import AgeCount, CacheReport, CacheStats, TreePart
 
 _TICK_S = 1.0
-_SAMPLED_NODES = 2048  # of the tree, for a report: a few ms
+_SAMPLED_NODES = 2048  # nodes visited for a report: a few ms
 _NAMESPACES = 16
-_PARTS = (16, 8)  # of a namespace, and of each of these
+_PARTS = (16, 8)  # most parts of a namespace, and of each part
 _PREFIXES = 12
 _AGES_S = (1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10_800, 36_000)
 
 
 class Insight:
-    """History, namespaces and a look at the tree. Costs half a microsecond a request, and a look a second.
+    """The history, the hit rates of namespaces, and samples of the tree. Costs half a microsecond per request.
 
     Args:
         core: the cache.
-        clock: seconds, of any origin.
+        clock: returns seconds, from any origin.
     """
 
     def __init__(self, core: LeasedCache, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,16 +39,16 @@ class Insight:
         core.observers.append(self.namespaces)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Begin the history again, by this clock."""
+        """Restart the history with another clock."""
         self.history = History(self._core, clock, _TICK_S)
 
     def start(self) -> None:
-        """Begin, on the running loop; no effect if it runs already."""
+        """Start the timer on the running loop, unless it runs already."""
         if not self._timer.is_set:
             self._timer.schedule(self._tick())
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the timer."""
         self._timer.stop()
 
     def _tick(self) -> float:
@@ -56,14 +56,14 @@ class Insight:
         return self.history.interval_s
 
     def unused_s(self, tick: int) -> float | None:
-        """Return the seconds since a tick of the cache's own clock, up to a point of the history more.
+        """Return the seconds since a tick of the cache's logical clock, rounded up to a point of the history.
 
         None if the cache has no clock.
         """
         return max(0.0, self.history.now_s - self.history.time_of(tick)) if self._core.now else None
 
     def report(self, stats: CacheStats) -> CacheReport:
-        """Everything there is to tell, beside these counts. O(1): of a large tree, a sample of nodes."""
+        """Return the report, with these counts. O(1): it visits a sample of the nodes of a large tree."""
         sampled = self._core.sample_tree(_SAMPLED_NODES)
         seen = sum(each.tokens_below for each in sampled.nodes)
         scale = stats.tree_slots / seen if seen and len(sampled.nodes) == sampled.num_namespaces else 1.0
@@ -77,7 +77,7 @@ class Insight:
         )
 
     def _part(self, node: OutlineNode, scale: float, kept: tuple[int, ...]) -> TreePart:
-        """Return a node with the largest nodes below it, `kept[0]` at the first level and so on."""
+        """Convert a node to a part, with at most `kept` parts in it at each level."""
         below = node.children[: kept[0]] if kept else ()
         return TreePart(
             namespace=namespace_label(node.extra_key),
@@ -91,7 +91,7 @@ class Insight:
         )
 
     def _eviction_ages(self) -> tuple[AgeCount, ...]:
-        """How long what was evicted of late had not been used, by tokens."""
+        """Return the recently evicted tokens by their time without use."""
         gone = self._core.evictions()
         history = self.history
         ages = np.array([history.time_at(each.at_s) - history.time_of(each.used_at) for each in gone])

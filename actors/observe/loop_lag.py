@@ -1,4 +1,4 @@
-"""`LoopLag`: how late an event loop is with what is due, which is how long a request may wait for its turn."""
+"""`LoopLag`: the delay of an event loop, which is the time that a request may wait for its turn."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _WINDOW_S = 5.0
 
 
 class LoopLag:
-    """The longest that the loop was late within the last five to ten seconds, by a timer that ticks on it."""
+    """The longest delay of the loop within the last five to ten seconds, measured by a timer on the loop."""
 
     def __init__(self) -> None:
         self._timer = LoopTimer(self._tick)
         self._due_at = 0.0
         self._window_ends_at = 0.0
-        self._worst_s = self._worst_before_s = 0.0  # in this window, and in the one before
+        self._worst_s = self._worst_before_s = 0.0  # in this window, and in the previous one
 
     def start(self) -> None:
-        """Begin, on the running loop; no effect if it runs already."""
+        """Start the timer on the running loop, unless it runs already."""
         if not self._timer.is_set:
             self._due_at = asyncio.get_running_loop().time() + _TICK_S
             self._timer.schedule(_TICK_S)
 
     def stop(self) -> None:
-        """Tick no more."""
+        """Stop the timer."""
         self._timer.stop()
 
     def _tick(self) -> float:
@@ -34,7 +34,7 @@ class LoopLag:
         return _TICK_S
 
     def note(self, now: float) -> None:
-        """The timer ticks, at this time of the loop's clock; the next tick is due a while after."""
+        """Count the delay of a tick at time `now` of the loop's clock."""
         if now >= self._window_ends_at:
             is_next = now < self._window_ends_at + _WINDOW_S
             self._worst_before_s = self._worst_s if is_next else 0.0
@@ -44,5 +44,5 @@ class LoopLag:
 
     @property
     def longest_ms(self) -> float:
-        """The longest delay of late, in ms."""
+        """The longest recent delay, in ms."""
         return 1000 * max(self._worst_s, self._worst_before_s)

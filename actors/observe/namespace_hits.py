@@ -1,4 +1,4 @@
-"""`NamespaceUse`: how well each namespace's requests hit."""
+"""`NamespaceUse`: requests and hits by namespace."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import NamespaceStats, unframe_namespace
 
-_KEPT = 256  # namespaces; twice as many at times
+_KEPT = 256  # namespaces after a fold; up to twice as many before it
 
 _Counts = list[int]  # requests, tokens requested, tokens reused
 
 
 class NamespaceUse:
-    """Watches requests (`RequestObserver`) and counts by namespace, those with the most tokens; the others together."""
+    """Counts requests and hits (`RequestObserver`) of the largest namespaces, and of all others together."""
 
     def __init__(self) -> None:
         self._counts: dict[str | None, _Counts] = {}
         self._others: _Counts = [0, 0, 0]
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """A lease began."""
+        """Count a request with its hit."""
         self._count(lease.key, lease.prefix_len)
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """A request was refused: a miss."""
+        """Count a refused request as a miss."""
         self._count(key, 0)
 
     def _count(self, key: RadixKey, prefix_len: int) -> None:
@@ -39,16 +39,16 @@ class NamespaceUse:
         counts[2] += prefix_len
 
     def published(self, lease: LeaseRecord) -> None:
-        """Of no interest."""
+        """Do nothing."""
 
     def ended(self, lease: LeaseRecord) -> None:
-        """Of no interest."""
+        """Do nothing."""
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Of no interest: what was hit was hit."""
+        """Do nothing: earlier hits still count."""
 
     def stats(self, most: int) -> tuple[NamespaceStats, ...]:
-        """The counts of the `most` namespaces with the most tokens, then those of all others."""
+        """Return the counts of the `most` namespaces with the most tokens, then those of all others."""
         ranked = self._ranked()
         rows = [_stats(namespace_label(extra_key), counts) for extra_key, counts in ranked[:most]]
         others = [sum(each) for each in zip(self._others, *(counts for _, counts in ranked[most:]), strict=True)]
@@ -65,7 +65,7 @@ class NamespaceUse:
 
 
 def namespace_label(extra_key: str | None) -> str:
-    """What people call a namespace: the fields that make it."""
+    """Return a readable name of a namespace: its fields."""
     if extra_key is None:
         return "no namespace"
     named = zip(("extra_key", "lora_id", "cache_salt"), unframe_namespace(extra_key), strict=True)

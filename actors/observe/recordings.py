@@ -12,12 +12,12 @@ from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
 
 
 class Recordings:
-    """Begins and ends them.
+    """Starts and ends recordings, one at a time.
 
     Args:
-        watches: those that are told of every request.
-        clock: seconds, of any origin.
-        page_size: of the cache.
+        watches: the cache's observers of requests; a recording is added to them.
+        clock: returns seconds, from any origin.
+        page_size: tokens per page of the cache.
     """
 
     def __init__(self, watches: list[RequestObserver], clock: Callable[[], float], page_size: int) -> None:
@@ -28,29 +28,29 @@ class Recordings:
         self._end: asyncio.TimerHandle | None = None
 
     def start(self, request: StartRecording) -> None:
-        """Record requests from now on. Its time over, a recording writes its file by itself, if a loop runs here.
+        """Record requests from now on. When its time is up, a recording writes its file, if a loop runs here.
 
         Raises:
-            InvalidRequest: there is a recording already that is not over, or its file cannot be made.
+            InvalidRequest: a recording is running, or the file cannot be created.
         """
         if self._recorder is not None and not self._recorder.is_over:
-            raise InvalidRequest(f"a recording is under way, to {self._recorder.status().path!r}: stop it first")
+            raise InvalidRequest(f"a recording to {self._recorder.status().path!r} is running: stop it first")
         self._recorder = recorder = TrafficRecorder(request, self._clock, self._page_size)
         self._observers.append(recorder)
-        with suppress(RuntimeError):  # no loop: somebody will stop it
+        with suppress(RuntimeError):  # no loop: the caller must stop it
             self._end_in_time(recorder)
 
     def status(self) -> RecordingStatus | None:
-        """How the recording fares, or fared if it ended by itself; None if there is none."""
+        """Return the counts of the recording, also after its time is up; None without a recording."""
         return None if self._recorder is None else self._recorder.status()
 
     async def stop(self) -> RecordingStatus:
-        """End the recording and write its file, in a thread; what became of it, if it ended by itself.
+        """End the recording, write its file in a thread, and return its final counts.
 
-        Until then it is under way; who stops it meanwhile is told the same.
+        If its time was up before, only return the counts. Concurrent calls return the same.
 
         Raises:
-            InvalidRequest: there is none.
+            InvalidRequest: no recording was started.
         """
         recorder = self._recorder
         if recorder is None:
@@ -65,7 +65,7 @@ class Recordings:
         return status
 
     def change_loop(self) -> None:
-        """The loop before was closed: a recording ends by itself on the running one."""
+        """Move the timer of a recording to the running loop, after the previous loop was closed."""
         if self._recorder in self._observers:
             self._end_in_time(self._recorder)
 
@@ -74,7 +74,7 @@ class Recordings:
         self._end = loop.call_later(recorder.seconds_left, self._time_is_over, recorder)
 
     def _time_is_over(self, recorder: TrafficRecorder) -> None:
-        """Who began it may have gone, or may still ask what became of it."""
+        """Write the file; the recording stays for a later `stop`."""
         if recorder in self._observers:
             self._observers.remove(recorder)
             asyncio.get_running_loop().run_in_executor(None, recorder.finish)

@@ -1,4 +1,4 @@
-"""`top_prefixes`: the cached prefixes through which most was reused."""
+"""`top_prefixes`: the cached prefixes with the most reused tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydix.schemas import PrefixUse
 
 
 class _Prefix(NamedTuple):
-    """A run, and what is before it."""
+    """A run of tokens, and the runs before it."""
 
     node: OutlineNode
     above: _Prefix | None
@@ -27,16 +27,17 @@ class _Prefix(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Tokens of the run that matches found, then those of all that begins with it."""
+        """The tokens of the run times its hits, then the tokens of all prefixes that begin with it."""
         return self.node.own_tokens * self.node.hits, self.start + self.node.tokens_below
 
 
 def top_prefixes(nodes: Iterable[OutlineNode], most: int, scale: float) -> tuple[PrefixUse, ...]:
-    """Return the prefixes through whose last node the most tokens were reused, then those with the most slots.
+    """Return the prefixes with the most tokens reused through their last run, then those with the most slots. O(nodes).
 
     Args:
         nodes: the namespaces of a sampled tree.
-        scale: for slots, to make them add up to those of the tree.
+        most: the length of the result.
+        scale: a factor for slots, so that a sample adds up to the slots of the tree.
     """
     found = [_Prefix(node, None, 0) for node in nodes]
     for each in found:  # grows as it goes

@@ -1,4 +1,4 @@
-"""`TrafficWriter`: hashes recorded requests and writes them to a file, in a thread of its own."""
+"""`TrafficWriter`: hashes recorded requests and writes them to a file, in a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raydix.cache_core.tree.hashing import hash_page, namespace_seed
 
 _MAX_QUEUED = 4096  # requests
 _MAX_QUEUED_BYTES = 64 * 2**20  # of their token ids
-_ID_BYTES = 6  # so that every JSON reader takes an id for a whole number
+_ID_BYTES = 6  # an id must be an exact integer for every JSON reader
 
 
 class Recorded(NamedTuple):
@@ -30,19 +30,18 @@ class Recorded(NamedTuple):
 
 
 class TrafficWriter:
-    """Takes requests without ever waiting: those that come faster than they are written are dropped, and counted.
+    """Takes requests without waiting: it drops and counts requests that arrive faster than it can write.
 
-    What is written goes to a file of its own beside `path`, whose name ends with `.part`; `finish` puts it in the order
-    of time and gives it its name.
-    An id is the start of a SHA-256 over all tokens up to its block, below the namespace and a secret that is forgotten:
-    what was asked cannot be found out by guessing, and two recordings have no ids in common.
+    The thread writes to a temporary file in the same folder, with the suffix `.part`. `finish` sorts it by time and
+    renames it to `path`. An id is the start of a SHA-256 over all tokens up to the end of its block, seeded by the
+    namespace and a secret that is not kept. So prompts cannot be guessed from ids, and two recordings share no ids.
 
     Args:
-        path: of the file.
-        block_size: prompt tokens that an id stands for.
+        path: the file to write.
+        block_size: prompt tokens per id.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, block_size: int = BLOCK) -> None:
@@ -54,13 +53,13 @@ class TrafficWriter:
         self._file: IO[bytes] = self._part.open("xb")
         self._secret = secrets.token_bytes(32)
         self._queue: Queue[Recorded | None] = Queue(_MAX_QUEUED)
-        self._bytes_in = self._bytes_out = 0  # each written by one thread alone
+        self._bytes_in = self._bytes_out = 0  # each is written by only one thread
         self._lines: list[tuple[int, int, int]] = []  # time, place, length
         self._thread = threading.Thread(target=self._run, name="raydix-traffic-writer", daemon=True)
         self._thread.start()
 
     def take(self, request: Recorded) -> bool:
-        """Have a request written soon; False if it was dropped."""
+        """Queue a request for the thread; return False if it was dropped."""
         size = len(request.prompt.data)
         try:
             if self.error is not None or self._bytes_in - self._bytes_out + size > _MAX_QUEUED_BYTES:
@@ -73,7 +72,7 @@ class TrafficWriter:
         return True
 
     def finish(self, last: Iterable[Recorded]) -> None:
-        """Write what is queued and these last ones, then the file as it shall be. Waits for the disk."""
+        """Write the queued and the last requests, then the sorted file. Waits for the disk."""
         self._queue.put(None)
         self._thread.join()
         try:
@@ -84,7 +83,7 @@ class TrafficWriter:
                 self._put_in_order()
         except OSError as error:
             self.error = str(error)
-        with suppress(OSError):  # of what could not be written
+        with suppress(OSError):  # an unwritten buffer
             self._file.close()
         self._part.unlink(missing_ok=True)
 
@@ -124,7 +123,7 @@ class TrafficWriter:
         return ids
 
     def _put_in_order(self) -> None:
-        """Requests are written as they end; a trace has them as they began."""
+        """Sort the file by the start of requests; they were written when they ended."""
         ordered = self._part.with_name(self._part.name + "s")
         try:
             with self._part.open("rb") as written, ordered.open("xb") as file:

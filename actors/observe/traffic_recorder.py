@@ -13,17 +13,17 @@ from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
 
 
 class TrafficRecorder:
-    """Watches requests (`RequestObserver`): a prompt as it was acquired, and how many tokens were published behind it.
+    """Records requests (`RequestObserver`): each acquired prompt, and the number of tokens published after it.
 
-    On the cache's path it costs a microsecond; all else is the writer's, in its thread.
+    It costs the cache a microsecond per request; the writer's thread does the rest.
 
     Args:
-        request: where to, and how much.
-        clock: seconds, of any origin.
-        page_size: of the cache.
+        request: the file and the limits.
+        clock: returns seconds, from any origin.
+        page_size: tokens per page of the cache.
 
     Raises:
-        InvalidRequest: the file cannot be made, or is there already.
+        InvalidRequest: the file exists, or cannot be created.
     """
 
     def __init__(self, request: StartRecording, clock: Callable[[], float], page_size: int) -> None:
@@ -38,26 +38,26 @@ class TrafficRecorder:
 
     @property
     def is_over(self) -> bool:
-        """The file has been written, or could not be."""
+        """Whether the file has been written, or has failed."""
         return self._ended is not None
 
     @property
     def seconds_left(self) -> float:
-        """How long it goes on to take requests."""
+        """The time until it ignores new requests."""
         return max(0.0, self._request.max_seconds - (self._clock() - self._began_at))
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """A request begins."""
+        """Note the start of a request."""
         if (since := self._since_begun()) is not None:
             self._open[lease] = since, lease.key
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Record a request that can never fit; one that can is asked again by its caller."""
+        """Record a request that can never fit. Callers repeat other refused requests."""
         if not can_ever_fit and (since := self._since_begun()) is not None:
             self._writer.take(Recorded(round(1000 * since), key.kept(), num_tokens - len(key)))
 
     def _since_begun(self) -> float | None:
-        """Return how long ago the recording began and count one more request; None if it takes no more."""
+        """Count a request and return the seconds since the start; None if the recording is full or over."""
         since = self._clock() - self._began_at
         if self._num_begun >= self._request.max_requests or since >= self._request.max_seconds:
             return None
@@ -65,20 +65,20 @@ class TrafficRecorder:
         return since
 
     def published(self, lease: LeaseRecord) -> None:
-        """Nothing to do: the lease knows how long it has become."""
+        """Do nothing: the lease has its length at its end."""
 
     def ended(self, lease: LeaseRecord) -> None:
-        """A request is over."""
+        """Write a request that has ended."""
         if (begun := self._open.pop(lease, None)) is not None:
             self._writer.take(_recorded(lease, *begun))
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def finish(self) -> RecordingStatus:
-        """Write the file, with the requests that are under way as they are. Waits for the disk: not on the loop.
+        """Write the file, with open requests as they are now. Waits for the disk: call it in a thread.
 
-        It must watch no more. Done again it says once more what became of it.
+        Remove the recorder from the observers first. Later calls return the same counts.
         """
         with self._finishing:
             if self._ended is None:
@@ -89,7 +89,7 @@ class TrafficRecorder:
         return self._ended
 
     def status(self) -> RecordingStatus:
-        """How it fares, or what became of it."""
+        """Return the counts, final if the recording is over."""
         return self._ended or RecordingStatus(
             path=str(self._writer.path),
             seconds=self._clock() - self._began_at,
@@ -104,12 +104,12 @@ def _writer(request: StartRecording, block_size: int) -> TrafficWriter:
     path = Path(request.path)
     try:
         if path.is_dir() or (path.exists() and not request.overwrite):
-            what = "is a folder" if path.is_dir() else "is there already, and is not to be overwritten"
+            what = "is a folder" if path.is_dir() else "exists; allow to overwrite it, or name another file"
             raise InvalidRequest(f"{cannot}: it {what}")
         return TrafficWriter(path, block_size)
     except OSError as error:
         raise InvalidRequest(f"{cannot}: {error.strerror}") from None
-    except ValueError as error:  # no name of a file
+    except ValueError as error:  # not a valid file name
         raise InvalidRequest(f"{cannot}: {error}") from None
 
 

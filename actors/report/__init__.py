@@ -1,1 +1,1 @@
-"""What a cache has been doing, as one page: gathered where it runs (`Insight`), drawn by `page.render`."""
+"""The report of a cache as one HTML page: `Insight` gathers the data in the cache's process, `page.render` draws it."""

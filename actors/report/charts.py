@@ -1,4 +1,4 @@
-"""The blocks that a report's sections consist of. `page.html` draws them."""
+"""The blocks of a report's sections. `page.html` draws them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Text:
 
 
 class Figure(NamedTuple):
-    """A count with its name, and what it is a part of."""
+    """A count with its name, and a note below it."""
 
     name: str
     value: str
@@ -37,7 +37,7 @@ class Figures:
 
 
 class Series(NamedTuple):
-    """One area or line: the style it has in the page's CSS, and a value for each place."""
+    """One area or line: its style in the page's CSS, and a value for each x."""
 
     style: str
     values: Sequence[float]
@@ -72,19 +72,19 @@ class Legend:
 
 
 class Bar(NamedTuple):
-    """A cell of a table: a bar as wide as its share of the cell."""
+    """A cell of a table: a bar, as wide as its share of the cell."""
 
     share: float
 
     @property
     def percent(self) -> float:
-        """The width, 0 to 100."""
+        """The width in percent, 0 to 100."""
         return 100 * min(1.0, max(0.0, self.share))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells; columns from `numbers_from` on are aligned to the right, and one without a name may be hidden."""
+    """Rows of cells. Columns from `numbers_from` on are aligned to the right; a narrow page hides unnamed ones."""
 
     kind: ClassVar[str] = "table"
     head: Sequence[str]
@@ -93,14 +93,14 @@ class Table:
 
 
 class Label(NamedTuple):
-    """A text in a tree map, and the width in rem that a box must have for it."""
+    """A text in a tree map, and the width of a box, in rem, that it needs."""
 
     text: str
     width: int
 
 
 class Box(NamedTuple):
-    """A rectangle of a tree map; `place` is CSS. Of the labels, longest first, the first that fits is shown."""
+    """A rectangle of a tree map; `place` is CSS. The page shows the first label that fits; the longest comes first."""
 
     style: str
     place: str
@@ -122,14 +122,14 @@ Block = Text | Figures | Chart | Legend | Table | TreeMap
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it; without a title, the blocks alone."""
+    """A heading and its blocks; without a title, the blocks alone."""
 
     title: str
     blocks: Sequence[Block]
 
 
 def stacked_areas(xs: Sequence[float], series: Sequence[Series], top: float, marks: Sequence[float]) -> list[Shape]:
-    """Areas upon each other over rising `xs`, and a dashed line at each of `marks`."""
+    """Return stacked areas over rising `xs`, and a dashed line at each of `marks`."""
     shapes, floor = [], [0.0] * len(xs)
     for style, values in series:
         ceiling = [low + value for low, value in zip(floor, values, strict=True)]
@@ -140,7 +140,7 @@ def stacked_areas(xs: Sequence[float], series: Sequence[Series], top: float, mar
 
 
 def lines(xs: Sequence[float], series: Sequence[Series], top: float, present: float | None = None) -> list[Shape]:
-    """Lines over rising `xs`, and a dashed one upright at `present`."""
+    """Return lines over rising `xs`, and a dashed vertical line at `present`."""
     shapes = [Shape("polyline", style, _joined(_points(xs, values, top))) for style, values in series]
     if present is not None:
         place = _WIDTH * (present - xs[0]) / ((xs[-1] - xs[0]) or 1)
@@ -149,7 +149,7 @@ def lines(xs: Sequence[float], series: Sequence[Series], top: float, present: fl
 
 
 def steps(edges: Sequence[float], values: Sequence[float | None], top: float, style: str) -> list[Shape]:
-    """A line that keeps each value from one edge to the next; None leaves a gap. One edge more than values."""
+    """Return a step line: each value lasts from one edge to the next; None leaves a gap. `edges` has one more item."""
     shapes: list[Shape] = []
     run: list[tuple[float, float]] = []
     for place, value in enumerate([*values, None]):
@@ -163,7 +163,7 @@ def steps(edges: Sequence[float], values: Sequence[float | None], top: float, st
 
 
 def level(value: float, top: float) -> Shape:
-    """A dashed line at a value, over the whole width."""
+    """Return a dashed horizontal line at a value."""
     return Shape("polyline", "mark", _joined(_points((0.0, 1.0), (value, value), top)))
 
 
@@ -183,6 +183,6 @@ def _joined(points: Sequence[tuple[float, float]]) -> str:
 
 
 def shortened(label: str, most: int = 40) -> str:
-    """A label as it can be shown, of at most `most` characters and a sign that its middle was left out."""
+    """Return a printable label. One with more than `most` characters loses its middle, marked by an ellipsis."""
     label = shown(label)
     return label if len(label) <= most else f"{label[: most // 2]}…{label[-most // 2 :]}"

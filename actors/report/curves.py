@@ -1,4 +1,4 @@
-"""The sections of a report that are curves: hit rate and pool over time, and the hit rate of other sizes."""
+"""The curves of a report: hit rate and pool over time, and estimated hit rates of other pool sizes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raydix.actors.report.units import percent, points, short_count, short_time
 from raydix.schemas import CacheConfig, CacheReport, CacheStats, GhostStats, HistoryPoint
 
 _FACTORS = (0.25, 0.5, 1, 2, 4, 8)
-_WINDOWS = 64  # at most, of the hit rate over time
+_WINDOWS = 64  # most windows of the hit rate over time
 
 
 def hit_rate_section(report: CacheReport) -> Section:
-    """The hit rate of the requests of each of some equal times."""
+    """Return the section of the hit rate over time, in equal windows."""
     title = "Hit rate over time"
     edges, known = _windows(report.history)
     rates = [_rate_between(*pair) for pair in pairwise(known)]
@@ -34,32 +34,32 @@ def hit_rate_section(report: CacheReport) -> Section:
 
 
 def _windows(history: Sequence[HistoryPoint]) -> tuple[list[float], list[HistoryPoint]]:
-    """The edges of equal times that the history covers, and the first point at or after each edge."""
+    """Return the edges of equal windows of the history, and the first point at or after each edge."""
     times = [each.at_s for each in history]
     num, span = min(_WINDOWS, len(history) - 1), times[-1] - times[0]
     edges = [times[0] + place * span / num for place in range(num)] + [times[-1]]
-    slack = 1e-9 * span  # of rounding
+    slack = 1e-9 * span  # for rounding errors
     return edges, [*(history[bisect_left(times, edge - slack)] for edge in edges[:-1]), history[-1]]
 
 
 def _rate_between(first: HistoryPoint, last: HistoryPoint) -> float | None:
-    """The share of prompt tokens that was found; None if there were none."""
+    """Return the share of prompt tokens that were hit; None without requests."""
     requested = last.tokens_requested - first.tokens_requested
     return (last.tokens_reused - first.tokens_reused) / requested if requested > 0 else None
 
 
 def _percents(top: float) -> list[str]:
-    """Labels of a share, from `top` down to 0."""
+    """Return the labels of a share, from `top` down to 0."""
     return [f"{100 * top * share:.0f} %" for share in (1, 0.5, 0)]
 
 
 def _times_before_now(span_s: float) -> list[str]:
-    """Labels of a time that ends now."""
+    """Return the labels of a time axis that ends now."""
     return [f"{short_time(span_s)} ago", f"{short_time(span_s / 2)} ago", "now"] if span_s >= 1 else ["now"]
 
 
 def pool_section(report: CacheReport, config: CacheConfig) -> Section:
-    """What the slots of the pool were used for, over time."""
+    """Return the section of the pool's slots by use, over time."""
     history, num_slots = report.history, report.stats.num_slots
     last = history[-1]
     kinds = (
@@ -83,10 +83,10 @@ def pool_section(report: CacheReport, config: CacheConfig) -> Section:
 
 
 def ghost_section(stats: CacheStats, config: CacheConfig) -> Section:
-    """The hit rate of the pool, counted, and of larger and smaller ones, estimated."""
-    title, ghost = "What if the pool were larger?", stats.ghost
+    """Return the section of hit rates by pool size: counted for this pool, estimated for others."""
+    title, ghost = "Hit rates of other pool sizes", stats.ghost
     if ghost is None:
-        return Section(title, (Text("Not followed: start the cache with CacheConfig(ghost=GhostConfig())."),))
+        return Section(title, (Text("Not measured: start the cache with CacheConfig(ghost=GhostConfig())."),))
     if not ghost.tokens_requested:
         return Section(title, (Text("No requests yet."),))
     top = max(0.1, math.ceil(10 * max(ghost.hit_rates)) / 10)
@@ -100,10 +100,10 @@ def ghost_section(stats: CacheStats, config: CacheConfig) -> Section:
 
 
 def _what_if(ghost: GhostStats, stats: CacheStats) -> tuple[Text, ...]:
-    if 2 * stats.num_slots > ghost.num_slots[-1]:  # not followed that far
+    if 2 * stats.num_slots > ghost.num_slots[-1]:  # beyond the measured sizes
         return ()
     now, twice = (ghost.hit_rate_at(factor * stats.num_slots) for factor in (1, 2))
-    alone = " That is of full KV alone: where a window or a state is missing, hits are shorter."
+    alone = " This counts full KV alone: a missing window or state makes hits shorter."
     more = alone if stats.swa is not None or stats.state is not None else ""
     return (Text(f"Twice the pool would give about {points(twice - now)} points: {percent(twice)} hits.{more}"),)
 
@@ -121,9 +121,7 @@ def _sizes(ghost: GhostStats, num_slots: int) -> Table:
 
 
 def _footnote(ghost: GhostStats, config: CacheConfig) -> str:
-    lru = (
-        "" if config.eviction.policy == "lru" else f" Of policy lru, whereas this cache's is {config.eviction.policy}."
-    )
+    lru = "" if config.eviction.policy == "lru" else f" It assumes policy lru; this cache has {config.eviction.policy}."
     sample = f"From {percent(ghost.sample_rate)} of the pages" if ghost.sample_rate < 1 else "From every page"
     tokens = f"{sample} of {short_count(ghost.tokens_requested)} prompt tokens"
-    return f"The curve is an estimate, but for the pool as it is (dashed). {tokens}.{lru}"
+    return f"The curve is an estimate, except at the current size (dashed). {tokens}.{lru}"

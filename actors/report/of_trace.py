@@ -1,4 +1,4 @@
-"""`report_of_trace`: the report of a cache that a trace is replayed on, in the time of the trace."""
+"""`report_of_trace`: the report of a cache that replays a trace, in the time of the trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def report_of_trace(
     """Replay a trace on a cache in this process, as `replay` does, and return the cache's report.
 
     Args:
-        progress: called after some requests with the number of requests that are done.
+        progress: called periodically with the number of finished requests.
     """
     cache = LocalPrefixCache(config)
     clock = _TraceClock(cache.service)

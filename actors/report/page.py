@@ -1,4 +1,4 @@
-"""`render`: a report as one HTML page that needs nothing else."""
+"""`render`: a report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from raydix.schemas import CacheConfig, CacheReport, CacheStats, NamespaceStats
 from raydix.schemas.shown import shown
 
 _CAUSES = {  # of `CacheStats.refusals`
-    "never_fits": "larger than the pool, or than the tenant's share: can never fit",
+    "never_fits": "larger than the pool or the tenant's share: it can never fit",
     "tenant_cap": "the tenant is at its cap",
-    "no_wait": "no room, and the request did not wait (timeout_s=0)",
-    "waited_too_long": "no room came free before the timeout",
-    "deadlocked": "no room can come free: every holder waits",
-    "queue_full": "the line of waiting requests was full",
+    "no_wait": "too few free slots, and the request did not wait (timeout_s=0)",
+    "waited_too_long": "too few slots became free before the timeout",
+    "deadlocked": "no slots can become free: every holder waits",
+    "queue_full": "the queue of waiting requests was full",
     "draining": "the cache was shutting down",
     "invalid_request": "the request was invalid",
     "unknown_lease": "the lease had ended, or was another client's",
     "lease_expired": "the lease's client had been silent for too long",
-    "model_mismatch": "another model was bound, or the session has to bind its model again",
+    "model_mismatch": "another model was bound, or the session must bind its model again",
     "internal_error": "a fault of the cache: see its log",
 }
 
 
 def render(report: CacheReport, config: CacheConfig, title: str, made_at: datetime | None = None) -> str:
-    """Return the page: self-contained, readable on a phone and in the dark, of bounded size for any cache."""
+    """Return the page: self-contained, for wide and narrow screens, light and dark, with a bounded size."""
     sections = (
         _figures(report),
         hit_rate_section(report),
@@ -83,14 +83,14 @@ def _figures(report: CacheReport) -> Section:
         Figure("tokens evicted", short_count(stats.tokens_evicted)),
         Figure("requests served", f"{stats.acquires:,}", "leases granted"),
         Figure("open leases", f"{stats.open_leases:,}", f"of {stats.open_sessions:,} clients"),
-        Figure("waiting", f"{stats.waiters:,}", "requests in line"),
+        Figure("waiting", f"{stats.waiters:,}", "requests in the queue"),
         Figure("up", short_time(stats.uptime_s)),
         Figure("restarts", f"{stats.restarts:,}", "by Ray, empty"),
     )
     never = [Text(f"{sentence}.") for sentence in too_large(stats)]
     notes = []
     if stats.exhausted:
-        notes.append(Text(f"Requests refused for want of room count as misses: {stats.exhausted:,}.", True))
+        notes.append(Text(f"Requests refused for lack of slots count as misses: {stats.exhausted:,}.", True))
     if stats.restarts:
         notes.append(Text(f"The last restart: {stats.last_restart_cause}", True))
     return Section("", (*never, Figures(figures), *notes))
@@ -114,7 +114,7 @@ def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> Section:
 
 
 def _tenants(stats: CacheStats) -> Section:
-    """What each tenant holds, of its cap or else of the pool."""
+    """Return the section of tenants, with a bar for the share of the cap or the pool."""
     rows = [
         (
             "all others" if each.name is None else shortened(each.name),
@@ -126,26 +126,26 @@ def _tenants(stats: CacheStats) -> Section:
         for each in stats.tenants
     ]
     head = ("tenant", "", "held", "floor / cap", "evicted")
-    text = "In slots; evicted in tokens. The bar is what the tenant holds of its cap, or of the pool if it has none."
+    text = "In slots; evicted in tokens. The bar is the share of the tenant's cap, or of the pool without a cap."
     return Section("Tenants", (Table(head, rows, numbers_from=2), Text(text, True)))
 
 
 def _refusals(stats: CacheStats) -> Section:
-    """How many requests were refused, the most frequent cause first."""
+    """Return the section of refused requests by cause, the most frequent first."""
     title, total = "Refused requests", sum(stats.refusals.values())
     if not total:
-        return Section(title, (Text("None was refused."),))
+        return Section(title, (Text("No request was refused."),))
     ranked = sorted(stats.refusals.items(), key=lambda item: item[1], reverse=True)
     rows = [(_CAUSES.get(cause, cause), Bar(num / total), rate(num, total), f"{num:,}") for cause, num in ranked if num]
-    text = "Requests for leases and on leases, as the cache saw them: what a client refuses to send is not counted."
+    text = "Requests on leases that reached the cache. Requests that a client did not send are not counted."
     return Section(title, (Table(("cause", "", "share", "requests"), rows, numbers_from=2), Text(text, True)))
 
 
 def _eviction_ages(report: CacheReport) -> Section:
-    title = "How long evicted tokens had not been used"
+    title = "Time without use before eviction"
     total = sum(each.num_tokens for each in report.eviction_ages)
     if not total:
-        return Section(title, (Text("Nothing was evicted yet."),))
+        return Section(title, (Text("No tokens were evicted yet."),))
     found = [place for place, each in enumerate(report.eviction_ages) if each.num_tokens]
     rows, since = [], report.eviction_ages[found[0] - 1].below_s if found[0] else None
     for each in report.eviction_ages[found[0] : found[-1] + 1]:
@@ -155,5 +155,5 @@ def _eviction_ages(report: CacheReport) -> Section:
         share = each.num_tokens / total
         rows.append((label, Bar(share), percent(share), short_count(each.num_tokens)))
         since = each.below_s or since
-    text = "Of the latest evictions. Short ages mean that the pool is too small for what comes back."
+    text = "Of the latest evictions. Short times mean that the pool is too small for prompts that return."
     return Section(title, (Table(("unused for", "", "share", "tokens"), rows, numbers_from=2), Text(text, True)))

@@ -1,4 +1,4 @@
-"""The sections of a report that show what is cached: the top prefixes, a tree map, and its namespaces as a table."""
+"""The cached tokens in a report: the top prefixes, a tree map, and a table of namespaces."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from raydix.actors.report.units import percent, short_count, short_time
 from raydix.schemas import CacheReport, PrefixUse, TreePart
 from raydix.schemas.shown import shown
 
-LABEL_WIDTHS = range(2, 37)  # rem; the page shows a label where its box is so wide
+LABEL_WIDTHS = range(2, 37)  # rem; the page shows a label if its box is at least as wide
 _REM_PER_CHAR = 0.47  # a little more than most characters take
-_AGES_S = (10, 60, 600, 3600)  # of the shades, the younger the stronger
-_SMALLEST = 0.4  # percent of the map's side; what is smaller is not drawn
+_AGES_S = (10, 60, 600, 3600)  # limits of the shades; recent use is dark
+_SMALLEST = 0.4  # percent of the map's side; smaller boxes are not drawn
 _STRIP = 3.6  # percent of the map's height: a line of text
-_IDS = (3, 1)  # of a label
+_IDS = (3, 1)  # ids in a label
 _WHOLE = Rect(0, 0, 100, 100)
 
 
 def prefix_section(report: CacheReport) -> Section:
-    """The cached prefixes through which most was reused."""
+    """Return the section of the cached prefixes with the most reused tokens."""
     title = "Top prefixes"
     if not report.prefixes:
         return Section(title, (_nothing(report),))
@@ -37,17 +37,17 @@ def prefix_section(report: CacheReport) -> Section:
     ]
     head = ("first token ids", "tokens", "hits", "slots", "leases")
     text = (
-        "A prefix ends where its continuations differ; slots count these, too, and leases are those that hold some of "
-        "it. First the prefixes through whose end the most tokens were reused. ~ marks estimates: of a large tree not "
-        "every node is looked at."
+        "A prefix ends where its continuations differ. Slots include its continuations, and leases are those that hold "
+        "a part of it. The order is that of the tokens reused up to its end. ~ marks estimates: the report visits a "
+        "sample of the nodes of a large tree."
     )
     return Section(title, (Table(head, rows), Text(text, True)))
 
 
 def _nothing(report: CacheReport) -> Text:
-    """Why nothing is shown."""
-    other_kind = "Not shown for caches of this kind: raydix tree shows the largest branches."
-    return Text(other_kind if report.stats.tree_slots else "Nothing is cached yet.")
+    """Return the reason for an empty section."""
+    other_kind = "Not available for this kind of cache; raydix tree shows the largest branches."
+    return Text(other_kind if report.stats.tree_slots else "No tokens are cached yet.")
 
 
 def _about(prefix: PrefixUse) -> str:
@@ -55,7 +55,7 @@ def _about(prefix: PrefixUse) -> str:
 
 
 def _ids_of_prefix(prefix: PrefixUse) -> str:
-    """The first ids, and those after the place where another prefix branches off."""
+    """Return the first ids, and the first ids after the last branch."""
     first = _ids(prefix.tokens, 6, prefix.num_tokens)
     return first if prefix.run_tokens == prefix.tokens else f"{first} {_ids(prefix.run_tokens, 3, prefix.num_tokens)}"
 
@@ -66,16 +66,16 @@ def _ids(tokens: Sequence[int], most: int, num_tokens: int) -> str:
 
 
 def tree_section(report: CacheReport) -> Section:
-    """What hangs where in the tree."""
-    title = "What is cached"
+    """Return the section of the tree map."""
+    title = "Cached tokens"
     if not report.tree:
         return Section(title, (_nothing(report),))
     ages = [f"a{place}" for place in range(len(_AGES_S) + 1)]
     texts = (*(f"used in the last {short_time(age)}" for age in _AGES_S), "longer ago")
     text = (
-        "Areas are tokens, but for the strips that names stand in. Boxes in a box are what continues it, named by "
-        "their first token ids; point at one for more. Of a large tree they are estimates, and of more than 1,024 "
-        "namespaces every second, third and so on is looked at."
+        "Areas are tokens, except for the strips with names. Boxes in a box are its continuations, named by "
+        "their first token ids; point at one for details. In a large tree they are estimates. Beyond 1,024 namespaces, "
+        "only every second, third and so on is visited."
     )
     blocks = (
         TreeMap("tree map of the cached tokens", list(_draw(report))),
@@ -98,7 +98,7 @@ def _size(part: TreePart) -> str:
 
 
 def _boxes(part: TreePart, rect: Rect, style: str, labels: Sequence[str]) -> Iterator[Box]:
-    """The box of a part, and those of what hangs below it, under a strip with its name if there is room for one."""
+    """Yield the box of a part and of all parts in it, below a strip with its name if the strip fits."""
     has_strip = rect.height >= 3 * _STRIP
     inner = Rect(rect.x, rect.y + _STRIP, rect.width, rect.height - _STRIP) if has_strip else rect
     below = list(_inside(part, inner))
@@ -108,7 +108,7 @@ def _boxes(part: TreePart, rect: Rect, style: str, labels: Sequence[str]) -> Ite
 
 
 def _inside(part: TreePart, rect: Rect) -> Iterator[Box]:
-    """What hangs below a part, in its place; its own run and what is too small to show keep theirs."""
+    """Yield the boxes in a part. The part's own tokens and parts too small to draw leave their area empty."""
     sizes = [each.num_tokens for each in part.parts]
     rest = max(0, part.num_tokens - sum(sizes))
     order = sorted(range(len(sizes) + 1), key=lambda place: (*sizes, rest)[place], reverse=True)

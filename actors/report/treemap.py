@@ -1,4 +1,4 @@
-"""Rectangles whose areas are sizes (a squarified treemap: Bruls, Huizing and van Wijk, 2000)."""
+"""Rectangles with areas in proportion to sizes (a squarified treemap: Bruls, Huizing and van Wijk, 2000)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Rect(NamedTuple):
-    """A rectangle, in whatever unit its surroundings have."""
+    """A rectangle, in the unit of the rectangle around it."""
 
     x: float
     y: float
@@ -16,7 +16,7 @@ class Rect(NamedTuple):
 
 
 def squarify(sizes: Sequence[float], within: Rect) -> list[Rect]:
-    """A rectangle for each size, falling, that fill `within` together and are as square as may be."""
+    """Return a rectangle for each size; together they fill `within`, nearly square. `sizes` must fall."""
     total = sum(sizes)
     areas = [size * within.width * within.height / total for size in sizes] if total > 0 else []
     rects: list[Rect] = []
@@ -32,7 +32,7 @@ def squarify(sizes: Sequence[float], within: Rect) -> list[Rect]:
 
 
 def _worst(row: Sequence[float], side: float) -> float:
-    """The longest side ratio of a row of areas along a side."""
+    """Return the largest ratio of sides in a row of areas along a side."""
     total = sum(row)
     if total <= 0 or min(row) <= 0:
         return float("inf")
@@ -40,7 +40,7 @@ def _worst(row: Sequence[float], side: float) -> float:
 
 
 def _lay_out(row: Sequence[float], within: Rect) -> tuple[list[Rect], Rect]:
-    """A row of areas along the shorter side, and what is left beside it."""
+    """Return the rectangles of a row along the shorter side, and the rest of `within`."""
     x, y, width, height = within
     total = sum(row)
     rects = []

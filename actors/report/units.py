@@ -1,4 +1,4 @@
-"""Numbers as a report shows them."""
+"""Numbers in the format of a report."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from raydix.schemas import CacheStats
 
-NONE = "-"  # a rate of nothing
+NONE = "-"  # a rate without a base
 
 _TIMES = ((1, "s"), (60, "min"), (3600, "h"), (86_400, "d"))
 _SIZES = ((1, ""), (1_000, "k"), (1_000_000, "M"), (1_000_000_000, "G"))
 
 
 def short_count(count: float) -> str:
-    """A count in three digits or so: 950, 1.2k, 34M."""
+    """Return a count in about three digits: 950, 1.2k, 34M."""
     return _short(count, _SIZES, "")
 
 
 def short_time(seconds: float) -> str:
-    """A time in its largest unit that fits: 12 s, 3 min, 1.5 h."""
+    """Return a time in its largest unit that fits: 12 s, 3 min, 1.5 h."""
     return _short(seconds, _TIMES, " ")
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share of one, in percent."""
+    """Return a share of one, in percent."""
     return f"{100 * share:.{digits}f} %"
 
 
 def too_large(stats: CacheStats) -> list[str]:
-    """Sentences about the requests that can never fit; none if there are no such requests."""
+    """Return a sentence about the requests that can never fit, if there are any."""
     found = stats.too_large
     if not found.requests:
         return []
@@ -42,12 +42,12 @@ def too_large(stats: CacheStats) -> list[str]:
 
 
 def rate(part: float, whole: float, digits: int = 1) -> str:
-    """A part of a whole, in percent; "-" of nothing."""
+    """Return a part of a whole in percent, "-" if the whole is 0."""
     return percent(part / whole, digits) if whole else NONE
 
 
 def points(difference: float) -> str:
-    """The difference of two shares, in percentage points, with its sign."""
+    """Return the difference of two shares in percentage points, with its sign."""
     return f"{100 * difference:+.1f}"
 
 

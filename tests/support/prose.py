@@ -18,7 +18,7 @@ BANNED = {
     "headless what": re.compile(HEADLESS, re.IGNORECASE),
     "persons": re.compile(r"\b(?:who|whom|whoever|whose|nobody|somebody|anybody)\b", re.IGNORECASE),
     "tell": re.compile(r"\b(?:tell|tells|told)\b", re.IGNORECASE),
-    "archaic": re.compile(r"\b(?:anew|likewise|of late|and no more|beside|at once)\b", re.IGNORECASE),
+    "archaic": re.compile(r"\b(?:anew|likewise|of late|and no more|beside(?!\()|at once)\b", re.IGNORECASE),
 }
 HELP_ARGUMENTS = ("help", "epilog", "short_help", "description")
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

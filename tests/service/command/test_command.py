@@ -120,7 +120,7 @@ def test_what_is_described_starts_a_cache_of_the_same_configuration(namespace: s
 def test_a_description_names_the_base_model_that_is_bound(namespace: str) -> None:
     where = ["--namespace", namespace]
     run("start", "--set", "pool.num_slots=64", *where)
-    assert "\n# base model: none is bound\n" in run("describe", "kv-0", *where).stdout
+    assert "\n# base model: none bound\n" in run("describe", "kv-0", *where).stdout
     assert run_json("describe", "kv-0", *where)["model_fingerprint"] == ""
     fingerprint = ModelFingerprint(fields={"model_type": "llama"}, weights="0")
 
@@ -236,7 +236,7 @@ def test_stats_are_those_of_the_cache(busy: list[str]) -> None:
     assert "37.5% of 64 slots in use; eviction above 90%, down to 80%" in text
     assert "40 free, 8 private, 16 cached (0 locked), 0 quarantined" in text
     assert [(each["owner"], each["leases"], each["slots"]) for each in stats["owners"]] == [("a worker", 1, 8)]
-    assert re.search(r"leases +1 open, the oldest \d+ s old; 0 wait for room", text)
+    assert re.search(r"leases +1 open, the oldest \d+ s old; 0 requests wait for slots", text)
     assert re.search(r"a worker: 1 leases, 8 slots, up to \d+ s", text)
 
 
@@ -290,7 +290,7 @@ def test_tree_draws_what_is_cached(busy: list[str]) -> None:
 
 def test_check_verifies_a_live_cache(busy: list[str]) -> None:
     assert run_json("check", *busy)["ok"] is True
-    assert run("check", *busy).stdout.startswith("kv-0: every rule holds, verified in ")
+    assert run("check", *busy).stdout.startswith("kv-0: every invariant holds, verified in ")
 
 
 def test_check_tells_of_a_broken_rule(busy: list[str]) -> None:

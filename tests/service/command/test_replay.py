@@ -153,7 +153,7 @@ def test_background_eviction_can_be_switched_on(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--capacity", 1000), "a capacity of 1000 tokens is no multiple of the page, 512\n  try: --capacity 512"),
+        (("--capacity", 1000), "--capacity must be a multiple of the page size, 512, not 1000\n  try: --capacity 512"),
         (("--capacity", 2048, "--policy", "lur"), "policy: Input should be 'lru', 'lfu'"),
         (("--capacity", 2048, "--plot", "rates.nope"), "rates.nope: Format 'nope' is not supported"),
         (("--capacity", 2048, "--plot", "no/rates.png"), "no/rates.png: No such file or directory"),

@@ -60,7 +60,7 @@ def test_the_page_of_a_trace(tmp_path: Path) -> None:
     assert (told["stats"]["exhausted"], told["stats"]["refusals"]) == (1, {"never_fits": 1})
     assert sum(each["tokens_requested"] for each in told["namespaces"]) == PROMPT_TOKENS
     html = out.read_text(encoding="utf-8")
-    assert "Requests refused for want of room count as misses: 1." in html
+    assert "Requests refused for lack of slots count as misses: 1." in html
     assert "7 requests" not in html
     assert "<h1>trace.jsonl</h1>" in html
 

@@ -75,7 +75,7 @@ def test_a_cluster_that_asks_for_a_token_is_said_to_in_the_first_line(
 
     assert (done.returncode, done.stdout) == (3, "")
     first, second = done.stderr.splitlines()
-    assert first == f"error: the Ray cluster at {asking} asks for a token, and was shown none or another"
+    assert first == f"error: the Ray cluster at {asking} requires a token, and got none or another one"
     assert "export RAY_AUTH_MODE=token" in second
 
 

@@ -122,17 +122,17 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "start half a character": (lambda actor: start_cache(CONFIG, name="\ud800"), r"it is '\\ud800'"),
     "start the name of another actor": (
         lambda actor: start_cache(CONFIG, name="no-cache", timeout_s=5),
-        "the handle of a cache actor is needed",
+        "cache must be the handle of a cache actor",
     ),
     "connect to no name": (lambda actor: connect(""), "must have 1 to 128 characters"),
     "connect to a path": (lambda actor: connect(".."), "must be of printable characters"),
     "a client of no name": (lambda actor: asyncio.run(PrefixCacheClient("").match([1])), "must have 1 to 128"),
     "connect to a handle": (lambda actor: connect(actor), r"name must be a text, not Actor\("),
     "connect with fields": (lambda actor: connect("some", config={}), "a cache takes a CacheConfig, not dict"),  # type: ignore[arg-type]
-    "connect to another actor": (lambda actor: connect("no-cache"), "the handle of a cache actor is needed"),
-    "shut down a name": (lambda actor: shutdown_cache("kv"), "the handle of a cache actor is needed, .*, not 'kv'"),  # type: ignore[arg-type]
+    "connect to another actor": (lambda actor: connect("no-cache"), "cache must be the handle of a cache actor"),
+    "shut down a name": (lambda actor: shutdown_cache("kv"), "cache must be the handle of a cache actor, .*, not 'kv'"),  # type: ignore[arg-type]
     "shut down another actor": (lambda actor: shutdown_cache(actor), r"not Actor\(NoCache"),
-    "beside nothing": (lambda actor: beside(None), "the handle of a cache actor is needed"),  # type: ignore[arg-type]
+    "beside nothing": (lambda actor: beside(None), "cache must be the handle of a cache actor"),  # type: ignore[arg-type]
     "a client of another actor": (
         lambda actor: asyncio.run(PrefixCacheClient(actor).match([1])),
         r"not Actor\(NoCache",
@@ -269,7 +269,7 @@ def test_while_a_name_stays_taken_by_what_cannot_be_found_the_deadline_is_obeyed
     monkeypatch.setattr(deploy, "find", lambda name, namespace: None)
     holder = cast(Any, NoCache).options(name=name, namespace=deploy.NAMESPACE).remote()
 
-    with pytest.raises(CacheUnavailable, match=r"was there already, but is not ready after 0\.3 s"):
+    with pytest.raises(CacheUnavailable, match=r"exists, but is not ready after 0\.3 s"):
         start_cache(CONFIG, name=name, timeout_s=0.3)
 
     ray.get(holder.work.remote())
@@ -294,7 +294,7 @@ async def test_starting_does_not_hold_the_loop(ray_cluster: None) -> None:
 
 
 def test_a_cache_for_which_there_is_no_room_is_unavailable_after_its_timeout(ray_cluster: None) -> None:
-    with pytest.raises(CacheUnavailable, match=r"did not start in 0\.5 s: does the cluster have room for it"):
+    with pytest.raises(CacheUnavailable, match=r"did not start in 0\.5 s: check that the cluster has free resources"):
         start_cache(CONFIG, num_gpus=64, timeout_s=0.5)
 
 
@@ -324,7 +324,7 @@ def test_a_cache_that_does_not_answer_is_unavailable_after_the_timeout_and_is_le
 
     with pytest.raises(CacheUnavailable, match=r"did not answer in 0\.2 s"):
         connect(name, config=CONFIG, timeout_s=0.2)
-    with pytest.raises(CacheUnavailable, match=r"was there already, but is not ready after 0\.2 s"):
+    with pytest.raises(CacheUnavailable, match=r"exists, but is not ready after 0\.2 s"):
         start_cache(CONFIG, name=name, timeout_s=0.2)
 
     assert connect(name)._actor_id == cache._actor_id

@@ -76,8 +76,8 @@ async def test_a_worker_refuses_a_model_before_it_takes_a_lease(
         ({"dtype": "int8"}, "dtype must be float32, float16, bfloat16 or float64, not 'int8'"),
         ({"dtype": "float7"}, "dtype must be float32"),
         ({"dtype": torch.int64}, "dtype must be float32"),
-        ({"device": "abacus"}, "device must be 'auto' or one that torch knows, not 'abacus'"),
-        ({"device": 1.5}, "device must be 'auto' or one that torch knows"),
+        ({"device": "abacus"}, "device must be 'auto' or a device of torch, not 'abacus'"),
+        ({"device": 1.5}, "device must be 'auto' or a device of torch"),
     ],
     ids=str,
 )

@@ -472,7 +472,7 @@ async def test_a_model_that_does_not_fit_the_pool_is_refused_naming_both(changed
         ConfigMismatch, match=r"3 layers of 2 KV heads of 8 \(float32\), the cache's pool holds \d layers"
     ):
         await worker.generate([1, 2, 3], 1)
-    with pytest.raises(ConfigMismatch, match=f"pool_config_for gives, which has {named}"):
+    with pytest.raises(ConfigMismatch, match=f"pool_config_for, which has {named}"):
         await worker.open()
 
     assert (await cache.stats()).acquires == 0

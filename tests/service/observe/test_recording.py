@@ -186,7 +186,7 @@ async def test_what_is_there_is_not_lost(service: CacheService, tmp_path: Path) 
     (there := tmp_path / "t.jsonl").write_text("kept")
     with pytest.raises(InvalidRequest, match="is a folder"):
         service.recordings.start(StartRecording(path=str(tmp_path), overwrite=True))
-    with pytest.raises(InvalidRequest, match="is there already"):
+    with pytest.raises(InvalidRequest, match="exists; allow to overwrite it"):
         service.recordings.start(StartRecording(path=str(there)))
 
     service.recordings.start(StartRecording(path=str(there), overwrite=True))
@@ -224,7 +224,7 @@ async def test_until_its_file_is_written_a_recording_is_under_way(
 
     first, second = (asyncio.create_task(service.recordings.stop()) for _ in range(2))
     await asyncio.sleep(0.05)
-    with pytest.raises(InvalidRequest, match="under way"):
+    with pytest.raises(InvalidRequest, match="is running: stop it first"):
         service.recordings.start(request)
     written.set()
 

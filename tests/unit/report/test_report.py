@@ -96,8 +96,8 @@ def test_an_empty_cache_has_a_page_that_says_so(service: CacheService) -> None:
     assert "kv-0" in text
     assert (text[text.index("hit rate") + 1], text[text.index("pool in use") + 1]) == ("-", "-")
     assert not any("%" in each and "evicts from" not in each for each in text)
-    assert "None was refused." in text
-    for sentence in ("No requests yet.", "Nothing is cached yet.", "Nothing was evicted yet."):
+    assert "No request was refused." in text
+    for sentence in ("No requests yet.", "No tokens are cached yet.", "No tokens were evicted yet."):
         assert sentence in text
 
 
@@ -189,8 +189,8 @@ def test_the_page_shows_why_requests_were_refused(service: CacheService) -> None
 
     page = Page(render(report.model_copy(update={"stats": stats}), service.config, "kv-0"))
 
-    assert rows_of(page, "larger than the pool, or than the tenant's share: can never fit", "75.0 %", "3")
-    assert rows_of(page, "no room, and the request did not wait (timeout_s=0)", "25.0 %", "1")
+    assert rows_of(page, "larger than the pool or the tenant's share: it can never fit", "75.0 %", "3")
+    assert rows_of(page, "too few free slots, and the request did not wait (timeout_s=0)", "25.0 %", "1")
     assert "of_tomorrow" not in page.text
 
 
@@ -253,8 +253,8 @@ def test_where_a_kind_has_no_tree_to_show_the_page_says_so() -> None:
 
     text = page_of(service).text
 
-    assert text.count("Not shown for caches of this kind: raydix tree shows the largest branches.") == 2
-    assert "Nothing is cached yet." not in text
+    assert text.count("Not available for this kind of cache; raydix tree shows the largest branches.") == 2
+    assert "No tokens are cached yet." not in text
 
 
 def test_boxes_of_the_tree_map_are_named_by_their_first_tokens(service: CacheService) -> None:
@@ -281,7 +281,7 @@ def test_of_windows_and_states_the_page_says_that_larger_pools_are_told_of_full_
     service = CacheService(config, "epoch")
     send(service, [1] * 8)
 
-    assert any("points: 0.0 % hits. That is of full KV alone" in text for text in page_of(service).text)
+    assert any("points: 0.0 % hits. This counts full KV alone" in text for text in page_of(service).text)
 
 
 def test_the_page_asks_nobody_for_anything(service: CacheService) -> None:
@@ -469,7 +469,7 @@ def test_prompts_of_one_length_have_a_page(service: CacheService) -> None:
     for prompt in ([1] * 8, [2] * 8):
         send(service, prompt)
 
-    assert "What is cached" in page_of(service).text
+    assert "Cached tokens" in page_of(service).text
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0, "0"), (950, "950"), (1_234, "1.2k"), (34e6, "34M"), (2e9, "2G")])
