@@ -46,7 +46,7 @@ class Hostile:
 
 
 class Wrong:
-    """An object whose answers are of the wrong type."""
+    """An object with methods that return the wrong types."""
 
     def __index__(self) -> Any:
         return "1"

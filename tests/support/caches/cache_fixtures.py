@@ -52,7 +52,7 @@ def reached(request: pytest.FixtureRequest, access: Access) -> Reached:
 
 @pytest.fixture
 async def cache1(reached: Reached) -> AsyncIterator[CacheUnderTest]:
-    """Of kind "radix", with pages of one token, for what neither kinds nor pages make a difference to."""
+    """A cache of kind "radix" with pages of one token, for tests that hold for every kind and page size."""
     async with reached(radix(1)) as cache:
         yield cache
 

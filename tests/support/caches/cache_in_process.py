@@ -22,12 +22,12 @@ class NoChannels(UnixSocketServer):
 
 
 class HandleInProcess:
-    """What a client takes for the handle of a cache actor: the actor's own methods, on the cache of this process.
+    """A stand-in for the handle of a cache actor: the actor's methods, on the cache of this process.
 
     Args:
-        cache: whose service answers.
-        rng: how long calls and answers travel, and which are lost.
-        loss: the share of calls, and of answers, that are lost.
+        cache: the cache with the service that answers.
+        rng: draws the delays and losses of calls and responses.
+        loss: the share of lost calls, and of lost responses.
         channels: for clients on this machine; None: it seems to be on another.
     """
 
@@ -53,10 +53,12 @@ class _Method:
         self._name = name
 
     def remote(self, *arguments: Any) -> asyncio.Future[Any]:
-        """Call the actor; who gives up waiting does not stop it."""
+        """Call the actor; a cancelled caller does not stop the call."""
         packed = pickle.dumps(arguments)
         task = asyncio.get_running_loop().create_task(self._travel(packed))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits
+        task.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieve the exception, also without a waiting caller
         return asyncio.shield(task)
 
     async def _travel(self, packed: bytes) -> Any:

@@ -1,7 +1,7 @@
-"""The kinds of caches, and what sets each apart, as data. The shared contract, `test_contract_*`, is told in its terms.
+"""The kinds of caches and their differences, as data for the shared contract, `test_contract_*`.
 
 A new kind is one more entry of `KINDS`. A promise that not every kind gives is selected with `only`, by a trait: a
-function whose docstring says why the others do not give it.
+function with a docstring about the reason.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ NUM_LAYERS = 3
 class KindUnderTest:
     """One configuration: eight pages, at most three waiters, no background eviction, every rule checked at each step.
 
-    What it caches is published as the harness does it: `CacheUnderTest.publish` and `insert`.
+    The harness publishes its pages: `CacheUnderTest.publish` and `insert`.
     """
 
     name: str
     page_size: int = 1
     config: dict[str, Any] = field(default_factory=dict)  # of `CacheConfig`, beyond what all have
-    pool: dict[str, Any] = field(default_factory=dict)  # of `PoolConfig`, likewise
-    shares: bool = True  # what is published can be hit
-    shares_slots: bool = True  # all who hit a page read it in the same slots
+    pool: dict[str, Any] = field(default_factory=dict)  # more fields of `PoolConfig`
+    shares: bool = True  # published pages can be hit
+    shares_slots: bool = True  # all leases that hit a page have the same slots for it
     counts_pages: bool = True  # sizes count the pages that are used, not more
     lost_tokens: int = 0  # at the end of a prompt, that make no unit of the tree
     largest_leaf: int | None = None  # pages of one `publish` that an eviction takes at a time; None: all of it
-    replaces_unused: bool = False  # of two copies of a page that nobody uses, the later is kept
+    replaces_unused: bool = False  # of two copies of an unused page, the later is kept
     layer_kinds: tuple[str, ...] = ("full",) * NUM_LAYERS  # "swa": leases hold window slots; "state": one state each
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class KindUnderTest:
 
     @property
     def has_window(self) -> bool:
-        """Whether a lease holds window slots beside its slots."""
+        """Whether a lease holds window slots besides its slots."""
         return "swa" in self.layer_kinds
 
     def reusable(self, num_tokens: int) -> int:
@@ -62,7 +62,7 @@ class KindUnderTest:
         return max(0, num_tokens - self.lost_tokens) // self.page_size if self.shares else 0
 
     def leaf(self, num_pages: int) -> int:
-        """How many pages the least eviction takes out of that many cached pages that were published at once."""
+        """Return the pages that the smallest eviction takes, if one insert has published that many."""
         return num_pages if self.largest_leaf is None else min(num_pages, self.largest_leaf)
 
     def cache_config(self) -> CacheConfig:
@@ -82,7 +82,7 @@ class KindUnderTest:
 
 
 def radix(page_size: int = 1) -> KindUnderTest:
-    """Any page of what was published can be hit; the others are told apart from this one."""
+    """The kind to which others are compared: every published page can be hit."""
     return KindUnderTest(f"radix{page_size}", page_size)
 
 
@@ -112,7 +112,7 @@ def mamba(page_size: int, num_states: int = 3 * NUM_PAGES) -> KindUnderTest:
 
 
 def hybrid(page_size: int, window_size: int, num_swa_pages: int = NUM_PAGES) -> KindUnderTest:
-    """Windows and states at once; leaves are as small as with states."""
+    """Windows and states together; leaves are as small as with states."""
     states = mamba(page_size)
     return replace(
         states,
@@ -205,17 +205,17 @@ def shares(kind: KindUnderTest) -> bool:
 
 
 def shares_slots(kind: KindUnderTest) -> bool:
-    """Where a lease has a row of slots to itself, a hit is a copy, or takes over a row that nobody owns."""
+    """If a lease has a row of slots, a hit copies the prefix, or takes over a row without a lease."""
     return kind.shares_slots
 
 
 def counts_pages(kind: KindUnderTest) -> bool:
-    """Where a lease takes a whole row of slots, sizes do not tell how many of them it uses."""
+    """If a lease takes a whole row of slots, sizes do not show how many of them it uses."""
     return kind.counts_pages
 
 
 def replaces_unused(kind: KindUnderTest) -> bool:
-    """Of two copies of a page that nobody uses, only a trie keeps the later."""
+    """Of two copies of an unused page, only a trie keeps the later."""
     return kind.replaces_unused
 
 
@@ -240,7 +240,7 @@ def has_window(kind: KindUnderTest) -> bool:
 
 
 def has_window_and_states(kind: KindUnderTest) -> bool:
-    """What one means for the other, only models with both can tell."""
+    """Only models with both can test their interaction."""
     return kind.has_window and kind.publishes_states
 
 

@@ -52,7 +52,7 @@ class CacheUnderTest:
     """One cache and the clients that a test makes of it. `client` is the first of them."""
 
     def __init__(self, cache: Any, client: PrefixCacheClient, kind: KindUnderTest) -> None:
-        self.cache = cache  # what a client is made of: an actor's handle, or a LocalPrefixCache
+        self.cache = cache  # an actor's handle or a LocalPrefixCache, for clients
         self.client = client
         self.kind = kind
         self.page_size = kind.page_size
@@ -96,7 +96,7 @@ class CacheUnderTest:
         return Pages(*(slots // self.page_size for slots in sizes), stats.open_leases)
 
     async def is_empty(self) -> bool:
-        """Whether every slot of every pool is free, and nobody holds or waits for one."""
+        """Whether every slot of every pool is free, without leases or waiting requests."""
         stats = await self.client.stats()
         check_sizes(stats)
         all_free = all(pool.free_slots == pool.num_slots for pool in pools_of(stats))
@@ -107,7 +107,7 @@ class CacheUnderTest:
         return await lease.insert(self.tokens(*pages), release=release, publish_state=self.kind.publishes_states)
 
     async def publish(self, *pages: int, client: PrefixCacheClient | None = None, **namespace: str | None) -> None:
-        """Have these pages in the tree, held by nobody; each can be hit."""
+        """Publish these pages and release them; each can be hit."""
         await self.hold(*pages, client=client, release=True, **namespace)
 
     async def hold(
@@ -147,7 +147,7 @@ class CacheUnderTest:
     async def until(self, reached: Callable[[CacheStats], bool]) -> CacheStats:
         """Wait until the statistics say so. Looks again after each answer; there is no event to wait for."""
         async with asyncio.timeout(60):
-            while not reached(stats := await self.client.stats()):  # noqa: ASYNC110 -- a cache tells of itself when asked
+            while not reached(stats := await self.client.stats()):  # noqa: ASYNC110 -- stats must be polled
                 await asyncio.sleep(0.001)
         return stats
 
@@ -181,7 +181,7 @@ class CacheUnderTest:
 
 
 def unchecked(kind: KindUnderTest) -> CacheUnderTest:
-    """One in process that does not check itself: for planted faults, so that what finds them is the test."""
+    """Make a cache in this process without `validate`, so that only the test can find a planted fault."""
     config = kind.cache_config().model_copy(update={"validate": False})
     return CacheUnderTest.reached("local", config, None, kind)
 

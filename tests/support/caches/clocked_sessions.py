@@ -1,4 +1,4 @@
-"""A cache of eight slots whose sessions expire by a clock that the test sets."""
+"""A cache of eight slots with sessions that expire by a clock of the test."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 
 
 class IndexPool:
-    """Takes slots back, and nothing else: the way in which a cache frees most at once."""
+    """A pool that only takes slots back, which lets a cache free the most slots in one call."""
 
     def free(self, indices: torch.Tensor) -> None:
         assert indices.dtype == torch.int64 and len(indices)

@@ -7,7 +7,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 
 class Checked(Protocol):
-    """What can say whether it is sound."""
+    """An object that can check its invariants."""
 
     def check_invariants(self) -> None: ...
 

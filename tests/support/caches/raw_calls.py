@@ -1,4 +1,4 @@
-"""A cache's calls made by hand: what a client would send, and what it would never send."""
+"""Calls to a cache made by hand: messages of a client, and messages that no client sends."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Scene(NamedTuple):
 
 
 async def counts(client: PrefixCacheClient) -> dict[str, Any]:
-    """All that `stats` tells but what counts refused requests, too."""
+    """Return all counts of `stats`, except those that include refused requests."""
     return (await client.stats()).model_dump(exclude=COUNTED_ANYWAY)
 
 
 class Wire:
-    """The calls of a client's session; what they bring is pickled on its way to a local cache, too."""
+    """The calls of a client's session; their messages are pickled also for a local cache."""
 
     def __init__(self, cache: CacheUnderTest, sender: PrefixCacheClient | None = None) -> None:
         self._cache = cache.cache

@@ -1,4 +1,4 @@
-"""What tests of a small `KVCache` are written with: keys, its sizes, and what it holds.
+"""Helpers for tests of a small `KVCache`: keys, sizes, and counts of its slots.
 
 The default cache has 8 slots in pages of 2: [2 3] [4 5] [6 7] [8 9]. `count(cache)` is (free, private, tree).
 """

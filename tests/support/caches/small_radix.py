@@ -1,4 +1,4 @@
-"""What tests of a small `RadixCache` are written with: a pool that remembers, keys, and the tree as strings."""
+"""Helpers for tests of a small `RadixCache`: a pool that records, keys, and the tree as strings."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class FreedSlots:
         self.slots += indices.tolist()
 
     def take(self) -> list[int]:
-        """What came back since the last call."""
+        """Return the slots freed since the last call."""
         taken, self.slots = self.slots, []
         return taken
 

@@ -43,12 +43,12 @@ class StateLedger:
         self.free.add(slot)
 
     def adopt(self, slot: int) -> None:
-        """What was lent to the caller is the tree's now."""
+        """Move slots from the caller to the tree."""
         self.lent.remove(slot)
         self.tree.add(slot)
 
     def free_track_slot(self, slot: int) -> None:
-        """What the cache calls: only what the tree owned, once."""
+        """The method that the cache calls: each slot must belong to the tree, once."""
         assert slot in self.tree, f"state slot {slot} was freed by no right"
         self.tree.remove(slot)
         self.free.add(slot)

@@ -28,11 +28,11 @@ from raydix.cache_core.radix.prefix_cache import PrefixCache
 NARROW_LIMIT = 2**32
 
 RETIRED = -1  # stands for every generation but the present one
-Page = tuple[str | None, Tokens]  # what a hash stands for
+Page = tuple[str | None, Tokens]  # the page of a hash
 
 
 class Held(NamedTuple):
-    """A node of the cache and what the model calls it."""
+    """A node of the cache and its place in the model."""
 
     node: TreeNode
     handle: Handle
@@ -43,7 +43,7 @@ class LedgerPool:
 
     def __init__(self, num_pages: int, page_size: int, rng: Random) -> None:
         self.page_size = page_size
-        self.first = page_size  # page 0 is nobody's
+        self.first = page_size  # page 0 is reserved
         self.num_slots = num_pages * page_size
         self.free_slots = set(range(self.first, self.first + self.num_slots))
         self.lent: set[int] = set()
@@ -73,18 +73,18 @@ class LedgerPool:
         self._move(slots, self.lent, self.free_slots, "returned by the caller")
 
     def adopt(self, slots: list[int]) -> None:
-        """What was lent to the caller is the tree's now."""
+        """Move slots from the caller to the tree."""
         self._move(slots, self.lent, self.tree, "adopted")
 
     def free(self, indices: torch.Tensor) -> None:
-        """What the cache calls: only what the tree owned, each slot once."""
+        """The method that the cache calls: each slot must belong to the tree, once."""
         assert indices.dtype == torch.int64 and indices.ndim == 1, f"freed {indices.dtype} of rank {indices.ndim}"
         slots = indices.tolist()
         self._move(slots, self.tree, self.free_slots, "freed by the cache")
         self.freed += slots
 
     def take_freed(self) -> list[int]:
-        """What the cache has freed since the last call, sorted."""
+        """Return the slots that the cache has freed since the last call, sorted."""
         freed, self.freed = sorted(self.freed), []
         return freed
 
@@ -134,7 +134,7 @@ class CheckedRadixCache:
         self.model = ReferenceRadixCache(self.page_size)
 
     def _request(self) -> dict[str, int]:
-        """What else a request brings along: known to the model, and told to the cache by these arguments."""
+        """Return further arguments of a request, which the model has as well."""
         return {}
 
     # ---------------------------------------------------------------- lookups
@@ -240,7 +240,9 @@ class CheckedRadixCache:
         """An eviction; returns what went. Asks for all that is retired at least, as that goes in any order."""
         num_tokens = max(num_tokens, self.model.reclaimable_size())
         was_told = self.cache.on_node_evict is not None
-        self.cache.on_node_evict = None if was_told else self.told.append  # what goes untold goes a shorter way
+        self.cache.on_node_evict = (
+            None if was_told else self.told.append
+        )  # evictions without a callback take a shorter path
         result = self.cache.evict(num_tokens)
         victims = self.model.evict(num_tokens)
         agree("result", result, EvictResult(self._count(victims), 0, 0))
@@ -261,7 +263,7 @@ class CheckedRadixCache:
         self.check()
 
     def reclaim_retired(self) -> list[Node]:
-        """What is retired and unlocked goes, nothing else does."""
+        """Check that the cache evicts all retired and unlocked nodes, and no others."""
         num_tokens = self.model.reclaimable_size()
         agree("reclaimed", self.cache.reclaim_retired(), num_tokens)
         victims = self.model.evict(num_tokens)
@@ -322,7 +324,7 @@ class CheckedRadixCache:
         agree("slots freed unasked", pool.freed, [])
 
     def nodes(self) -> list[Node]:
-        """The cache's tree, in the model's words; retired nodes do not tell how long they are."""
+        """Return the cache's tree in the terms of the model; the lengths of retired nodes are unknown."""
         prefixes: dict[TreeNode | None, Tokens] = {}
         nodes: list[Node] = []
         for top in self.cache.parts.tops():
@@ -338,7 +340,7 @@ class CheckedRadixCache:
         return nodes
 
     def _extra(self, node: TreeNode) -> tuple[int | None, ...]:
-        """What the kind of cache keeps on a node."""
+        """Return the values on a node that the kind of cache adds."""
         return ()
 
     def _tell(self, node: Node) -> Node:

@@ -1,4 +1,4 @@
-"""`CheckedRowCache`: a cache of rows beside its model, and real tensors in which leases write and `copy_kv` copies.
+"""`CheckedRowCache`: a cache of rows with its model, and real tensors for the writes of leases and `copy_kv`.
 
 Each position of a row holds a stamp of the namespace and of all tokens up to it, as KV depends on them all; a lease
 scribbles over all that it may write before it writes what it computes. So whatever can be found must show the stamps
@@ -108,7 +108,7 @@ class CheckedRowCache:
         self.check()
 
     def quarantine(self, session: str) -> None:
-        """Its process vanished: what it held is withheld, as it may still write."""
+        """Expire a lease after its process vanished: its row is quarantined, because the process may still write."""
         assert self.cache.quarantine_session(session) == self.model.quarantine(session)
         self.check()
 

@@ -51,7 +51,7 @@ class CheckedSlotCache:
         return self._given_out(slot)
 
     def _given_out(self, slot: int) -> int:
-        if not self.with_allocator and slot >= 0:  # nobody else tells the cache
+        if not self.with_allocator and slot >= 0:  # no allocator notifies the cache
             self.cache.forget(slot)
             self.model.invalidate(slot, 0)
         self.compare()
@@ -220,6 +220,6 @@ def _key(prefix: Prefix) -> RadixKey:
 
 
 def _numbers(prefix: Prefix) -> NDArray[np.int64]:
-    """What the KV of each position depends on: every token up to it, and the namespace."""
+    """Return the stamp of each position's KV, of every token up to it and the namespace."""
     seed = 0 if prefix.namespace is None else 1 + len(prefix.namespace)
     return np.array([hash((seed, head.tokens)) >> 2 for head in prefix.heads()], np.int64)

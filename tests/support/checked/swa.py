@@ -34,7 +34,7 @@ from raydix.cache_core import (
 
 
 class SwaLedgerPool(LedgerPool):
-    """A ledger whose slots come with a window half, from a pool of its own. A half goes alone, or with its slot."""
+    """A ledger of slots with window halves from a second pool. A half is freed alone, or with its slot."""
 
     def __init__(self, num_pages: int, page_size: int, rng: Random) -> None:
         super().__init__(num_pages, page_size, rng)
@@ -59,12 +59,12 @@ class SwaLedgerPool(LedgerPool):
         self._free_halves(indices.tolist())
 
     def drop_halves(self, slots: list[int]) -> None:
-        """The caller frees the window halves of what was lent to it."""
+        """Free the window halves of the caller's slots."""
         assert self.lent.issuperset(slots) and self.half_of.keys() >= set(slots)
         self._free_halves(slots)
 
     def free_swa(self, indices: torch.Tensor) -> None:
-        """What the cache calls for tombstones: only halves that are there, of slots that the tree owns."""
+        """The method that the cache calls for tombstones: each half must exist, on a slot of the tree."""
         slots = indices.tolist()
         assert len(set(slots)) == len(slots), f"halves freed twice at once: {slots}"
         assert self.tree.issuperset(slots), f"halves freed by no right: {sorted(set(slots) - self.tree)}"
@@ -73,7 +73,7 @@ class SwaLedgerPool(LedgerPool):
         self.freed_alone += slots
 
     def transfer_swa(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """What the cache calls to heal under a lock: from the caller's slots to its own."""
+        """The method that the cache calls to heal under a lock: move halves from the caller's slots to the tree's."""
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             assert source in self.lent and source in self.half_of, f"{source} has no half to give"
             assert target in self.tree and target not in self.half_of, f"{target} takes no half"
@@ -81,7 +81,7 @@ class SwaLedgerPool(LedgerPool):
             self.moved.append((source, target))
 
     def take_moved(self) -> list[tuple[int, int]]:
-        """What was moved since the last call."""
+        """Return the halves moved since the last call."""
         moved, self.moved = self.moved, []
         return moved
 
@@ -99,7 +99,7 @@ class PagedSwaLedgerPool(SwaLedgerPool, PagedLedgerPool):
 
 
 class SwaLock(NamedTuple):
-    """A lock, its receipt, and what the model calls both."""
+    """A lock, its receipt, and the model's lock."""
 
     held: Held
     receipt: object

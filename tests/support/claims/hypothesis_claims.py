@@ -29,5 +29,5 @@ def refute(claim: Claim, max_examples: int = 2000, **inputs: st.SearchStrategy[A
         report_multiple_bugs=False,
         suppress_health_check=NOT_CHECKED,
     )
-    with pytest.raises((AssertionError, KeyError, ValueError)):  # wrong, told wrongly, or refused
+    with pytest.raises((AssertionError, KeyError, ValueError)):  # a wrong result, or an error
         search(given(**inputs)(claim))()

@@ -1,7 +1,7 @@
-"""What is claimed of prompts with images and of keys of pairs, and the prompts that it is tried on.
+"""The claims about prompts with images and about keys of pairs, and the prompts to test them.
 
 An image is an id of 64 bits among text ids of 32. The text is chosen to look like it: its halves, in either order, are
-the very bytes of the image's id, or what is left of it when the upper half is lost.
+the very bytes of the image's id, or its lower half alone.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ any_ids = text_ids | st.sampled_from([*IMAGES, *EDGES])
 
 @st.composite
 def some_prompts(draw: st.DrawFn) -> list[Prompt]:
-    """Text first, so that ids are narrow when the first image comes; each goes on from a part of one before it, or of
-    what one before it looks like."""
+    """Text first, so that ids are narrow when the first image comes; each continues a part of an earlier one, or
+    of the bytes of an earlier one."""
     prompts = [draw(st.lists(text_ids, min_size=4, max_size=12))]
     for _ in range(draw(st.integers(1, 7))):
         known = draw(st.sampled_from(prompts))
@@ -86,7 +86,7 @@ def num_shared(one: Prompt, other: Prompt) -> int:
 
 
 def prompts_meet_where_their_ids_are_equal(kind: str, prompts: list[Prompt], page_size: int, forms: list[str]) -> None:
-    """Whatever width ids are kept in; and each prompt keeps its hashes, as events have told them."""
+    """Check every width of ids; each prompt keeps the hashes of its events."""
     tree, feed = TREES[kind](page_size), EventFeed("e", page_size, "CPU")
     tree.publish_events_to(feed)
     index, there = ReplayedIndex(), set[int]()
@@ -118,7 +118,7 @@ def digests_of(tree: PrefixCache, tokens: list[Any]) -> list[str]:
 
 
 def prompts_meet_in_states_tries_and_rows(prompts: list[Prompt], page_size: int, forms: list[str]) -> None:
-    """The same for what has no hashes: a state is found at the end of its very prompt, a page or row up to there."""
+    """Check kinds without hashes: a state matches at the end of its own prompt, a page or row up to that point."""
     states, trie, rows = MambaRadixCache(), TriePrefixCache(page_size), PrefixCacheManager()
     for number, (prompt, form) in enumerate(zip(prompts, forms, strict=False)):
         for asked in (prompt, spelled(prompt), joined(prompt)):

@@ -1,4 +1,4 @@
-"""What is claimed of namespaces, and the triples that it is tried on.
+"""The claims about namespaces, and the triples to test them.
 
 They are cut out of one text, so that they read alike wherever their parts are merely put in a row; the same ids are
 inserted in each.

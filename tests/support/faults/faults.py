@@ -1,4 +1,4 @@
-"""Catalogues of planted faults: what a structure could do wrong, a function each, to see that its tests bite."""
+"""Catalogues of planted faults: a function for each fault of a structure, to check that tests find it."""
 
 from __future__ import annotations
 

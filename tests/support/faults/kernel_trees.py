@@ -59,7 +59,7 @@ class Branch:
 
 
 class ListQueue:
-    """The plainest queue there can be: first in, first out. Notes what it is told."""
+    """The simplest queue: first in, first out. It records its calls."""
 
     def __init__(self, leaves: list[Any]) -> None:
         self.leaves = leaves

@@ -1,4 +1,4 @@
-"""Where a match may end, judged node by node from the top: what the components look for from the end."""
+"""The places where a match may end, checked node by node from the root; components search from the end."""
 
 from __future__ import annotations
 

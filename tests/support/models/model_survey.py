@@ -22,14 +22,14 @@ __all__ = ["Outcome", "survey", "survey_refused"]
 
 @dataclass
 class Outcome:
-    """What the survey finds of a model.
+    """The result of the survey for a model.
 
     Attributes:
         verdict: "served", "served without a cache" or "refused".
         kind: of the cache, such as "radix + window".
         reason: why there is none.
         decodes_alike: whether decoding leaves the KV and states that a prefill leaves.
-        tally: what was compared.
+        tally: the comparisons.
     """
 
     verdict: str

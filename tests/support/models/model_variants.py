@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 __all__ = ["NAMES", "VARIANTS", "config_named"]
 
-LONGEST = 32  # tokens in the first range of models whose KV depends on the length
+LONGEST = 32  # tokens in the first range of models with KV that depends on the length
 THETA = {"rope_theta": 10_000.0}
 ORIGINAL = {"original_max_position_embeddings": LONGEST}
 FACTORS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [2.0, 4.0, 8.0, 16.0]}

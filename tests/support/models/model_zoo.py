@@ -1,7 +1,7 @@
 """A tiny random configuration of every causal LM type of transformers, written by hand, for tests.
 
 They do not come from `small_twin`, so that it can be tested with them. A type gets the sizes of `SIZES` that its own
-configuration has, and what `OPTIONS` says of it. Layers are two of each kind that the type has by default, in turn.
+configuration has, and the entries of `OPTIONS`. Layers are two of each kind that the type has by default, in turn.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A trace made by hand, and what a cache of four pages of 512 tokens makes of it."""
+"""A trace made by hand, and the results of a cache of four pages of 512 tokens."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-# Seven prompts for a cache of four pages: [input_length, hash_ids], and what each finds there.
+# Seven prompts for a cache of four pages: [input_length, hash_ids], and the hit of each.
 PROMPTS = [
     (1100, [0, 1, 2]),  # nothing; leaves pages 0 and 1
     (1536, [0, 1, 3]),  # both

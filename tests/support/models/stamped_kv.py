@@ -1,7 +1,7 @@
-"""KV and states that tell which tokens they were computed from: what a model would leave in the pool, made up.
+"""KV and states with a stamp of the tokens that they were computed from, in place of a model's.
 
 The KV of a token depends on all tokens up to it, as a model's does, on the layer, and on the namespace (another
-adapter computes other KV). So whoever reads a slot can tell whether it is the right one.
+adapter computes other KV). So a reader of a slot can check that it is the right one.
 """
 
 from __future__ import annotations

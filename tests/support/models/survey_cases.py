@@ -1,6 +1,6 @@
-"""What a served model is asked: cuts, decoding over its window, second turns, repeated tokens, pads and evictions.
+"""The requests of the survey: cuts, decoding over the window, second turns, repeated tokens, pads and evictions.
 
-Two workers share a cache, of which one writes what the other one reads. Every answer is compared row by row.
+Two workers share a cache, and one writes the KV that the other one reads. Every answer is compared row by row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def config_of(config: PreTrainedConfig, page_size: int, dtype: torch.dtype, **si
 
 
 def counted(stats: CacheStats) -> dict[str, Any]:
-    """What a refused worker must leave as it was."""
+    """The state that a refused worker must not change."""
     return stats.model_dump(exclude=set(VOLATILE))
 
 
@@ -64,7 +64,7 @@ class Prompts:
 
     Attributes:
         pad: the pad id, if there is one.
-        may_pad: whether a prompt with pads has a right answer. To a pad, whose embedding is 0, an indexer gives all
+        may_pad: whether a prompt with pads has a right answer. The embedding of a pad is 0, so an indexer gives all
             tokens the same score; which of them it attends to changes with the tokens after it, in one pass as well.
     """
 
@@ -100,13 +100,13 @@ class Prompts:
 
 @dataclass
 class Tally:
-    """What was found: the largest difference of each case, near ties, and what is wrong.
+    """The results: the largest difference of each case, near ties, and faults.
 
     Attributes:
         worst: in standard deviations of the logits, by case.
         near_ties: generated tokens that are not the likeliest ones, but as likely within the difference allowed.
-        faults: what is wrong.
-        num_hits: requests that reused something.
+        faults: descriptions of wrong results.
+        num_hits: requests with a hit.
         num_rows: logits compared.
     """
 

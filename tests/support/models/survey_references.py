@@ -1,4 +1,4 @@
-"""What a worker's logits are compared with: passes without a cache, and the model's own `DynamicCache`."""
+"""The references for a worker's logits: passes without a cache, and the model's own `DynamicCache`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Passes:
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def logits(self, tokens: Sequence[int], num_prompt: int) -> torch.Tensor:
-        """Return the logits of a sequence, `[n, vocabulary]`, whose first `num_prompt` tokens are the prompt."""
+        """Return the logits of a sequence, `[n, vocabulary]`; the first `num_prompt` tokens are the prompt."""
         if not self._by_step:
             return self._pass(tuple(tokens))
         steps = [self._pass(tuple(tokens[:end]))[-1:] for end in range(num_prompt + 1, len(tokens) + 1)]
@@ -71,7 +71,7 @@ class Passes:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference in standard deviations of what is expected; NaN counts as infinite."""
+    """Return the largest difference in standard deviations of the expected logits; NaN counts as infinite."""
     off = float((found.double() - expected.double()).abs().max() / expected.double().std())
     return math.inf if math.isnan(off) else off
 

@@ -1,4 +1,4 @@
-"""A tiny Llama with grouped-query attention, and what its own `DynamicCache` says."""
+"""A tiny Llama with grouped-query attention, and the results of its own `DynamicCache`."""
 
 from __future__ import annotations
 

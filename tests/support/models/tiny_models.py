@@ -1,4 +1,4 @@
-"""Tiny models with sliding windows and with recurrent states, and what their own `DynamicCache` says."""
+"""Tiny models with sliding windows and with recurrent states, and the results of their own `DynamicCache`."""
 
 from __future__ import annotations
 

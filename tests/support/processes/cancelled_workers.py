@@ -1,4 +1,4 @@
-"""Workers at one small cache whose every operation may be cancelled: shuffled by `test_3_no_slot_is_lost`."""
+"""Workers on one small cache; every operation may be cancelled. `test_3_no_slot_is_lost` shuffles them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SETTLED_S = 30.0  # by the loop's own clock: waiters and silent sessions have be
 
 
 class Floor:
-    """The cache, and what its workers pass on to each other.
+    """The cache, and the grants that its workers pass to each other.
 
     Attributes:
         cache: the cache of this process.
-        door: what clients are made of: the cache, or a handle of it.
+        door: the cache, or a handle of it, for clients.
         grants: handed over, and not adopted as far as the workers know: they end when their time runs out.
         counts: operations by their outcomes.
     """
@@ -65,14 +65,14 @@ class Floor:
         return num_awaits
 
     async def end(self) -> None:
-        """All have let go of what they hold: nothing is left, before they close as well as after."""
+        """Check that no lease is left after all workers have released theirs, before and after they close."""
         await asyncio.sleep(SETTLED_S)
         stats = self.stats()
         held = {(lease.lease_id, lease.session_id) for lease in self.cache._host.service.core.leases}
         assert not held, f"no worker holds {held}, and no grant of it stands"
         assert (stats.waiters, stats.quarantined_slots) == (0, 0), stats
         await asyncio.gather(*[worker.client.close() for worker in self.workers])
-        await asyncio.sleep(SETTLED_S)  # what was lost of a close is made good by time
+        await asyncio.sleep(SETTLED_S)  # a session with a lost close expires
         self.check_all_given_back()
         await self.cache.close()
         await asyncio.sleep(SETTLED_S)
@@ -80,7 +80,7 @@ class Floor:
         assert not left, f"tasks are left: {left}"
 
     def check_all_given_back(self) -> None:
-        """Nobody holds anything, and every slot is free or in the tree."""
+        """Check that no lease is open, and that every slot is free or in the tree."""
         self.cache._host.service.core.check_invariants()
         stats = self.stats()
         assert (stats.open_leases, stats.open_sessions, stats.waiters) == (0, 0, 0), stats
@@ -104,7 +104,7 @@ class Floor:
             assert service.core.leases.find(lease.lease_id, lease.transport.session_id) is not None, lease
 
     def stats(self) -> CacheStats:
-        """What the cache counts, without a session."""
+        """Return the counts of the cache, without a session."""
         return self.cache._host.service.stats()
 
     async def attempt(self, operation: Coroutine[Any, Any, Any], cancel_at: int = 0) -> tuple[Any, int]:
@@ -249,7 +249,7 @@ class Worker:
         leaving, self.client = self.client, PrefixCacheClient(self.floor.door)
         self.held.clear()
         num_awaits = (await self.floor.attempt(leaving.close(), cancel_at))[1]
-        await leaving.close()  # waits for what goes on already
+        await leaving.close()  # waits for running operations
         return num_awaits
 
     def tokens(self) -> list[int]:

@@ -20,7 +20,7 @@ def client_class() -> Any:
     """A class of this function's own travels by value: Ray's processes cannot import this file."""
 
     class Client:
-        """A process with a client, which tells of errors by their names."""
+        """A process with a client, which reports errors by name."""
 
         async def open(self, cache: Any, owner: Any = None) -> int:
             self._client = PrefixCacheClient(cache, owner=owner)
@@ -74,7 +74,7 @@ def client_class() -> Any:
 
 
 def start_client(watched: bool, **options: Any) -> Any:
-    """A client's process; `watched` makes it an actor whose death the cache is told of."""
+    """A client's process; `watched` makes it a watched actor."""
     client = client_class()
     made: Any = type("WatchedClient", (client, WatchedActor), {}) if watched else client
     remote: Any = ray.remote(made)
@@ -102,5 +102,5 @@ async def until(client: PrefixCacheClient, reached: Any, timeout_s: float = 300)
 
 
 def all_free(stats: CacheStats) -> bool:
-    """Whether nobody holds anything of eight slots, or waits for it."""
+    """Whether all eight slots are free or cached, without leases or waiting requests."""
     return (stats.free_slots + stats.evictable_slots, stats.open_leases, stats.waiters) == (8, 0, 0)

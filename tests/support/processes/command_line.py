@@ -11,7 +11,7 @@ from raydix.actors.cli.app import app
 
 
 def run(*arguments: object, stdin: str | None = None, exit_code: int = 0) -> Result:
-    """What a command prints; it must end with `exit_code`."""
+    """Run a command and return its output; it must end with `exit_code`."""
     result = CliRunner().invoke(app, [str(each) for each in arguments], input=stdin)
     assert result.exit_code == exit_code, (result.output, result.exception)
     return result

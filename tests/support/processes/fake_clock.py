@@ -1,8 +1,8 @@
-"""A clock for what takes one: its seconds pass when a test says so."""
+"""A clock with seconds that pass when the test advances it."""
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """Seconds that pass on `advance`."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now

@@ -6,7 +6,7 @@ import sys
 
 
 def run_fresh(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":
-    """Run a program to its end; what it printed, and how it ended, is the caller's to judge."""
+    """Run a program to its end; return its output and exit status."""
     return subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environ,

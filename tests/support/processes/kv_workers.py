@@ -1,4 +1,4 @@
-"""Workers at one cache that compute KV which tells of its tokens, and look at whatever they hit or hold."""
+"""Workers on one cache that compute stamped KV, and check all KV that they hit or hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raydix.schemas import PoolExhausted
 
 
 class Worker:
-    """A client that computes at random: what it hits and what it holds must be right at each step."""
+    """A client with random requests: the KV of its hits and leases must be right at each step."""
 
     def __init__(self, cache: CacheUnderTest, client: PrefixCacheClient, pool: AttachedPool, rng: Random) -> None:
         self.cache = cache
@@ -42,7 +42,7 @@ class Worker:
         return lease.prefix_len
 
     async def probe(self, tokens: list[int], salt: str) -> None:
-        """What a match reports can be held and read."""
+        """Check that a matched prefix can be locked and read."""
         found = await self.client.match(tokens, lora_id=salt or None)
         try:
             lease = await self.client.lock(tokens, lora_id=salt or None)

@@ -11,10 +11,10 @@ from typing import Any
 
 
 class ShuffledLoop(asyncio.SelectorEventLoop):
-    """Picks the next callback at random, by seed. Its time passes only while nothing is ready, and then at once.
+    """Picks the next callback at random, by seed. Its time passes immediately, while no callback is ready.
 
     Attributes:
-        complaints: what would have been logged: exceptions that nobody retrieved, callbacks that failed.
+        complaints: messages for the log: unretrieved exceptions, failed callbacks.
     """
 
     def __init__(self, seed: int) -> None:
@@ -60,7 +60,7 @@ class CancelledAt:
         self.num_awaits = 0
         self._coroutine = coroutine
         self._at = at
-        self._later = later  # what it waits for may be there when the cancellation comes
+        self._later = later  # its result may be ready when the cancellation comes
 
     def __await__(self) -> Generator[Any, Any, Any]:
         task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""A cache whose sessions are bound to models, as plainly as can be: what the tests compare the real one with.
+"""A simple model of a cache with sessions that are bound to models, to compare the real one with.
 
 Pages are of one token, and nothing is ever evicted. Each cached token has a label: the weights that computed its KV.
 """
@@ -111,7 +111,7 @@ class ReferenceBindings:
         return not lease.retired
 
     def retire(self, name: Name, salt: str | None) -> None:
-        """`retire` of what is not None."""
+        """Call `retire` with the fields that are not None."""
         self._retire([space for space in self._spaces() if name in (None, space[0]) and salt in (None, space[1])])
         if salt is None:
             self.models.pop(name, None)

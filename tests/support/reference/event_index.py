@@ -1,4 +1,4 @@
-"""What a router makes of KV events: an index of blocks, strict about what it is told; and the truth to compare with."""
+"""A router's index of blocks from KV events, which refuses wrong events; and the true contents to compare with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Block(NamedTuple):
 
 
 class ReplayedIndex:
-    """Blocks by hash, as events tell of them. Empty, or begun from a snapshot."""
+    """Blocks by hash, from events. Empty at first, or from a snapshot."""
 
     def __init__(self, snapshot: KVEventSnapshot | None = None) -> None:
         self.seq = 0
@@ -34,7 +34,7 @@ class ReplayedIndex:
 
     @property
     def hashes(self) -> set[int]:
-        """What is there."""
+        """Return the blocks."""
         return set(self.blocks)
 
     def apply(self, batch: KVEventBatch) -> None:
@@ -72,7 +72,7 @@ class ReplayedIndex:
 
 
 def resident_blocks(tree: PrefixCache) -> dict[int, Block]:
-    """What can be matched in a tree, from its nodes' tokens alone."""
+    """Return the blocks that can be matched in a tree, from the tokens of its nodes."""
     found: dict[int, Block] = {}
     for top in tree.parts.tree.tops.values():
         paths: dict[Any, Tokens] = {top: ()}

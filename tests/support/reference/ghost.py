@@ -9,7 +9,7 @@ from raydix.cache_core.leases.lease_table import LeaseRecord
 
 
 class ReferenceGhost:
-    """Watches requests and counts at once, without hashes and without a bound."""
+    """Counts hits as requests come, without hashes and without a bound."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size

@@ -1,4 +1,4 @@
-"""What a cache with a sliding window and states must do: both references, and what each means for the other."""
+"""The reference for a cache with a sliding window and states: both references, and their interaction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.reference.swa import ReferenceSwaCache
 
 
 class ReferenceHybridCache(ReferenceSwaCache, ReferenceMambaCache):
-    """A prefix cache whose prefixes can be used where a state is, if their last window is live as well.
+    """A prefix cache in which a prefix matches where it has a state and its last window is live.
 
     A state does not outlive the window half of its pages, unless the node that ends there is locked itself. It may be
     brought to pages without window halves: it is of use once they heal.
@@ -34,7 +34,7 @@ class ReferenceHybridCache(ReferenceSwaCache, ReferenceMambaCache):
         return path
 
     def evict_all(self, num_tokens: int, swa_num_tokens: int, num_states: int) -> list[Node]:
-        """Full leaves first, then window halves, then states; what goes with others counts. Returns what went whole."""
+        """Full leaves first, then window halves, then states; those of leaves count. Return the evicted leaves."""
         windows, states = self.swa_evictable_size(), len(self.states)
         victims = ReferenceSwaCache.evict_both(self, num_tokens, swa_num_tokens)
         victims += ReferenceMambaCache.evict_both(self, 0, num_states - (states - len(self.states)))

@@ -1,4 +1,4 @@
-"""What keys come to, restated from their definition: namespaces framed, pages hashed. Nothing here calls the cache."""
+"""The framing of namespaces and the hashes of pages, restated from their definition, without the cache's code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def framed(triple: Triple) -> str | None:
 
 
 def seed_of(namespace: str | None) -> bytes:
-    """What goes before the first page: nothing, or the digest of a padded name of odd length."""
+    """Return the seed before the first page: empty, or the digest of a padded name of odd length."""
     if namespace is None:
         return b""
     name = b"namespace:" + namespace.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""What a cache for hybrid models must do: pages, and states in a dictionary and a list."""
+"""The reference for a cache of hybrid models: pages, and states in a dictionary and a list."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from support.reference.models import Found, Handle, Node, Place, ReferenceRadixC
 
 
 class ReferenceMambaCache(ReferenceRadixCache):
-    """A prefix cache whose prefixes can be used where a state is: the one after the last token of the prefix.
+    """A prefix cache in which a prefix matches where it has a state, the one after its last token.
 
     Attributes:
         states: the state slot at each place that has one.
-        by_use: those places, the one first whose state was longest unused.
+        by_use: those places, with the least recently used state first.
     """
 
     def __init__(self, page_size: int, chunk_size: int = 1) -> None:
@@ -37,7 +37,7 @@ class ReferenceMambaCache(ReferenceRadixCache):
         return Found(self._slots_of(path), self._handle(path[-1] if path else None))
 
     def full_prefix_len(self, tokens: Tokens, namespace: str | None) -> int:
-        """Leading tokens whose full KV is there."""
+        """Return the number of leading tokens with full KV."""
         return len(self._resident_path(tokens, namespace)) * self.page_size
 
     def branching_seqlen(self, tokens: Tokens, namespace: str | None) -> int | None:

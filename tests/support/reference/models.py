@@ -1,4 +1,4 @@
-"""What the caches must do, written for clarity: dictionaries and loops, no tree, no counters, no heap."""
+"""The reference for the caches, written for clarity: dictionaries and loops, no tree, no counters, no heap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """What a node is to its holder: the place where it ends, and which of the pages that stood there it means."""
+    """A holder's view of a node: the place where it ends, and the generation of its last page."""
 
     place: Place
     birth: int
@@ -48,14 +48,14 @@ class Page:
 
 
 class Found(NamedTuple):
-    """What a lookup finds."""
+    """The result of a lookup."""
 
     slots: list[int]
     handle: Handle  # the node where it ends
 
 
 class Inserted(NamedTuple):
-    """What becomes of an insert."""
+    """The result of an insert."""
 
     prefix_len: int
     handle: Handle
@@ -71,23 +71,23 @@ class Node(NamedTuple):
     slots: tuple[int, ...]
     locks: int
     hits: int
-    extra: tuple[int | None, ...] = ()  # what other kinds of caches keep on it
+    extra: tuple[int | None, ...] = ()  # values of other kinds of caches
 
 
 class ReferenceRadixCache:
     """A prefix cache for full attention as a dictionary of page-prefixes.
 
-    The tree is implied: a page's children are the pages whose prefix is one page longer, and a node is a run of pages
+    The tree is implied: a page's children are the pages with a prefix one page longer, and a node is a run of pages
     up to a mark. Marks arise where a match or an insert ends, and where an insert leaves the known path.
     Recency is a clock that ticks at each match and insert and stamps every page of the path. Retiring a namespace opens
-    a new generation of it: what is of an older one is never found again, and goes first.
+    a new generation of it: pages of an older one never match again, and are evicted first.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.pages: dict[Place, Page] = {}
         self._generations: Counter[str | None] = Counter()
-        self._resets = 0  # generations of all at once
+        self._resets = 0  # generations of all namespaces together
         self._own_locks: Counter[Handle] = Counter()
         self._clock = 0
 

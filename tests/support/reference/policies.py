@@ -1,4 +1,4 @@
-"""Which leaf each policy evicts first, page by page; and a cache that does it beside that model."""
+"""The leaf that each policy evicts first, page by page; and a cache that runs with this model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOWEST = -(2**31)
 
 
 class ReferencePolicyCache(ReferenceRadixCache):
-    """A prefix cache whose leaves go in the order of a policy. No two leaves ever have the same rank.
+    """A prefix cache that evicts leaves in the order of a policy. No two leaves have the same rank.
 
     Attributes:
         request_priority: of the match or insert that comes next.
@@ -43,7 +43,7 @@ class ReferencePolicyCache(ReferenceRadixCache):
         }[self.policy]
 
     def note_request(self) -> None:
-        """Called after each operation: what it went through is stamped with its time."""
+        """Stamp the pages on the path of an operation with its time."""
         for place, page in self.pages.items():
             known = self._priorities.get((place, page.birth), LOWEST)
             used = page.tick == self._clock

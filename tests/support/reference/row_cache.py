@@ -1,4 +1,4 @@
-"""`ReferenceRowCache`: what a cache of rows does, as plain lists that are searched from end to end."""
+"""`ReferenceRowCache`: the reference for a cache of rows, with plain lists that are searched from end to end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NoRow(Exception):
 
 @dataclass
 class ModelRow:
-    """One row: who holds it, what can be found in it, and when it was recorded and used."""
+    """A row: its lease, its findable prefix, and the times of its record and last use."""
 
     lease_id: str | None = None
     record: Record = (None, ())
@@ -24,7 +24,7 @@ class ModelRow:
 
 @dataclass
 class ModelLease:
-    """What a client knows of its lease."""
+    """A client's view of its lease."""
 
     session: str
     namespace: str | None
@@ -45,7 +45,7 @@ class ReferenceRowCache:
     page_size: int
     rows: list[ModelRow] = field(init=False)
     leases: dict[str, ModelLease] = field(default_factory=dict)
-    withheld: dict[str, ModelLease] = field(default_factory=dict)  # of vanished sessions, whose rows stay leased
+    withheld: dict[str, ModelLease] = field(default_factory=dict)  # leases of vanished sessions; their rows stay leased
     clock: int = 0
 
     def __post_init__(self) -> None:

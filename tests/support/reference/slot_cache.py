@@ -1,4 +1,4 @@
-"""What slots and the slot cache must do, written for clarity: dictionaries and loops, no tree, no bits, no heap."""
+"""The reference for slots and the slot cache, for clarity with dictionaries and loops, no tree, no bits, no heap."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ReferenceSlots:
 
 @dataclass
 class Record:
-    """What is recorded of a slot."""
+    """The record of a slot."""
 
     version: int
     held: Prefix
@@ -61,8 +61,9 @@ class Record:
 class ReferenceSlotCache:
     """The slot cache as one record per slot.
 
-    The trie is implied: its nodes are the prefixes of what is recorded or pinned. `current` tells whether a version is
-    still its slot's, `released` whether nobody has taken a slot.
+    The trie is implied: its nodes are the prefixes of recorded or pinned sequences. `current` returns whether a slot
+        still
+    has a version, `released` whether a slot is free.
     """
 
     def __init__(self, max_capacity: int, current: Callable[[int, int], bool], released: Callable[[int], bool]) -> None:
@@ -95,7 +96,7 @@ class ReferenceSlotCache:
         return best, slot, self.rows[slot].version
 
     def find(self, query: Prefix) -> tuple[int, int, int]:
-        """`peek`; what was found becomes the most recently used."""
+        """Return `peek`, and make the found sequence the most recently used."""
         found = self.peek(query)
         if found[0]:
             self._use(query.head(found[0]).heads())
@@ -134,7 +135,7 @@ class ReferenceSlotCache:
         return len(recorded.tokens)
 
     def overwrite(self, slot: int, written: Prefix) -> None:
-        """Cut a record to what it shares with what was written to its slot, unless it only goes on beyond that."""
+        """Cut a record to its common prefix with the written sequence, unless it only extends that sequence."""
         if slot in self.rows:
             shared = written.shared(self.rows[slot].held)
             if shared < len(written.tokens):

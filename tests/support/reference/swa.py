@@ -1,4 +1,4 @@
-"""What a cache with a sliding window must do: pages that are live or not, looked through one by one."""
+"""The reference for a cache with a sliding window: pages that are live or not, searched one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SwaPage(Page):
 
 @dataclass
 class Window:
-    """What a lock holds beside the full KV."""
+    """The part of a lock besides the full KV."""
 
     handle: Handle
     pages: list[SwaPage] = field(default_factory=list)
@@ -36,9 +36,9 @@ class ReferenceSwaCache(ReferenceRadixCache):
     in no window of a match or an insert.
 
     Attributes:
-        moved: what the last insert moved under locks: the slots that lost their window half, and those that got it.
+        moved: window halves that the last insert moved under locks: the slots that lost one, and those that got it.
         replaced: slots of the cache that the last insert freed for incoming ones.
-        tombstoned: slots whose window half the last eviction freed alone.
+        tombstoned: slots that lost only their window half in the last eviction.
         swa_freed: tokens that lost their window half in the last eviction, in any way.
     """
 
@@ -76,11 +76,11 @@ class ReferenceSwaCache(ReferenceRadixCache):
         return Found(self._slots_of(path), self._handle(path[-1] if path else None))
 
     def full_prefix_len(self, tokens: Tokens, namespace: str | None) -> int:
-        """Leading tokens whose full KV is there."""
+        """Return the number of leading tokens with full KV."""
         return len(self._resident_path(tokens, namespace)) * self.page_size
 
     def _usable_path(self, tokens: Tokens, namespace: str | None) -> list[Place]:
-        """The longest prefix whose last tokens, a window of them or all, are live. Tries every length."""
+        """Return the longest prefix with a live last window, or all tokens live. Tries every length."""
         path = self._resident_path(tokens, namespace)
         live = [self.is_live(place) for place in path for _ in range(self.page_size)]  # token by token
         for num_pages in range(len(path), 0, -1):
@@ -122,8 +122,8 @@ class ReferenceSwaCache(ReferenceRadixCache):
     ) -> Inserted:
         """As for full attention; and tombstones heal by incoming slots with window halves.
 
-        Those before `swa_evicted_seqlen` have none. New pages without are tombstones; the tail of what is new and has
-        them is a node of its own, one window long at most.
+        Those before `swa_evicted_seqlen` have none. New pages without are tombstones; the tail of the new pages with
+        them is a separate node, one window long at most.
         """
         self.moved, self.replaced = [], []
         path = self._resident_path(tokens, namespace)

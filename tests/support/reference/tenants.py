@@ -1,4 +1,4 @@
-"""A model of how tenants share a pool: looks at the whole tree and all leases anew each time, and keeps nothing."""
+"""A model of how tenants share a pool: it visits the whole tree and all leases each time, and keeps no state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydix.cache_core.tree.tree_node import TreeNode
 
 @dataclass(eq=False)
 class Node:
-    """A copy of a tree's node, with what policies rank by."""
+    """A copy of a tree's node, with the values that policies rank by."""
 
     id: int
     tenant: Tenant
@@ -29,7 +29,7 @@ class Node:
 
 
 class Shares:
-    """Who holds what now, and what may be evicted for whom.
+    """The slots that each tenant holds, and the nodes that may be evicted for each.
 
     Attributes:
         free: slots.

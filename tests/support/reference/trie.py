@@ -1,4 +1,4 @@
-"""What `RadixTrie` must do, written for clarity: a dictionary of page-prefixes, no tree, no counters, no heap."""
+"""The reference for `RadixTrie`, written for clarity: a dictionary of page-prefixes, no tree, no counters, no heap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SeqId = Any
 
 
 class End(NamedTuple):
-    """What a node is to its holder: the end of a prefix, and which of the pages that stood there it means."""
+    """A holder's view of a node: the end of a prefix, and the generation of its last page."""
 
     prefix: Prefix
     birth: int
@@ -52,7 +52,7 @@ class Node(NamedTuple):
 
 
 class ReferenceTrie:
-    """A page's children are the pages whose prefix is one page longer; a node is a run of pages up to a mark.
+    """A page's children are the pages with a prefix one page longer; a node is a run of pages up to a mark.
 
     A sequence holds prefixes; it uses a page if it holds a prefix through it. Recency stamps every page of a path.
     """
@@ -78,7 +78,7 @@ class ReferenceTrie:
         return Found(self._end(known[-1]), [self.pages[prefix].block for prefix in known])
 
     def insert(self, tokens: Prefix, blocks: list[Any], start: End = START) -> Inserted:
-        """Blocks already there stay if somebody uses them, and go otherwise, but those that are equal."""
+        """Keep existing blocks that are in use or equal, and replace the others."""
         self._clock += 1
         whole = start.prefix + tokens
         known = self._known(whole, start)
@@ -166,7 +166,7 @@ class ReferenceTrie:
     # ---------------------------------------------------------------- the tree that the pages and marks imply
 
     def num_evictable(self) -> int:
-        """Pages that nobody uses."""
+        """Return the unused pages."""
         return sum(not self.users(prefix) for prefix in self.pages)
 
     def nodes(self) -> set[Node]:

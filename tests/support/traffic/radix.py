@@ -185,7 +185,7 @@ class RandomTraffic:
     def reset(self) -> None:
         self.pair.reset()
         for held in self.locks:
-            self.pair.unlock(held)  # refused: what it locked is gone
+            self.pair.unlock(held)  # refused: the locked nodes are gone
         self.locks.clear()
 
     # ---------------------------------------------------------------- what the operations are made of

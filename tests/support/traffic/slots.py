@@ -20,7 +20,7 @@ class SlotTrafficFailed(AssertionError):
 
 @dataclass
 class Lease:
-    """A row that a request has taken, and what it has written there."""
+    """A row that a request has taken, and the tokens written to it."""
 
     slot: int
     written: Prefix
@@ -44,7 +44,7 @@ def run_slot_traffic(seed: int, with_allocator: bool, num_operations: int) -> Ch
 
 
 class SlotTraffic:
-    """Requests that take rows, write, publish and leave; callers who look things up and pin them; and mistakes."""
+    """Requests that take rows, write, publish and leave; callers that look up and pin sequences; and mistakes."""
 
     OPERATIONS = (
         ("start", 16),

@@ -102,7 +102,7 @@ class RandomSwaTraffic(RandomTraffic):
         self.pair.reset()
         for lock in self.open:
             if lock.held.handle != ROOT:
-                self.swa_pair.unlock_window(lock)  # refused: what it locked is gone
+                self.swa_pair.unlock_window(lock)  # refused: the locked nodes are gone
         self.open.clear()
 
     def _make_room(self, num_slots: int) -> bool:

@@ -1,4 +1,4 @@
-"""Random traffic of tenants over one `KVCache`. What it takes and evicts is compared with `reference_tenants`."""
+"""Random traffic of tenants over one `KVCache`. Grants and evictions are compared with `reference/tenants.py`."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ def make_cache(page_size: int, policy: str, with_states: bool = False, window_pa
 
 
 class TenantTraffic:
-    """A cache and those who use it.
+    """A cache and its tenants.
 
     Args:
-        namespaces: who uses it; one is taken for a verb, the more often the more often it is named.
-        retiring, beside: how often, of some 46 verbs, a namespace is retired, and windows or states alone are evicted.
+        namespaces: the namespaces of the requests; one that is named more often is drawn more often.
+        retiring: times in about 46 verbs that a namespace is retired.
+        beside: times in about 46 verbs that windows or states alone are evicted.
 
     Attributes:
         done: how often each verb was called, how often it was refused, and how often evictions were compared.
@@ -71,7 +72,7 @@ class TenantTraffic:
         self._weights = (13, 14, 2, 13, 1, 1, retiring, 0.3, 0.5, 0.4, 0.4, beside)
         self.done = Counter[str]()
         self.open: list[tuple[str, str]] = []  # lease id, session
-        self.actor: Tenant | None = None  # for whom the verb at hand is
+        self.actor: Tenant | None = None  # tenant of the current verb
         self._next_id = 0
         self._take_pages, cache.pools.take_pages = cache.pools.take_pages, self._take_checked  # type: ignore[method-assign]
         self._check_pages, cache.pools.check_pages = cache.pools.check_pages, self._check_checked  # type: ignore[method-assign]
@@ -136,7 +137,7 @@ class TenantTraffic:
         self._compare(expected)
 
     def evict_beside(self) -> None:
-        """As a watermark of the window slots or of the states would: for nobody in particular."""
+        """Evict as for a watermark of window slots or states, for no tenant in particular."""
         self.rng.choice((self.cache.evict_window, self.cache.evict_states))(self.rng.randrange(1, 9))
 
     def retire(self) -> None:
@@ -215,7 +216,7 @@ class TenantTraffic:
         return f"l{self._next_id}", self.rng.choice(SESSIONS)
 
     def _key(self) -> RadixKey:
-        """Of somebody who acts now. In runs as long as a page, so that prefixes are shared at every depth."""
+        """Draw tokens for a request, in runs as long as a page, so that prefixes are shared at every depth."""
         namespace = self.rng.choice(self._namespaces)
         self.actor = self.cache.tenants.of(namespace)
         page, length = self.cache.page_size, self.rng.randint(1, 10 * self.cache.page_size)

@@ -21,7 +21,7 @@ class TrafficFailed(AssertionError):
 
 
 class Held(NamedTuple):
-    """A node of the trie and what the model calls it."""
+    """A node of the trie and its place in the model."""
 
     node: TrieNode
     end: End
@@ -44,7 +44,7 @@ class PairedTrie:
         self._next_block = 10
 
     def new_blocks(self, count: int) -> list[int]:
-        """Blocks that nobody has."""
+        """Return new blocks."""
         first, self._next_block = self._next_block, self._next_block + count
         return list(range(first, self._next_block))
 
@@ -281,7 +281,7 @@ class TrieTraffic:
         return self.rng.choice(fresh if fresh and self.rng.random() < 0.9 else [self.pair.root, *self.pair.known])
 
     def _from_somewhere(self, key: Prefix) -> tuple[Prefix, Held]:
-        """The key from the root, or what is left of it beyond a node on its path."""
+        """The key from the root, or its rest after a node on its path."""
         on_path = [held for held in self.pair.known if 0 < len(held.end.prefix) < len(key)]
         on_path = [held for held in on_path if key[: len(held.end.prefix)] == held.end.prefix]
         if not on_path or self.rng.random() < 0.5:

@@ -29,6 +29,7 @@ DONE: tuple[str, ...] = (
     "cache_core/tree",
     "cache_core/trie",
     "examples",
+    "tests/support",
 )
 PACKAGES = ("actors", "cache_core", "schemas", "tests")
 
