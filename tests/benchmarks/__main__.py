@@ -1,10 +1,10 @@
-"""Every benchmark, and one table of what came of it.
+"""Run the benchmarks, and print one table of their figures.
 
     python -m benchmarks [group ...] [--quick] [--json FILE] [--plot FILE]
 
-in the folder of the tests; `make bench ARGS="core --quick"` does it anywhere. Groups: core, service, eviction,
-data-plane, scale, end-to-end; all, if none is named. With RAYDIX_BENCH_GATE set, it fails where a gate is missed in
-each of three tries.
+Run it in the tests' folder; `make bench ARGS="core --quick"` runs it from anywhere. Groups: core, service, eviction,
+data-plane, scale, end-to-end; all by default. With RAYDIX_BENCH_GATE set, it fails if a gate is missed in each of three
+tries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.figures import HEADING, Figure
 from benchmarks.report import as_json, draw
 
-GROUPS = {  # and the module whose `figures` has them
+GROUPS = {  # each group, and the module with its `figures`
     "core": "core_figures",
     "service": "service_figures",
     "eviction": "eviction_figures",
@@ -28,11 +28,11 @@ GROUPS = {  # and the module whose `figures` has them
     "end-to-end": "bench_end_to_end",
 }
 GATED = "RAYDIX_BENCH_GATE" in os.environ  # set by `make bench`: elsewhere the figures are printed, not judged
-MAX_TRIES = 3 if GATED else 1  # on a machine that does other things besides
+MAX_TRIES = 3 if GATED else 1  # the machine may be busy with other work
 
 
 def measured(group: str, quick: bool) -> list[Figure]:
-    """The figures of a group, measured again while a gate is missed, a few times at most."""
+    """Return the figures of a group, measured again while a gate is missed, a few times at most."""
     for _ in range(MAX_TRIES):
         found: list[Figure] = importlib.import_module(f"benchmarks.{GROUPS[group]}").figures(quick)
         if not any(figure.failed for figure in found):
@@ -41,7 +41,7 @@ def measured(group: str, quick: bool) -> list[Figure]:
 
 
 def main() -> None:
-    """The table, and what the command line asks for besides."""
+    """Print the table, and write the files that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", choices=[[], *GROUPS], help="all, if none is named")
     parser.add_argument("--quick", action="store_true", help="smaller and shorter: within a minute")

@@ -1,11 +1,11 @@
-"""What a request costs in the core, against the least that any cache would have to do: one compare, one copy.
+"""Measure a request's cost in the core, against a floor for any cache: one compare, one copy.
 
     python -m benchmarks.bench_core [--workloads chat,short] [--rounds 5] [--scale 1] [--nodes 100000] [--json FILE]
 
-in the folder of the tests prints one table: microseconds a request in calls of the cache, and in times of the floor,
-which runs in the same rounds; the match alone; and what a list of ints costs more than an array, in times of packing it
-once by `struct.pack`. Below, what a request costs in trees of more and more nodes, and what a token and a node take in
-memory. RAYDIX_TRACE names a trace in the Mooncake format for the workload that replays one. `raydix` must be installed.
+in the tests' folder prints one table: microseconds a request in calls of the cache, and their ratio to the floor, which
+runs in the same rounds; the match alone; and the extra cost of a list of ints over an array, as a ratio to packing it
+once by `struct.pack`. Two tables follow: the cost of a request by the number of nodes, and the memory of a token and a
+node. RAYDIX_TRACE names a trace in the Mooncake format for the workload that replays one. `raydix` must be installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.core_runs import (
 )
 from benchmarks.core_workloads import WORKLOADS, known_workloads
 
-KINDS = tuple(product((1, 16), ("numpy", "list")))  # tokens a page, and how the tokens come
+KINDS = tuple(product((1, 16), ("numpy", "list")))  # tokens per page, and the form of the tokens
 SIZES = (1_000, 10_000, 100_000)  # nodes
 HEADING = (
     f"{'workload':<11}{'page':>5} {'form':<6}{'us/request':>11}{'x floor':>9}"
@@ -42,27 +42,27 @@ HEADING = (
 
 @dataclass
 class Row:
-    """One workload, page size and form: microseconds a request, unless it says otherwise."""
+    """One workload, page size and form: microseconds a request, except where noted."""
 
     workload: str
     page_size: int
     form: str
     total: float
-    per_floor: float  # times
+    per_floor: float  # ratio
     match: float
     match_p50: float
     match_p99: float
-    floor_p50: float  # of its part in a match
+    floor_p50: float  # of the floor's part in a match
     floor_p99: float
     insert: float
-    locks: float  # taken and given back
+    locks: float  # lock and unlock
     evict: float
-    packings: float | None  # what lists cost more than arrays, in times of packing them
+    packings: float | None  # ratio of the extra cost of lists over arrays to packing them
     hit_tokens: int
 
 
 def rows_of(name: str, scale: float, num_rounds: int) -> Iterator[Row]:
-    """The rows of a workload."""
+    """Return the rows of a workload."""
     rounds = run_in_turns(WORKLOADS[name](scale), KINDS, num_rounds)
     floor, packing = rounds["floor"], rounds["packing"]
     for page_size, form in KINDS:
@@ -87,7 +87,7 @@ def rows_of(name: str, scale: float, num_rounds: int) -> Iterator[Row]:
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     packings = "" if row.packings is None else f"{row.packings:.2f}"
     return (
         f"{row.workload:<11}{row.page_size:>5} {row.form:<6}{row.total:>11.1f}{row.per_floor:>9.2f}"
@@ -97,7 +97,7 @@ def line(row: Row) -> str:
 
 
 def print_sizes(largest: int) -> dict[int, float]:
-    """What a request costs in trees up to so many nodes."""
+    """Print the cost of a request in trees up to this number of nodes."""
     sizes = sorted({size for size in SIZES if size < largest} | {largest})
     measured = {size: measure_in_tree(size) for size in sizes}
     cells = (f"{size:,}: {cost:.1f} us ({cost / measured[sizes[0]]:.2f}x)" for size, cost in measured.items())
@@ -106,7 +106,7 @@ def print_sizes(largest: int) -> dict[int, float]:
 
 
 def print_memory(scale: float) -> list[dict[str, Any]]:
-    """What the tree itself takes, beside the tensors of the pool."""
+    """Print the memory of the tree itself, without the pool's tensors."""
     measured = []
     for name, page_size in product(("chat", "short"), (1, 16)):
         held, num_tokens, num_nodes = measure_memory(WORKLOADS[name](scale), page_size)
@@ -117,7 +117,7 @@ def print_memory(scale: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """The tables, as the command line asks."""
+    """Print the tables for the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(known_workloads()))
     parser.add_argument("--rounds", type=int, default=5)

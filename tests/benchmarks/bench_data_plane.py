@@ -1,9 +1,9 @@
-"""How fast KV gets into the pool's memory and out of it, against a memcpy of as many bytes in the same rounds.
+"""Measure how fast KV is written to the pool's memory and read from it, against a memcpy of the same size.
 
     python -m benchmarks.bench_data_plane [--quick]
 
-in the folder of the tests. The pool is a cache actor's, mapped into this process; the last lines copy through the
-actor. On a GPU, where there is one, the same pool lies there and the memcpy is the device's.
+in the tests' folder. The pool is a cache actor's, mapped into this process; the last lines copy through the actor. On a
+GPU, if there is one, the same pool is in its memory and the memcpy is the device's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from raydix.cache_core.pool.pool_layout import PoolLayout
 from raydix.schemas import CacheConfig, PoolConfig
 
 PAGE, NUM_HEADS, HEAD_DIM = 16, 8, 128
-NUM_SLOTS = 2**16  # 128 MiB of K, and as much of V
+NUM_SLOTS = 2**16  # 128 MiB of K, and the same of V
 LAYOUTS = ("contiguous", "pages of 16, scattered", "single slots, scattered")
-GATES = {0.7: 0.5, 0.4: 0.25}  # by goal
+GATES = {0.7: 0.5, 0.4: 0.25}  # gate by goal
 GOALS = {
     f"{verb}, {layout}": goal for verb in ("write", "gather") for layout, goal in zip(LAYOUTS, (0.7, 0.4), strict=False)
 }
-LAUNCHES = 16  # of each work on a GPU, before it is waited for: to launch one takes as long as to copy some megabytes
+LAUNCHES = 16  # of each work on a GPU before a synchronization: one launch takes as long as copying some megabytes
 Works = dict[str, Callable[[], object]]
 
 
 class Plane:
-    """A mapped pool, KV of `num_tokens` beside it, and three ways in which their slots may lie."""
+    """A mapped pool, KV of `num_tokens` to copy, and three layouts of their slots."""
 
     def __init__(self, pool: AttachedPool | KVPool, num_tokens: int) -> None:
         self.pool = pool
@@ -53,7 +53,7 @@ class Plane:
         self.slots = {name: torch.from_numpy(row).to(device) for name, row in zip(LAYOUTS, rows, strict=True)}
 
     def works(self) -> Works:
-        """What is measured: into the pool and out of it, and the memcpys beside which it is set."""
+        """Return the measured works: into the pool, out of it, and the memcpys to compare with."""
         works: Works = {"memcpy": self._memcpy, "clone": lambda: (self.k.clone(), self.v.clone())}
         for name, slots in self.slots.items():
             works[f"write, {name}"] = partial(self.pool.write, 0, slots, self.k, self.v)
@@ -62,12 +62,12 @@ class Plane:
         return waiting(works, self.k.device)
 
     def check(self) -> None:
-        """Raise AssertionError if what is gathered is not what was written."""
+        """Raise AssertionError unless the gathered KV is the written KV."""
         for slots in self.slots.values():
             self.pool.write(0, slots, torch.rand_like(self.k), torch.rand_like(self.v))
             k, v = self.pool.gather(0, slots)
-            assert k.equal(self.pool.k[0][slots]), "K was not gathered as it lies"
-            assert v.equal(self.pool.v[0][slots]), "V was not gathered as it lies"
+            assert k.equal(self.pool.k[0][slots]), "gathered K must equal the pool's K"
+            assert v.equal(self.pool.v[0][slots]), "gathered V must equal the pool's V"
 
     def _memcpy(self) -> None:
         self.out[0].copy_(self.k)
@@ -75,7 +75,7 @@ class Plane:
 
 
 def waiting(works: Works, device: torch.device) -> Works:
-    """Works that are over once the device has done them, `launches` times."""
+    """Return works that run `launches` times and wait for the device."""
     if device.type == "cpu":
         return works
 
@@ -88,12 +88,12 @@ def waiting(works: Works, device: torch.device) -> Works:
 
 
 def launches(device: torch.device) -> int:
-    """How often each work is done at once."""
+    """Return the number of launches before each synchronization."""
     return 1 if device.type == "cpu" else LAUNCHES
 
 
 def plane_figures(plane: Plane, num_rounds: int, where: str, goals: bool = True) -> Iterator[Figure]:
-    """The ways into a mapped pool and out of it."""
+    """Return the figures of copies into a mapped pool and out of it."""
     plane.check()
     times = times_in_turns(plane.works(), num_rounds)
     num_bytes = plane.num_bytes * launches(plane.k.device)
@@ -110,7 +110,7 @@ def plane_figures(plane: Plane, num_rounds: int, where: str, goals: bool = True)
 
 
 def copy_figures(num_rounds: int, device: torch.device, where: str, goal: float) -> Iterator[Figure]:
-    """What the cache itself copies: a prefix from row to row, and a state from slot to slot."""
+    """Return the figures of the cache's own copies: a prefix from row to row, and a state from slot to slot."""
     on_cpu = device.type == "cpu"
     length, num_layers, num_state_layers = (2_048, 4, 8) if on_cpu else (16_384, 4, 128)
     layout = PoolLayout(4 * length, PAGE, num_layers, NUM_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16, max_seq_len=length)
@@ -120,7 +120,7 @@ def copy_figures(num_rounds: int, device: torch.device, where: str, goal: float)
     states = MambaPool(2, [[(48, 64, 128)]] * num_state_layers, device=device)
     row = pool.storage.nbytes // 4
     state = sum(tensor[1].nbytes for tensors in states.layers for tensor in tensors)
-    pool.storage.fill_(1)  # memory nobody wrote to is read for nothing
+    pool.storage.fill_(1)  # pages never written are not backed by memory, so reads of them are too fast
     for tensors in states.layers:
         tensors[0].fill_(1)
     rows, plain = (torch.ones(num, size, dtype=torch.uint8, device=device) for num, size in ((4, row), (3, state)))
@@ -143,7 +143,7 @@ def copy_figures(num_rounds: int, device: torch.device, where: str, goal: float)
 
 
 async def actor_figures(client: PrefixCacheClient, plane: Plane, num_rounds: int) -> list[Figure]:
-    """KV copied through the cache actor, for workers that cannot map its pool."""
+    """Return the figures of copies through the cache actor, for workers that cannot map its pool."""
     pool = await client.attach_pool(mapped=False)
     num_tokens = len(plane.k)
     floor = median(times_in_turns({"memcpy": plane.works()["memcpy"]}, num_rounds)["memcpy"])
@@ -158,8 +158,8 @@ async def actor_figures(client: PrefixCacheClient, plane: Plane, num_rounds: int
             k, v = await pool.read_kv(lease, lease.slots)
             reads.append(loop.time() - written)
             writes.append(written - started)
-            assert k[0].equal(plane.k), "K came back changed"
-            assert v[0].equal(plane.v), "V came back changed"
+            assert k[0].equal(plane.k), "read K must equal written K"
+            assert v[0].equal(plane.v), "read V must equal written V"
     return [
         Figure(
             "data plane",
@@ -174,7 +174,7 @@ async def actor_figures(client: PrefixCacheClient, plane: Plane, num_rounds: int
 
 
 def figures(quick: bool) -> list[Figure]:
-    """All of them, on a cluster of this machine."""
+    """Return all figures, on a cluster of this machine."""
     with ray_started():
         return asyncio.run(_figures(quick))
 
@@ -207,7 +207,7 @@ async def _figures(quick: bool) -> list[Figure]:
 
 
 def gpu_figures(num_rounds: int) -> list[Figure]:
-    """The same in a pool on the GPU, and more at once; none where there is none."""
+    """Return the figures of a pool on the GPU, with more launches before each wait; empty without a GPU."""
     if not torch.cuda.is_available():
         return []
     num_tokens = NUM_SLOTS * 3 // 4
@@ -221,7 +221,7 @@ def gpu_figures(num_rounds: int) -> list[Figure]:
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     print(HEADING)
     for figure in figures("--quick" in sys.argv):
         print(figure.line())

@@ -1,9 +1,9 @@
-"""What a prefix cache is for: when the first token comes, and how many come a second, by how much of a prompt hits.
+"""Measure the gain from a prefix cache: time to first token and throughput, by the share of a prompt that hits.
 
     python -m benchmarks.bench_end_to_end [--quick]
 
-in the folder of the tests. A small Llama of random weights in this process, its KV in the cache's pool, against the
-same model on its own `DynamicCache`.
+in the tests' folder. A small Llama of random weights in this process, with KV in the cache's pool, against the same
+model on its own `DynamicCache`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raydix.schemas import CacheConfig
 
 PAGE = 16
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.95)
-MIN_SOONER = {0.0: 0.85, 0.75: 1.5, 0.95: 3.0}  # times, by hit rate: the first token
+MIN_SOONER = {0.0: 0.85, 0.75: 1.5, 0.95: 3.0}  # speed-up of the first token by hit rate
 MIN_DECODED = 0.85  # of the speed without the cache
 MODEL = LlamaConfig(
     vocab_size=4_096,
@@ -40,16 +40,16 @@ MODEL = LlamaConfig(
 
 
 class Speed(NamedTuple):
-    """Of requests that hit the same share of their prompts: medians."""
+    """Medians over requests that hit the same share of their prompts."""
 
     hit_rate: float
-    first_s: float  # to the first token
-    decoded: float  # tokens a second after that, publishing included
+    first_s: float  # time to first token
+    decoded: float  # tokens a second after it, publishing included
     served: float  # prompt and generated tokens a second
 
     @classmethod
     def of(cls, prompt_len: int, generations: list[Generation]) -> Speed:
-        """The medians."""
+        """Return the medians."""
         return cls(
             median(each.prefix_len / prompt_len for each in generations),
             median(each.time_to_first_token_s for each in generations),
@@ -59,7 +59,7 @@ class Speed(NamedTuple):
 
 
 async def measure(prompt_len: int, num_new: int, num_requests: int) -> tuple[Speed, list[Speed]]:
-    """Without the cache, and by hit rate; requests of all kinds take turns, each with a suffix of its own."""
+    """Measure without the cache, and by hit rate; requests of all kinds take turns, each with a suffix of its own."""
     per_request = prompt_len + num_new + PAGE
     capacity = (len(HIT_RATES) * (num_requests + 1) + 2) * per_request // PAGE * PAGE
     config = CacheConfig(page_size=PAGE, pool=pool_config_for(MODEL, num_slots=capacity, device="cpu"))
@@ -75,7 +75,7 @@ async def measure(prompt_len: int, num_new: int, num_requests: int) -> tuple[Spe
                 num_hit = int(rate * prompt_len) // PAGE * PAGE
                 prompt = np.concatenate((shared[:num_hit], _ids(rng, prompt_len - num_hit)))
                 generation = await worker.generate(prompt, num_new)
-                assert generation.prefix_len == num_hit, f"{generation.prefix_len} of {num_hit} tokens were found"
+                assert generation.prefix_len == num_hit, f"{generation.prefix_len} of {num_hit} tokens hit"
                 done.append(generation)
     return Speed.of(prompt_len, alone), [Speed.of(prompt_len, done) for done in by_rate.values()]
 
@@ -85,7 +85,7 @@ def _ids(rng: np.random.Generator, count: int) -> NDArray[np.int64]:
 
 
 def figures(quick: bool) -> list[Figure]:
-    """By hit rate; the goals say that a cache costs little where nothing hits, and pays where much does."""
+    """Return figures by hit rate. The goals: a small cost without hits, a large gain with long ones."""
     prompt_len = 512 if quick else 1_024
     alone, speeds = asyncio.run(measure(prompt_len, num_new=8, num_requests=3 if quick else 7))
     found = []
@@ -103,7 +103,7 @@ def figures(quick: bool) -> list[Figure]:
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     print(HEADING)
     for figure in figures("--quick" in sys.argv):
         print(figure.line())

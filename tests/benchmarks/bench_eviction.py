@@ -1,14 +1,13 @@
-"""What a victim of eviction costs, in trees of a thousand nodes and of a million.
+"""Measure the cost of evicting one node, in trees of a thousand nodes and of a million.
 
     python tests/benchmarks/bench_eviction.py [largest number of nodes]
 
-prints microseconds per victim: the median of several calls that take 512 victims each, which is the slice in which the
-background task evicts; in brackets the ratio to the smallest tree; and the longest of those calls. `raydix` must be
-installed.
+prints microseconds per victim: the median of several calls that evict 512 victims each, as the background task does; in
+brackets the ratio to the smallest tree; and the longest of those calls. `raydix` must be installed.
 
-A node holds one token, and but for the row "as served" there is no pool: a victim costs what it takes to find and
-unlink it. Time is that of this thread on its processor, so that what else the machine does counts little. There is one
-large tree at a time, and no garbage collection while it is made and measured: that would walk all its nodes.
+A node holds one token, and except in the row "as served" there is no pool: the time is that of finding and unlinking
+victims. It is CPU time of this thread, so that other load counts little. There is one large tree at a time, and no
+garbage collection while it is made and measured, as that would walk all its nodes.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from raydix.cache_core.eviction.history import EvictionHistory
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)  # nodes
 SLICE = 512  # victims of one call: tokens, window tokens, states, blocks or rows
-NUM_CALLS = 15  # measured of one size
-MAX_SECONDS = 6.0  # after so much of them, no further call
-MAX_CALL_S = 1.0  # where a call takes longer, larger trees are not tried
-MAX_RATIO = 3.0  # to the smallest tree: what is promised
-MAX_STALL = 30.0  # a call that takes so many times the median of the smallest tree is worth a word
+NUM_CALLS = 15  # measured for one size
+MAX_SECONDS = 6.0  # after this, no further call
+MAX_CALL_S = 1.0  # if a call takes longer, larger trees are skipped
+MAX_RATIO = 3.0  # the promised ratio to the smallest tree
+MAX_STALL = 30.0  # a call that takes longer, in medians of the smallest tree, is reported
 FANOUT = 8  # leaves of a bush
-CHAIN = 8  # nodes of a path where inner nodes are the victims
+CHAIN = 8  # nodes of a path with inner nodes as victims
 
-Evict = Callable[[int], int]  # so many victims, please; returns how many there were
+Evict = Callable[[int], int]  # takes the number of victims to evict; returns the number evicted
 
 
 class Measured(NamedTuple):
@@ -55,11 +54,12 @@ class Measured(NamedTuple):
     victims: tuple[int, ...]  # of each call
 
 
-# ---------------------------------------------------------------- trees: each is made, and gives its `evict`
+# ---------------------------------------------------------------- trees: each function makes one and returns its
+# `evict`
 
 
 def full_leaves(num_nodes: int, used_since: bool = False) -> Evict:
-    """Leaves of a `RadixCache`, and parents that have become leaves; matched once more after all were inserted."""
+    """Leaves of a `RadixCache`, and parents that become leaves; each is matched once more after all are inserted."""
     cache = RadixCache()
     for path in _bushes(num_nodes):
         cache.insert(RadixKey(path))
@@ -69,7 +69,7 @@ def full_leaves(num_nodes: int, used_since: bool = False) -> Evict:
 
 
 def served_leaves(num_nodes: int) -> Evict:
-    """The same in a `RadixCache` as a served one is: their slots go back to a pool, and what went is remembered."""
+    """The same in a `RadixCache` with the parts of a served one: a pool takes the slots, and evictions are recorded."""
     pool = TokenToKVPoolAllocator(num_nodes + FANOUT)
     cache = RadixCache(token_to_kv_pool_allocator=pool)
     cache.keep_history(EvictionHistory())
@@ -79,7 +79,7 @@ def served_leaves(num_nodes: int) -> Evict:
 
 
 def window_leaves(num_nodes: int, used_since: bool = False) -> Evict:
-    """Leaves of a `RadixCache` with a window, wanted for their window KV: they go whole."""
+    """Leaves of a `RadixCache` with a window, evicted for their window KV: they are removed whole."""
     cache = RadixCache(sliding_window_size=1)
     for number in range(num_nodes):
         cache.insert(RadixKey([number]))
@@ -111,7 +111,7 @@ def mamba_states(num_nodes: int) -> Evict:
 
 
 def mamba_states_half_locked(num_nodes: int) -> Evict:
-    """The same, the half that was unused for longest being locked."""
+    """The same, with a lock on the least recently used half."""
     cache, nodes = _with_states(num_nodes)
     for node in nodes[: min(num_nodes // 2, num_nodes - SLICE)]:
         cache.inc_lock_ref(node)
@@ -119,7 +119,7 @@ def mamba_states_half_locked(num_nodes: int) -> Evict:
 
 
 def trie_blocks(num_nodes: int) -> Evict:
-    """Blocks of a `RadixTrie`, one a node."""
+    """Blocks of a `RadixTrie`, one per node."""
     trie = RadixTrie()
     for path in _bushes(num_nodes):
         trie.insert(path, path)
@@ -127,7 +127,7 @@ def trie_blocks(num_nodes: int) -> Evict:
 
 
 def row_nodes(num_nodes: int, used_since: bool = False) -> Evict:
-    """Nodes of a `PrefixCacheManager`; found once more after all were inserted."""
+    """Nodes of a `PrefixCacheManager`; each is found once more after all are inserted."""
     manager = _with_rows(num_nodes)
     for path in _bushes(num_nodes if used_since else 0):
         manager.find(RadixKey(path))
@@ -158,7 +158,7 @@ KINDS: dict[str, Callable[[int], Evict]] = {
 
 
 def _bushes(num_nodes: int) -> Iterator[list[int]]:
-    """Paths of two tokens, eight of which share the first: they make so many nodes, most of them leaves."""
+    """Return paths of two tokens, eight of which share the first: this many nodes, most of them leaves."""
     for bush in range(num_nodes // (FANOUT + 1)):
         for child in range(FANOUT):
             yield [bush, child]
@@ -167,14 +167,14 @@ def _bushes(num_nodes: int) -> Iterator[list[int]]:
 
 
 def _chains(num_nodes: int) -> Iterator[list[int]]:
-    """Paths that make so many nodes, inner ones first: all of one token, then all of two, and so on."""
+    """Return paths of this many nodes, inner ones first: all of one token, then all of two, and so on."""
     for depth in range(1, CHAIN + 1):
         for chain in range(num_nodes // CHAIN):
             yield [chain, *range(1, depth)]
 
 
 def _with_states(num_nodes: int) -> tuple[MambaRadixCache, list[Any]]:
-    """A cache with a state on every node, and its nodes in the order of their use."""
+    """Return a cache with a state on every node, and its nodes in the order of their use."""
     cache = MambaRadixCache()
     nodes = [
         cache.insert(RadixKey(path), mamba_value=number).last_node for number, path in enumerate(_chains(num_nodes), 1)
@@ -205,10 +205,10 @@ def no_collection() -> Iterator[None]:
 
 
 def measure(kind: str, num_nodes: int, num_calls: int = NUM_CALLS) -> Measured:
-    """Calls that take a slice each, in trees that lose a quarter of their nodes at most, or one slice.
+    """Measure calls that evict a slice each, in trees that lose a quarter of their nodes at most, or one slice.
 
-    All trees are there before the first call, and one call goes before those that count: so small trees and large ones
-    find the code at hand alike.
+    All trees are made before the first call, and one uncounted call precedes the others, so that code is cached for
+    small and large trees alike.
     """
     calls: list[float] = []
     victims: list[int] = []
@@ -227,7 +227,7 @@ def measure(kind: str, num_nodes: int, num_calls: int = NUM_CALLS) -> Measured:
 
 
 def measure_sizes(kind: str, sizes: Sequence[int], num_calls: int = NUM_CALLS) -> list[Measured]:
-    """One after the other, until a call takes too long for a larger tree."""
+    """Measure the sizes in order, until a call takes too long for a larger tree."""
     measured: list[Measured] = []
     for num_nodes in sizes:
         if not measured or measured[-1].us_per_victim * SLICE < 1e6 * MAX_CALL_S:
@@ -236,12 +236,12 @@ def measure_sizes(kind: str, sizes: Sequence[int], num_calls: int = NUM_CALLS) -
 
 
 def ratio_of(measured: Sequence[Measured]) -> float:
-    """What a victim costs in the largest tree, in those of the smallest."""
+    """Return the cost of a victim in the largest tree, as a ratio to the smallest."""
     return measured[-1].us_per_victim / measured[0].us_per_victim
 
 
 def verdict_on(measured: Sequence[Measured]) -> str:
-    """Whether the promise holds that a victim costs much the same in every tree."""
+    """Return whether the promise holds that a victim costs about the same in every tree."""
     if ratio_of(measured) > MAX_RATIO:
         return f"grows: {ratio_of(measured):.1f} times > {MAX_RATIO:g}"
     if 1e3 * measured[-1].longest_ms > MAX_STALL * SLICE * measured[0].us_per_victim:
@@ -250,13 +250,13 @@ def verdict_on(measured: Sequence[Measured]) -> str:
 
 
 def heading(sizes: Sequence[int]) -> str:
-    """The first line of the table."""
+    """Return the first line of the table."""
     nodes = "".join(f"{f'{num_nodes:,} nodes':>19}" for num_nodes in sizes)
     return f"{'us per victim':<37}{nodes}{'longest call':>15}   verdict"
 
 
 def line(kind: str, measured: Sequence[Measured], num_sizes: int) -> str:
-    """The line of one kind."""
+    """Return the line of one kind."""
     first = measured[0].us_per_victim
     cells = [f"{each.us_per_victim:.2f} ({each.us_per_victim / first:.2f})" for each in measured]
     cells += ["-"] * (num_sizes - len(cells))
@@ -265,7 +265,7 @@ def line(kind: str, measured: Sequence[Measured], num_sizes: int) -> str:
 
 
 def main() -> None:
-    """The whole table, up to the number of nodes that the command line says."""
+    """Print the whole table, up to the number of nodes on the command line."""
     largest = int(sys.argv[1]) if len(sys.argv) > 1 else SIZES[-1]
     sizes = sorted({size for size in SIZES if size < largest} | {largest})
     print(heading(sizes))

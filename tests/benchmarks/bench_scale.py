@@ -1,8 +1,8 @@
-"""What a request costs in trees of a thousand nodes and of a million, and what tokens and nodes take in memory.
+"""Measure a request's cost in trees of a thousand nodes and of a million, and the memory of tokens and nodes.
 
     python -m benchmarks.bench_scale [--quick] [--requests 1000000]
 
-in the folder of the tests. The last line serves requests in a steady state, and looks at what the process takes.
+in the tests' folder. The last line serves requests in a steady state, and measures the growth of the process.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from raydix.cache_core.leases.lease_table import EndedLeases
 from raydix.schemas import CacheConfig, LeaseConfig, PoolConfig
 
 PAGE = 16
-HALF = 32  # tokens: of a template, of what follows it, and of what a request adds
-FANOUT = 8  # that follow each template
-MAX_GROWTH = 1.5  # of a request, from the smallest tree to the largest
+HALF = 32  # tokens of a template, of its continuation, and of a request's addition
+FANOUT = 8  # continuations of each template
+MAX_GROWTH = 1.5  # of a request's cost, from the smallest tree to the largest
 ROUNDS = 5  # in which the trees take turns
 MAX_TOKEN_BYTES = 12.0
 WARM_UP = 20_000  # requests
 MAX_GROWN_MIB = 4.0  # in a steady state: the allocator takes a mebibyte at a time
-MAX_LEFT_BYTES = 8.0  # by a request
-MAX_FORGETTING = 3.0  # of one id, from few remembered to many
+MAX_LEFT_BYTES = 8.0  # left by a request
+MAX_FORGETTING = 3.0  # of removing one id, from few remembered ids to many
 Tokens = NDArray[np.int32]
 
 
@@ -51,11 +51,11 @@ class Costs(NamedTuple):
 
 
 class SizedTree:
-    """A tree of so many nodes, for requests of equal shape: 96 tokens, of which 64 are found, in two nodes, the second
-    an unlocked leaf; 32 more are added below it, and another leaf as long is evicted.
+    """A tree of this many nodes, for requests of equal shape: 96 tokens, of which 64 are found in two nodes, the second
+    an unlocked leaf. Another 32 are added below it, and another leaf of that length is evicted.
 
-    What was added last is asked for, once each; what was added first is evicted. Before they meet, the tree is planted
-    anew: a small one soon.
+    Requests ask for the last inserted paths, once each; eviction removes the first ones. Before the two meet, the tree
+    is made again, which a small one needs soon.
     """
 
     def __init__(self, num_nodes: int, page_size: int) -> None:
@@ -77,7 +77,7 @@ class SizedTree:
         return np.concatenate((self._templates[at % len(self._templates)], self._follows[at]))
 
     def serve(self, num_requests: int) -> Costs:
-        """Medians of so many requests, after as many to get warm."""
+        """Return the medians of this many requests, after the same number to warm up."""
         times = []
         for _ in range(2 * num_requests):
             if not self._to_ask:
@@ -99,7 +99,8 @@ def _ids(rng: np.random.Generator, *shape: int) -> Tokens:
 
 
 def size_figures(largest: int, num_requests: int) -> list[Figure]:
-    """Match and insert, from a thousand nodes to so many, in the pages that a cache's actor has."""
+    """Return figures of match and insert, from a thousand nodes to `largest`, in pages of the size that a cache's actor
+    has."""
     use_huge_pages()
     sizes = [size for size in (1_000, 10_000, 100_000, 1_000_000) if size <= largest]
     found = []
@@ -122,7 +123,7 @@ def size_figures(largest: int, num_requests: int) -> list[Figure]:
 
 
 class Held(NamedTuple):
-    """What a cache and its allocator take, beside the tensors of the pool."""
+    """The memory of a cache and its allocator, without the pool's tensors."""
 
     num_bytes: int
     num_tokens: int
@@ -130,7 +131,8 @@ class Held(NamedTuple):
 
 
 def of_conversations(num_tokens: int, page_size: int) -> Held:
-    """Conversations of eight turns of about 260 tokens under common system prompts, until so many tokens are cached."""
+    """Make conversations of eight turns of about 260 tokens under common system prompts, until this many tokens are
+    cached."""
     rng = np.random.default_rng(7)
     systems = _ids(rng, 8, 1_000)
     gc.collect()
@@ -151,7 +153,7 @@ def of_conversations(num_tokens: int, page_size: int) -> Held:
 
 
 def _publish(cache: RadixCache, pool: TokenToKVPoolAllocator, tokens: Tokens) -> None:
-    """What a request does, but for the lock."""
+    """Do as a request does, without the lock."""
     found = cache.match_prefix(RadixKey(tokens))
     slots = torch.cat((found.indices, pool.alloc(len(tokens) - found.prefix_len)))
     cache.insert(RadixKey(tokens), slots, from_node=found.last_node)
@@ -159,7 +161,7 @@ def _publish(cache: RadixCache, pool: TokenToKVPoolAllocator, tokens: Tokens) ->
 
 
 def memory_figures(num_tokens: int) -> list[Figure]:
-    """Bytes of a token and of a node."""
+    """Return the bytes of a token and of a node."""
     found = []
     for page_size in (PAGE, 1):
         held = of_conversations(num_tokens if page_size > 1 else num_tokens // 4, page_size)
@@ -175,23 +177,23 @@ def memory_figures(num_tokens: int) -> list[Figure]:
 
 
 def resident_bytes() -> int:
-    """What the process has of the machine's memory."""
+    """Return the resident memory of the process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Growth(NamedTuple):
-    """What a process took more of after so many requests."""
+    """The growth of a process over this many requests."""
 
     resident_bytes: int
     traced_bytes: int
-    num_traced: int  # requests; 0: nothing was traced
+    num_traced: int  # requests; 0: tracing was off
 
 
 async def steady_state(num_requests: int, num_traced: int, num_before: int = WARM_UP) -> Growth:
-    """Serve so many requests under eviction, then some under tracemalloc, which makes them slow.
+    """Serve this many requests under eviction, then some under tracemalloc, which slows them down.
 
-    As many as `num_before` go before either, until all that has a limit has reached it: what is remembered of
-    evictions, say; and, before what is traced, until all that is held was made under its eyes.
+    Before either part, `num_before` requests fill all bounded structures, such as the record of evictions. Before the
+    traced part, they also replace all live objects by traced ones.
     """
     leases = LeaseConfig(remembered_leases=1_024)
     pool = PoolConfig(num_slots=2**14, num_layers=0, device="cpu")
@@ -218,12 +220,12 @@ async def steady_state(num_requests: int, num_traced: int, num_before: int = WAR
             traced = tracemalloc.get_traced_memory()[0] - traced
             tracemalloc.stop()
         stats = await cache.stats()
-    assert stats.tokens_evicted >= 2 * HALF * num_requests - pool.num_slots, "the pool was never full"
+    assert stats.tokens_evicted >= 2 * HALF * num_requests - pool.num_slots, "the pool must fill up"
     return Growth(resident, traced, num_traced)
 
 
 def steady_figures(num_requests: int, num_traced: int) -> list[Figure]:
-    """Growth in a steady state."""
+    """Return the growth in a steady state."""
     growth = asyncio.run(steady_state(num_requests, num_traced))
     what = f"resident memory grown by {num_requests:,} requests"
     found = [Figure("scale", what, growth.resident_bytes / 2**20, "MiB", at_most=MAX_GROWN_MIB)]
@@ -234,7 +236,7 @@ def steady_figures(num_requests: int, num_traced: int) -> list[Figure]:
 
 
 def forgetting_figures() -> list[Figure]:
-    """One more lease that has ended, for which the oldest is forgotten: however many are remembered."""
+    """Return the cost of ending one more lease, which forgets the oldest one, by the number remembered."""
     count = 50_000
     remembering = {f"{capacity:,}": EndedLeases(capacity) for capacity in (1_024, 65_536)}
     numbers = iter(range(10**9))
@@ -245,7 +247,7 @@ def forgetting_figures() -> list[Figure]:
 
     for ended in remembering.values():
         end(ended)
-        end(ended)  # from here on, each makes one more forgotten
+        end(ended)  # from here on, each one makes the cache forget another
     with no_collection():
         times = times_in_turns({name: partial(end, ended) for name, ended in remembering.items()}, ROUNDS)
     few, many = times
@@ -255,7 +257,7 @@ def forgetting_figures() -> list[Figure]:
 
 
 def figures(quick: bool, num_requests: int | None = None) -> list[Figure]:
-    """All of them."""
+    """Return all figures."""
     largest, num_measured, num_tokens = (100_000, 500, 500_000) if quick else (1_000_000, 5_000, 10_000_000)
     steady = (5_000, 0) if quick else (50_000, 10_000)
     return (
@@ -267,7 +269,7 @@ def figures(quick: bool, num_requests: int | None = None) -> list[Figure]:
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--requests", type=int, help="of the steady state")

@@ -1,10 +1,10 @@
-"""How fast a cache actor serves whole requests, against the fastest thing that Ray can do: a call that does nothing.
+"""Measure how fast a cache actor serves whole requests, against Ray's fastest operation: a call that does nothing.
 
     python -m benchmarks.bench_service [--quick] [--json FILE]
 
-in the folder of the tests prints, of prompts of 1,024 fresh tokens: the rates by the number of coroutines that share
-one client, and of several processes; how long an acquire takes, alone, among others and under pressure; and how long
-the cache's loop is held at once while a large tree goes. `raydix` must be installed.
+in the tests' folder prints, for prompts of 1,024 new tokens: the rates by the number of coroutines that share one
+client, and of several processes; the latency of an acquire, alone, among others and under pressure; and how long
+eviction and retirement of a large tree block the cache's loop. `raydix` must be installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG = CacheConfig(page_size=16, pool=PoolConfig(num_slots=2**19, device="cpu"
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """The size of the measurements."""
 
     concurrencies: tuple[int, ...] = (1, 8, 64, 256)
     processes: tuple[int, ...] = (1, 2, 4)
@@ -35,8 +35,8 @@ class Scale:
     cycles: int = 1500  # of a round
     each: int = 4000  # cycles of each process in a round
     samples: int = 500  # of a latency
-    nodes: int = 1_000_000  # that are evicted
-    tokens: int = 1_000_000  # that are retired
+    nodes: int = 1_000_000  # to evict
+    tokens: int = 1_000_000  # to retire
 
 
 QUICK = Scale(rounds=3, cycles=600, each=1500, samples=200, nodes=100_000, tokens=200_000)
@@ -44,7 +44,7 @@ TINY = Scale((1, 8), (1, 2), 1, 16, 128, 10, 2_000, 20_480)
 
 
 def figures(scale: Scale) -> dict[str, Any]:
-    """Everything, as plain numbers. Ray must run; the caches it starts are gone afterwards."""
+    """Return all figures as plain numbers. Ray must run; the caches started here are stopped."""
     actor = start_cache(CONFIG)
     calm = start_cache(CONFIG.model_copy(update={"pool": _large_enough(scale.cycles)}))
     rounds = scale.rounds
@@ -65,12 +65,12 @@ def figures(scale: Scale) -> dict[str, Any]:
 
 
 def _large_enough(num_prompts: int) -> PoolConfig:
-    """A pool that so many prompts do not bring under pressure."""
+    """Return a pool that this many prompts do not bring under pressure."""
     return PoolConfig(num_slots=2 * 1024 * num_prompts, device="cpu")
 
 
 def lines(measured: dict[str, Any]) -> list[str]:
-    """The figures as tables."""
+    """Return the figures as tables."""
     text = ["a second, in brackets in the time of one no-op call; prompts of 1,024 fresh tokens"]
     text.append(f"{'coroutines':>10} {'no-op calls':>12} {'whole requests':>20} {'release apart':>20} {'a batch':>8}")
     for row in measured["throughput"]:

@@ -1,4 +1,4 @@
-"""How many functions a request calls: what a machine's load cannot change, and so what a test can hold."""
+"""Count the functions that a request calls: load on the machine does not change it, so a test can hold it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from raydix.cache_core.pool import page_allocator
 from raydix.schemas import CacheConfig, PoolConfig
 
 PACKAGES = Path(raydix.cache_core.__file__).parents[1]
-OURS = tuple(f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas"))  # nothing else that lies beside
+OURS = tuple(
+    f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas")
+)  # only these packages of the repository
 CORE, ALLOCATOR = OURS[1], str(page_allocator.__file__)
 PROMPT_LEN = 256
 
 
 def of_core(workload: Workload, page_size: int) -> dict[str, float]:
-    """Calls in the cache, not in the allocator behind it, by the verb that was called: for each request, the mean."""
+    """Return the mean number of calls per request by verb, in the cache but not in the allocator behind it."""
     run = CoreRun(workload, page_size, "numpy")
     counts: Counter[str] = Counter()
     verb = ""
@@ -45,9 +47,9 @@ def of_core(workload: Workload, page_size: int) -> dict[str, float]:
 
 
 async def of_service(num_cycles: int) -> dict[str, float]:
-    """Calls of this project's functions, coroutines that go on included, by verb: for each, the mean.
+    """Return the mean number of calls of this project's functions by verb, resumed coroutines included.
 
-    In process, one after the other, with prompts that share their first half.
+    Requests run in process, one after the other, with prompts that share their first half.
     """
     config = CacheConfig(page_size=16, pool=PoolConfig(num_slots=2**17, num_layers=0, device="cpu"))
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The core's figures: microseconds a request, against the least that any cache would have to do."""
+"""The core's figures: microseconds a request, against the floor for any cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from benchmarks.figures import Figure
 MAX_PER_FLOOR = {"chat": 3.0, "documents": 2.5, "short": 3.0, "traced": 3.5, "pressed": 4.0, "chains": 4.0}
 GATES = {"chat": 4.5, "documents": 3.5, "short": 4.5, "traced": 5.0, "pressed": 6.0, "chains": 7.0}
 MAX_PACKINGS = {"traced": 2.0}
-MAX_TAIL = 5.0  # p99 of a match, in its medians
-WINDOW, MAX_WINDOWED, MAX_SHORT = 1_024, 5.0, 9.0  # tokens; times of a request without it, with all its room and half
+MAX_TAIL = 5.0  # p99 of a match, as a ratio to its median
+WINDOW, MAX_WINDOWED, MAX_SHORT = (
+    1_024,
+    5.0,
+    9.0,
+)  # tokens; cost as a ratio to a request without it, with all its slots and with half
 
 
 def figures(quick: bool) -> list[Figure]:
-    """Every workload that can be made here."""
+    """Return the figures of every workload that can be made here."""
     scale, num_rounds = (0.1, 2) if quick else (0.5, 5)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -32,7 +36,7 @@ def figures(quick: bool) -> list[Figure]:
 
 
 def _windowed(scale: float, num_rounds: int) -> Iterator[Figure]:
-    """What the KV of sliding windows costs beside the full one: where there is room for all of it, and for half."""
+    """Return the extra cost of window KV over full KV, with slots for all of it, and for half."""
     plain, roomy, tight = (16, "numpy"), (16, "numpy", WINDOW), (16, "numpy", WINDOW, 2)
     rounds = run_in_turns(WORKLOADS["chat"](scale), (plain, roomy, tight), num_rounds)
     for kind, room, goal in ((roomy, "", MAX_WINDOWED), (tight, ", half its room", MAX_SHORT)):
@@ -61,5 +65,5 @@ def _of_workload(rows: list[Row]) -> Iterator[Figure]:
     worst = max((row for row in rows if row.form == "numpy"), key=lambda row: row.match_p99 / row.match_p50)
     tail = worst.match_p99 / worst.match_p50
     yield Figure("core", f"{name}, p99 of a match", worst.match_p99, "us", tail, "its median", at_most=MAX_TAIL)
-    tail = worst.floor_p99 / worst.floor_p50  # hits differ in length, so that even a compare and a copy have one
+    tail = worst.floor_p99 / worst.floor_p50  # hits differ in length, so even a compare and a copy have a tail
     yield Figure("core", f"{name}, p99 of the floor's compare and copy", worst.floor_p99, "us", tail, "its median")

@@ -1,4 +1,4 @@
-"""One workload through a `RadixCache` of one kind, and through the least that any cache would have to do."""
+"""One workload through a `RadixCache` of one kind, and through the floor for any cache."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Times = NDArray[np.int64]  # [requests, phases] in ns
 
 
 class CoreRun:
-    """A cache, with a sliding window or without, its pool, and what its callers hold: numpy arrays or lists of ints.
+    """A cache, with a sliding window or without, its pool, and its callers' tokens: numpy arrays or lists of ints.
 
-    There are `window_share` slots for each that has room for window KV, too.
+    For each slot, there are `window_share` slots for window KV.
 
-    Only calls of the cache are timed, keys included. A caller locks what it found, evicts what the pool lacks, inserts
-    from the node that its match ended at, and frees what is not the tree's.
+    Only calls of the cache are timed, keys included. A caller locks its hit, evicts if the pool is short of slots,
+    inserts from the node at the end of its match, and frees duplicate slots.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CoreRun:
         self._has_window = window is not None
 
     def run(self, most: int | None = None) -> Times:
-        """Every request, once, or so many of them."""
+        """Run every request once, or the first ones."""
         times = []
         for prompt, sequence in islice(zip(self._workload.prompts, self._workload.sequences, strict=True), most):
             times.append(self._request(self._given(prompt), self._given(sequence)))
@@ -87,17 +87,22 @@ class CoreRun:
         return [t1 - t0, t2 - t1, t4 - t3, t6 - t5, t8 - t7]
 
     def check(self) -> None:
-        """Raise AssertionError if a slot was lost or, where all fits, a hit is not the longest possible."""
+        """Raise AssertionError if a slot is lost or, in a cache without eviction, a hit is not the longest possible."""
         self.cache.check_invariants()
-        assert self.cache.total_size() + self.pool.available_size() == self.pool.num_slots, "slots were lost"
+        assert self.cache.total_size() + self.pool.available_size() == self.pool.num_slots, (
+            "free and cached slots must be all slots"
+        )
         longest = self._workload.hits(self._page_size)
-        if self._workload.num_slots is None and not self._has_window:  # else some of it was evicted
-            assert self.hits == longest, "a hit is not the longest"
-        assert all(hit <= limit for hit, limit in zip(self.hits, longest, strict=True)), "a hit is too long"
+        if self._workload.num_slots is None and not self._has_window:  # otherwise some of it was evicted
+            assert self.hits == longest, "a hit must be the longest possible"
+        assert all(hit <= limit for hit, limit in zip(self.hits, longest, strict=True)), (
+            "a hit must not exceed the shared prefix"
+        )
 
 
 def run_floor(workload: Workload) -> Times:
-    """What no cache can do without: compare the tokens of a hit and copy its slots; keep the new tokens and slots."""
+    """Do the work that no cache can avoid: compare the tokens of a hit and copy its slots; keep the new tokens and
+    slots."""
     kept, times = [], []
     slots = np.arange(max(map(len, workload.sequences)))
     for sequence, hit in zip(workload.sequences, workload.hits(1), strict=True):
@@ -114,7 +119,7 @@ def run_floor(workload: Workload) -> Times:
 
 
 def run_packing(workload: Workload) -> Times:
-    """What it costs to pack lists of ids by `struct.pack`: the prompts and the sequences."""
+    """Pack lists of ids by `struct.pack`: the prompts and the sequences."""
     times = []
     for prompt, sequence in zip(workload.prompts, workload.sequences, strict=True):
         lists = prompt.tolist(), sequence.tolist()
@@ -126,41 +131,42 @@ def run_packing(workload: Workload) -> Times:
 
 
 class Rounds:
-    """What one kind took in each round. Figures are medians over the rounds, each taken within a round first: what else
-    the machine did in one of them counts little, and what the cache itself does now and then counts in full.
-    """
+    """The times of one kind in each round. A figure is computed within each round, then the median over rounds is
+    taken: disturbances of one round count little, and the cache's own occasional work counts in full."""
 
     def __init__(self) -> None:
         self.hits: list[int] = []  # of each request
         self._times: list[Times] = []
 
     def add(self, times: Times, hits: list[int]) -> None:
-        """One more round."""
         self._times.append(times)
         self.hits = hits
 
     def means(self, *phases: int) -> NDArray[np.float64]:
-        """Microseconds a request in each round, all phases or these of it."""
+        """Return microseconds a request in each round, over all phases or these."""
         return np.array([times[:, phases or slice(None)].sum(1).mean() / 1e3 for times in self._times])
 
     def mean(self, *phases: int) -> float:
-        """The median of `means`."""
+        """Return the median of `means`."""
         return float(np.median(self.means(*phases)))
 
     def percentile(self, percent: float, phase: int) -> float:
-        """Microseconds of the requests of a round, in one phase."""
+        """Return a percentile of the requests of a round in one phase, in microseconds."""
         return float(np.median([np.percentile(times[:, phase], percent) for times in self._times])) / 1e3
 
 
 def run_in_turns(workload: Workload, kinds: Iterable[tuple[Any, ...]], num_rounds: int) -> dict[Any, Rounds]:
-    """Each kind, the arguments of a `CoreRun`, the floor and the packing, in turns. The garbage collector stays on."""
+    """Run each kind (the arguments of a `CoreRun`), the floor and the packing in turns, with the garbage collector
+    on."""
     rounds: dict[Any, Rounds] = defaultdict(Rounds)
     for _ in range(num_rounds):
         rounds["floor"].add(run_floor(workload), [])
         rounds["packing"].add(run_packing(workload), [])
         for kind in kinds:
             gc.collect()
-            CoreRun(workload, *kind).run(WARM_UP)  # of a cache of its own: what serves has all it runs on at hand
+            CoreRun(workload, *kind).run(
+                WARM_UP
+            )  # of a cache of its own, so that the code is in the processor's caches
             run = CoreRun(workload, *kind)
             rounds[kind].add(run.run(), run.hits)
             run.check()
@@ -169,14 +175,14 @@ def run_in_turns(workload: Workload, kinds: Iterable[tuple[Any, ...]], num_round
 
 
 def measure_memory(workload: Workload, page_size: int) -> tuple[int, int, int]:
-    """Bytes that a cache holds after a workload, its tokens and its nodes."""
+    """Return the bytes that a cache holds after a workload, and the numbers of its tokens and nodes."""
     pool = TokenToKVPoolAllocator(workload.capacity(page_size), page_size)
     cache = RadixCache(page_size)
     slots = pool.alloc(max(map(len, workload.sequences)))
     tracemalloc.start()
     for sequence in workload.sequences:
         cache.insert(RadixKey(sequence), slots[: len(sequence)])
-    cache.match_prefix(RadixKey(workload.prompts[0][:1]))  # lets go of the longest key
+    cache.match_prefix(RadixKey(workload.prompts[0][:1]))  # frees the buffer of the longest key
     gc.collect()
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -184,7 +190,7 @@ def measure_memory(workload: Workload, page_size: int) -> tuple[int, int, int]:
 
 
 def measure_in_tree(num_nodes: int, num_requests: int = 2_000) -> float:
-    """Microseconds for a request of 64 tokens, half of them found, in a tree of so many nodes: the median."""
+    """Return the median in microseconds of a request of 64 tokens, half of them found, in a tree of this many nodes."""
     rng = np.random.default_rng(num_nodes)
     cache = RadixCache()
     slots = torch.arange(64)

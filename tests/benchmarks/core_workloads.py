@@ -1,4 +1,4 @@
-"""Six workloads for the core of a prefix cache, made from seeds, each with what an endless cache would find."""
+"""Six workloads for the core of a prefix cache, made from seeds, each with the hits of an unlimited cache."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 
 VOCABULARY = 128_000
-BLOCK = 512  # tokens that a hash id of a trace stands for
+BLOCK = 512  # tokens of a hash id of a trace
 TRACE_REQUESTS, TRACE_SLOTS = 1_000, 3_000_000
 
 
 @dataclass
 class Workload:
-    """Requests in the order in which they come: prompts, and what was generated after each."""
+    """Requests in order of arrival: prompts, and the output generated after each."""
 
     name: str
     prompts: list[Tokens]
     sequences: list[Tokens]  # prompt and output
-    num_slots: int | None = None  # of the pool; None: all fits
+    num_slots: int | None = None  # of the pool; None: large enough for all
 
     def hits(self, page_size: int) -> list[int]:
-        """What each prompt shares with some earlier sequence, in whole pages: what a cache without limits finds."""
+        """The prefix that each prompt shares with some earlier sequence, in whole pages: the hits of an unlimited
+        cache."""
         return [length // page_size * page_size for length in self._shared]
 
     def capacity(self, page_size: int) -> int:
-        """Slots of the pool, in whole pages."""
+        """Return the slots of the pool, in whole pages."""
         new = sum(map(len, self.sequences)) - sum(self.hits(page_size))
         wanted = self.num_slots or new + 2 * page_size * len(self.prompts)
         return -(-wanted // page_size) * page_size
 
     def __post_init__(self) -> None:
-        earlier: list[bytes] = []  # sorted, so that the nearest relatives are neighbours
+        earlier: list[bytes] = []  # sorted, so that sequences with long shared prefixes are neighbours
         self._shared: list[int] = []
         for prompt, sequence in zip(self.prompts, self.sequences, strict=True):
             key = prompt.astype(">u4").tobytes()
@@ -51,7 +52,7 @@ class Workload:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Ids of four bytes that two keys have in common at their beginnings."""
+    """Return the number of leading 4-byte ids that two keys share."""
     size = min(len(one), len(other))
     differ = np.frombuffer(one, ">u4", size // 4) != np.frombuffer(other, ">u4", size // 4)
     return int(differ.argmax()) if differ.any() else size // 4
@@ -66,7 +67,7 @@ def _made(name: str, pairs: list[tuple[Tokens, Tokens]], num_slots: int | None =
 
 
 def chat(scale: float) -> Workload:
-    """Conversations of eight turns, several under each system prompt, taking turns."""
+    """Return conversations of eight turns, several under each system prompt, in turns."""
     rng = np.random.default_rng(11)
     systems = [_ids(rng, 1_000) for _ in range(8)]
     histories = [systems[number % len(systems)] for number in range(max(2, int(48 * scale)))]
@@ -81,7 +82,7 @@ def chat(scale: float) -> Workload:
 
 
 def documents(scale: float) -> Workload:
-    """Questions about long documents."""
+    """Return questions about long documents."""
     rng = np.random.default_rng(12)
     texts = [_ids(rng, 32_000) for _ in range(max(2, int(24 * scale)))]
     order = rng.permutation(len(texts) * 12) % len(texts)
@@ -89,12 +90,12 @@ def documents(scale: float) -> Workload:
 
 
 def short(scale: float) -> Workload:
-    """Short prompts, the first half of each from one of a few templates."""
+    """Return short prompts; the first half of each is one of a few templates."""
     return _made("short", _templated(scale, 13, cut=False))
 
 
 def pressed(scale: float) -> Workload:
-    """The same with room for a tenth of it."""
+    """Return the same workload with slots for a tenth of it."""
     workload = _made("pressed", _templated(scale, 13, cut=False))
     new = sum(map(len, workload.sequences)) - sum(workload.hits(1))
     workload.num_slots = new // 10
@@ -102,7 +103,8 @@ def pressed(scale: float) -> Workload:
 
 
 def chains(scale: float) -> Workload:
-    """Short prompts that leave their templates anywhere, so that paths become chains of many short nodes."""
+    """Return short prompts that diverge from their templates anywhere, so that paths become chains of many short
+    nodes."""
     return _made("chains", _templated(scale, 14, cut=True))
 
 
@@ -118,7 +120,7 @@ def _templated(scale: float, seed: int, cut: bool) -> list[tuple[Tokens, Tokens]
 
 
 def traced(scale: float) -> Workload:
-    """The first requests of the trace that RAYDIX_TRACE names (Mooncake format); equal ids are equal blocks."""
+    """Return the first requests of the trace named by RAYDIX_TRACE (Mooncake format); equal ids are equal blocks."""
     blocks: dict[int, Tokens] = {}
 
     def block(number: int) -> Tokens:
@@ -147,5 +149,5 @@ WORKLOADS: dict[str, Callable[[float], Workload]] = {
 
 
 def known_workloads() -> list[str]:
-    """The names of those that can be made here: the traced one needs its trace."""
+    """Return the names of the workloads that can be made here: `traced` needs its trace."""
     return [name for name in WORKLOADS if name != "traced" or os.environ.get("RAYDIX_TRACE")]

@@ -1,4 +1,4 @@
-"""Eviction's figures: what a victim costs in a large tree, against a small one."""
+"""Eviction's figures: the cost of a victim in a large tree, against a small one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.figures import Figure
 
 
 def figures(quick: bool) -> list[Figure]:
-    """Every kind of victim."""
+    """Return the figures of every kind of victim."""
     smallest, largest = 1_000, 10_000 if quick else 100_000
     found = []
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""What a benchmark says: figures, each with what it is a ratio to and what was promised, and the table of them."""
+"""A benchmark's figures, each with its reference and its goal, and their table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ HEADING = f"{'group':<11}{'what':<62}{'measured':>16}{'ratio':>8}  {'to':<17}{'g
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement. Goal and gate are limits of the ratio, where there is one, else of the value.
+    """One measurement. Goal and gate are limits of the ratio if there is one, otherwise of the value.
 
-    What is missed by less than the gate allows is told; beyond it, `make bench` fails.
+    A missed goal is reported; a missed gate fails `make bench`.
     """
 
     group: str
@@ -22,7 +22,7 @@ class Figure:
     value: float
     unit: str
     ratio: float | None = None
-    to: str = ""  # what the ratio is to, measured in the same run
+    to: str = ""  # the reference of the ratio, measured in the same run
     at_most: float | None = None  # the goal
     at_least: float | None = None  # the goal
     gate: float | None = None  # on the same side as the goal, and no tighter
@@ -34,18 +34,18 @@ class Figure:
 
     @property
     def judged(self) -> float:
-        """What the limits are of."""
+        """Return the value that the limits apply to."""
         return self.value if self.ratio is None else self.ratio
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; None: there is none."""
+        """Return whether the goal is met, or None without a goal."""
         goal = self.at_least if self.at_most is None else self.at_most
         return None if goal is None else self._reaches(self.judged, goal)
 
     @property
     def failed(self) -> bool:
-        """Whether the gate says that something is broken."""
+        """Return whether the gate is missed."""
         return self.gate is not None and not self._reaches(self.judged, self.gate)
 
     def _reaches(self, value: float, limit: float) -> bool:
@@ -53,19 +53,19 @@ class Figure:
 
     @property
     def measured(self) -> str:
-        """The value with its unit."""
+        """Return the value with its unit."""
         digits = 0 if abs(self.value) >= 1_000 else 1 if abs(self.value) >= 10 else 2
         return f"{self.value:,.{digits}f} {self.unit}"
 
     @property
     def goal(self) -> str:
-        """The goal in words."""
+        """Return the goal as text."""
         if self.at_most is not None:
             return f"<= {self.at_most:g}"
         return "" if self.at_least is None else f">= {self.at_least:g}"
 
     def line(self) -> str:
-        """Its line of the table."""
+        """Return its line of the table."""
         ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
         met = {None: "", True: "yes", False: "NO"}[self.met]
         gate = "" if self.gate is None else f"{self.gate:g}"
@@ -76,7 +76,7 @@ class Figure:
 
 
 def times_in_turns(works: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in each round, all taking turns, after a round that does not count."""
+    """Return the seconds of each in each round, all in turns, after an uncounted round."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(num_rounds + 1):
         for name, work in works.items():
@@ -87,5 +87,5 @@ def times_in_turns(works: Mapping[str, Callable[[], object]], num_rounds: int) -
 
 
 def median_ratio(times: Mapping[str, list[float]], name: str, floor: str) -> float:
-    """How many times faster than the floor: the median of the rounds, so that what disturbs one counts little."""
+    """Return the speed relative to the floor: the median over the rounds, so that one disturbed round counts little."""
     return median(least / took for took, least in zip(times[name], times[floor], strict=True))

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def ray_started() -> Iterator[None]:
-    """A cluster of this machine; one that runs already is used, and left running."""
-    import ray  # only here: most benchmarks need none
+    """Run the block on a cluster of this machine. If one is running, use it, and leave it running."""
+    import ray  # imported only here, as most benchmarks do not need it
 
     mine = not ray.is_initialized()
     if mine:

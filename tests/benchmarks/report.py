@@ -1,4 +1,4 @@
-"""Figures as JSON, and as a picture."""
+"""Figures as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MET, MISSED = "#3a7d44", "#b3423a"
 
 
 def as_json(figures: Sequence[Figure]) -> str:
-    """One object a figure."""
+    """Return one object per figure."""
     return json.dumps([asdict(figure) | {"met": figure.met} for figure in figures], indent=1) + "\n"
 
 
 def draw(figures: Sequence[Figure], file: Path) -> None:
-    """A bar for each figure that has a goal: how far on the good side of it, as a factor. The goal is the line at 1."""
+    """Draw a bar for each figure with a goal: the factor by which it is better. The goal is the line at 1."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -37,7 +37,7 @@ def draw(figures: Sequence[Figure], file: Path) -> None:
 
 
 def margin(figure: Figure) -> float:
-    """How many times better than its goal: 1 is on it."""
+    """Return the factor by which a figure is better than its goal; 1 meets it."""
     least = 1e-3
     if figure.at_most is not None:
         return figure.at_most / max(figure.judged, figure.at_most * least)

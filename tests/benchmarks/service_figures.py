@@ -1,4 +1,4 @@
-"""The service's figures: whole requests against calls that do nothing, and how long things take."""
+"""The service's figures: whole requests against calls that do nothing, and latencies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from benchmarks import bench_service
 from benchmarks.figures import Figure
 from benchmarks.local_ray import ray_started
 
-MIN_PER_NOOP = {64: 4.0, 256: 5.0}  # whole requests in the time of a no-op call, by coroutines
+MIN_PER_NOOP = {64: 4.0, 256: 5.0}  # ratio of whole requests to no-op calls, by coroutines
 GATES = {64: 4.0}
-LONGER: dict[str, Any] = {  # than its own quick run
+LONGER: dict[str, Any] = {  # than the quick run
     "concurrencies": (1, 64, 256),
     "processes": (1, 4),
     "rounds": 5,
@@ -28,14 +28,14 @@ SHORTER: dict[str, Any] = {
 
 
 def figures(quick: bool) -> list[Figure]:
-    """What `bench_service` measures, in less time than that takes by itself."""
+    """Return the figures of `bench_service`, in a shorter run."""
     scale = replace(bench_service.QUICK, **(SHORTER if quick else LONGER))
     with ray_started():
         return from_measured(bench_service.figures(scale))
 
 
 def from_measured(measured: dict[str, Any]) -> list[Figure]:
-    """The same with its goals."""
+    """Return the same figures with their goals."""
     found = []
     for row in measured["throughput"]:
         count, rate, ratio = row["coroutines"], row["cycles"], row["cycles_per_noop"]

@@ -1,4 +1,4 @@
-"""How long an acquire takes: alone, among others, and while the pool is under pressure."""
+"""The latency of an acquire: alone, among others, and while the pool is under pressure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raydix.actors import PrefixCacheClient
 
 
 async def _timed(work: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
-    """Milliseconds, and what came of it."""
+    """Return milliseconds, and the call's result."""
     started = time.perf_counter()
     result = await work()
     return 1e3 * (time.perf_counter() - started), result
@@ -27,7 +27,7 @@ def _percentiles(times: list[float]) -> dict[str, float]:
 
 
 async def among(actor: Any, num_others: int, num_samples: int) -> dict[str, Any]:
-    """One acquire and one no-op call at a time, in turns, while others send whole requests."""
+    """Time one acquire and one no-op call in turns, while others send whole requests."""
     acquires: list[float] = []
     noops: list[float] = []
     async with PrefixCacheClient(actor) as client, PrefixCacheClient(actor) as other:
@@ -55,9 +55,10 @@ async def _for_ever(benchmark: ServiceBenchmark) -> None:
 async def under_pressure(
     calm: Any, pressed: Any, num_rounds: int, num_coroutines: int, num_cycles: int
 ) -> dict[str, Any]:
-    """The p99 of acquire in a cache that evicts in the background all the time, and in one that never has to.
+    """Return the p99 of acquire in a cache that always evicts in the background, and in one that never does.
 
-    In turns, the medians of the rounds; `calm` is reset after each, and large enough for one.
+    Both run in turns; the figures are medians of the rounds. `calm` is reset after each round, and large enough for
+    one.
     """
     p99: dict[str, list[float]] = {"calm": [], "pressed": []}
     async with PrefixCacheClient(calm) as calm_client, PrefixCacheClient(pressed) as pressed_client:
@@ -69,7 +70,7 @@ async def under_pressure(
                 if number:  # the first one warms up, and fills the pool
                     p99[name].append(float(np.percentile(times, 99)))
             before = await calm_client.stats()
-            assert before.tokens_evicted == 0, "the calm cache is too small to be calm"
+            assert before.tokens_evicted == 0, "the calm cache must be large enough for a round"
             await calm_client.reset()
         stats = await pressed_client.stats()
     calm_p99, pressed_p99 = median(p99["calm"]), median(p99["pressed"])

@@ -1,4 +1,4 @@
-"""How many whole requests a cache actor serves a second: of one client by its coroutines, and of several processes."""
+"""The rate of whole requests of a cache actor: of one client by its coroutines, and of several processes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _HEAD_START_S = 0.2  # for all processes to make their prompts
 
 
 class Rates(NamedTuple):
-    """What was done a second, in one round or in the median of several."""
+    """Operations a second, in one round or in the median of several."""
 
     cycles: float  # acquire, and an insert that releases: two messages
     apart: float  # acquire, insert and release: three messages
     noops: float  # calls that do nothing
     cycles_per_noop: float
     apart_per_noop: float
-    batch: float  # requests that travelled together, in the mean
+    batch: float  # mean number of requests sent together
 
 
 class ServiceBenchmark:
-    """One client in this process, and the actor it talks to."""
+    """One client in this process, and its cache actor."""
 
     def __init__(self, actor: Any, client: PrefixCacheClient, seed: int = 0) -> None:
         self._actor = actor
@@ -37,22 +37,22 @@ class ServiceBenchmark:
         self._rng = np.random.default_rng(seed)
 
     async def cycle(self, prompt: Any) -> None:
-        """One request: acquire, insert what was computed, and release in the same message."""
+        """Do one request: acquire, insert the computed tokens, and release in the same message."""
         lease = await self._client.acquire(prompt)
         await lease.insert(prompt, release=True)
 
     async def cycle_apart(self, prompt: Any) -> None:
-        """The same with a release of its own."""
+        """Do the same with a separate release."""
         lease = await self._client.acquire(prompt)
         await lease.insert(prompt)
         await lease.release()
 
     async def noop(self, _: Any = None) -> None:
-        """The floor."""
+        """Make the call that does nothing."""
         await self._actor.noop.remote()
 
     async def round(self, num_coroutines: int, num_cycles: int, num_noops: int) -> Rates:
-        """One measurement of each, `num_coroutines` at a time, of fresh prompts."""
+        """Measure each once, `num_coroutines` at a time, with new prompts."""
         before = await self._client.stats()
         cycles = await rate_of(self.cycle, self.prompts(num_cycles), num_coroutines)
         after = await self._client.stats()
@@ -62,17 +62,17 @@ class ServiceBenchmark:
         return Rates(cycles, apart, noops, cycles / noops, apart / noops, batch)
 
     async def rounds(self, num_rounds: int, num_coroutines: int, num_cycles: int, num_noops: int) -> list[Rates]:
-        """Several rounds, the three in turns, after one that does not count."""
+        """Run several rounds, the three in turns, after an uncounted one."""
         await self.round(num_coroutines, num_cycles, num_noops)
         return [await self.round(num_coroutines, num_cycles, num_noops) for _ in range(num_rounds)]
 
     def prompts(self, count: int) -> list[Any]:
-        """Prompts that nobody has asked for before."""
+        """Return new prompts."""
         return list(self._rng.integers(0, 128_000, (count, PROMPT_LEN), np.int32))
 
 
 async def rate_of(work: Callable[[Any], Awaitable[None]], items: Any, num_coroutines: int) -> float:
-    """Items worked off a second by so many coroutines."""
+    """Return the items processed a second by this many coroutines."""
     left = iter(items)
 
     async def worker() -> None:
@@ -85,14 +85,14 @@ async def rate_of(work: Callable[[Any], Awaitable[None]], items: Any, num_corout
 
 
 def median_of(rounds: list[Rates]) -> Rates:
-    """The median of each column."""
+    """Return the median of each column."""
     return Rates(*map(median, zip(*rounds, strict=True)))
 
 
 async def by_concurrency(
     actor: Any, concurrencies: list[int], num_rounds: int, num_cycles: int
 ) -> list[dict[str, Any]]:
-    """The rates of one client, by how many coroutines share it."""
+    """Return the rates of one client, by the number of coroutines that share it."""
     rows: list[dict[str, Any]] = []
     async with PrefixCacheClient(actor) as client:
         benchmark = ServiceBenchmark(actor, client)
@@ -107,10 +107,10 @@ async def by_concurrency(
 
 
 def _client_class() -> Any:
-    """A class of this function's own travels by value: Ray's processes cannot import this file."""
+    """Return a local class: it is pickled by value, as Ray's processes cannot import this file."""
 
     class Client:
-        """A process with one client, which sends as much as it can."""
+        """A process with one client, which sends as fast as it can."""
 
         async def open(self, actor: Any, seed: int) -> None:
             from raydix.actors import PrefixCacheClient
@@ -120,7 +120,7 @@ def _client_class() -> Any:
             await self._client.open()
 
         async def work(self, num_coroutines: int, num_cycles: int, starts_at: float) -> float:
-            """Send so many whole requests from a moment on that all processes share; returns when it was done."""
+            """Send this many whole requests from a time that all processes share; return the time of completion."""
             prompts = iter(self._rng.integers(0, 128_000, (num_cycles, PROMPT_LEN), np.int32))
 
             async def worker() -> None:
@@ -141,7 +141,7 @@ def _client_class() -> Any:
 def by_processes(
     actor: Any, counts: Sequence[int], num_rounds: int, num_cycles: int, num_coroutines: int = 64
 ) -> list[dict[str, Any]]:
-    """What clients in so many processes reach together, in turns, and as a share of what one reaches.
+    """Return the total rate of clients in this many processes, in turns, and its ratio to the rate of one.
 
     Each sends `num_cycles` requests a round. One process is the first of `counts`.
     """

@@ -1,7 +1,7 @@
-"""How long a cache's event loop is held at once while a tree is evicted, or a namespace retired.
+"""Measure how long eviction of a tree, or retirement of a namespace, blocks the cache's event loop.
 
-In process, where each turn of the loop can be seen. Time is that of the thread on its processor, so that what else the
-machine does counts little; the wall's is told besides.
+The cache runs in process, so that each turn of the loop can be timed. Times are CPU times of the thread, so that other
+load counts little; wall times are reported besides.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ ADAPTER = "adapter"
 
 
 async def of_eviction(num_nodes: int) -> dict[str, Any]:
-    """So many nodes of one token each go, by background eviction."""
+    """Evict this many nodes of one token each in the background."""
     pool = PoolConfig(num_slots=num_nodes, device="cpu")
     eviction = EvictionConfig(high_watermark=0.99, low_watermark=0.0)
     async with LocalPrefixCache(CacheConfig(pool=pool, eviction=eviction)) as cache:
         core = cache._host.service.core
         for number in range(num_nodes):
             _publish(cache, core, number, RadixKey([number]))
-        assert core.total_size() == num_nodes, "everything is in the tree"
+        assert core.total_size() == num_nodes, "all tokens must be in the tree"
         held = await _turns_until(lambda: core.total_size() == 0)
         assert core.free_slots == num_nodes
         return {"nodes": num_nodes, "longest_slice_ms": (await cache.stats()).eviction_task.longest_slice_ms} | held
 
 
 async def of_retirement(num_tokens: int) -> dict[str, Any]:
-    """A namespace of so many tokens is retired, as a client asks for it."""
+    """Retire a namespace of this many tokens, as a client requests it."""
     pool = PoolConfig(num_slots=num_tokens, device="cpu")
     config = CacheConfig(page_size=16, pool=pool, eviction=EvictionConfig(high_watermark=1.0))
     async with LocalPrefixCache(config) as cache:
@@ -53,7 +53,7 @@ async def of_retirement(num_tokens: int) -> dict[str, Any]:
 
 
 async def _namespace_of(cache: LocalPrefixCache) -> RadixKey:
-    """The key under which the core knows the adapter's namespace."""
+    """Return the core's key for the adapter's namespace."""
     async with await cache.acquire([1], extra_key=ADAPTER) as lease:
         return cache._host.service.core.leases.get(lease.lease_id, cache.session.session_id).key
 
@@ -66,7 +66,7 @@ def _publish(cache: LocalPrefixCache, core: LeasedCache, number: int, key: Radix
 
 
 async def _turns_until(done: Callable[[], bool]) -> dict[str, float]:
-    """How long the loop is held by all others between two turns of this coroutine."""
+    """Measure how long other callbacks hold the loop between two turns of this coroutine."""
     gc.collect()
     held: list[tuple[float, float]] = []
     before = time.thread_time(), time.perf_counter()

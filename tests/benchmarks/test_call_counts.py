@@ -1,4 +1,5 @@
-"""A request makes no more calls than it did: the ceilings are a tenth above what it makes now, at most a few calls."""
+"""A request makes no more calls than before: the ceilings are a tenth above the present numbers, a few calls at
+most."""
 
 from __future__ import annotations
 

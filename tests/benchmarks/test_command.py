@@ -1,4 +1,4 @@
-"""The benchmark command: tiny runs of its groups, its table, files and gates. Nothing here is judged by the clock."""
+"""The benchmark command: tiny runs of its groups, its table, files and gates. No test here depends on time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_only_a_gate_that_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> No
         run(monkeypatch, [*FIGURES, BROKEN], "scale")
 
 
-def test_what_misses_its_gate_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_misses_its_gate_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [[BROKEN], [BROKEN], FIGURES, [BROKEN]]
     monkeypatch.setattr(command, "MAX_TRIES", 3)
     monkeypatch.setattr(bench_scale, "figures", lambda quick: outcomes.pop(0))
@@ -102,7 +102,7 @@ def test_the_data_plane_is_measured_in_every_layout() -> None:
     assert all(each.value > 0 and each.ratio for each in found)
 
 
-def test_a_plane_that_gathers_what_was_not_written_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plane_that_gathers_other_kv_than_was_written_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     plane = Plane(KVPool(LAYOUT), num_tokens=64)
     monkeypatch.setattr(plane.pool, "gather", lambda layer, slots: (plane.k, plane.v))
 
@@ -120,7 +120,7 @@ def test_requests_are_measured_in_a_tree(page_size: int) -> None:
     assert min(bench_scale.SizedTree(100, page_size).serve(10)) > 0
 
 
-def test_a_cached_token_takes_few_bytes_beside_the_pool() -> None:
+def test_a_cached_token_takes_few_bytes_besides_the_pool() -> None:
     held = bench_scale.of_conversations(50_000, PAGE)
 
     assert held.num_tokens >= 50_000

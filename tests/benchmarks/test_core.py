@@ -1,4 +1,4 @@
-"""The core's benchmark runs whole, and what a token takes in memory. `make bench` judges the times."""
+"""The core's benchmark runs whole, and the memory of a token is bounded. `make bench` judges the times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_workload_is_measured_in_every_form(name: str) -> None:
 
     assert [(row.page_size, row.form) for row in rows] == list(KINDS)
     assert all(row.hit_tokens > 0 and row.total > 0 for row in rows)
-    assert rows[0].hit_tokens == rows[1].hit_tokens, "what hits does not depend on the form"
+    assert rows[0].hit_tokens == rows[1].hit_tokens, "hits must not depend on the form"
 
 
 def test_windows_are_measured_with_less_room_than_they_want() -> None:
@@ -28,7 +28,7 @@ def test_windows_are_measured_with_less_room_than_they_want() -> None:
     run.run()
 
     run.check()
-    assert run.cache.swa_evictable_size() < run.cache.evictable_size(), "none was evicted"
+    assert run.cache.swa_evictable_size() < run.cache.evictable_size(), "windows must be evicted"
     assert sum(run.hits) > 0
 
 
@@ -40,7 +40,7 @@ def test_a_token_takes_a_few_bytes(page_size: int, most: int) -> None:
     assert held <= most * num_tokens
 
 
-def test_what_a_cache_does_now_and_then_shows_whichever_requests_it_hits() -> None:
+def test_occasional_work_of_a_cache_counts_whichever_requests_it_hits() -> None:
     rounds = Rounds()
     for at in range(3):
         times = np.full((100, len(PHASES)), 1_000)
@@ -51,7 +51,7 @@ def test_what_a_cache_does_now_and_then_shows_whichever_requests_it_hits() -> No
     assert rounds.mean(MATCH) == pytest.approx(0.98 * 1 + 0.02 * 1_000)
 
 
-def test_what_happened_in_one_round_alone_does_not_count() -> None:
+def test_a_disturbance_of_one_round_does_not_count() -> None:
     rounds = Rounds()
     for ns in (1_000, 1_000_000, 1_000):
         rounds.add(np.full((100, len(PHASES)), ns), [])

@@ -1,7 +1,7 @@
-"""How soon the slots of a killed client are free again: printed, and judged only loosely, for the machine may be busy.
+"""How soon the slots of a killed client are free again: printed, and limited only loosely, as the machine may be busy.
 
-The medians promised: below 1 s for a watched actor, below 3 s for a restartable one, and the time to live with one look
-at the clock for any other process.
+The promised medians: below 1 s for a watched actor, below 3 s for a restartable one, and the time to live plus one tick
+for any other process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A report of a cache of a million nodes is made as soon as one of an empty cache."""
+"""A report of a cache of a million nodes takes no longer than one of an empty cache."""
 
 from __future__ import annotations
 

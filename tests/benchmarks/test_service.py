@@ -1,4 +1,4 @@
-"""Whole requests are served faster than Ray makes calls that do nothing, because they travel together."""
+"""Whole requests are served faster than Ray makes calls that do nothing, as they are sent in batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raydix.actors import LocalPrefixCache, PrefixCacheClient
 NUM_ROUNDS, NUM_CYCLES, NUM_NOOPS = 9, 768, 512
 GOAL = 4.0
 GATED = "RAYDIX_BENCH_GATE" in os.environ  # set by `make bench`: elsewhere the figures are printed, not judged
-MAX_TRIES = 3 if GATED else 1  # on a machine that does other things besides
+MAX_TRIES = 3 if GATED else 1  # the machine may be busy with other work
 COUNTED = tuple(os.path.dirname(str(package.__file__)) for package in (actors, schemas))
 MAX_CALLS = 80  # of functions of the client and the service, for a whole request; a few more than it is now
 
@@ -91,7 +91,7 @@ def test_a_whole_request_makes_no_more_calls_than_it_did() -> None:
 
 
 async def count_calls(num_coroutines: int, num_cycles: int) -> float:
-    """Calls of functions of the client and the service for a whole request; not those of the core."""
+    """Count the calls of client and service functions for a whole request, without those of the core."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
