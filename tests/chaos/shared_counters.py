@@ -1,4 +1,4 @@
-"""`Board` and `Mailbox`: what the processes of a swarm share. Both outlive whoever writes to them."""
+"""`Board` and `Mailbox`: the shared data of a swarm's processes. It outlives the processes that write to it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ import numpy as np
 NUM_ACTORS, NUM_PLAIN = 8, 4
 NUM_PLACES = NUM_ACTORS + NUM_PLAIN
 
-PID, IDLE, WRITING, WAITING = STATES = ("pid", "idle", "writing", "waiting")  # what holds now
+PID, IDLE, WRITING, WAITING = STATES = ("pid", "idle", "writing", "waiting")  # present states
 OUTCOMES = ("served", "cancelled", "PoolExhausted", "CacheBusy", "CacheUnavailable", "StaleEpoch", "LeaseExpired")
-OUTCOMES += ("UnknownLease",)  # of a lease that was granted, or that ended while it waited
+OUTCOMES += ("UnknownLease",)  # of a granted lease, or of one that ended while its extend waited
 DETAILS = ("tokens compared", "leases granted", "leases adopted", "answers lost", "sessions")
 FIELDS = (*STATES, *OUTCOMES, *DETAILS)
-STOP, CLOSE, RESTARTS = range(3)  # in the row of all: work no more; end; twice the cache's restarts, odd while down
+STOP, CLOSE, RESTARTS = range(
+    3
+)  # in the row of all: send no more requests; end; twice the cache's restarts, odd while down
 
 
 class Board:
-    """A row of numbers for each place, in shared memory: what a killed process has written still counts."""
+    """A row of numbers for each place, in shared memory: counts of a killed process remain."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder, "board")
@@ -43,7 +45,7 @@ class Board:
 
     @contextmanager
     def doing(self, place: int, field: str) -> Iterator[None]:
-        """One more is at it, for so long."""
+        """Count one more activity at a place while the block runs."""
         self.add(place, field)
         try:
             yield
@@ -51,22 +53,22 @@ class Board:
             self.add(place, field, -1)
 
     def vacate(self, place: int) -> None:
-        """Nobody is there now; what was counted stays."""
+        """Clear the states of a place; its counts remain."""
         for field in STATES:
             self[place, field] = 0
 
     def states(self, place: int) -> dict[str, int]:
-        """What somebody does now, by name."""
+        """Return the present states at a place, by name."""
         return {field: self[place, field] for field in STATES}
 
     def sums(self) -> dict[str, int]:
-        """What has happened, by name, at all places."""
+        """Return the sums of all counts over all places, by name."""
         fields = (*OUTCOMES, *DETAILS)
         return {field: sum(self[place, field] for place in range(NUM_PLACES)) for field in fields}
 
     @property
     def stopped(self) -> bool:
-        """Whether no more requests are made, in sessions that are kept."""
+        """Return whether clients keep their sessions but send no more requests."""
         return bool(self._all[STOP])
 
     def stop(self) -> None:
@@ -74,7 +76,7 @@ class Board:
 
     @property
     def closed(self) -> bool:
-        """Whether all is over."""
+        """Return whether clients must end."""
         return bool(self._all[CLOSE])
 
     def close(self) -> None:
@@ -85,12 +87,12 @@ class Board:
         return int(self._all[RESTARTS])
 
     def note_restart(self) -> None:
-        """The cache goes down, or is back."""
+        """Count that the cache goes down, or is back."""
         self._all[RESTARTS] += 1
 
 
 class Mailbox:
-    """Letters that anybody may take, each once; in a folder."""
+    """Letters in a folder, each of which one process may take."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder, "letters")
@@ -104,18 +106,18 @@ class Mailbox:
         written.rename(self._folder / f"{name}.letter")
 
     def take(self, pattern: str = "*.letter") -> Any:
-        """One that nobody else gets; None if there is none."""
+        """Return a letter that no other process gets, or None if there is none."""
         for letter in self._folder.glob(pattern):
             mine = letter.with_suffix(f".taken-by-{os.getpid()}")
             try:
                 letter.rename(mine)
             except FileNotFoundError:
-                continue  # another was faster
+                continue  # another process was faster
             content = pickle.loads(mine.read_bytes())
             mine.unlink()
             return content
         return None
 
     def leftover(self) -> Any:
-        """`take` when nobody else takes any more: also those that were taken by who was killed then."""
+        """Take a letter when no other process takes any: also those that killed processes had taken."""
         return self.take() or self.take("*.taken-by-*")

@@ -1,9 +1,9 @@
-"""Processes that work on one cache on Ray while they are killed, stopped, cancelled and cut off, and it is killed too.
+"""Run processes on one cache on Ray, while they and the cache are killed, stopped, cancelled and cut off.
 
     python tests/chaos/swarm.py --operations 10000
 
-Eight actors whose death is watched and four drivers of their own, of which every third loses one answer in a hundred.
-Prints what happened and how soon everything was given back. Exits with 1 if anything was lost.
+There are eight actors with watched deaths and four drivers; every third driver loses one answer in a hundred. Prints
+the events and how soon all slots were released. Exits with 1 if any slot or answer was lost.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ CONFIG = CacheConfig(
     page_size=4,
     pool=PoolConfig(num_slots=256, num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu"),
     eviction=EvictionConfig(high_watermark=0.9, low_watermark=0.7),
-    # the grace is longer than any run: what is withheld must be given back for a better reason
+    # the grace is longer than any run: quarantined slots must be released for a better reason
     leases=LeaseConfig(session_ttl_s=4, quarantine_grace_s=3600, acquire_timeout_s=1),
     events=True,
     validate=True,
 )
 LOSSY = json.dumps({"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, "resp_failure_prob": 1}})
-CUT_OFF = {"RAY_testing_rpc_failure": LOSSY, SWITCH: "0"}  # of a driver whose calls' answers are lost
+CUT_OFF = {"RAY_testing_rpc_failure": LOSSY, SWITCH: "0"}  # of a driver that loses answers to its calls
 MIN_LOST = 3
 ANYTHING = "anything"
 STOPPED_S = 1.5 * CONFIG.leases.session_ttl_s
 
 
 class Swarm:
-    """The processes at one cache, and what happens to them.
+    """The processes at one cache, and the disturbances they suffer.
 
     Args:
-        seed: of whatever is left to chance, as far as it is not left to the machine.
-        folder: for what the processes share.
+        seed: of the random choices; their timing depends on the machine.
+        folder: for the data that the processes share.
 
     Attributes:
-        done: what was done to them. What they did themselves is on the board.
+        done: counts of the disturbances. The board has the counts of the processes' own operations.
     """
 
     def __init__(self, seed: int, folder: str) -> None:
@@ -73,13 +73,14 @@ class Swarm:
         self._folder = folder
         self._rng = Random(seed)
         self._seeds = count(seed)
-        self._spared: set[int] = set()  # places at which something else happens just now
+        self._spared: set[int] = set()  # places with another disturbance under way
         self._killed: set[int] = set()  # processes
-        self._working = set(range(NUM_PLACES))  # places that are not given up
+        self._working = set(range(NUM_PLACES))  # places that are still in use
         self._cache: Any = None
 
     async def run(self, num_operations: int, num_kills: int, num_restarts: int) -> CacheStats:
-        """Go on until so many requests were served and all that should happen did; then all is given back."""
+        """Run until this many requests are served and all disturbances are done; then check that all slots are
+        released."""
         self._cache = await start_cache_async(CONFIG, name=CACHE, num_gpus=0, timeout_s=300)
         async with asyncio.TaskGroup() as group:
             for place in range(NUM_PLACES):
@@ -105,10 +106,10 @@ class Swarm:
     # ---------------------------------------------------------------- processes
 
     async def _occupy(self, place: int) -> None:
-        """One process after another, each in place of one that was killed, until one works to the end."""
+        """Run one process after another at a place, each replacing a killed one, until one works to the end."""
         work = self._actor if place < NUM_ACTORS else self._driver
         while not await work(place, CUT_OFF if place % 3 == 2 else {}):
-            assert self.board[place, PID] in self._killed, f"the process at place {place} died by itself"
+            assert self.board[place, PID] in self._killed, f"the process at place {place} ended without being killed"
             self.board.vacate(place)
             if self.board.stopped:
                 return self._working.discard(place)
@@ -116,7 +117,7 @@ class Swarm:
         return None
 
     async def _actor(self, place: int, environment: dict[str, str]) -> bool:
-        """Have an actor work; False if it died."""
+        """Run an actor; return False if it died."""
         options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
         actor = ray.remote(SwarmActor).options(**options).remote()
         try:
@@ -126,7 +127,7 @@ class Swarm:
         return True
 
     async def _driver(self, place: int, environment: dict[str, str]) -> bool:
-        """Have a driver work; False if it was killed."""
+        """Run a driver; return False if it was killed."""
         address = ray.get_runtime_context().gcs_address
         arguments = [address, self._folder, str(place), str(next(self._seeds))]
         process = await asyncio.create_subprocess_exec(
@@ -148,7 +149,7 @@ class Swarm:
     # ---------------------------------------------------------------- what happens to them
 
     async def _kill_processes(self, num_kills: int) -> None:
-        """As many of each: while one writes, while one waits for room, and at any time."""
+        """Kill this many actors and drivers: while one writes, while one waits for slots, and at any time."""
         for _, doing in zip(range(num_kills), cycle((WRITING, WAITING, ANYTHING)), strict=False):
             await asyncio.sleep(self._rng.uniform(0.5, 2))
             place, pid = await self._stopped(doing)
@@ -159,7 +160,7 @@ class Swarm:
             self.done[f"killed while {doing}"] += 1
 
     async def _stop_processes(self, num_stops: int) -> None:
-        """Stop one that writes, for longer than it may be silent, and let it go on."""
+        """Stop a writing process for longer than its time to live, then continue it."""
         for _ in range(num_stops):
             await asyncio.sleep(self._rng.uniform(0.5, 2))
             place, pid = await self._stopped(WRITING)
@@ -169,7 +170,7 @@ class Swarm:
             self.done["stopped while writing"] += 1
 
     async def _stopped(self, doing: str, places: range = range(NUM_PLACES)) -> tuple[int, int]:
-        """Stop a process that does something, and is seen to do it once it has stopped; its place and id."""
+        """Stop a process in a certain state, check the state once it has stopped, and return its place and id."""
         while True:
             place = self._rng.choice([place for place in places if place not in self._spared])
             pid = self.board[place, PID]
@@ -182,7 +183,7 @@ class Swarm:
             await asyncio.sleep(0.002)
 
     async def _kill_cache(self, num_operations: int, num_restarts: int) -> None:
-        """Again and again, in turn by the kernel and by Ray, at even distances of what was served."""
+        """Kill the cache repeatedly, in turn by the kernel and by Ray, at equal intervals of served requests."""
         for number in range(num_restarts):
             due = (number + 1) * num_operations // (num_restarts + 1)
             await self._until(lambda due=due: self.board.sums()["served"] >= due)
@@ -198,7 +199,7 @@ class Swarm:
             self.done["caches killed"] += 1
 
     async def _epoch(self) -> str:
-        """The present life of the cache; none while it restarts."""
+        """Return the epoch of the cache, or None while it restarts."""
         try:
             return str((await self._cache.stats.remote()).epoch)
         except ray.exceptions.RayActorError:
@@ -207,7 +208,7 @@ class Swarm:
     # ---------------------------------------------------------------- the end
 
     async def _stop(self, client: PrefixCacheClient) -> None:
-        """Kill an actor and a driver at work for good, and have the others end theirs, but keep their sessions."""
+        """Kill an actor and a driver for good, and stop the requests of the others; they keep their sessions."""
         ends = [
             (await self._stopped(WRITING, places))[1] for places in (range(NUM_ACTORS), range(NUM_ACTORS, NUM_PLACES))
         ]
@@ -224,7 +225,7 @@ class Swarm:
                 await (await client.adopt(letter[1])).release()
 
     async def _given_back(self, client: PrefixCacheClient, after: str, max_sessions: int) -> CacheStats:
-        """The statistics once nobody holds anything. Who lost a session and asks for nothing has none."""
+        """Return the statistics once no slot is held. A client without requests does not open a lost session again."""
         ended = time.monotonic()
         async with asyncio.timeout(300):
             while not (nothing_is_held(stats := await client.stats()) and stats.open_sessions <= max_sessions):  # noqa: ASYNC110
@@ -234,7 +235,7 @@ class Swarm:
         return stats
 
     async def _read_everything(self, client: PrefixCacheClient) -> None:
-        """Compare the KV of every block that the cache says is there."""
+        """Compare the KV of every block that the cache reports."""
         pool = await client.attach_pool(mapped=False)
         prompts: dict[int | None, list[int]] = {None: []}
         for event in (await client.event_snapshot()).events:
@@ -245,7 +246,7 @@ class Swarm:
         for prompt in prompts.values():
             if prompt:
                 async with await client.lock(prompt) as lease:
-                    assert lease.prefix_len == len(prompt), f"{prompt} is not there"
+                    assert lease.prefix_len == len(prompt), f"the cache reports {prompt} but does not match it"
                     compare(prompt, *await pool.read_kv(lease, lease.slots))
         self.done["blocks read at the end"] = len(prompts) - 1
 
@@ -255,14 +256,14 @@ class Swarm:
 
 
 def nothing_is_held(stats: CacheStats) -> bool:
-    """Whether every slot is free or cached, and nobody waits."""
+    """Return whether every slot is free or cached, and no request waits."""
     total = stats.free_slots + stats.tree_slots
     held = (stats.open_leases, stats.waiters, stats.quarantined_slots, stats.private_slots, stats.protected_slots)
     return total == stats.num_slots and not any(held)
 
 
 def main() -> int:
-    """Run the swarm and print what happened."""
+    """Run the swarm and print the events."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=10_000, help="that are served, at least")
     parser.add_argument("--kills", type=int, default=60, help="of processes")

@@ -1,8 +1,8 @@
-"""One process of the swarm: coroutines that compute, publish, hand over and read what others computed.
+"""One process of the swarm: coroutines that compute, publish, grant and read KV of other processes.
 
     python swarm_client.py ADDRESS FOLDER PLACE SEED
 
-is a driver of its own; `SwarmActor` does the same in a Ray actor, whose death is watched.
+runs a driver; `SwarmActor` does the same in a Ray actor with a watched death.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPARED, GRANTED, ADOPTED, LOST, SESSIONS = DETAILS
 
 
 def stamped_kv(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """KV that tells from which tokens up to its own it was computed, `[NUM_LAYERS, len(tokens), 1, 1]` each."""
+    """Return KV that identifies all tokens up to its own, `[NUM_LAYERS, len(tokens), 1, 1]` each."""
     stamps, digest = [], 0
     for token in tokens:
         digest = crc32(bytes([token]), digest)
@@ -42,7 +42,7 @@ def stamped_kv(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class BoardedConnector(RayConnector):
-    """The way to the cache, for a client that counts its waiting requests on the board."""
+    """A connection to the cache that counts its client's waiting requests on the board."""
 
     def __init__(self, board: Board, place: int) -> None:
         super().__init__(CACHE)
@@ -61,7 +61,7 @@ class BoardedConnector(RayConnector):
 
 
 class SwarmClient:
-    """Works at one place of the swarm until the board is closed, with one session of the cache after another."""
+    """Works at one place of the swarm until the board is closed, in one session after another."""
 
     def __init__(self, folder: str, place: int, seed: int) -> None:
         self._board, self._mailbox, self._place = Board(folder), Mailbox(folder), place
@@ -71,7 +71,7 @@ class SwarmClient:
         self._pool: AttachedPool | None = None
 
     async def work(self) -> None:
-        """Have requests refused, cancelled and served; what is hit is compared."""
+        """Run requests that are refused, cancelled or served, and compare each hit."""
         while not self._board.closed:
             self._client, self._pool = PrefixCacheClient(CACHE), None
             self._client.session.connector = BoardedConnector(self._board, self._place)
@@ -85,7 +85,7 @@ class SwarmClient:
                 await asyncio.sleep(0.05)  # it restarts
 
     async def _hold_on(self) -> None:
-        """When work has stopped: keep the session, so that whatever it were to hold still would be seen."""
+        """Keep the session after the last request, so that any slots it still held would be seen."""
         self._board[self._place, IDLE] = self._board.stopped
         while self._board.stopped and not self._board.closed:  # noqa: ASYNC110 -- another process closes it
             await asyncio.sleep(0.02)
@@ -104,7 +104,7 @@ class SwarmClient:
             await asyncio.sleep(0.05 * (self._board.restarts % 2))
 
     def _count(self, task: asyncio.Task[None], restarts: int) -> None:
-        """One operation has ended, as it may; what else it ended with is a fault."""
+        """Count how an operation ended; an unexpected error is a fault."""
         if task.cancelled():
             return self._board.add(self._place, "cancelled")
         error = task.exception()
@@ -151,7 +151,7 @@ class SwarmClient:
         return tokens, lease
 
     async def _compute(self, lease: Lease, tokens: list[int]) -> None:
-        """Compare what is there and write what is not, layer by layer, as a model would."""
+        """Compare the hit and write the rest, layer by layer, as a model would."""
         pool = await self._attached(lease)
         k, v = stamped_kv(tokens)
         hit, start = lease.slots[: lease.published_len], lease.published_len
@@ -169,7 +169,8 @@ class SwarmClient:
         self._board.add(self._place, COMPARED, len(hit))
 
     async def _compare_mapped(self, pool: AttachedPool, lease: Lease, tokens: list[int], hit: torch.Tensor) -> None:
-        """Compare as it lies there. If the lease has expired unnoticed that is anybody's: then the cache says so."""
+        """Compare the mapped KV. On a difference, read through the cache, which raises if the lease has expired
+        meanwhile."""
         found = [pool.gather(layer, hit) for layer in range(NUM_LAYERS)]
         try:
             compare(tokens, torch.stack([k for k, _ in found]), torch.stack([v for _, v in found]))
@@ -184,7 +185,7 @@ class SwarmClient:
 
 
 def compare(tokens: list[int], k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise unless this KV was computed from these tokens, as many as there is of it."""
+    """Raise AssertionError unless this KV was computed from the first of these tokens."""
     right_k, right_v = (right[:, : k.shape[1]] for right in stamped_kv(tokens))
     if not (torch.equal(k, right_k) and torch.equal(v, right_v)):
         raise AssertionError(f"{tokens[: k.shape[1]]} reads {k.flatten()}, not {right_k.flatten()}")
@@ -198,7 +199,7 @@ class SwarmActor(WatchedActor):
 
 
 def main(address: str, folder: str, place: str, seed: str) -> None:
-    """Be a driver of the Ray cluster at an address."""
+    """Run a driver of the Ray cluster at an address."""
     assert int(place) < NUM_PLACES
     ray.init(address=address, log_to_driver=False)
     asyncio.run(SwarmClient(folder, int(place), int(seed)).work())

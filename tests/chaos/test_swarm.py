@@ -1,4 +1,4 @@
-"""Nothing is lost on Ray while clients and the cache are killed and stopped, calls cancelled, and answers lost."""
+"""On Ray, clients and the cache are killed and stopped, calls cancelled, answers lost; no slot and no KV is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_PLACES = 12
 
 
 def counts_of(**options: int) -> dict[str, Any]:
-    """What happened in a run, which ends only when everything was given back; it has a Ray of its own."""
+    """Return the counts of a run on a Ray cluster of its own, which ends only when all slots are released."""
     arguments = [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
     ran = subprocess.run([sys.executable, SWARM, *arguments], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -27,7 +27,7 @@ def counts_of(**options: int) -> dict[str, Any]:
 
 
 def check(counts: dict[str, Any], operations: int, kills: int, restarts: int) -> None:
-    """Work was done, and whatever should have gone wrong did."""
+    """Check that requests were served and that each disturbance happened."""
     assert counts["served"] >= operations
     assert counts["survivors"] + counts["killed at the end"] == NUM_PLACES
     assert counts["caches killed"] == restarts
@@ -47,7 +47,7 @@ def check(counts: dict[str, Any], operations: int, kills: int, restarts: int) ->
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(900)  # a minute where nothing else runs
+@pytest.mark.timeout(900)  # a minute on an idle machine
 def test_nothing_is_lost_while_clients_and_the_cache_are_killed() -> None:
     options = {"operations": 600, "kills": 6, "restarts": 2}
     check(counts_of(**options, **{"deadline-s": 800}), **options)

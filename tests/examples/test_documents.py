@@ -27,7 +27,9 @@ def test_every_command_stands_in_a_block_that_is_run(path: Path) -> None:
         assert language in (*RUN, *NOT_CODE)
         if language in NOT_CODE:
             assert not re.search(r"^(?:\$|raydix|make|python3?|pip|ray|git) ", text, flags=re.MULTILINE), text
-    assert not re.search(r"^    \S", prose(path), flags=re.MULTILINE), "an indented block is run by no test"
+    assert not re.search(r"^    \S", prose(path), flags=re.MULTILINE), (
+        "no test runs an indented block; use a fenced one"
+    )
 
 
 @each_document

@@ -1,4 +1,4 @@
-"""`raydix demo`, which is `examples/multi_request.py`, keeps its promises on a small load, and says so."""
+"""`raydix demo`, which is `examples/multi_request.py`, keeps its promises on a small load, and reports them."""
 
 import io
 import json
@@ -31,7 +31,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    """What the demo measures with a small load."""
+    """Return the demo's figures for a small load."""
     options = [str(each) for option in SMALL.items() for each in option]
 
     command = [sys.executable, str(EXAMPLE), *options, "--json"]
@@ -46,12 +46,12 @@ def figures() -> dict[str, Any]:
 @pytest.mark.ray
 @pytest.mark.figures
 def test_a_small_load_keeps_every_promise_under_pressure(figures: dict[str, Any]) -> None:
-    assert figures["not_kept"] == []  # how much sooner the first token comes is held of the default load alone
+    assert figures["not_kept"] == []  # the promised speed-up of the first token holds for the default load only
     assert figures["turns"] == figures["identical_turns"] == figures["acquires"] == 24
     assert figures["shared_prefix_turns"] == 22
     assert figures["prompt_tokens"] == 12 * (1032 + 1072)
     assert figures["reused_tokens"] + figures["computed_tokens"] == figures["prompt_tokens"]
-    assert figures["hit_rate"] > 0.5  # by how much depends on who is served when: a system prompt may have to go
+    assert figures["hit_rate"] > 0.5  # the rate depends on the order of requests: a system prompt may be evicted
     print(f"\nfirst token sooner by {figures['first_token_speedup']:.1f}x")
     assert figures["first_token_ms_on"].keys() == figures["first_token_ms_off"].keys() == {"mean", "p50", "p95"}
     assert figures["wanted_slots"] == 2 * 1000 + 12 * 2 * 40
@@ -120,7 +120,7 @@ def test_the_table_begins_with_hit_and_miss_and_has_one_kind_of_star() -> None:
         ({"identical_turns": 23}, "prefix came 5.0 times sooner on average, and 1 of 24 answers DIFFER."),
     ],
 )
-def test_the_last_sentence_says_what_sharing_saved_and_what_comes_next(changed: dict[str, Any], sentence: str) -> None:
+def test_the_last_sentence_has_the_savings_and_the_next_step(changed: dict[str, Any], sentence: str) -> None:
     said, following = closing(FIGURES | changed).splitlines()
 
     assert said == f"71.4% of the prompt tokens came from the cache, the first token of turns that share a {sentence}"

@@ -14,7 +14,7 @@ def test_the_first_program_runs_and_hits_the_pages_it_published(tmp_path: Path) 
     program = tmp_path / "first.py"
     program.write_text(next(block.text for block in blocks(README) if block.language == "python"))
 
-    environ = os.environ | {"RAY_ADDRESS": "local"}  # whatever cluster the user may have
+    environ = os.environ | {"RAY_ADDRESS": "local"}  # not the user's cluster
     done = subprocess.run([sys.executable, program], cwd=tmp_path, env=environ, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def test_a_malformed_trace_ends_in_one_line_and_not_in_a_traceback(tmp_path: Pat
     ],
     ids=lambda value: value if isinstance(value, str) else value[1],
 )
-def test_what_is_wrong_on_the_command_line_is_said_before_the_work(
+def test_a_wrong_command_line_is_refused_before_the_work(
     arguments: tuple[str, ...],
     message: str,
     tmp_path: Path,

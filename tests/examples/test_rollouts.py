@@ -16,7 +16,7 @@ def example() -> Any:
     spec = importlib.util.spec_from_file_location("rollouts", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["rollouts"] = module  # where its dataclass looks itself up
+    sys.modules["rollouts"] = module  # its dataclass looks up its own module
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""`examples/serve_app.py`: replicas share their node's cache; without Serve, it says what to install."""
+"""`examples/serve_app.py`: replicas share their node's cache; without Serve, the error names the package to install."""
 
 import json
 import re
@@ -46,7 +46,7 @@ ray.shutdown()
 
 
 def options() -> dict[str, str]:
-    """Those of the command in the example's header: where it is imported from, and what its replicas get."""
+    """Return the options of the command in the example's header: the import path, and the replicas' environment."""
     text = (ROOT / "examples/serve_app.py").read_text()
     (given,) = re.findall(r"^ +serve run (.*) serve_app:app\b", text, flags=re.MULTILINE)
     words = shlex.split(given)
@@ -54,7 +54,8 @@ def options() -> dict[str, str]:
 
 
 def run_program(text: str) -> subprocess.CompletedProcess[str]:
-    """As that command does it: this process finds the example, and the replicas have what is sent to them."""
+    """Run a program as that command does: this process imports the example, the replicas get it from the
+    environment."""
     given = options()
     app_dir, working_dir = (str(ROOT / given[name]) for name in ("--app-dir", "--working-dir"))
     found = f"import sys\nsys.path.insert(0, {app_dir!r})\nworking_dir = {working_dir!r}\n"
@@ -73,17 +74,15 @@ def test_replicas_share_the_cache_of_their_node() -> None:
     done = run_program(PROGRAM)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))  # Ray talks, too
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))  # Ray also prints
     assert told["first"]["prefix_len"] == 0
     assert told["sessions"] == 2
-    assert [each["prefix_len"] for each in told["again"]] == [
-        48
-    ] * 13  # whichever replica serves: all pages but the last
+    assert [each["prefix_len"] for each in told["again"]] == [48] * 13  # from any replica: all pages but the last hit
     assert told["refused"] == [400] * 5
     assert all(each["token_ids"] == told["first"]["token_ids"] for each in told["again"])
 
 
-def test_without_serve_the_example_says_what_to_install() -> None:
+def test_without_serve_the_example_names_the_package_to_install() -> None:
     done = run_program("sys.modules['ray.serve'] = None\nimport serve_app")
 
     assert done.returncode == 1

@@ -1,7 +1,7 @@
 """A match never reports KV that is not there, for that namespace and that exact token sequence.
 
-Workers compute KV that tells which tokens it belongs to, layer by layer, and bit by bit they read whatever a match
-reports, in caches of every kind that evict, split and forget all the while.
+Workers compute KV that identifies its tokens, layer by layer, and compare every hit bit by bit, in caches of every kind
+that evict, split and reset all the while.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raydix.schemas import MatchRequest, MatchResponse
 Patch = pytest.MonkeyPatch
 
 
-async def test_every_hit_reads_what_was_computed_for_that_very_prefix(cache: CacheUnderTest) -> None:
+async def test_every_hit_reads_the_kv_computed_for_that_very_prefix(cache: CacheUnderTest) -> None:
     reused = await work(cache, num_steps=40)
 
     assert (reused > 0) == cache.kind.shares

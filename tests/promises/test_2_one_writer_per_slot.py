@@ -1,7 +1,7 @@
 """A slot is never writable by two leases, and never freed while a lease holds it.
 
-Each lease writes its own number into all that it may write. Whatever else happens meanwhile, it reads it there again,
-and nobody else is told of the same slots, window slots or state.
+Each lease writes its own number into all its writable slots. After any other operation it must read the number there
+again, and no other lease may get the same slots, window slots or state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERBS = ("acquire", "acquire", "acquire", "extend", "insert", "insert", "hand_ov
 
 
 class Holders:
-    """Two clients, the leases they hold, and what each has written."""
+    """Two clients, the leases they hold, and the tokens of each."""
 
     def __init__(self, cache: CacheUnderTest) -> None:
         self.cache = cache
@@ -37,7 +37,7 @@ class Holders:
         self.done: Counter[str] = Counter()
 
     async def run(self, num_steps: int) -> None:
-        """Do this and that; after each step everybody has what is its own."""
+        """Do random operations; check all leases after each."""
         self.pools = {client: await client.attach_pool(mapped=False) for client in self.clients}
         for number in range(1, num_steps + 1):
             verb = self.rng.choice(VERBS) if self.held else "acquire"
@@ -62,7 +62,7 @@ class Holders:
         await self.write(number)
 
     async def insert(self, number: int) -> None:
-        """Publish: from then on the slots are the tree's."""
+        """Publish a lease: from then on the slots are the tree's."""
         _, (lease, tokens) = self.some()
         await lease.insert(tokens, publish_state=self.cache.kind.publishes_states)
 
@@ -91,19 +91,20 @@ class Holders:
         await self.pools[lease.client].write_kv(lease, private, k, k[..., :1])
 
     async def check(self) -> None:
-        """No slot is private to one and anything to another; each reads its own number; nobody can write others'."""
+        """Check that a private slot is in no other lease, that each lease reads its number, and that no other can write
+        it."""
         writable: dict[int, int] = {}
         for number, (lease, _) in self.held.items():
             for slot in lease.slots[lease.published_len :].tolist():
                 assert writable.setdefault(slot, number) == number, f"slot {slot} is writable by two leases"
         for number, (lease, _) in self.held.items():
             shared = set(lease.slots[: lease.published_len].tolist())
-            assert not shared & set(writable), f"slots of lease {number} are writable by another"
+            assert not shared & set(writable), f"another lease may write slots of lease {number}"
             await self.check_kv(number, lease)
         states = [lease.state_slot for lease, _ in self.held.values() if lease.state_slot is not None]
-        assert len(states) == len(set(states)), "a state is two leases' own"
+        assert len(states) == len(set(states)), "two leases have the same private state"
         windows = [slot for lease, _ in self.held.values() for slot in private_window(self.cache, lease)]
-        assert len(windows) == len(set(windows)), "a window slot is private to two leases"
+        assert len(windows) == len(set(windows)), "two leases have the same private window slot"
 
     async def check_kv(self, number: int, lease: Lease) -> None:
         private = lease.slots[lease.published_len :]
@@ -127,7 +128,7 @@ def private_window(cache: CacheUnderTest, lease: Lease) -> list[int]:
     return [slot for slot in slots if slot]
 
 
-async def test_whoever_holds_a_slot_has_it_to_itself(cache: CacheUnderTest) -> None:
+async def test_a_private_slot_belongs_to_one_lease(cache: CacheUnderTest) -> None:
     await Holders(cache).run(num_steps=50)
 
 

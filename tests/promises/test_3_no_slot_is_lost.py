@@ -1,8 +1,8 @@
 """`free + private + tree + quarantined == num_slots` after every operation, cancellation, crash.
 
-Workers share a small cache, in any order of their coroutines; any operation is cancelled at any of its awaits, messages
-are lost, clients fall silent for good. `validate` has every batch end with a look at each slot, and in the end all of
-them are free or in the tree. Processes are killed for it in `test_5_the_dead_hold_nothing.py` and `tests/chaos`.
+Workers share a small cache, with their coroutines in any order. Operations are cancelled at any of their awaits,
+messages are lost, and clients fall silent for good. `validate` checks each slot after every batch, and at the end all
+slots are free or in the tree. Processes are killed in `test_5_the_dead_hold_nothing.py` and `tests/chaos`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from raydix.schemas import EvictionConfig, LeaseConfig
 LEASES = LeaseConfig(session_ttl_s=6, quarantine_grace_s=8, acquire_timeout_s=5, grant_timeout_s=4, max_waiters=3)
 TIGHT_ROWS = replace(slots(4), pool={"num_slots": 3 * 32})  # fewer rows than leases
 KINDS = (radix(1), radix(4), TIGHT_STATES, hybrid(4, 6), TIGHT_ROWS)
-SEEDS = range(100)  # of each kind, each way: 1,000 schedules
+SEEDS = range(100)  # of each kind and transport: 1,000 schedules
 LOSSES = {"local": None, "remote": 0.0, "lossy": 0.03}
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def quick_collections() -> Iterator[None]:
-    """What was imported before is not looked at each time garbage is collected."""
+    """Exclude the objects of imports from garbage collections."""
     gc.collect()
     gc.freeze()
     yield
@@ -48,7 +48,7 @@ def quick_collections() -> Iterator[None]:
 
 
 def floor_of(kind: KindUnderTest, way: str, rng: Random, loop: ShuffledLoop) -> Floor:
-    """A cache whose clock is the loop's, for clients in its process or beyond a handle."""
+    """Return a cache on the loop's clock, for clients in its process or with a handle."""
     config = kind.cache_config().model_copy(update={"leases": LEASES})
     if rng.random() < 0.5:
         config = config.model_copy(update={"eviction": EvictionConfig(high_watermark=0.6, low_watermark=0.4)})
@@ -62,7 +62,7 @@ def floor_of(kind: KindUnderTest, way: str, rng: Random, loop: ShuffledLoop) -> 
 def run_shuffled(
     kind: KindUnderTest, way: str, seed: int, schedule: Callable[[Floor], Awaitable[T]]
 ) -> tuple[T, Floor]:
-    """The result of one schedule, and the floor that it ran on."""
+    """Return the result of one schedule, and its floor."""
     loop = ShuffledLoop(seed)
     try:
         floor = floor_of(kind, way, Random(seed), loop)
@@ -80,7 +80,7 @@ def run_shuffled(
 
 
 def end_tasks(loop: ShuffledLoop) -> None:
-    """End what still runs: else it were collected, with complaints, in the midst of another test."""
+    """Cancel tasks that still run: their garbage collection would log errors during another test."""
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()
@@ -112,7 +112,7 @@ def test_nothing_is_lost_wherever_an_operation_is_cancelled(kind: KindUnderTest,
             num_schedules, num_cancelled = num_schedules + 1, num_cancelled + floor.counts["cancelled"]
 
     print(f"{kind}: {verb} cancelled at each of its awaits, {num_cancelled} times in {num_schedules} schedules")
-    assert num_cancelled >= num_schedules / 4  # sometimes the answer is there before the cancellation
+    assert num_cancelled >= num_schedules / 4  # sometimes the answer arrives before the cancellation
 
 
 # ---------------------------------------------------------------- planted faults

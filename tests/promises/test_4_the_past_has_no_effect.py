@@ -1,7 +1,7 @@
 """An operation of an older epoch, or on an ended lease, never takes effect.
 
-Whatever way a lease has ended, and in whatever order messages arrive, those that name it change nothing; after a
-restart of the cache nothing that its clients held before does either.
+However a lease has ended, and in any order of messages, those that name it change nothing. After a restart of the
+cache, no lease of before has any effect.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LATE: dict[str, Callable[[str], Message]] = {  # messages that name a lease
     "release": lambda lease_id: ReleaseRequest(lease_id=lease_id),
     "abort": lambda lease_id: AbortRequest(lease_id=lease_id),
 }
-HARMLESS = ("release", "abort")  # of what has ended: these say what is so already
+HARMLESS = ("release", "abort")  # of an ended lease: the answers report that it has ended
 
 End = Callable[[CacheUnderTest, Lease], Awaitable[Any]]
 ENDS: dict[str, End] = {
@@ -65,7 +65,7 @@ async def hand_over(cache: CacheUnderTest, lease: Lease) -> None:
 
 
 async def late_messages_change_nothing(cache: CacheUnderTest, lease_id: str, sender: PrefixCacheClient) -> None:
-    """Not one at a time, and not all at once."""
+    """Send late messages one at a time, then all in one batch, and check that nothing changes."""
     before, wire = await counts(cache.client), Wire(cache, sender)
     for name, late in LATE.items():
         (answer,) = await wire.execute(late(lease_id))
@@ -77,11 +77,11 @@ async def late_messages_change_nothing(cache: CacheUnderTest, lease_id: str, sen
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-async def test_what_comes_late_for_an_ended_lease_has_no_effect(cache1: CacheUnderTest, end: End) -> None:
+async def test_late_messages_for_an_ended_lease_have_no_effect(cache1: CacheUnderTest, end: End) -> None:
     lease = await cache1.client.acquire([5, 6, 7])
     await end(cache1, lease)
 
-    if end is not ENDS["handed over"]:  # else it is another client's, and its messages take effect
+    if end is not ENDS["handed over"]:  # otherwise it is another client's lease, and its messages take effect
         await late_messages_change_nothing(cache1, lease.lease_id, cache1.client)
     for use in (lease.insert([5, 6, 7]), lease.extend(1), lease.grant()):
         with pytest.raises(UnknownLease, match="has ended"):
@@ -119,7 +119,7 @@ async def test_messages_of_an_older_epoch_have_no_effect(cache1: CacheUnderTest)
 
 @pytest.fixture
 async def restarted(ray_cluster: None) -> AsyncIterator[tuple[PrefixCacheClient, Lease, Any, Any]]:
-    """A client whose cache was killed and has started anew, and its lease, grant and pool of before."""
+    """Return a client of a cache that was killed and restarted, with its lease, grant and pool from before."""
     cache = start_cache(small_config().model_copy(update={"leases": LeaseConfig(session_ttl_s=300)}))
     async with PrefixCacheClient(cache) as client:
         lease, other = await client.acquire([1, 2, 3]), await client.acquire([4])
@@ -133,7 +133,7 @@ async def restarted(ray_cluster: None) -> AsyncIterator[tuple[PrefixCacheClient,
 
 
 async def is_new(client: PrefixCacheClient, old_epoch: str) -> bool:
-    """Whether another life of the cache answers already."""
+    """Return whether the next epoch of the cache answers."""
     try:
         return (await client.stats()).epoch != old_epoch
     except CacheUnavailable:
@@ -163,7 +163,7 @@ async def test_after_a_restart_nothing_of_before_has_any_effect(
     await lease.release()
     await lease.abort()
 
-    await client.match([1])  # which is no reason to open another session
+    await client.match([1])  # ended leases do not make the client open another session
     assert (await client.stats()).open_sessions == 1
     assert await counts(client) == before
     assert (fresh.prefix_len, before["open_leases"], before["private_slots"]) == (0, 1, 3)
@@ -174,7 +174,7 @@ async def test_after_a_restart_nothing_of_before_has_any_effect(
 # ---------------------------------------------------------------- planted faults
 
 
-async def test_a_cache_that_forgets_what_has_ended_is_seen(monkeypatch: Patch) -> None:
+async def test_a_cache_that_forgets_ended_leases_is_detected(monkeypatch: Patch) -> None:
     monkeypatch.setattr(EndedLeases, "check", lambda ended, session_id, lease_id: None)
     cache = unchecked(radix(1))
     lease = await cache.client.acquire([5, 6, 7])

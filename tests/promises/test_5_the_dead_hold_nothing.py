@@ -1,8 +1,8 @@
 """A dead client's slots are free again within about a second if it is a watched actor, within its TTL plus one tick if
 it ran on the cache's node, and after `quarantine_grace_s` at the latest elsewhere.
 
-The times are shown by a clock that the test sets. Then real processes are killed: under a cache that waits for minutes
-nothing but their death frees what they held. `make bench` takes the seconds.
+A fake clock shows the times. Then real processes are killed: the cache's own timeouts are minutes, so that only the
+death of a process frees its slots. `make bench` measures the seconds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from raydix.actors.transport.process_liveness import ProcessLiveness
 from raydix.schemas import CacheConfig, LeaseConfig
 
 Patch = pytest.MonkeyPatch
-TICK_S = 1.0  # between two looks at the clock
+TICK_S = 1.0  # between two checks of expired sessions
 FREE, HELD, WITHHELD = (8, 0, 0), (6, 2, 0), (6, 0, 2)  # free, private and quarantined slots
 
 # ---------------------------------------------------------------- by the clock
 
 
 def pass_time(scene: Scene, seconds: float) -> None:
-    """Let the cache look at the clock as it does, once a tick."""
+    """Advance the clock in ticks, with a check for expired sessions after each."""
     for _ in range(round(seconds / TICK_S)):
         scene.clock.now += TICK_S
         scene.service.reaper._tick()
@@ -43,9 +43,9 @@ async def watched_actor_dies(scene: Scene) -> None:
     scene.open("s")
     scene.acquire("s", "l")
 
-    scene.service.reaper.owner_unavailable("s", is_dead=True)  # what `DeathWatch` says
+    scene.service.reaper.owner_unavailable("s", is_dead=True)  # the notification of `DeathWatch`
 
-    assert scene.counts == FREE, "a dead actor's slots are not free"
+    assert scene.counts == FREE, "a dead actor's slots must be free"
 
 
 async def process_on_the_caches_node_dies(scene: Scene) -> None:
@@ -55,12 +55,12 @@ async def process_on_the_caches_node_dies(scene: Scene) -> None:
     scene.open("s", liveness_path=(await process.stdout.readline()).decode().strip())
     scene.acquire("s", "l")
     pass_time(scene, TTL_S - TICK_S)
-    assert scene.counts == HELD, "its time was not up"
+    assert scene.counts == HELD, "the slots must be held until the TTL has passed"
     process.kill()
     await process.wait()
     pass_time(scene, 2 * TICK_S)
 
-    assert scene.counts == FREE, "a dead process's slots are not free"
+    assert scene.counts == FREE, "a dead process's slots must be free"
 
 
 async def process_elsewhere_dies(scene: Scene) -> None:
@@ -68,10 +68,10 @@ async def process_elsewhere_dies(scene: Scene) -> None:
     scene.acquire("s", "l")
 
     pass_time(scene, TTL_S + TICK_S)
-    assert scene.counts == WITHHELD, "what it may still write is not withheld"
+    assert scene.counts == WITHHELD, "slots that it may still write must be quarantined"
     pass_time(scene, GRACE_S + TICK_S)
 
-    assert scene.counts == FREE, "slots are withheld for ever"
+    assert scene.counts == FREE, "the quarantine must end"
 
 
 STORIES = [watched_actor_dies, process_on_the_caches_node_dies, process_elsewhere_dies]
@@ -110,8 +110,8 @@ async def test_a_fault_in_noticing_is_seen(
 
 # ---------------------------------------------------------------- on Ray
 
-PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # so that nothing but a death frees anything
-HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=300)  # other processes may hold up a beat for a second
+PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # longer than the test, so that only deaths free slots
+HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=300)  # other processes may delay a heartbeat for a second
 
 
 @pytest.mark.ray
@@ -126,7 +126,7 @@ HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=300)  # other processes 
         ("writing", False, 0),
     ],
 )
-async def test_what_a_killed_process_held_is_free_whatever_it_was_doing(
+async def test_slots_of_a_killed_process_are_free_whatever_it_was_doing(
     running_cache: Callable[[CacheConfig], Any], doing: Doing, watched: bool, max_restarts: int
 ) -> None:
     leases = PATIENT if watched else HASTY
@@ -136,7 +136,7 @@ async def test_what_a_killed_process_held_is_free_whatever_it_was_doing(
 
         await kill_while(cache, process, doing, client)
 
-        stats = await until(client, all_free)  # at each look every slot is counted once
+        stats = await until(client, all_free)  # each call checks that every slot is counted once
         assert stats.free_slots == 8
         await client.check_invariants()
         ray.kill(process)

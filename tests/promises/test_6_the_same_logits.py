@@ -1,8 +1,9 @@
 """With prefix reuse on, a model's logits are the same as with it off: bit for bit where the arithmetic is the same.
 
-A worker writes the first part of a prompt, another one goes on from it. Its logits are those of the model's own
-`DynamicCache` cut at the same place, with the same bits; from a prefill in one they differ as far as summing in another
-order does. Attention, sliding windows and recurrent states, in process and from process to process on Ray.
+One worker writes the first part of a prompt, another one continues from it. Its logits must have the same bits as those
+of the model's own `DynamicCache` cut at the same place. From a prefill in one pass they may differ as far as sums in
+another order do. The tests cover attention, sliding windows and recurrent states, in process and between processes on
+Ray.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from raydix.schemas import CacheConfig, EvictionConfig, InvalidRequest, LeaseRes
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = random_prompt(24)
-OTHER = [95 - PROMPT[-1]]  # parts from the prompt anywhere, so that a state is published there
+OTHER = [95 - PROMPT[-1]]  # differs from the prompt anywhere, so that a state is published at the fork
 PAGE_SIZE = 4
 POOLS: dict[str, dict[str, int]] = {"mistral": {"num_swa_slots": 512}, "falcon_h1": {"num_state_slots": 64}}
 MODELS = {"llama": LLAMA, "mistral": MISTRAL, "falcon_h1": FALCON_H1}
@@ -42,13 +43,13 @@ def config_of(model: PreTrainedConfig, page_size: int, **options: Any) -> CacheC
         **POOLS.get(model.model_type, {}),
         device="cpu",
         page_size=page_size,
-        eviction=EvictionConfig(high_watermark=1.0),  # nothing is evicted but in need
+        eviction=EvictionConfig(high_watermark=1.0),  # evict only on demand
         **options,
     )
 
 
 async def reuse_changes_no_bit(config: PreTrainedConfig, **options: Any) -> None:
-    """At every page boundary."""
+    """Check the logits for a cut at every page boundary."""
     model = random_model(config)
     has_states = config is FALCON_H1
     last_cut = (len(PROMPT) - 1) // PAGE_SIZE * PAGE_SIZE if has_states else len(PROMPT)
@@ -65,21 +66,23 @@ async def reuse_changes_no_bit(config: PreTrainedConfig, **options: Any) -> None
             found = await reader.generate(PROMPT, 6, extra_key=f"{cut}", return_logits=True)
 
             expected, _ = continuation(model, PROMPT, [cut, last_cut], 6, cut)
-            assert (found.prefix_len, list(found.token_ids)) == (cut, generated), "another continuation"
-            assert found.logits is not None and torch.equal(found.logits, expected), "other bits"
+            assert (found.prefix_len, list(found.token_ids)) == (cut, generated), "the continuation must be the same"
+            assert found.logits is not None and torch.equal(found.logits, expected), (
+                "the logits must have the same bits"
+            )
             assert (found.logits - in_one[cut:]).abs().max() < 1e-4
         stats = await cache.stats()
         assert (stats.open_leases, stats.private_slots) == (0, 0)
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_what_was_reused_is_what_would_have_been_computed(name: str) -> None:
+async def test_reused_kv_is_the_kv_that_would_have_been_computed(name: str) -> None:
     await reuse_changes_no_bit(MODELS[name], validate=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_a_prompt_that_nobody_has_computed_says_what_it_says_uncut(name: str) -> None:
-    """The worker runs it in parts where a state is published, the model's own pass does not."""
+async def test_a_prompt_without_hits_has_the_logits_of_one_pass(name: str) -> None:
+    """Compare a run in parts, cut where a state is published, with one pass of the model."""
     in_one, generated = continuation(random_model(MODELS[name]), PROMPT, [], 6)
     async with (
         LocalPrefixCache(config_of(MODELS[name], PAGE_SIZE)) as cache,
@@ -121,7 +124,7 @@ def cluster(ray_cluster: None) -> Iterator[Cluster]:
 async def largest_differences(
     cluster: Cluster, read: Callable[..., Awaitable[Generation]], name: str
 ) -> tuple[float, float]:
-    """How far the reader's logits are, over all cuts, from a `DynamicCache` cut there and from a prefill in one."""
+    """Return the reader's largest difference over all cuts, from a `DynamicCache` cut there and from one prefill."""
     model, prompt = random_model(LLAMA), random_prompt(72)
     in_one, _ = continuation(model, prompt, [], num_new=4)
     differences = []

@@ -1,7 +1,7 @@
 """Namespaces (`extra_key`) never share a node, a hash or an event.
 
-First through the verbs, in caches of every kind; then for whatever characters the three parts of a namespace hold, and
-whatever arity keys have; then each layer is broken once, and a claim must see it.
+The promise is checked through the verbs, in caches of every kind; then for any characters in the three parts of a
+namespace, and keys of any arity. Then each layer is broken once, and a claim must detect it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ ALIKE = [  # the same text, cut at other places
 
 
 @only(shares, pages_of_several)
-async def test_what_one_namespace_stored_no_other_hits_and_retiring_one_leaves_the_others(
+async def test_a_namespace_hits_no_other_ones_pages_and_retiring_one_leaves_the_others(
     cache: CacheUnderTest,
 ) -> None:
-    for spaces in pairwise(ALIKE):  # no more fit in at once
+    for spaces in pairwise(ALIKE):  # the pool holds no more at a time
         for space in spaces:
             assert await cache.matched(1, 2, **space) == 0
             await cache.publish(1, 2, **space)
@@ -68,7 +68,7 @@ async def test_what_one_namespace_stored_no_other_hits_and_retiring_one_leaves_t
         await cache.client.reset()
 
 
-async def test_no_event_tells_of_two_namespaces_and_no_hash_is_told_twice() -> None:
+async def test_no_event_is_of_two_namespaces_and_no_hash_is_published_twice() -> None:
     async with LocalPrefixCache(small_config(4).model_copy(update={"events": True})) as cache:
         for space in ALIKE:
             lease = await cache.acquire([1] * 8, **space)
@@ -89,7 +89,7 @@ def test_a_frame_is_as_defined_and_gives_its_triple_back() -> None:
     uphold(frames_meet_only_if_triples_are_equal, 500, triples=some_triples)
 
 
-def test_what_is_no_frame_is_refused() -> None:
+def test_a_text_that_is_not_a_frame_is_refused() -> None:
     def no_other_text_is_a_frame(text: str) -> None:
         try:
             triple = unframe_namespace(text)
@@ -122,7 +122,7 @@ TRIES: list[Fault] = []
 
 
 def breaks(*claims: list[Fault]) -> Callable[[Fault], Fault]:
-    """Register a fault with the claims that must see it; its name says what goes wrong."""
+    """Register a fault with the claims that must detect it; its name describes the defect."""
 
     def register(plant: Fault) -> Fault:
         for faults in claims:
