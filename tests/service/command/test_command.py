@@ -35,7 +35,7 @@ PROMPT = list(range(1, 21))
 
 @pytest.fixture
 def namespace(ray_cluster: None) -> Iterator[str]:
-    """A namespace of its own, left without caches."""
+    """Return a namespace for this module; no cache is left in it."""
     name = f"command-{uuid4().hex[:8]}"
     yield name
     run("stop", "--all", "--namespace", name)
@@ -43,9 +43,9 @@ def namespace(ray_cluster: None) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 async def busy(ray_cluster: None) -> AsyncIterator[list[str]]:
-    """How commands name a cache that nobody changes: of 64 slots, 16 hold the prompt, and 8 are a lease's."""
+    """Return the options that name an unchanging cache: of 64 slots, 16 hold the prompt, and 8 are a lease's."""
     namespace = f"command-{uuid4().hex[:8]}"
-    leases = LeaseConfig(session_ttl_s=600)  # no test runs the loop on which the client beats
+    leases = LeaseConfig(session_ttl_s=600)  # no test runs the loop of the client's heartbeats
     config = CacheConfig(page_size=8, pool=PoolConfig(num_slots=64, device="cpu"), leases=leases)
     cache = await start_cache_async(config, name="kv-0", namespace=namespace)
     async with PrefixCacheClient(cache, owner="a worker") as client:
@@ -61,7 +61,7 @@ async def busy(ray_cluster: None) -> AsyncIterator[list[str]]:
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_says_what_it_does_and_takes_json(command: str) -> None:
+def test_every_command_has_a_help_text_and_takes_json(command: str) -> None:
     text = run(command, "--help").stdout
 
     assert "Usage: " in text
@@ -99,7 +99,7 @@ def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace
     assert run_json("list", *where) == []
 
 
-def test_what_is_described_starts_a_cache_of_the_same_configuration(namespace: str, tmp_path: Path) -> None:
+def test_a_description_starts_a_cache_of_the_same_configuration(namespace: str, tmp_path: Path) -> None:
     file, where = tmp_path / "cache.yaml", ["--namespace", namespace]
     options = ("page_size=8", "pool.num_slots=128", "ghost={}", "eviction.low_watermark=0.25", "fingerprint=1e5")
     run("start", "--name", "chat", *(part for each in options for part in ("--set", each)), *where)
@@ -151,7 +151,7 @@ def test_a_cache_that_was_asked_for_nothing_has_no_hit_rate(namespace: str, tmp_
     assert "<dt>hit rate</dt><dd>-</dd>" in page.read_text(encoding="utf-8")
 
 
-def test_start_says_how_to_connect_and_what_it_says_works(namespace: str) -> None:
+def test_start_prints_how_to_connect_and_it_works(namespace: str) -> None:
     text = run("start", "--count", 2, "--set", "pool.num_slots=64", "--namespace", namespace).stdout
 
     assert f'PrefixCacheClient(connect("kv-0", namespace="{namespace}"))' in text
@@ -163,7 +163,7 @@ def test_start_says_how_to_connect_and_what_it_says_works(namespace: str) -> Non
 
 
 @pytest.mark.parametrize(("device", "options"), [("cpu", "(scheduling"), ("cuda", "(num_gpus=0.9, scheduling")])
-def test_start_says_that_a_worker_beside_a_gpu_pool_takes_its_share(device: str, options: str) -> None:
+def test_start_prints_that_a_worker_beside_a_gpu_pool_takes_its_share(device: str, options: str) -> None:
     facts = {"name": "kv-0", "device": device, "node_id": "n", "num_slots": 64, "num_bytes": 64, "reused": False}
     console = Console(record=True, width=200, file=io.StringIO())
 
@@ -172,7 +172,7 @@ def test_start_says_that_a_worker_beside_a_gpu_pool_takes_its_share(device: str,
     assert f"Worker.options{options}_strategy=beside(" in console.export_text()
 
 
-async def test_stop_drains_for_as_long_as_it_is_told_and_says_what_was_cut_short(namespace: str) -> None:
+async def test_stop_drains_for_the_given_time_and_prints_the_leases_cut_short(namespace: str) -> None:
     where = ["--namespace", namespace]
     await asyncio.to_thread(run, "start", "--set", "pool.num_slots=64", *where)
     client = PrefixCacheClient(connect("kv-0", namespace=namespace))
@@ -215,7 +215,7 @@ def test_stop_wants_names_or_all(namespace: str) -> None:
 # ---------------------------------------------------------------- looking
 
 
-def test_list_tells_what_each_cache_is_and_how_full(busy: list[str]) -> None:
+def test_list_prints_the_kind_and_use_of_each_cache(busy: list[str]) -> None:
     (row,) = run_json("list", *busy[1:])
 
     assert (row["name"], row["state"], row["kind"], row["page_size"]) == ("kv-0", "ready", "radix", 8)
@@ -271,13 +271,13 @@ def test_explain_reads_a_list_an_array_or_stdin(busy: list[str], tmp_path: Path)
         ("[]", "at least one token id"),
     ],
 )
-def test_explain_says_what_is_wrong_with_the_tokens(busy: list[str], text: str, complaint: str) -> None:
+def test_explain_names_the_fault_of_the_tokens(busy: list[str], text: str, complaint: str) -> None:
     exit_code = 2 if text in ("[1, 2", '{"ids": [1]}') else 1
 
     assert complaint in run("explain", *busy, "--tokens", "-", stdin=text, exit_code=exit_code).stderr
 
 
-def test_tree_draws_what_is_cached(busy: list[str]) -> None:
+def test_tree_draws_the_cached_tokens(busy: list[str]) -> None:
     namespace, node = run_json("tree", *busy)["branches"]
 
     assert (namespace["num_tokens_below"], namespace["num_nodes"], namespace["is_whole"]) == (16, 2, True)
@@ -293,7 +293,7 @@ def test_check_verifies_a_live_cache(busy: list[str]) -> None:
     assert run("check", *busy).stdout.startswith("kv-0: every invariant holds, verified in ")
 
 
-def test_check_tells_of_a_broken_rule(busy: list[str]) -> None:
+def test_check_reports_a_broken_rule(busy: list[str]) -> None:
     name, _, namespace = busy
     cache = connect(name, namespace=namespace)
 
@@ -326,7 +326,7 @@ def test_a_cache_that_is_not_there_is_an_error_that_names_those_that_are(busy: l
     assert f"there: none\n  try: --namespace, as there is kv-0 in {where[1]}" in elsewhere
 
 
-def test_an_error_out_of_a_group_of_tasks_is_told_as_if_there_were_no_group() -> None:
+def test_an_error_in_a_group_of_tasks_is_reported_as_if_there_were_no_group() -> None:
     error = InvalidRequest("a prompt needs at least one token id")
 
     failure = failure_of(ExceptionGroup("tasks", [ExceptionGroup("tasks", [error])]))
@@ -335,7 +335,7 @@ def test_an_error_out_of_a_group_of_tasks_is_told_as_if_there_were_no_group() ->
     assert failure_of(ExceptionGroup("tasks", [error, error])) is None
 
 
-def test_wrong_settings_are_told_before_anything_is_asked_of_ray(tmp_path: Path) -> None:
+def test_wrong_settings_are_reported_before_any_request_to_ray(tmp_path: Path) -> None:
     file = tmp_path / "cache.yaml"
     file.write_text("page_size: 8\npol: {num_slots: 64}\n")
 
@@ -357,7 +357,7 @@ def test_a_cache_that_cannot_be_started_is_a_failure_and_not_a_cache_that_is_not
 
 
 def command(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
+    """Run a command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "raydix.actors.cli", *map(str, arguments)],
         capture_output=True,
@@ -367,7 +367,7 @@ def command(*arguments: object, **environ: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_a_file_whose_values_are_none_is_told_of_in_json(tmp_path: Path) -> None:
+def test_a_file_with_values_of_none_is_reported_in_json(tmp_path: Path) -> None:
     file = tmp_path / "cache.yaml"
     file.write_text("pool: {num_slots: 64}\nfingerprint: 2024-13-45\n")
 

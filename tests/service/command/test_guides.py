@@ -12,7 +12,7 @@ from support.documents import GUIDES, RUN, Block, blocks, transcript
 from support.models.sample_trace import write_trace
 from support.processes.command_line import run
 
-NOT_RUN = {  # first word of a command, and why no test runs it
+NOT_RUN = {  # first word of a command, and the reason why no test runs it
     "git": "the tests run in a clone",
     "make": "tests/examples/test_documents.py checks that the target exists",
     "python3": "the tests have a virtual environment",
@@ -50,7 +50,7 @@ PRINTED = {  # the output that a guide's comments promise
 
 @pytest.fixture
 def workplace(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder with a trace, and no cache left behind."""
+    """Change to a folder with a trace, and check that no cache is left."""
     write_trace(tmp_path)
     monkeypatch.chdir(tmp_path)
     yield
@@ -58,7 +58,7 @@ def workplace(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def perform(block: Block, output: list[str]) -> None:
-    """Run a block. A program whose file the prose names is saved there, for its `python FILE`."""
+    """Run a block. A program is saved if the prose names its file, for its `python FILE`."""
     if block.language == "yaml":
         (name,) = findall(r"(?m)^# (\S+)$", block.text)
         Path(name).write_text(block.text)
@@ -75,7 +75,7 @@ def perform(block: Block, output: list[str]) -> None:
 
 
 def type_in(line: str, shown: str, output: list[str]) -> None:
-    """Run a line of a shell. An error that the guide shows must be printed word for word."""
+    """Run a line of a shell. An error shown in the guide must be printed word for word."""
     match shlex.split(line, comments=True):
         case ["cat", name]:
             Path(name).write_text(shown)
@@ -105,7 +105,7 @@ def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest
             perform(block, output)
             output.append(capsys.readouterr().out)
 
-    assert not list(Path().glob("*.py")), "no command of the guide runs it"
+    assert not list(Path().glob("*.py")), "no command of the guide runs the block"
     printed = "\n".join(output)
     for promised in PRINTED.get(path.name, []):
         assert promised in printed, printed

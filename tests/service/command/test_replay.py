@@ -1,4 +1,4 @@
-"""`raydix replay` counts exactly on a trace made by hand, compares side by side, and gives the published rates."""
+"""`raydix replay` counts exactly on a trace made by hand, compares policies, and gives the published rates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_trace_made_by_hand_gives_exact_counts(where: list[str], trace: Path, 
     assert row["hit_rate_percent"] == pytest.approx(100 * REUSED / PROMPT_TOKENS)
 
 
-def test_a_run_tells_what_twice_the_capacity_would_have_hit(tmp_path: Path) -> None:
+def test_a_run_reports_the_hits_of_twice_the_capacity(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, [(512, [1]), (512, [2]), (512, [1]), (512, [2])])
 
     (row,) = run_json("replay", trace, "--capacity", 512, "--ghost")
@@ -75,7 +75,7 @@ def test_requests_that_can_never_fit_are_named_first_and_count_as_misses(tmp_pat
         "misses; the largest needs a capacity of 2,560 "
     )
     (twice,) = run_json("replay", trace, "--capacity", 4096)
-    assert twice["reused_tokens"] > REUSED + 512  # the last prompt finds itself
+    assert twice["reused_tokens"] > REUSED + 512  # the last prompt hits its own pages
     estimate = dict(zip(row["ghost"]["num_slots"], row["ghost"]["hit_rates"], strict=True))[4096]
     assert 100 * estimate == pytest.approx(twice["hit_rate_percent"])
 
@@ -111,8 +111,8 @@ def test_every_combination_stands_in_the_table_side_by_side(tmp_path: Path) -> N
     wanted = [(c, policy, page) for c in (1024, 4096) for policy in ("lru", "mru") for page in (512, 64)]
     assert [(row["capacity"], row["policy"], row["page_size"]) for row in rows] == wanted
     reused = {each: row["reused_tokens"] for each, row in zip(wanted, rows, strict=True)}
-    assert reused[1024, "lru", 512] == 1024  # 2 has to go
-    assert reused[1024, "mru", 512] == 512  # 1 has to go, used last
+    assert reused[1024, "lru", 512] == 1024  # evicts page 2
+    assert reused[1024, "mru", 512] == 512  # evicts page 1, the last one used
     assert reused[4096, "lru", 64] == 1024 + 64  # of the partial block, too
     printed = [line.split()[:3] for line in text.splitlines() if "512" in line]
     assert printed == [
@@ -159,7 +159,7 @@ def test_background_eviction_can_be_switched_on(trace: Path) -> None:
         (("--capacity", 2048, "--plot", "no/rates.png"), "no/rates.png: No such file or directory"),
     ],
 )
-def test_what_cannot_be_replayed_is_said_with_what_to_do_before_the_work(
+def test_a_trace_that_cannot_be_replayed_is_refused_with_advice_before_the_work(
     trace: Path, options: tuple[object, ...], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raydix.actors.cli.replay._replay_all", lambda *_: pytest.fail("it was replayed"))
@@ -185,7 +185,7 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do_before_the_work(
         ),
     ],
 )
-def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_malformed_line_is_named_with_its_fault(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [4]}\n' + line)
 
@@ -197,7 +197,7 @@ def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, line: str,
 @pytest.mark.parametrize(
     "time", ["1e400", "Infinity", "-Infinity", "NaN", "-1", "1e300", "9" * 400, '"5"', "true", "null"]
 )
-def test_what_is_no_time_is_refused_with_its_line(tmp_path: Path, time: str) -> None:
+def test_a_wrong_timestamp_is_refused_with_its_line(tmp_path: Path, time: str) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
         f'{{"timestamp": {each}, "input_length": 5, "output_length": 1, "hash_ids": [4]}}\n' for each in ("0", time)

@@ -1,4 +1,4 @@
-"""`raydix report` writes the page of a running cache, and of one that a trace is replayed on."""
+"""`raydix report` writes the page of a running cache, and of one that replays a trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raydix.schemas import CacheConfig, GhostConfig, PoolConfig
 
 @pytest.fixture(scope="module")
 async def busy(ray_cluster: None) -> AsyncIterator[list[str]]:
-    """How the command names a cache with 16 of its 64 slots in use."""
+    """Return the options that name a cache with 16 of its 64 slots in use."""
     namespace = f"report-{uuid4().hex[:8]}"
     config = CacheConfig(page_size=8, pool=PoolConfig(num_slots=64, device="cpu"), ghost=GhostConfig())
     cache = await start_cache_async(config, name="kv-0", namespace=namespace)
@@ -85,7 +85,7 @@ def test_requests_that_can_never_fit_come_before_all_figures(tmp_path: Path) -> 
 
 
 def rates(trace: Path, folder: Path, capacity: int) -> list[str]:
-    """The hit rate at a capacity as `replay` prints it, as `report` does, and as its page does, twice."""
+    """Return the hit rates at a capacity: printed by `replay`, printed by `report`, and twice on its page."""
     replayed = run("replay", trace, "--capacity", capacity).stdout
     reported = run("report", trace, "--capacity", capacity, "-o", folder / "page.html").stdout
     html = (folder / "page.html").read_text(encoding="utf-8")
@@ -147,7 +147,7 @@ def test_where_the_page_cannot_be_written_the_command_says_so(tmp_path: Path) ->
 
 
 @pytest.mark.ray
-def test_what_is_neither_a_cache_nor_a_file_is_named(busy: list[str]) -> None:
+def test_a_source_that_is_neither_a_cache_nor_a_file_is_named(busy: list[str]) -> None:
     result = run("report", "kv-9", *busy[1:], exit_code=3)
 
     assert "no cache named 'kv-9'" in result.stderr

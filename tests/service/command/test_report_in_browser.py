@@ -1,4 +1,4 @@
-"""The report in a browser: nothing is cut or overflows, wide or narrow, light or dark, and nothing is fetched."""
+"""The report in a browser: no text is cut or overflows, wide or narrow, light or dark, and no file is fetched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = CacheConfig(
     tenants=(TenantConfig(name="a tenant", extra_key="a", floor_slots=1_024, cap_slots=2_048),),
 )
 LONG_NAME = "a-namespace-of-a-name-without-a-place-to-break-" * 4
-# Text that sticks out of what it stands in or of the page, or that lies under a box that cuts it.
+# Text beyond its container or the page, or cut by a box.
 CUT_TEXTS = """() => {
   const cut = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -42,7 +42,7 @@ CUT_TEXTS = """() => {
   }
   return cut;
 }"""
-# Texts whose boxes overlap: one of them cannot be read.
+# Texts with overlapping boxes: one of them cannot be read.
 OVERLAPS = """() => {
   const boxes = [...document.querySelectorAll('td, th, dt, dd, h1, h2, p, .x span, .y span, .map span, li')]
     .filter(each => each.textContent.trim() && each.offsetParent)
@@ -73,7 +73,7 @@ CONTRAST = """() => {
 
 
 def executable() -> str | None:
-    """A browser that is installed; None: the one that Playwright itself may have."""
+    """Return an installed browser, or None for the one that Playwright itself may have."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     return next((path for name in names if (path := shutil.which(name))), None)
 
@@ -92,7 +92,7 @@ async def browser() -> AsyncIterator[Any]:
 
 @pytest.fixture(scope="module")
 async def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of an empty cache, and of one that has seen something of everything."""
+    """Return the page of an empty cache, and of one with some traffic of every kind."""
     folder = tmp_path_factory.mktemp("reports")
     async with LocalPrefixCache(CONFIG) as cache:
         (folder / "empty.html").write_text(render(cache.report(), CONFIG, "kv-0"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reaching a cluster: one that asks for a token, and the names of its caches, which the shell completes."""
+"""Reaching a cluster that asks for a token, and completing the names of its caches in the shell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_S = 120.0
 
 @pytest.fixture(scope="module")
 def asking() -> Iterator[str]:
-    """The address of a cluster that asks for a token."""
+    """Return the address of a cluster that asks for a token."""
     with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
@@ -53,7 +53,7 @@ def asking() -> Iterator[str]:
 
 
 def list_of(address: str, home: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`raydix list`, in a process that finds no token by itself."""
+    """Run `raydix list` in a process that finds no token by itself."""
     return subprocess.run(
         [sys.executable, "-m", "raydix.actors.cli", "list", "--address", address],
         env={**os.environ, "HOME": str(home), **environ},
@@ -90,7 +90,7 @@ def test_a_cluster_that_is_shown_its_token_answers(asking: str, tmp_path: Path) 
 
 
 def context(**params: Any) -> typer.Context:
-    """What a command was given before the word that is completed."""
+    """Return the context of a command with the words before the completed one."""
     context = typer.Context(typer.main.get_command(app))
     context.params = params
     return context

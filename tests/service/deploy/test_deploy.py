@@ -1,4 +1,4 @@
-"""Caches are started, found, shared by name and ended; of one that has died, callers hear in the cache's own terms."""
+"""Caches are started, found, shared by name and stopped; callers of a dead cache get the cache's own errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from raydix.schemas import (
 pytestmark = pytest.mark.ray
 
 CONFIG = small_config()
-OTHER_CONFIGS = {  # and what differs
+OTHER_CONFIGS = {  # with the option that differs
     "page size": (small_config(4), "page_size is 1, not 4; pool.num_slots is 8, not 32"),
     "fingerprint": (
         CONFIG.model_copy(update={"fingerprint": "another-model"}),
@@ -68,7 +68,7 @@ async def epoch_of(cache: Any) -> str:
 
 @pytest.fixture
 def started(ray_cluster: None) -> Iterator[Callable[..., Any]]:
-    """`start_cache` for tests that end their cache, and for those that fail to."""
+    """Run `start_cache` for tests that end their cache, and for those that fail to."""
     caches: list[Any] = []
 
     def start(**options: Any) -> Any:
@@ -85,15 +85,15 @@ def started(ray_cluster: None) -> Iterator[Callable[..., Any]]:
 
 @ray.remote
 class NoCache:
-    """Some actor."""
+    """An actor that is not a cache."""
 
     async def work(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture(scope="module")
 def no_cache(ray_cluster: None) -> Iterator[Any]:
-    """An actor beside the caches."""
+    """Return an actor that is not a cache."""
     actor = cast(Any, NoCache).options(name="no-cache", namespace=deploy.NAMESPACE).remote()
     yield actor
     ray.kill(actor)
@@ -158,7 +158,7 @@ def test_an_argument_that_cannot_be_is_refused_and_starts_and_ends_nothing(
 
 @pytest.fixture(scope="module")
 def named(ray_cluster: None) -> Iterator[tuple[str, Any]]:
-    """A cache with a name, for tests that leave it as it is."""
+    """A cache with a name, for tests that leave it unchanged."""
     name = new_name()
     cache = start_cache(CONFIG, name=name)
     yield name, cache
@@ -185,7 +185,7 @@ async def test_starting_a_name_that_runs_with_the_same_configuration_gives_the_r
 
 
 @pytest.mark.parametrize(("config", "difference"), OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
-async def test_a_name_that_runs_with_another_configuration_is_a_mismatch_which_names_what_differs(
+async def test_a_running_name_with_another_configuration_is_a_mismatch_which_names_the_differences(
     named: tuple[str, Any], config: Any, difference: str
 ) -> None:
     name, cache = named
@@ -199,7 +199,7 @@ async def test_a_name_that_runs_with_another_configuration_is_a_mismatch_which_n
     with pytest.raises(ConfigMismatch, match=re.escape(message)):
         connect(name, config=config)
 
-    assert (await epoch_of(name)) == await epoch_of(cache)  # it runs on, as it was
+    assert (await epoch_of(name)) == await epoch_of(cache)  # it continues unchanged
 
 
 def test_the_log_of_a_cache_begins_with_its_epoch_and_whether_its_core_is_compiled(ray_cluster: None) -> None:
@@ -228,7 +228,7 @@ async def test_caches_without_a_name_are_each_their_own(
     assert await epoch_of(running_cache(CONFIG)) != await epoch_of(named[1])
 
 
-async def test_who_starts_one_name_at_once_gets_one_cache_and_a_detached_one_outlives_its_handles(
+async def test_concurrent_starts_of_one_name_get_one_cache_and_a_detached_one_outlives_its_handles(
     ray_cluster: None,
 ) -> None:
     name = new_name()
@@ -262,7 +262,7 @@ def test_of_a_ray_that_has_no_error_for_a_taken_name_its_value_error_is_taken(mo
     assert attempts == ["made"]
 
 
-def test_while_a_name_stays_taken_by_what_cannot_be_found_the_deadline_is_obeyed(
+def test_while_a_name_stays_taken_by_an_actor_that_cannot_be_found_the_deadline_holds(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = new_name()
@@ -298,7 +298,7 @@ def test_a_cache_for_which_there_is_no_room_is_unavailable_after_its_timeout(ray
         start_cache(CONFIG, num_gpus=64, timeout_s=0.5)
 
 
-def test_what_did_not_start_in_time_is_ended_with_its_name(ray_cluster: None) -> None:
+def test_a_cache_that_did_not_start_in_time_is_ended_with_its_name(ray_cluster: None) -> None:
     name = new_name()
 
     with pytest.raises(CacheUnavailable, match="did not start"):
@@ -310,7 +310,7 @@ def test_what_did_not_start_in_time_is_ended_with_its_name(ray_cluster: None) ->
 
 @pytest.fixture
 def never_placed(ray_cluster: None) -> Iterator[tuple[str, Any]]:
-    """A cache that has a name, but for which the cluster has no room."""
+    """Return a cache with a name that the cluster has no resources for."""
     name = new_name()
     cache = ray.remote(PrefixCacheActor).options(name=name, namespace="raydix", num_gpus=64).remote(CONFIG)
     yield name, cache
@@ -337,7 +337,7 @@ HUGE = CacheConfig(pool=PoolConfig(num_slots=2**30, num_layers=8, num_kv_heads=6
 
 
 async def test_while_the_error_of_a_cache_that_could_not_start_is_kept_its_name_is_free(ray_cluster: None) -> None:
-    """As a notebook or a logger keeps it."""
+    """A notebook or a logger may keep the error."""
     name = new_name()
     with pytest.raises(CacheUnavailable, match="bytes") as caught:
         start_cache(HUGE, name=name)
@@ -350,7 +350,7 @@ async def test_while_the_error_of_a_cache_that_could_not_start_is_kept_its_name_
 
 
 def handles_held_by(error: BaseException | None) -> list[Any]:
-    """The handles of actors among the variables of all frames, but for tests', that an error and its causes keep."""
+    """Return the actor handles that an error and its causes keep, in the variables of all frames but those of tests."""
     held: list[Any] = []
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -426,13 +426,13 @@ def test_shutting_down_a_cache_that_does_not_answer_kills_it(
         connect(name)
 
 
-async def test_a_cache_whose_shutdown_nobody_waits_for_ends_and_does_not_come_back(ray_cluster: None) -> None:
+async def test_a_cache_that_shuts_down_without_a_waiting_caller_ends_and_stays_down(ray_cluster: None) -> None:
     name = new_name()
     cache = start_cache(CONFIG, name=name, lifetime="detached")
     client = PrefixCacheClient(cache)
     lease = await client.acquire([1])
 
-    cache.shutdown.remote(0.3)  # whoever asked is interrupted: it comes to no more
+    cache.shutdown.remote(0.3)  # interrupts its caller: the call does not return
 
     async with asyncio.timeout(300):
         with pytest.raises(ray.exceptions.ActorDiedError):
@@ -495,10 +495,10 @@ async def test_draining_refuses_new_sessions_and_lets_open_leases_end(started: C
             while await is_welcome(cache):  # noqa: ASYNC110 -- there is no event for it
                 await asyncio.sleep(0.01)
 
-        assert (await lease.insert([1, 2])).num_inserted == 2  # business goes on for those who are in
+        assert (await lease.insert([1, 2])).num_inserted == 2  # open sessions continue
         assert not shutdown.done()
         await lease.release()
-        async with asyncio.timeout(300):  # not the time that leases have
+        async with asyncio.timeout(300):  # not the lifetime of leases
             await shutdown
 
 
@@ -535,12 +535,12 @@ async def test_leases_still_open_after_the_drain_are_cut_short_and_the_log_says_
 
 
 class Orphans(NamedTuple):
-    """What is left in hand of a cache that was killed."""
+    """References left by a cache that was killed."""
 
     cache: Any
     client: PrefixCacheClient
     lease: Lease
-    slots: torch.Tensor  # its own, as they were
+    slots: torch.Tensor  # its own copy, unchanged
     pool: AttachedPool
 
 
@@ -581,11 +581,11 @@ async def test_of_a_killed_cache_every_verb_says_that_it_is_unavailable(ray_clus
         for verb in VERBS.values():
             with pytest.raises(CacheUnavailable, match="dead, restarting, or cannot be reached") as caught:
                 await verb(left)
-            assert caught.value.__cause__ is None  # nothing of Ray's comes with it
+            assert caught.value.__cause__ is None  # no error of Ray is attached
         results = await asyncio.gather(*(verb(left) for verb in VERBS.values()), return_exceptions=True)
         assert {type(result) for result in results} == {CacheUnavailable}
 
-        await left.lease.release()  # there is nothing to release any more: no error
+        await left.lease.release()  # the lease has ended: no error
         await left.lease.abort()
         await left.client.close()
         await left.client.close()
@@ -627,7 +627,7 @@ async def test_a_client_of_a_name_goes_on_with_the_next_cache_of_that_name_and_o
 
 @asynccontextmanager
 async def in_use(name: str) -> AsyncIterator[tuple[PrefixCacheClient, Lease, AttachedPool]]:
-    """What is left in hand of a cache that was shut down: a client made of its name, a lease of it and its pool."""
+    """References left by a cache that was shut down: a client made from its name, a lease and the pool."""
     async with PrefixCacheClient(name) as client:
         lease, pool = await client.acquire([1]), await client.attach_pool()
         await asyncio.to_thread(shutdown_cache, connect(name))

@@ -1,4 +1,4 @@
-"""Caches one on each GPU, their workers beside them, and the GPUs given back."""
+"""Caches on each GPU, their workers on the same GPUs, and the GPUs returned."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_names_of_two_namespaces_do_not_meet() -> None:
 
 
 @pytest.mark.ray
-def test_nobody_is_put_beside_a_cache_that_has_ended_or_does_not_answer(ray_cluster: None) -> None:
+def test_no_worker_is_placed_with_a_cache_that_has_ended_or_does_not_answer(ray_cluster: None) -> None:
     cache = start_cache(CacheConfig(pool=PoolConfig(num_slots=64)))
     try:
         assert isinstance(beside(cache), NodeAffinitySchedulingStrategy)

@@ -1,7 +1,7 @@
-"""Every causal LM of transformers is served as one pass without a cache would have it, or refused by name.
+"""Every causal LM of transformers is served with the logits of one pass without a cache, or refused by name.
 
-The survey asks two workers on one cache; see `model_survey`. The quick part asks models of each kind once, the long
-part every model, with every size of pages, and at every page boundary.
+The survey asks two workers on one cache; see `support.models.model_survey`. The quick part asks models of each kind
+once, the long part every model, with every page size and at every page boundary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raydix.schemas import LeaseResponse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CUTS = (4, 20)  # of a prompt of 40 tokens: within the windows of 12, and beyond
+CUTS = (4, 20)  # of a prompt of 40 tokens: one within the windows of 12, one beyond
 QUICK = [
     # full attention: rotary, ALiBi, learned, relative positions; grouped, latent and shared KV
     "llama, YaRN",
@@ -46,7 +46,7 @@ QUICK = [
     "gemma3n_text",
     "gemma4_text, shared KV",
     "mimo_v2_flash",
-    # states, of convolutions alone, too
+    # states, some without attention
     "bamba",
     "falcon_h1",
     "kimi_linear",
@@ -56,7 +56,7 @@ QUICK = [
     "lfm2, convolutions",
     "lfm3",
     "zaya, windows",
-    # without a cache
+    # served without a cache
     "mamba",
     "rwkv",
     "xlstm",
@@ -93,7 +93,7 @@ MUST_BE_SERVED = {
     "zaya, windows": "mamba + window",
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "openai-gpt"), "without a cache"),
 }
-"""Models that could be refused without anything being wrong."""
+"""Models that may be refused."""
 
 ALL = [
     pytest.param(name, page_size, dtype, id=f"{name}-{page_size}-{dtype}".replace(" ", "_"))
@@ -147,12 +147,12 @@ def test_the_table_has_every_type_of_the_installed_transformers(table: dict[str,
     }
 
 
-def test_what_can_be_served_is_not_refused(table: dict[str, Row]) -> None:
+def test_a_model_that_can_be_served_is_not_refused(table: dict[str, Row]) -> None:
     assert {name: table[name].cache for name in MUST_BE_SERVED} == MUST_BE_SERVED
 
 
 def test_only_models_that_no_worker_can_serve_are_refused(table: dict[str, Row]) -> None:
-    """Encoders with a decoder, models that are not causal, and those that transformers cannot make here."""
+    """Only encoder-decoders, models that are not causal, and those that transformers cannot make here are refused."""
     reasons = ("is an encoder and a decoder", "is not causal", "transformers has no", "transformers cannot make")
     refused = {name: row.remark for name, row in table.items() if row.cache == "refused"}
 

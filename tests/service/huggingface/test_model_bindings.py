@@ -1,4 +1,4 @@
-"""Sessions are bound to models: two models never use each other's KV, though neither tree nor namespace knows them."""
+"""Sessions are bound to models: two models never use each other's KV, even in one tree and namespace."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_the_first_session_sets_the_model_and_only_sessions_with_the_same_
     for way_out in ("another cache", "another lora_id", "TransformersWorker(..., fingerprint=None)"):
         assert way_out in str(refused.value)
     with pytest.raises(ConfigMismatch, match="the weights differ"):
-        await first.bind_model(NEW)  # its weights have changed, but nothing was retired
+        await first.bind_model(NEW)  # its weights have changed, but its namespace was not retired
     assert await hit(first, 1) == 0
 
 
@@ -70,7 +70,7 @@ async def test_a_model_stays_bound_when_the_session_that_bound_it_ends(cache1: C
         await cache1.another_client().bind_model(NEW, lora_id="x")
 
 
-async def test_two_lora_ids_with_two_models_work_beside_each_other(cache1: CacheUnderTest) -> None:
+async def test_two_lora_ids_with_two_models_work_in_one_cache(cache1: CacheUnderTest) -> None:
     worker, other = cache1.another_client(), cache1.another_client()
     numbers = {await worker.bind_model(OLD, lora_id="x"), await other.bind_model(NEW, lora_id="y")}
     await publish(worker, 1, 2, lora_id="x")
@@ -84,7 +84,7 @@ async def test_two_lora_ids_with_two_models_work_beside_each_other(cache1: Cache
         await hit(worker, 1, 2, lora_id="x")
 
 
-async def test_stats_tell_how_many_models_are_bound_and_which_is_the_base(cache1: CacheUnderTest) -> None:
+async def test_stats_have_the_number_of_bound_models_and_the_base(cache1: CacheUnderTest) -> None:
     refused = (await cache1.client.stats()).refusals.get("model_mismatch", 0)
     await cache1.client.bind_model(OLD)
     await cache1.client.bind_model(NEW, lora_id="x")
@@ -115,7 +115,7 @@ WRONG: list[tuple[Any, Any, str]] = [
 ]
 
 
-async def test_what_is_no_fingerprint_is_refused_by_name_and_changes_nothing(scene: Scene) -> None:
+async def test_a_wrong_fingerprint_is_refused_by_name_and_changes_nothing(scene: Scene) -> None:
     for fingerprint, lora_id, fault in WRONG:
         with pytest.raises(InvalidRequest, match=fault):
             await scene.client.bind_model(fingerprint, lora_id=lora_id)
@@ -132,7 +132,7 @@ async def test_a_refused_model_changes_nothing(cache1: CacheUnderTest) -> None:
 
     assert ((await cache1.client.stats()).bindings, await cache1.pages()) == (before, pages)
     await cache1.client.check_invariants()
-    assert await hit(cache1.client, 1, 2) == 2  # bound to nothing, so not checked
+    assert await hit(cache1.client, 1, 2) == 2  # not bound, so not checked
 
 
 async def test_a_cache_configured_for_a_base_model_takes_no_other() -> None:
@@ -150,7 +150,7 @@ async def test_a_cache_configured_for_a_base_model_takes_no_other() -> None:
 
 
 async def ended(client: PrefixCacheClient, lora_id: str | None) -> None:
-    """The next generation has begun."""
+    """Return whether the next generation has begun."""
     await (client.reset() if lora_id is None else client.retire(lora_id=lora_id))
 
 
@@ -175,7 +175,7 @@ async def test_after_a_retirement_the_first_to_bind_wins_and_no_kv_meets_other_w
     with pytest.raises(ConfigMismatch, match="the weights differ"):
         await loser.bind_model(second, lora_id=lora_id)
     assert after > before
-    assert (await running.insert([1, 2, 3])).retired  # computed by the weights of before, whoever won
+    assert (await running.insert([1, 2, 3])).retired  # computed by the weights of before, whichever request was first
     assert await hit(winner, 1, 2, 3, lora_id=lora_id) == 0
     await publish(winner, 1, 2, lora_id=lora_id)
     assert await hit(winner, 1, 2, lora_id=lora_id) == 2
@@ -218,7 +218,7 @@ async def test_a_session_behind_the_base_is_refused_everywhere_and_others_only_w
     both, base, adapter, scheduler = (cache1.another_client() for _ in range(4))
     for client, lora_id in ((both, None), (both, "x"), (base, None), (adapter, "x")):
         await client.bind_model(OLD, lora_id=lora_id)
-    assert await hit(base, 1, lora_id="y") == 0  # bound, but to nothing of that
+    assert await hit(base, 1, lora_id="y") == 0  # bound, but to another namespace
 
     await cache1.client.reset()
     await both.bind_model(OLD, lora_id="x")
@@ -236,7 +236,7 @@ async def test_a_session_behind_the_base_is_refused_everywhere_and_others_only_w
     assert await hit(both, 1, lora_id="x") == await hit(both, 1, lora_id="y") == 0
 
 
-# ---------------------------------------------------------------- leases of before
+# ---------------------------------------------------------------- earlier leases
 
 
 async def test_a_worker_with_old_weights_is_refused_a_grant_and_another_is_served(cache1: CacheUnderTest) -> None:
@@ -274,7 +274,7 @@ async def test_a_lease_of_an_ended_generation_is_good_for_sessions_alone_that_bo
         assert (lease.prefix_len, (await lease.insert([1, 2, 3])).retired) == (2, True)
 
 
-async def test_who_waits_in_line_is_refused_if_the_model_changes_meanwhile(cache1: CacheUnderTest) -> None:
+async def test_a_waiting_request_is_refused_if_the_model_changes_meanwhile(cache1: CacheUnderTest) -> None:
     holder, worker = cache1.another_client(), cache1.another_client()
     held = await holder.acquire(range(1, 9))
     await worker.bind_model(OLD, lora_id="x")
@@ -284,7 +284,7 @@ async def test_who_waits_in_line_is_refused_if_the_model_changes_meanwhile(cache
 
     await holder.retire(lora_id="x")
     with pytest.raises(ConfigMismatch, match=BIND_AGAIN):
-        await worker.acquire([1], lora_id="x")  # at once: it would wait in vain
+        await worker.acquire([1], lora_id="x")  # immediately, as waiting would be in vain
     assert (await cache1.client.stats()).waiters == 2
     await held.release()
     await (await other).release()
@@ -321,7 +321,7 @@ async def test_a_bind_that_comes_too_late_binds_nothing(cache1: CacheUnderTest) 
     assert (await cache1.client.stats()).bindings == 0
 
 
-# ---------------------------------------------------------------- sessions that are lost
+# ---------------------------------------------------------------- lost sessions
 
 
 async def test_a_client_that_lost_its_session_must_bind_again(lost: Callable[[PrefixCacheClient], None]) -> None:
@@ -356,7 +356,7 @@ async def test_a_client_that_lost_its_session_must_bind_again(lost: Callable[[Pr
 
 @pytest.fixture
 def lost() -> Callable[[PrefixCacheClient], None]:
-    """Ends a client's session in the cache: it was silent, or its owner has died."""
+    """End a client's session in the cache, as after a silence or its owner's death."""
 
     def lose(client: PrefixCacheClient) -> None:
         reaper = client.session.connector.host.service.reaper  # type: ignore[attr-defined]
@@ -397,7 +397,7 @@ async def test_a_session_that_is_opened_again_stays_bound(cache1: CacheUnderTest
     assert await hit(worker, 1, lora_id="x") == 0
 
 
-# ---------------------------------------------------------------- ever more of them
+# ---------------------------------------------------------------- many bindings
 
 
 @pytest.fixture
@@ -417,7 +417,7 @@ async def test_the_binding_used_least_recently_is_retired_with_its_pages(at_most
         grant = await (await worker.acquire([1, 2], lora_id="c")).grant()
         await hit(worker, 1, lora_id="a")
         await (await worker.adopt(grant)).release()  # each of these is a use
-        running_b = await cache.acquire([1], lora_id="b")  # that of a session that bound nothing is not
+        running_b = await cache.acquire([1], lora_id="b")  # a lease of an unbound session is not a use
 
         await worker.bind_model(OLD, lora_id="d")
 
@@ -426,7 +426,7 @@ async def test_the_binding_used_least_recently_is_retired_with_its_pages(at_most
         with pytest.raises(ConfigMismatch, match=BIND_AGAIN):
             await worker.acquire([1], lora_id="b")
         assert (await running.insert([1, 2])).retired
-        assert await other.bind_model(NEW, lora_id="b") > 0  # another model may have it
+        assert await other.bind_model(NEW, lora_id="b") > 0  # another model may have the name
         assert await hit(other, 7) == 0  # the base's binding is never dropped
         for lease in (running, running_b):
             await lease.release()
@@ -434,7 +434,7 @@ async def test_the_binding_used_least_recently_is_retired_with_its_pages(at_most
             await client.close()
 
 
-async def test_ever_new_lora_ids_leave_the_bindings_and_what_sessions_remember_as_small_as_they_are(
+async def test_new_lora_ids_do_not_grow_the_bindings_or_the_sessions(
     at_most_four: None,
 ) -> None:
     async with LocalPrefixCache(small_config()) as cache:

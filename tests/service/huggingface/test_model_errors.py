@@ -1,4 +1,5 @@
-"""Models and arguments that a worker cannot take raise a typed error that names them, before the cache notices."""
+"""Models and arguments that a worker cannot take raise a typed error that names them, before any request to the
+cache."""
 
 from __future__ import annotations
 

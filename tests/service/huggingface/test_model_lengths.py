@@ -1,4 +1,4 @@
-"""Models whose KV depends on the length of the whole sequence are served as one pass without a cache would have it."""
+"""Models with KV that depends on the length of the whole sequence are served with the logits of one pass."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def stepwise(config: PreTrainedConfig, prompt: list[int], num_new: int) -> tuple
 async def test_sequences_of_each_length_get_the_logits_of_one_pass(
     workers: list[TransformersWorker], model: Any, num_tokens: int
 ) -> None:
-    """Some grow beyond the first range while they are decoded; another worker asks again each time."""
+    """Some sequences grow past the first range during decoding; another worker asks again each time."""
     prompt = random_prompt(num_tokens)
     expected = stepwise(model.config, prompt, 8)
     first = await workers[0].generate(prompt, 8, return_logits=True)
@@ -108,7 +108,7 @@ async def test_sequences_of_each_length_get_the_logits_of_one_pass(
 
 
 async def test_a_conversation_crosses_the_range_and_comes_back(workers: list[TransformersWorker], model: Any) -> None:
-    """A long sequence first leaves nothing behind that a short one after it would read."""
+    """A short sequence must not read KV that an earlier long one left behind."""
     long, short = random_prompt(60), random_prompt(LONGEST - 2)
     for i, prompt in enumerate((long, short, long, long[: LONGEST - 8], [*short, 7, 8, 9, 10])):
         found = await workers[i % 2].generate(prompt, 4, return_logits=True)

@@ -1,4 +1,4 @@
-"""The load check finds out how each model must be run, and refuses those whose cached KV gives other logits."""
+"""The load check finds how each model must be run, and refuses models that give other logits with cached KV."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def name(config: PreTrainedConfig) -> str:
 
 @pytest.mark.parametrize("config", [*WITHOUT_A_CACHE, BAMBA, JAMBA, MOSHI, LLAMA, ROBERTA], ids=name)
 async def test_a_worker_without_a_cache_gives_the_logits_of_one_pass(config: PreTrainedConfig) -> None:
-    """Whatever the model's own cache makes of it: that of Moshi forgets, and RWKV has none that fits."""
+    """The model's own cache does not matter: that of Moshi forgets tokens, and RWKV has none that fits."""
     expected = one_pass(random_model(config), random_prompt(40), 12)
     async with TransformersWorker(None, model=deepcopy(config), use_cache=False, device="cpu") as worker:
         found = await worker.generate(random_prompt(40), 12, return_logits=True)
@@ -101,7 +101,7 @@ async def test_a_model_gets_the_position_ids_that_it_needs(config: PreTrainedCon
 
 @pytest.mark.parametrize("config", [BAMBA, ROBERTA], ids=name)
 async def test_cut_prompts_with_pad_tokens_get_the_logits_of_one_pass(config: PreTrainedConfig) -> None:
-    """RoBERTa's positions skip pad tokens, those in the cached prefix, too."""
+    """RoBERTa's positions skip pad tokens, also those in the cached prefix."""
     prompt = random_prompt(40)
     prompt[5] = prompt[6] = prompt[25] = PAD
     expected = one_pass(random_model(config), prompt, 12)
@@ -139,7 +139,7 @@ async def test_a_model_that_is_not_causal_is_refused_in_each_dtype(config: PreTr
 
 @pytest.mark.parametrize("model_type", ["inkling2_text", "xlstm"])
 async def test_a_model_that_fails_in_its_dtype_alone_is_refused_before_its_first_request(model_type: str) -> None:
-    """These multiply float32 by weights of another dtype; xLSTM only where a prompt fills a chunk."""
+    """These models multiply float32 by weights of another dtype; xLSTM only if a prompt fills a chunk."""
     config = tiny_config(model_type)
     await TransformersWorker(None, model=deepcopy(config), use_cache=False, device="cpu").open()
     worker = TransformersWorker(None, model=config, use_cache=False, device="cpu", dtype="bfloat16")
@@ -149,14 +149,14 @@ async def test_a_model_that_fails_in_its_dtype_alone_is_refused_before_its_first
 
 
 async def test_windows_that_are_long_are_filled_nevertheless() -> None:
-    """Moshi forgets tokens when its window is full, which takes 3,000 tokens by default."""
+    """Moshi forgets tokens when its window is full, by default after 3,000 tokens."""
     config = MoshiConfig(**COMMON, num_hidden_layers=2, sliding_window=3000)
     with pytest.raises(ConfigMismatch, match="cannot continue from cached KV"):
         cache_config_for(config, 64, device="cpu")
 
 
 async def test_a_model_that_fails_with_a_pool_alone_is_refused_before_a_lease_is_taken() -> None:
-    """Mllama runs in its own cache, but not in one whose layers are all there from the start."""
+    """Mllama runs in its own cache, but not in one that has all its layers from the start."""
     text = COMMON | {"num_hidden_layers": 4, "cross_attention_layers": [1], "pad_token_id": 0}
     config = AutoConfig.for_model("mllama", text_config=text)
     pool = PoolConfig(num_slots=64, num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", device="cpu")
@@ -169,12 +169,12 @@ async def test_a_model_that_fails_with_a_pool_alone_is_refused_before_a_lease_is
         await worker.close()
 
 
-# ---------------------------------------------------------------- states that decoding makes
+# ---------------------------------------------------------------- states computed by decoding
 
 
 @pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
 async def test_the_next_turn_computes_the_states_that_decoding_made(model_type: str) -> None:
-    """These clamp the steps of their states in a prefill, but not in decoding."""
+    """These models clamp the steps of their states in a prefill, but not in decoding."""
     config, prompt = tiny_config(model_type), random_prompt(24)
     async with cache_for(config) as cache:
         writer, reader = (TransformersWorker(cache, model=deepcopy(config), device="cpu") for _ in range(2))
@@ -185,7 +185,7 @@ async def test_the_next_turn_computes_the_states_that_decoding_made(model_type: 
 
         assert not writer._model.traits.decodes_alike
         assert second.prefix_len == 24  # the prompt, which a prefill computed
-        assert third.prefix_len == (len(turn) - 2) // 4 * 4  # a part of one token would be run as in decoding
+        assert third.prefix_len == (len(turn) - 2) // 4 * 4  # a part of one token would run as in decoding
         for found in (second, third):
             check_same(found, *one_pass(random_model(config), turn, 1))
         await writer.close()

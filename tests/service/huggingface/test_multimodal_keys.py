@@ -1,4 +1,4 @@
-"""Images, pairs and look-alike namespaces through the service: from the caller's argument to the events, on Ray, too.
+"""Images, pairs and look-alike namespaces through the service: from the caller's argument to the events, also on Ray.
 
 Eight pages of 16 tokens. An image is one id of 64 bits, repeated for each of its tokens.
 """
@@ -23,7 +23,7 @@ from raydix.schemas import BlockStored, CacheConfig, InvalidRequest, KVEventSnap
 
 PAGE = 16
 TEXT = list(range(PAGE))
-CAT, DOG = hash_bytes(b"cat"), hash_bytes(b"dog")  # below 2**63, and not
+CAT, DOG = hash_bytes(b"cat"), hash_bytes(b"dog")  # one below 2**63, one above
 FORMS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
     "array": lambda ids: array("Q", ids),
@@ -48,7 +48,7 @@ def config(**changes: Any) -> CacheConfig:
 
 @pytest.fixture
 async def cache(request: pytest.FixtureRequest, access: Access) -> AsyncIterator[CacheUnderTest]:
-    """An empty cache that tells events."""
+    """An empty cache that publishes events."""
     running_cache = request.getfixturevalue("running_cache") if access == "ray" else None
     under_test = CacheUnderTest.reached(access, config(), running_cache)
     yield under_test
@@ -69,7 +69,7 @@ def verb_arguments(triple: Triple) -> dict[str, str | None]:
 
 
 async def publish(cache: CacheUnderTest, tokens: Any, triple: Triple = DEFAULT) -> list[int]:
-    """Have these tokens in the tree; returns their slots there."""
+    """Publish these tokens; return their slots in the tree."""
     lease = await cache.client.acquire(tokens, **verb_arguments(triple))
     await lease.insert(tokens)
     slots: list[int] = lease.slots[: lease.published_len].tolist()
@@ -78,7 +78,7 @@ async def publish(cache: CacheUnderTest, tokens: Any, triple: Triple = DEFAULT) 
 
 
 async def found(cache: CacheUnderTest, tokens: Any, triple: Triple = DEFAULT) -> list[int]:
-    """The slots that hold these tokens; a probe and a lock must tell the same length."""
+    """Return the slots of the longest cached prefix; a probe and a lock must report the same length."""
     lease = await cache.client.lock(tokens, **verb_arguments(triple))
     probe = await cache.client.match(tokens, **verb_arguments(triple))
     slots: list[int] = lease.slots.tolist()
@@ -88,7 +88,7 @@ async def found(cache: CacheUnderTest, tokens: Any, triple: Triple = DEFAULT) ->
 
 
 async def replayed(cache: CacheUnderTest, start: KVEventSnapshot) -> ReplayedIndex:
-    """What the stream since `start` makes of it, which must be what a snapshot shows now."""
+    """Return the index that the events since `start` make of it; a snapshot must be equal."""
     index, now = ReplayedIndex(start), await cache.client.event_snapshot()
     async with asyncio.timeout(60), aclosing(cache.client.events(index.seq)) as events:
         while index.seq < now.seq:
@@ -132,7 +132,7 @@ async def test_text_of_an_images_bytes_is_not_the_image(cache: CacheUnderTest) -
     texts = [[low] * PAGE, [high] * PAGE, [low, high] * (PAGE // 2), [high, low] * (PAGE // 2), [low, high] * PAGE]
     for text in texts[:2]:
         assert await found(cache, text) == []
-    image_slots = await publish(cache, [CAT] * PAGE)  # the first of its namespace: wide from the beginning
+    image_slots = await publish(cache, [CAT] * PAGE)  # the first key of its namespace has wide ids from the beginning
 
     for text in texts:
         assert await found(cache, text) == []

@@ -1,4 +1,4 @@
-"""Workers bind their models: no answer ever uses KV of other weights, and what is refused says why."""
+"""Workers bind their models: no answer ever uses KV of other weights, and a refusal gives the reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def answer(worker: TransformersWorker, lora_id: str | None = None, prompt: list[int] = PROMPT) -> int:
-    """Have a prompt continued, and compare with the same model without a cache. Return the tokens that were reused."""
+    """Generate, compare with the same model without a cache, and return the number of reused tokens."""
     shared = await worker.generate(prompt, 6, lora_id=lora_id, return_logits=True, eos_token_id=())
     alone = await worker.generate(prompt, 6, reuse=False, return_logits=True, eos_token_id=())
     assert shared.token_ids == alone.token_ids
@@ -64,7 +64,7 @@ async def answer(worker: TransformersWorker, lora_id: str | None = None, prompt:
     return shared.prefix_len
 
 
-# ---------------------------------------------------------------- other models on one cache
+# ---------------------------------------------------------------- several models on one cache
 
 OTHERS: dict[str, tuple[Any, int, str]] = {
     "another seed": (LLAMA, 1, "the weights differ"),
@@ -87,7 +87,7 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_changes_nothing(
     scene: Scene, model: Any, seed: int, named: str
 ) -> None:
     first, other = await scene.worker(), await scene.worker(seed, model)
-    assert await scene.bindings() == 0  # opening binds nothing
+    assert await scene.bindings() == 0  # opening binds no model
     assert await answer(first) == 0
     before = await scene.cache.stats()
 
@@ -98,7 +98,7 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_changes_nothing(
     after = await scene.cache.stats()
     assert (after.tree_slots, after.acquires, after.bindings) == (before.tree_slots, before.acquires, 1)
     assert await answer(first) > 0
-    assert await answer(other, "y") == 0  # a way out
+    assert await answer(other, "y") == 0  # another namespace works
     assert await answer(other, "y") > 0
     assert await answer(first, "x") == 0
 
@@ -109,7 +109,7 @@ async def test_a_worker_without_a_fingerprint_binds_nothing_and_is_not_checked(s
     assert await scene.bindings() == 0
     await first.generate(PROMPT, 4)
 
-    assert (await other.generate(PROMPT, 4)).prefix_len > 0  # at its owner's risk
+    assert (await other.generate(PROMPT, 4)).prefix_len > 0  # the check is off
 
 
 async def test_a_worker_binds_the_fingerprint_that_it_is_given(scene: Scene) -> None:
@@ -125,12 +125,12 @@ async def test_a_worker_binds_the_fingerprint_that_it_is_given(scene: Scene) -> 
 
 
 @pytest.mark.parametrize("wrong", ["weights", "", 7, {"weights": "7"}, LLAMA, True], ids=lambda wrong: str(wrong)[:12])
-def test_what_is_no_fingerprint_is_refused_before_a_model_is_made(wrong: Any) -> None:
+def test_a_wrong_fingerprint_is_refused_before_a_model_is_made(wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match='fingerprint must be "auto", a ModelFingerprint or None, not '):
         TransformersWorker(None, model={"model_type": "unheard of"}, use_cache=False, fingerprint=wrong)
 
 
-async def test_what_a_worker_binds_is_its_models_fingerprint() -> None:
+async def test_a_worker_binds_its_models_fingerprint() -> None:
     expected = str(model_fingerprint(random_llama()))
     async with LocalPrefixCache(CONFIG.model_copy(update={"fingerprint": expected})) as cache:
         async with TransformersWorker(cache, model=LLAMA, device="cpu") as worker:
@@ -143,7 +143,7 @@ async def test_what_a_worker_binds_is_its_models_fingerprint() -> None:
             assert (await cache.stats()).bindings == 0
 
 
-# ---------------------------------------------------------------- weights that are replaced
+# ---------------------------------------------------------------- replaced weights
 
 
 async def ended(scene: Scene, lora_id: str | None) -> None:
@@ -241,7 +241,7 @@ async def test_requests_at_the_same_time_bind_again_once(scene: Scene, monkeypat
     original = worker_binding.model_fingerprint
     monkeypatch.setattr(worker_binding, "model_fingerprint", lambda m: computed.append(m) or original(m))
     await asyncio.gather(*(answer(worker, lora_id) for lora_id in (None, "x", "y", "x")))
-    assert not computed  # it was when the worker opened
+    assert not computed  # it was computed when the worker opened
 
     for number in range(1, 4):
         await scene.cache.reset()
@@ -265,7 +265,7 @@ async def test_a_refusal_that_comes_late_is_not_followed_by_another_fingerprint(
         try:
             return await client.acquire(PROMPT)
         except ConfigMismatch:
-            await bound_again.wait()  # the refusal takes its time on the way
+            await bound_again.wait()  # the refusal is delayed on its way
             raise
 
     late = asyncio.ensure_future(worker._binding.lease(client, None, take))
@@ -277,7 +277,7 @@ async def test_a_refusal_that_comes_late_is_not_followed_by_another_fingerprint(
     assert len(computed) == 1
 
 
-async def test_a_worker_whose_session_was_lost_binds_again(scene: Scene) -> None:
+async def test_a_worker_with_a_lost_session_binds_again(scene: Scene) -> None:
     worker, other = await scene.worker(0), await scene.worker(1)
     assert [await answer(worker), await answer(worker, "x")] == [0, 0]
     assert worker._client is not None

@@ -1,4 +1,4 @@
-"""A worker with a hybrid model goes on from the state it finds, and leaves states where they will be wanted."""
+"""A worker with a hybrid model continues from the matched state, and publishes states where later prompts need them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.figures, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = random_prompt(24)
 NUM_NEW = 6
-OTHER = [95 - PROMPT[-1]]  # a token that parts from the prompt anywhere
+OTHER = [95 - PROMPT[-1]]  # a token that differs from the prompt anywhere
 
 
 def config_of(model: PreTrainedConfig, page_size: int, num_state_slots: int = 128) -> CacheConfig:
@@ -30,7 +30,7 @@ def config_of(model: PreTrainedConfig, page_size: int, num_state_slots: int = 12
         num_state_slots=num_state_slots,
         device="cpu",
         page_size=page_size,
-        eviction=EvictionConfig(high_watermark=1.0),  # nothing is evicted but in need
+        eviction=EvictionConfig(high_watermark=1.0),  # evict only on demand
         validate=True,
     )
 
@@ -56,7 +56,7 @@ async def cache(model: Any, page_size: int) -> AsyncIterator[LocalPrefixCache]:
 
 @pytest.fixture
 async def workers(cache: LocalPrefixCache, model: Any) -> AsyncIterator[list[TransformersWorker]]:
-    """One that writes and one that reads."""
+    """Open a worker that writes and one that reads."""
     workers = [TransformersWorker(cache, model=deepcopy(model.config), device="cpu") for _ in range(2)]
     yield workers
     for worker in workers:
@@ -70,16 +70,17 @@ def check_nothing_is_left(stats: CacheStats) -> None:
 
 
 def last_stop(prompt: list[int], page_size: int) -> int:
-    """The last page boundary that leaves a token to compute: there the prefill is cut, for its state."""
+    """Return the last page boundary that leaves a token to compute: the prefill is cut there, for its state."""
     return (len(prompt) - 1) // page_size * page_size
 
 
 def check_same(
     found: Generation, model: Any, prompt: list[int], page_size: int, start: int, cuts: tuple[int, ...] = ()
 ) -> float:
-    """The bits of the model's own continuation after `start`, cut where the worker was; how far it is from one prefill.
+    """Check the bits of the model's own continuation after `start`, cut where the worker was; return how far it is from
+    one prefill.
 
-    `cuts` are those besides where it starts and where the last state was published.
+    `cuts` are the other cuts, besides the start and the last published state.
     """
     where = [start, *cuts, last_stop(prompt, page_size)]
     expected, generated = continuation(model, prompt, where, len(found.token_ids), start)
@@ -92,7 +93,7 @@ def check_same(
 
 
 async def evict_states(cache: LocalPrefixCache, num_states: int) -> None:
-    """Hold so many states more than are free, which evicts the longest unused; give them back."""
+    """Allocate this many states more than are free, which evicts the least recently used, and free them."""
     stats = await cache.stats()
     assert stats.state is not None
     num_leases = stats.state.free_slots + num_states
@@ -118,7 +119,7 @@ async def test_logits_after_every_page_boundary_are_those_of_a_dynamic_cache_cut
     assert max(differences) < 1e-4
 
 
-async def test_an_empty_cache_gives_what_the_model_gives_alone(
+async def test_an_empty_cache_gives_the_models_own_outputs(
     workers: list[TransformersWorker], model: Any, page_size: int
 ) -> None:
     scratch = await workers[0].generate(PROMPT, NUM_NEW, reuse=False, return_logits=True)
@@ -131,7 +132,7 @@ async def test_an_empty_cache_gives_what_the_model_gives_alone(
     check_same(first, model, PROMPT, page_size, 0)
 
 
-async def test_a_repeated_request_computes_only_what_follows_the_last_state(
+async def test_a_repeated_request_computes_only_the_tokens_after_the_last_state(
     workers: list[TransformersWorker], model: Any, page_size: int
 ) -> None:
     for prompt in (PROMPT[:1], PROMPT[:4], PROMPT[:5], PROMPT):
@@ -146,7 +147,7 @@ async def test_a_repeated_request_computes_only_what_follows_the_last_state(
 async def test_a_conversation_goes_on_from_the_last_page_that_was_generated(
     workers: list[TransformersWorker], model: Any, page_size: int
 ) -> None:
-    for num_new in (9, 11):  # the tokens computed end a page of four, or not
+    for num_new in (9, 11):  # the computed tokens end at a boundary of a page of four, or not
         first = await workers[0].generate(PROMPT, num_new, extra_key=f"{num_new}")
         turn = [*PROMPT, *first.token_ids, *random_prompt(7, seed=5)]
         computed = len(PROMPT) + num_new - 1
@@ -164,7 +165,7 @@ async def test_generation_that_stops_early_at_a_page_end_leaves_its_state(
     first = await workers[0].generate(PROMPT, 40, eos_token_id=full.token_ids[4])
 
     computed = [*PROMPT, *first.token_ids[:-1]]
-    if len(computed) % 4 == 0:  # unless the end token came before
+    if len(computed) % 4 == 0:  # unless the end token came earlier
         assert (await cache.match([*computed, 1, 2])).prefix_len == len(computed)
 
 
@@ -198,7 +199,7 @@ async def test_after_states_were_evicted_a_request_goes_on_from_an_earlier_one_o
     before = await cache.match(PROMPT)
     await cache.match(PROMPT[:9])
 
-    lease = await cache.lock(PROMPT[:held])  # this state is used now: the others go first
+    lease = await cache.lock(PROMPT[:held])  # this state is used now, so the others are evicted first
     stats = await cache.stats()
     assert stats.state is not None
     await evict_states(cache, stats.state.tree_slots - 1)
@@ -236,7 +237,7 @@ async def test_the_bits_after_states_were_evicted_are_those_of_the_model(
         check_same(found, model, PROMPT, page_size, 4, cuts=(cut,))
 
 
-async def test_requests_at_once_get_what_they_would_get_alone(workers: list[TransformersWorker], model: Any) -> None:
+async def test_concurrent_requests_get_the_same_outputs_as_alone(workers: list[TransformersWorker], model: Any) -> None:
     prompts = [[*PROMPT, *random_prompt(3 + i, seed=i)] for i in range(4)]
     for _ in range(2):
         together = await asyncio.gather(*(workers[i % 2].generate(prompts[i], 8) for i in range(4)))
@@ -283,7 +284,7 @@ def fail_after(forward: Any, num_passes: int) -> Any:
     return failing
 
 
-# ---------------------------------------------------------------- what cannot be served
+# ---------------------------------------------------------------- refused models
 
 
 async def test_states_need_a_mapped_pool() -> None:
@@ -304,7 +305,7 @@ async def test_two_workers_on_ray_share_states(ray_cluster: None) -> None:
 
     from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache
 
-    model = random_model(FALCON_H1)  # from process to process states go as they do for the other
+    model = random_model(FALCON_H1)  # states are copied between processes in the same way for the other model
     config = model.config
     cache = start_cache(config_of(config, 4))
     make = ray.remote(TransformersWorker).options(num_cpus=1).remote

@@ -1,4 +1,4 @@
-"""A worker with a sliding-window model reads exactly the window's KV, however much of the rest is gone."""
+"""A worker with a sliding-window model reads exactly the window's KV, however much of the rest was evicted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raydix.schemas import CacheConfig, CacheStats, ConfigMismatch, EvictionConf
 pytestmark = [pytest.mark.figures, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = random_prompt(3 * WINDOW)
-NUM_NEW = 12  # decoding leaves a window behind, too
+NUM_NEW = 12  # decoding moves past a window, too
 
 
 def config_of(model: PreTrainedConfig, page_size: int, num_swa_slots: int = 512) -> CacheConfig:
@@ -30,7 +30,7 @@ def config_of(model: PreTrainedConfig, page_size: int, num_swa_slots: int = 512)
         num_swa_slots=num_swa_slots,
         device="cpu",
         page_size=page_size,
-        eviction=EvictionConfig(high_watermark=1.0),  # nothing is evicted but in need
+        eviction=EvictionConfig(high_watermark=1.0),  # evict only on demand
         validate=True,
     )
 
@@ -56,7 +56,7 @@ async def cache(model: Any, page_size: int) -> AsyncIterator[LocalPrefixCache]:
 
 @pytest.fixture(params=[None, False], ids=["mapped", "copied"])
 async def workers(request: pytest.FixtureRequest, cache: LocalPrefixCache, model: Any) -> AsyncIterator[list[Any]]:
-    """One that writes and one that reads."""
+    """Open a worker that writes and one that reads."""
     workers = [
         TransformersWorker(cache, model=deepcopy(model.config), device="cpu", mapped=request.param) for _ in range(2)
     ]
@@ -71,7 +71,7 @@ def check_nothing_is_left(stats: CacheStats) -> None:
 
 
 def check_same(found: Generation, model: Any, prompt: list[int], cut: int) -> float:
-    """The bits of the model's own continuation after `cut`; returns how far it is from a prefill in one."""
+    """Check the bits of the model's own continuation after `cut`; return how far it is from one prefill."""
     expected, generated = continuation(model, prompt, [cut], len(found.token_ids))
     in_one, in_one_ids = continuation(model, prompt, [], len(found.token_ids))
     assert found.prefix_len == cut
@@ -82,7 +82,7 @@ def check_same(found: Generation, model: Any, prompt: list[int], cut: int) -> fl
 
 
 async def make_room(cache: LocalPrefixCache, num_swa_slots: int) -> None:
-    """Take so many window slots more than are free, which evicts what was longest in no window; give them back."""
+    """Allocate this many window slots more than are free, which evicts the least recently used, and free them."""
     stats = await cache.stats()
     assert stats.swa is not None
     lease = await cache.acquire([7] * (stats.swa.free_slots + num_swa_slots), extra_key="pressure", timeout_s=0)
@@ -106,14 +106,14 @@ async def test_logits_after_every_page_boundary_are_those_of_a_dynamic_cache_cut
     assert max(differences) < 1e-4
 
 
-async def test_an_empty_cache_gives_what_the_model_gives_alone(workers: list[TransformersWorker], model: Any) -> None:
+async def test_an_empty_cache_gives_the_models_own_outputs(workers: list[TransformersWorker], model: Any) -> None:
     scratch = await workers[0].generate(PROMPT, NUM_NEW, reuse=False, return_logits=True)
     first = await workers[0].generate(PROMPT, NUM_NEW, return_logits=True)
 
     assert check_same(scratch, model, PROMPT, 0) == check_same(first, model, PROMPT, 0) == 0
 
 
-async def test_a_window_whose_interior_nodes_were_evicted_gives_the_same_bits(
+async def test_a_window_with_evicted_inner_nodes_gives_the_same_bits(
     cache: LocalPrefixCache, workers: list[TransformersWorker], model: Any, page_size: int
 ) -> None:
     writer, reader = workers
@@ -133,7 +133,7 @@ async def test_a_window_that_was_evicted_is_computed_again_and_heals(
 ) -> None:
     writer, reader = workers
     await writer.generate(PROMPT[:16], 1)
-    await writer.generate([*PROMPT[:16], *random_prompt(8, seed=9)], 1)  # an unlocked leaf would go whole
+    await writer.generate([*PROMPT[:16], *random_prompt(8, seed=9)], 1)  # an unlocked leaf would be removed whole
     await make_room(cache, 24)
     probe = await cache.match(PROMPT)
     again = await reader.generate(PROMPT, NUM_NEW, return_logits=True)
@@ -163,7 +163,7 @@ async def test_the_window_left_behind_by_decoding_is_freed_while_it_runs(cache: 
     assert most_private[-1] <= WINDOW + 2 * cache.config.page_size + WINDOW // 4 + 1
 
 
-async def test_a_conversation_goes_on_in_the_window_of_what_was_generated(
+async def test_a_conversation_continues_in_the_window_of_generated_tokens(
     workers: list[TransformersWorker], model: Any
 ) -> None:
     first = await workers[0].generate(PROMPT, 3 * WINDOW + 1)
@@ -189,7 +189,7 @@ async def test_windows_that_another_published_first_are_read_from_there(
         num_passes = next(passes)
         if num_passes == 0:  # it missed
             run(first.generate(PROMPT, 1))
-        if num_passes == 1:  # its own pages were freed by now, and are overwritten
+        if num_passes == 1:  # its own pages are free by now, and are overwritten
             for seed in range(1, 6):
                 run(first.generate(random_prompt(120, seed=seed), 1, extra_key="others"))
         return forward(*args)
@@ -201,14 +201,14 @@ async def test_windows_that_another_published_first_are_read_from_there(
     assert (await cache.stats()).tokens_duplicate == 3 * WINDOW
 
 
-async def test_requests_at_once_get_what_they_would_get_alone(workers: list[TransformersWorker], model: Any) -> None:
+async def test_concurrent_requests_get_the_same_outputs_as_alone(workers: list[TransformersWorker], model: Any) -> None:
     prompts = [[*PROMPT, *random_prompt(3 + i, seed=i)] for i in range(4)]
     for _ in range(2):
         together = await asyncio.gather(*(workers[i % 2].generate(prompts[i], 20) for i in range(4)))
         assert [list(each.token_ids) for each in together] == [continuation(model, p, [], 20)[1] for p in prompts]
 
 
-async def test_pressure_on_the_window_pool_makes_no_difference_to_what_is_generated(model: Any) -> None:
+async def test_pressure_on_the_window_pool_does_not_change_the_outputs(model: Any) -> None:
     async with LocalPrefixCache(config_of(model.config, 4, num_swa_slots=64)) as cache:
         worker = TransformersWorker(cache, model=deepcopy(model.config), device="cpu")
         prompts = [[*PROMPT[: 8 * (1 + i % 3)], *random_prompt(6, seed=i)] for i in range(5)]
@@ -224,7 +224,7 @@ async def test_pressure_on_the_window_pool_makes_no_difference_to_what_is_genera
         await worker.close()
 
 
-# ---------------------------------------------------------------- what cannot be served
+# ---------------------------------------------------------------- refused models
 
 
 async def test_a_request_larger_than_the_window_pool_is_refused_at_once() -> None:

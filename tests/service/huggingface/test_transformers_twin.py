@@ -1,4 +1,4 @@
-"""Tests of `small_twin` and `build_twin`: the same kinds of layers, small sizes, and weights that repeat."""
+"""`small_twin` and `build_twin` keep the kinds of layers, in small sizes, with reproducible weights."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def test_equal_seeds_give_equal_weights_and_leave_the_process_alone() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
     norms = first["model.norm.weight"]
-    assert norms.std() > 0.01  # not all 1, so that a norm that is left out shows
+    assert norms.std() > 0.01  # not all 1, so that a skipped norm shows
 
 
-def test_what_transformers_cannot_make_is_refused() -> None:
+def test_a_model_that_transformers_cannot_make_is_refused() -> None:
     with pytest.raises(TwinUnavailable, match="no causal LM of"):
         build_twin(PreTrainedConfig())
     with pytest.raises(TwinUnavailable, match="cannot make this"):

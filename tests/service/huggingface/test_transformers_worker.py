@@ -1,4 +1,4 @@
-"""A worker's outputs do not depend on where the prefix came from, and no request, however it ends, leaves anything."""
+"""A worker's outputs do not depend on the source of the prefix, and no request leaves a lease, however it ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config_of(page_size: int) -> CacheConfig:
     return CacheConfig(
         page_size=page_size,
         pool=pool_config_for(LLAMA, NUM_SLOTS, device="cpu"),
-        eviction=EvictionConfig(high_watermark=1.0),  # nothing is evicted but in need
+        eviction=EvictionConfig(high_watermark=1.0),  # evict only on demand
         validate=True,
     )
 
@@ -80,7 +80,7 @@ async def mapped_worker(cache: LocalPrefixCache) -> AsyncIterator[TransformersWo
 
 
 class Gate:
-    """Holds a worker's forward passes from the `after`-th on until it is opened; or lets one of them fail."""
+    """Blocks a worker's forward passes from the `after`-th on until it is opened, or makes one of them fail."""
 
     def __init__(self, worker: TransformersWorker, after: int = 0, error: Exception | None = None) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -123,9 +123,9 @@ async def test_a_repeated_request_computes_only_the_last_partial_page(
     assert len(scratch.token_ids) == 8
 
 
-async def test_a_conversation_reuses_what_was_generated(worker: TransformersWorker, model: LlamaForCausalLM) -> None:
+async def test_a_conversation_reuses_generated_tokens(worker: TransformersWorker, model: LlamaForCausalLM) -> None:
     prompt = random_prompt(20)
-    first = await worker.generate(prompt, 13)  # 32 computed: the last token generated never ran
+    first = await worker.generate(prompt, 13)  # 32 computed: the last generated token was not run
     turn = [*prompt, *first.token_ids, *random_prompt(9, seed=5)]
 
     second = await worker.generate(turn, 6)
@@ -184,7 +184,7 @@ async def test_a_model_without_a_limit_is_asked_for_more_than_any_pool_holds(map
             await mapped_worker.generate([1, 2], num_new)
 
 
-async def test_requests_run_at_once_and_each_gets_what_it_would_get_alone(worker: TransformersWorker) -> None:
+async def test_requests_run_concurrently_and_get_the_same_outputs_as_alone(worker: TransformersWorker) -> None:
     shared = random_prompt(32)
     prompts = [[*shared, *random_prompt(5 + i, seed=i)] for i in range(6)]
     alone = [await worker.generate(prompt, 6, reuse=False) for prompt in prompts]
@@ -221,7 +221,7 @@ async def test_pages_that_another_worker_published_first_are_shared_and_read_fro
         await prefill.wait_until_reached()  # it missed
         await mapped_worker.generate(prompt, 8)
         prefill.opened.set()
-        await decode.wait_until_reached()  # its own pages were freed by now
+        await decode.wait_until_reached()  # its own pages are free by now
         for seed in range(1, 5):  # and are overwritten
             await mapped_worker.generate(random_prompt(240, seed=seed), 1, extra_key="others")
         decode.opened.set()
@@ -269,7 +269,7 @@ async def test_weights_found_at_a_path_are_loaded(cache: LocalPrefixCache, tmp_p
         assert ours.token_ids == theirs.token_ids
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- failures
 
 
 async def test_a_cancelled_request_waits_for_its_forward_pass_and_then_holds_nothing(
@@ -281,7 +281,7 @@ async def test_a_cancelled_request_waits_for_its_forward_pass_and_then_holds_not
 
     request.cancel()
     await asyncio.sleep(0.05)
-    request.cancel()  # who insists waits, too
+    request.cancel()  # a second cancellation waits as well
     await asyncio.sleep(0.05)
     during = await cache.stats()
     gate.opened.set()
@@ -322,7 +322,7 @@ async def test_a_worker_that_closes_lets_the_pass_that_runs_end_before_its_slots
 
     closing = [asyncio.create_task(mapped_worker.close()) for _ in range(2)]
     await asyncio.sleep(0.05)
-    closing[0].cancel()  # it closes all the same
+    closing[0].cancel()  # it closes nevertheless
     with pytest.raises(InvalidRequest, match="the worker was closed"):
         await mapped_worker.generate(random_prompt(8), 4)
     with pytest.raises(InvalidRequest, match="the worker was closed"):
@@ -339,7 +339,9 @@ async def test_a_worker_that_closes_lets_the_pass_that_runs_end_before_its_slots
     await mapped_worker.close()
 
 
-async def test_a_caller_who_is_cancelled_while_the_worker_closes_gets_that(mapped_worker: TransformersWorker) -> None:
+async def test_a_caller_cancelled_while_the_worker_closes_gets_the_cancellation(
+    mapped_worker: TransformersWorker,
+) -> None:
     await mapped_worker.open()
     gate = Gate(mapped_worker)
     request = asyncio.create_task(mapped_worker.generate(random_prompt(20), 4))
@@ -392,7 +394,7 @@ async def test_a_worker_closed_while_it_attaches_lets_the_measuring_pass_end(cac
         await opening
 
 
-async def test_an_attempt_to_attach_that_failed_when_nobody_waited_any_more_is_made_anew(
+async def test_an_attempt_to_attach_that_failed_without_waiters_is_repeated(
     cache: LocalPrefixCache,
 ) -> None:
     worker = TransformersWorker(cache, model=LLAMA, device="cpu")
@@ -415,7 +417,7 @@ async def test_an_attempt_to_attach_that_failed_when_nobody_waited_any_more_is_m
 async def test_a_lease_is_not_written_into_the_pool_of_another_life(
     cache: LocalPrefixCache, mapped_worker: TransformersWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache restarts, and once more between an acquire and the attaching anew."""
+    """The cache restarts, and again between an acquire and the next attaching."""
     client = mapped_worker._client
     assert client is not None and mapped_worker._pool is not None
     async with LocalPrefixCache(config_of(16)) as later:
@@ -569,7 +571,7 @@ def test_without_a_cache_use_cache_must_be_off() -> None:
 @pytest.mark.parametrize("config", [JAMBA, MOSHI], ids=lambda config: config.model_type)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_a_model_that_cannot_continue_from_its_cache_is_refused(config: PreTrainedConfig, dtype: str) -> None:
-    """Jamba begins again when a prompt comes in parts, Moshi forgets the tokens that its window has left behind."""
+    """Jamba starts again when a prompt comes in parts, Moshi forgets the tokens before its window."""
     with pytest.raises(ConfigMismatch, match=rf"this {config.model_type} model.* cannot continue .*use_cache=False"):
         cache_config_for(deepcopy(config), 64, device="cpu", dtype=dtype)
     cache = LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=64)))

@@ -1,4 +1,4 @@
-"""Pools of layers that differ in shape: mapped and used layer by layer, and refused where all layers go at once."""
+"""Pools of layers with different shapes: used layer by layer, refused for messages with all layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIFFERENCE = r"is \(4, 8, 8\) in layer 0, but \(1, 16, 16\) in layer 1"
 
 
 def config_of(page_size: int = 4, with_states: bool = True, **fields: Any) -> CacheConfig:
-    """Five layers of three kinds, no two kinds of one shape; without states four layers."""
+    """Return five layers of three kinds, each kind of its own shape; without states four layers."""
     layers = [layer for layer, kind in enumerate(KINDS) if with_states or kind != "state"]
     pool: dict[str, Any] = {
         "num_slots": 128,
@@ -55,7 +55,7 @@ def config_of(page_size: int = 4, with_states: bool = True, **fields: Any) -> Ca
 
 
 def random_kv(layer: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any bits at all, in the shape of one of the five layers."""
+    """Return random bits in the shape of one of the five layers."""
     generator, (heads, head_dim, v_head_dim) = np.random.default_rng(layer), SHAPES[layer]
     parts = (generator.integers(0, 256, (num_slots, heads, 2 * dim), np.uint8) for dim in (head_dim, v_head_dim))
     k, v = (torch.from_numpy(part).view(torch.bfloat16) for part in parts)
@@ -67,7 +67,7 @@ def bits(*tensors: torch.Tensor) -> list[bytes]:
 
 
 def rows_of(lease: Any, layer: int, num_tokens: int) -> torch.Tensor:
-    """The lease's rows in one of the five layers: window slots where it is a sliding-window layer."""
+    """Return the lease's slots in one of the five layers: window slots in a sliding-window layer."""
     slots: torch.Tensor = lease.swa_slots if KINDS[layer] == "swa" else lease.slots
     return slots[:num_tokens]
 
@@ -76,8 +76,8 @@ def rows_of(lease: Any, layer: int, num_tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-async def test_what_is_written_layer_by_layer_is_what_the_next_request_finds(page_size: int) -> None:
-    """With its checks on, which watch the pages of each layer in its own shape."""
+async def test_kv_written_layer_by_layer_is_found_by_the_next_request(page_size: int) -> None:
+    """Validation is on, which checks the pages of each layer in its own shape."""
     async with LocalPrefixCache(config_of(page_size)) as cache:
         pool = await cache.attach_pool()
         async with cache.acquire(PROMPT) as first:
@@ -91,7 +91,7 @@ async def test_what_is_written_layer_by_layer_is_what_the_next_request_finds(pag
             assert second.prefix_len == len(PROMPT)
             for layer in (0, 1, 3, 4):
                 rows = rows_of(second, layer, len(PROMPT))
-                live = rows != 0  # a window has left what is before it
+                live = rows != 0  # tokens before the window have no slot
                 assert live[-8:].all()
                 wanted = (each[live] for each in random_kv(layer, len(PROMPT)))
                 assert bits(*pool.gather(layer, rows[live])) == bits(*wanted), layer
@@ -109,7 +109,7 @@ async def test_a_write_to_a_published_page_is_found_in_the_layer_it_went_to(laye
             pool.v[layer][row] = 3
             with pytest.raises(CacheError, match=f"V of layer {layer}"):
                 await cache.acquire(PROMPT[:9])
-            pool.v[layer].view(torch.uint8)[row] = 0xFF  # as it was when it was published: poison
+            pool.v[layer].view(torch.uint8)[row] = 0xFF  # unchanged since it was published: poison
 
 
 async def test_a_layer_refuses_kv_of_another_ones_shape() -> None:
@@ -126,7 +126,7 @@ async def test_a_layer_refuses_kv_of_another_ones_shape() -> None:
             assert torch.equal(cache._host.exported.pool.storage, before)
 
 
-# ---------------------------------------------------------------- all layers at once
+# ---------------------------------------------------------------- messages with all layers
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -144,7 +144,7 @@ async def test_kv_of_all_layers_at_once_is_refused_before_anything_changes(mappe
 
 
 async def test_a_message_that_asks_for_all_layers_at_once_is_refused_by_the_cache() -> None:
-    """It is sent by a program of another make, say."""
+    """Another implementation of the client may send it."""
     async with LocalPrefixCache(config_of()) as cache, cache.acquire(PROMPT) as lease:
         storage = cache._host.exported.pool.storage
         before, nothing = storage.clone(), np.zeros(0, np.uint8)
@@ -167,6 +167,16 @@ async def test_a_pool_that_was_declined_names_no_copies_that_it_would_refuse() -
             pool.gather(0, torch.tensor([4]))
 
 
+class FarTransport:
+    """A transport to a cache on another node: its pool cannot be mapped."""
+
+    async def pool_handle(self) -> PoolHandle:
+        return PoolHandle(epoch="e", config=config_of(), device_type="cpu", node_id="elsewhere", num_bytes=1)
+
+    def local_pool(self) -> None:
+        return None
+
+
 @pytest.mark.parametrize("mapped", [None, True])
 def test_where_it_cannot_be_mapped_the_client_learns_it_at_once(
     mapped: bool | None, monkeypatch: pytest.MonkeyPatch
@@ -187,7 +197,7 @@ def test_where_it_cannot_be_mapped_the_client_learns_it_at_once(
 
 
 def worker_class() -> Any:
-    """A class of this function's own travels by value: Ray's processes cannot import this file."""
+    """Return a local class: it is pickled by value, as Ray's processes cannot import this file."""
 
     class Worker:
         """A process that maps a cache's pool."""
@@ -212,7 +222,7 @@ def worker_class() -> Any:
 
 
 @pytest.mark.ray
-async def test_what_a_worker_writes_into_layers_that_differ_another_process_reads(
+async def test_kv_that_one_process_writes_to_unlike_layers_is_read_by_another(
     running_cache: Callable[[CacheConfig], Any],
 ) -> None:
     import ray

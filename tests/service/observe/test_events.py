@@ -1,4 +1,4 @@
-"""KV events through the service: a router that replays them knows what a cache holds, in process or on Ray.
+"""KV events through the service: a router that replays them has the cache's contents, in process or on Ray.
 
 Tokens are named by the page they fill, as in the contract tests; the cache has eight pages.
 """
@@ -35,7 +35,7 @@ PAGE = 16
 
 @pytest.fixture
 async def cache(request: pytest.FixtureRequest, access: Access) -> AsyncIterator[CacheUnderTest]:
-    """An empty cache that tells events."""
+    """An empty cache that publishes events."""
     running_cache = request.getfixturevalue("running_cache") if access == "ray" else None
     config = small_config(PAGE).model_copy(update={"events": True})
     under_test = CacheUnderTest.reached(access, config, running_cache)
@@ -44,7 +44,7 @@ async def cache(request: pytest.FixtureRequest, access: Access) -> AsyncIterator
 
 
 def chain(*pages: int) -> list[int]:
-    """The hashes of pages that follow one another in the default namespace."""
+    """Return the hashes of consecutive pages in the default namespace."""
     digests: list[str] = []
     for page in pages:
         digests.append(hash_token_ids([page] * PAGE, digests[-1] if digests else None))
@@ -52,7 +52,7 @@ def chain(*pages: int) -> list[int]:
 
 
 async def read(client: PrefixCacheClient, index: ReplayedIndex, until: Callable[[], bool]) -> list[KVEventBatch]:
-    """Replay into an index until it is as wanted."""
+    """Replay events into an index until it has the expected hashes."""
     batches: list[KVEventBatch] = []
     async with asyncio.timeout(60), aclosing(client.events(index.seq)) as events:
         while not until():
@@ -62,7 +62,7 @@ async def read(client: PrefixCacheClient, index: ReplayedIndex, until: Callable[
 
 
 async def the_next(client: PrefixCacheClient, after_seq: int | None) -> KVEventBatch:
-    """The first batch that a reader gets."""
+    """Return a reader's first batch."""
     async with asyncio.timeout(60), aclosing(client.events(after_seq)) as events:
         return await anext(events)
 
@@ -71,14 +71,14 @@ def held_by(snapshot: Any) -> set[int]:
     return ReplayedIndex(snapshot).hashes
 
 
-async def test_a_replayed_stream_is_what_the_cache_holds(cache: CacheUnderTest) -> None:
+async def test_a_replayed_stream_has_the_cached_blocks(cache: CacheUnderTest) -> None:
     index = ReplayedIndex(await cache.client.event_snapshot())
     assert index.hashes == set()
 
     await cache.publish(1, 2, 3)
     await cache.publish(1, 2, 4)
     await cache.publish(1, 2, lora_id="adapter")
-    await cache.client.evict(PAGE)  # page 3
+    await cache.client.evict(PAGE)  # evicts page 3
     await cache.publish(5)
 
     here = await cache.client.event_snapshot()
@@ -105,7 +105,7 @@ async def test_a_late_joiner_starts_from_a_snapshot(cache: CacheUnderTest) -> No
     assert index.hashes == held_by(here)
 
 
-async def test_a_snapshot_follows_what_the_same_client_did_before(cache: CacheUnderTest) -> None:
+async def test_a_snapshot_has_the_same_clients_earlier_inserts(cache: CacheUnderTest) -> None:
     lease = await cache.client.acquire(cache.tokens(1))
     inserting = asyncio.ensure_future(lease.insert(cache.tokens(1), release=True))
     await asyncio.sleep(0)
@@ -116,7 +116,7 @@ async def test_a_snapshot_follows_what_the_same_client_did_before(cache: CacheUn
     await inserting
 
 
-async def test_an_event_tells_hashes_tokens_parent_and_namespace(cache: CacheUnderTest) -> None:
+async def test_an_event_has_hashes_tokens_parent_and_namespace(cache: CacheUnderTest) -> None:
     await cache.publish(1)
     seq = (await cache.client.event_snapshot()).seq
     await cache.publish(1, 2)
@@ -141,7 +141,7 @@ async def test_an_event_tells_hashes_tokens_parent_and_namespace(cache: CacheUnd
     assert second.block_hashes.tolist() != chain(3)
 
 
-async def test_who_waits_is_told_at_once(cache: CacheUnderTest) -> None:
+async def test_a_waiting_reader_gets_an_event_immediately(cache: CacheUnderTest) -> None:
     seq = (await cache.client.event_snapshot()).seq
     waiting = [asyncio.ensure_future(the_next(client, seq)) for client in (cache.client, cache.another_client())]
     await asyncio.sleep(0.05)
@@ -155,7 +155,7 @@ async def test_who_waits_is_told_at_once(cache: CacheUnderTest) -> None:
         assert event.block_hashes.tolist() == chain(1)
 
 
-async def test_a_reset_clears_all_and_what_leases_held_is_not_removed_again(cache: CacheUnderTest) -> None:
+async def test_a_reset_clears_all_and_leased_blocks_are_not_removed_again(cache: CacheUnderTest) -> None:
     lease = await cache.client.acquire(cache.tokens(1, 2))
     await lease.insert(cache.tokens(1, 2))
     seq = (await cache.client.event_snapshot()).seq
@@ -175,7 +175,7 @@ async def test_a_reset_clears_all_and_what_leases_held_is_not_removed_again(cach
 
 
 @pytest.mark.parametrize("ahead", [1000, 2**70], ids=["1000", "2**70"])
-async def test_who_asks_for_what_was_never_told_is_told_of_a_gap(cache: CacheUnderTest, ahead: int) -> None:
+async def test_a_reader_of_events_that_do_not_exist_gets_a_gap(cache: CacheUnderTest, ahead: int) -> None:
     await cache.publish(1)
     snapshot = await cache.client.event_snapshot()
 
@@ -205,7 +205,7 @@ async def test_a_reader_ends_when_its_client_is_closed(cache: CacheUnderTest) ->
         assert await reading == []
 
 
-async def test_a_reader_who_gives_up_leaves_nothing_behind(cache: CacheUnderTest) -> None:
+async def test_a_reader_that_stops_leaves_nothing_behind(cache: CacheUnderTest) -> None:
     seq = (await cache.client.event_snapshot()).seq
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -216,12 +216,12 @@ async def test_a_reader_who_gives_up_leaves_nothing_behind(cache: CacheUnderTest
     assert len((await the_next(cache.client, seq)).events) == 1
 
 
-# ---------------------------------------------------------------- what needs a cache of one's own
+# ---------------------------------------------------------------- tests with a cache of their own
 
 
 @pytest.fixture
 async def own_cache() -> AsyncIterator[CacheUnderTest]:
-    """A cache in this process, that tells events and has told none."""
+    """A cache in this process that publishes events, and has published none."""
     config = small_config(PAGE).model_copy(update={"events": True})
     under_test = CacheUnderTest.reached("local", config, None)
     await under_test.client.open()
@@ -271,7 +271,7 @@ async def test_events_between_the_gap_and_the_snapshot_may_be_applied_again(own_
             await own_cache.publish(page)
         assert (await anext(events)).gap
         await own_cache.publish(6)
-        await own_cache.client.evict(PAGE)  # page 1
+        await own_cache.client.evict(PAGE)  # evicts page 1
         snapshot = await own_cache.client.event_snapshot()
         await own_cache.publish(7)
         batch = await anext(events)
@@ -286,7 +286,7 @@ async def test_events_between_the_gap_and_the_snapshot_may_be_applied_again(own_
     assert hashes == held_by(await own_cache.client.event_snapshot())
 
 
-async def test_nobody_reads_slowly_enough_to_stop_the_cache(own_cache: CacheUnderTest) -> None:
+async def test_no_slow_reader_stops_the_cache(own_cache: CacheUnderTest) -> None:
     service = own_cache.cache._host.service
     async with aclosing(own_cache.client.events()) as events:
         await own_cache.publish(1)
@@ -299,7 +299,7 @@ async def test_nobody_reads_slowly_enough_to_stop_the_cache(own_cache: CacheUnde
         assert (await anext(events)).gap
 
 
-def test_a_cache_that_moves_to_another_loop_tells_its_readers_there() -> None:
+def test_a_cache_that_moves_to_another_loop_notifies_its_readers_there() -> None:
     cache = LocalPrefixCache(small_config(PAGE).model_copy(update={"events": True}))
     left: list[asyncio.Future[KVEventBatch]] = []
 
@@ -310,7 +310,7 @@ def test_a_cache_that_moves_to_another_loop_tells_its_readers_there() -> None:
         for each in (page, page + 1):
             await (await client.acquire([each] * PAGE)).insert([each] * PAGE, release=True)
         batch = await waiting
-        left.append(asyncio.ensure_future(the_next(client, batch.seq)))  # who waits as the loop ends
+        left.append(asyncio.ensure_future(the_next(client, batch.seq)))  # a reader that waits as the loop ends
         await asyncio.sleep(0.05)
         return batch
 
@@ -323,7 +323,7 @@ def test_a_cache_that_moves_to_another_loop_tells_its_readers_there() -> None:
     cache._host.service.core.check_invariants()
 
 
-def test_what_happens_after_the_loop_of_a_reader_was_closed_is_told_to_nobody() -> None:
+def test_events_after_the_loop_of_a_reader_was_closed_go_to_no_reader() -> None:
     feed, loop = EventFeed("epoch", PAGE, "CPU"), asyncio.new_event_loop()
     reading = loop.create_task(feed.next_batch(0, 10))
     loop.run_until_complete(asyncio.sleep(0))
@@ -335,7 +335,7 @@ def test_what_happens_after_the_loop_of_a_reader_was_closed_is_told_to_nobody() 
     assert asyncio.run(feed.next_batch(0, 10)).seq == 1
 
 
-async def test_a_reader_learns_of_a_restart_that_another_user_of_its_client_was_told_of_first() -> None:
+async def test_a_reader_learns_of_a_restart_that_another_user_of_its_client_saw_first() -> None:
     config = small_config(PAGE).model_copy(update={"events": True})
     cache = LocalPrefixCache(config)
     async with aclosing(cache.events()) as events:

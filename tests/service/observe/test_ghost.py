@@ -1,4 +1,4 @@
-"""`stats().ghost` tells what pools of other sizes would have hit."""
+"""`stats().ghost` gives the hit rates of pools of other sizes."""
 
 import pytest
 
@@ -61,7 +61,7 @@ async def test_a_cache_of_pairs_is_followed_by_pages_of_pairs() -> None:
     assert stats.ghost.hit_rate_at(64) == stats.hit_rate > 0
 
 
-async def test_nobody_follows_requests_unless_asked_to() -> None:
+async def test_requests_are_followed_only_if_configured() -> None:
     async with LocalPrefixCache(config_of(4)) as cache:
         stats = await send(cache, [1] * 4)
 
@@ -93,7 +93,7 @@ async def test_requests_that_can_never_fit_are_misses_here_and_found_in_larger_p
     assert stats.ghost is not None
     assert stats.ghost.tokens_requested == requested
     assert stats.ghost.hit_rate_at(8) == 0
-    assert stats.ghost.hit_rate_at(16) == 16 / requested  # `large`, which leaves no room for `small`
+    assert stats.ghost.hit_rate_at(16) == 16 / requested  # `large`, which evicts `small`
     assert stats.ghost.hit_rate_at(32) == 20 / requested
 
 
@@ -123,5 +123,5 @@ async def test_the_curve_passes_through_the_hit_rate_that_was_counted() -> None:
         stats = await send(cache, *([number % 6] * 4 for number in range(40)))
 
     assert stats.ghost is not None
-    assert stats.ghost.hit_rate_at(16) == stats.hit_rate > 0.3  # least recently used first, no page would come again
+    assert stats.ghost.hit_rate_at(16) == stats.hit_rate > 0.3  # under least recently used, no page would hit again
     assert max(stats.ghost.hit_rates) <= 1

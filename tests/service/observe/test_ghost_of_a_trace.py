@@ -1,4 +1,4 @@
-"""On an hour of real traffic, the ghost of one run tells the hit rates of larger pools."""
+"""On an hour of real traffic, the ghost of one run gives the hit rates of larger pools."""
 
 import os
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def hit_rate(num_slots: int, prompts: Sequence[RadixKey], ghost: Ghost | None = 
 
 
 @pytest.mark.trace
-def test_a_run_with_a_million_tokens_tells_the_hit_rates_with_two_and_four() -> None:
+def test_a_run_with_a_million_tokens_gives_the_hit_rates_with_two_and_four() -> None:
     prompts = [RadixKey(each.tokens()) for each in read_trace(Path(os.environ["RAYDIX_TRACE"]))]
     ghost = Ghost(config_of(NUM_SLOTS), GhostConfig())
 

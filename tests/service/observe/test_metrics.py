@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of a running cache is complete, and agrees with `stats()`."""
+"""The metrics that Prometheus scrapes of a running cache are complete, and agree with `stats()`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PASSING = {
 
 
 def expected(stats: CacheStats) -> dict[tuple[str, Labels], float]:
-    """What is exported of a cache: gauges, and counters that have counted."""
+    """Return the metrics exported for a cache: all gauges, and the counters above 0."""
     return {
         (metric.exported_name, frozenset(labels)): value
         for metric in METRICS
@@ -50,7 +50,7 @@ def expected(stats: CacheStats) -> dict[tuple[str, Labels], float]:
 
 
 def scraped(cache: str) -> dict[tuple[str, Labels], float]:
-    """What Prometheus would read of one cache, and check of it."""
+    """Return the metrics that Prometheus would read of one cache, after a check of their types."""
     parser = importlib.import_module("prometheus_client.parser")
     (node,) = ray.nodes()
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
@@ -70,7 +70,7 @@ def scraped(cache: str) -> dict[tuple[str, Labels], float]:
 
 
 @pytest.mark.ray
-async def test_what_is_scraped_is_what_stats_tell(ray_cluster: None) -> None:
+async def test_scraped_metrics_are_those_of_stats(ray_cluster: None) -> None:
     for module in ("opencensus", "opentelemetry.sdk", "prometheus_client"):
         pytest.importorskip(
             module, reason="needs Ray's metrics: .venv/bin/pip install -c constraints.txt -e '.[metrics]'"
@@ -99,7 +99,7 @@ async def test_what_is_scraped_is_what_stats_tell(ray_cluster: None) -> None:
         wanted = expected(stats)
         settled = {key for key in wanted if key[0].removeprefix("ray_") not in PASSING}
         found: dict[tuple[str, Labels], float] = {}
-        async with asyncio.timeout(300):  # Ray exports now and then
+        async with asyncio.timeout(300):  # Ray exports every few seconds
             while not all(found.get(key) == wanted[key] for key in settled):
                 await asyncio.sleep(0.5)
                 found = await asyncio.to_thread(scraped, name)
@@ -112,7 +112,7 @@ async def test_what_is_scraped_is_what_stats_tell(ray_cluster: None) -> None:
 
 
 @pytest.mark.ray
-async def test_without_what_ray_needs_the_cache_says_what_to_install(
+async def test_without_rays_metrics_package_the_cache_names_the_package_to_install(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raydix.actors.metrics import publisher

@@ -1,4 +1,4 @@
-"""Recorded traffic is what was asked, without its tokens; it never makes the cache wait, and replays as it was."""
+"""Recorded traffic holds the requests without their tokens; recording never delays the cache, and a replay is equal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def service(clock: Clock) -> CacheService:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Wait for something that happens elsewhere."""
+    """Wait for a condition that another process makes true."""
     async with asyncio.timeout(300):
         while not holds():  # noqa: ASYNC110 -- it tells nobody
             await asyncio.sleep(0.01)
@@ -69,7 +69,7 @@ def end(service: CacheService, name: str, output: tuple[int, ...] = ()) -> None:
     service.core.release(name, "session")
 
 
-async def test_a_recording_tells_when_how_long_and_what_is_shared(
+async def test_a_recording_has_times_lengths_and_shared_blocks(
     service: CacheService, clock: Clock, tmp_path: Path
 ) -> None:
     begin(service, "before", A)
@@ -162,7 +162,7 @@ async def test_it_ends_by_itself(service: CacheService, clock: Clock, tmp_path: 
         assert (await service.recordings.stop()).requests == 2
 
 
-async def test_whose_time_is_over_writes_its_file_and_makes_room_for_the_next(
+async def test_a_recording_that_times_out_writes_its_file_and_allows_the_next(
     service: CacheService, tmp_path: Path
 ) -> None:
     service.recordings.start(StartRecording(path=str(tmp_path / "a"), max_seconds=0.01))
@@ -182,7 +182,7 @@ async def test_whose_time_is_over_writes_its_file_and_makes_room_for_the_next(
     service.core.release("a", "session")
 
 
-async def test_what_is_there_is_not_lost(service: CacheService, tmp_path: Path) -> None:
+async def test_existing_files_are_not_lost(service: CacheService, tmp_path: Path) -> None:
     (there := tmp_path / "t.jsonl").write_text("kept")
     with pytest.raises(InvalidRequest, match="is a folder"):
         service.recordings.start(StartRecording(path=str(tmp_path), overwrite=True))
@@ -253,7 +253,7 @@ def test_two_recordings_to_one_path_do_not_mix_and_touch_no_other_file(tmp_path:
     assert others.read_text() == "somebody's own"
 
 
-def test_who_may_read_a_recording_is_who_may_read_any_new_file(tmp_path: Path) -> None:
+def test_a_recording_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
     (usual := tmp_path / "usual").touch()
 
     TrafficWriter(tmp_path / "t.jsonl").finish([])
@@ -295,7 +295,7 @@ async def test_a_cache_without_ray_records_too(tmp_path: Path) -> None:
         assert (await cache.stop_recording()).requests == 1
 
 
-def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_requests_above_the_rate_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = Recorded(0, RadixKey(A), 0)
     monkeypatch.setattr("raydix.actors.observe.trace_writer._MAX_QUEUED_BYTES", len(request.prompt.data) - 1)
     writer = TrafficWriter(tmp_path / "t.jsonl")
@@ -392,7 +392,7 @@ def test_a_time_without_an_end_is_refused() -> None:
 
 @pytest.mark.ray
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_a_command_that_is_told_to_end_ends_the_recording(
+async def test_a_command_that_gets_a_signal_to_end_ends_the_recording(
     running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
     cache, named = running
