@@ -11,8 +11,6 @@ _MAX_SEEN = 4096  # nodes: a few milliseconds
 _MAX_CHILDREN_SEEN = 256  # of one node, the latest: the remaining work is for the nodes below them
 SHOWN = 8  # token ids of a node
 
-Tops = Iterable[tuple[str | None, Any]]  # each namespace's `extra_key`, and the node above its nodes
-
 
 def head_of(items: Sequence[object]) -> str:
     """Return the first few items as text."""
@@ -54,8 +52,8 @@ class OutlineNode:
     num_locks: int
     hits: int  # matches that ended in it or below
     last_used: int  # tick; the latest use of it or a node below
+    extra_key: str | None  # its namespace
     first_ids: Callable[[Any], list[int]]  # returns the first `SHOWN` token ids of a node
-    extra_key: str | None = None  # its namespace
     parent: OutlineNode | None = None  # None: this is a namespace
     num_children: int = field(init=False)
     children: list[OutlineNode] = field(default_factory=list)  # the children that were visited, the largest first
@@ -80,8 +78,14 @@ Describe = Callable[[Any], OutlineNode]  # returns a node's own numbers
 Choose = Callable[[OutlineNode, int], Iterable[Any]]  # returns the children to visit, given the number of nodes visited
 
 
-def outline(tops: Tops, describe: Describe, limits: OutlineLimits) -> list[OutlineNode]:
-    """Return the largest namespaces, then their largest nodes, level by level. Visits at most 4,096 nodes."""
+def outline(tops: Collection[Any], describe: Describe, limits: OutlineLimits, now: int) -> Outline:
+    """Return the largest namespaces, then their largest nodes, level by level. Visits at most 4,096 nodes.
+
+    Args:
+        tops: the node of each namespace, above its nodes.
+        describe: returns the numbers of one node.
+        now: the current tick.
+    """
 
     def newest(above: OutlineNode, num_seen: int) -> Iterable[Any]:
         children, limit = above.node.children, max(0, min(_MAX_CHILDREN_SEEN, _MAX_SEEN - num_seen))
@@ -93,10 +97,10 @@ def outline(tops: Tops, describe: Describe, limits: OutlineLimits) -> list[Outli
         level = level[: limits.max_nodes - len(nodes)]
         nodes += level
         level = [child for each in level for child in each.children[: limits.max_width]]
-    return nodes
+    return Outline(nodes, now, len(tops))
 
 
-def sample(tops: Collection[tuple[str | None, Any]], describe: Describe, max_nodes: int, now: int) -> Outline:
+def sample(tops: Collection[Any], describe: Describe, max_nodes: int, now: int) -> Outline:
     """Estimate how large the branches of a tree are, from about `max_nodes` nodes; a chain of nodes becomes one node.
 
     If a node has more children than may be visited, its first children stand for all of them. Visits at least two
@@ -118,17 +122,14 @@ def sample(tops: Collection[tuple[str | None, Any]], describe: Describe, max_nod
     return Outline(namespaces, now, len(tops))
 
 
-def _visit(tops: Tops, describe: Describe, choose: Choose, estimate: bool = False) -> list[OutlineNode]:
+def _visit(tops: Iterable[Any], describe: Describe, choose: Choose, estimate: bool = False) -> list[OutlineNode]:
     """Describe the namespaces and the chosen nodes, level by level; return the namespaces, the largest first."""
-    seen: list[OutlineNode] = []
-    for extra_key, top in tops:
-        seen.append(describe(top))
-        seen[-1].extra_key = extra_key
-    namespaces = list(seen)
+    namespaces = list(map(describe, tops))
+    seen = list(namespaces)
     for above in seen:  # grows as it goes
         for node in choose(above, len(seen)):
             child = describe(node)
-            child.extra_key, child.parent = above.extra_key, above
+            child.parent = above
             above.children.append(child)
             seen.append(child)
     for each in reversed(seen):  # children before parents

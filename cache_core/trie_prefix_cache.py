@@ -221,7 +221,7 @@ class TriePrefixCache(BasePrefixCache):
 
     def outline(self, limits: OutlineLimits) -> Outline:
         """Return the largest branches, of all namespaces together. Bounded work."""
-        return Outline(outline([(None, self._trie.root)], _outline_node, limits), self._trie.clock, 1)
+        return outline([self._trie.root], _outline_node, limits, self._trie.clock)
 
     def pretty_print(self) -> None:
         """Print the trie."""
@@ -259,7 +259,7 @@ def _space_of(token: Hashable) -> tuple[str | None, int]:
 
 
 def _outline_node(node: TrieNode) -> OutlineNode:
-    return OutlineNode(node, len(node.tokens), len(node.users), 0, node.last_access_time, _first_ids)
+    return OutlineNode(node, len(node.tokens), len(node.users), 0, node.last_access_time, None, _first_ids)
 
 
 def _first_ids(node: TrieNode) -> list[int]:

@@ -58,4 +58,5 @@ def first_ids(node: TreeNode) -> list[int]:
 
 def outline_node(node: TreeNode) -> OutlineNode:
     """Describe a node in an outline."""
-    return OutlineNode(node, len(node), node.lock_ref, node.own_hits, node.own_access_time, first_ids)
+    used_at, extra_key = node.own_access_time, node.space.extra_key
+    return OutlineNode(node, len(node), node.lock_ref, node.own_hits, used_at, extra_key, first_ids)

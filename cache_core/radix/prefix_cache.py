@@ -445,8 +445,7 @@ class PrefixCache(BasePrefixCache):
 
     def sample(self, max_nodes: int) -> Outline:
         """Return an estimate of the content of each namespace, from about `max_nodes` nodes."""
-        tops = [(top.space.extra_key, top) for top in self.parts.tree.tops.values()]
-        return sample(tops, outline_node, max_nodes, self.parts.clock)
+        return sample(self.parts.tree.tops.values(), outline_node, max_nodes, self.parts.clock)
 
     def compute_node_hash(self, node: TreeNode) -> list[str]:
         """The chained SHA-256 of each page of `node`, as hex; computed once and kept, with its ancestors'."""
@@ -469,10 +468,8 @@ class PrefixCache(BasePrefixCache):
         print(format_tree(self.parts.tree.tops.values(), partial(node_line, now=self.parts.clock)))
 
     def outline(self, limits: OutlineLimits) -> Outline:
-        """The largest branches that can be matched. Bounded work, however much is cached."""
-        tops = self.parts.tree.tops
-        nodes = outline(((top.space.extra_key, top) for top in tops.values()), outline_node, limits)
-        return Outline(nodes, self.parts.clock, len(tops))
+        """Return the largest branches that can be matched. Bounded work, however much is cached."""
+        return outline(self.parts.tree.tops.values(), outline_node, limits, self.parts.clock)
 
     # ---------------------------------------------------------------- checks
 

@@ -307,9 +307,7 @@ class PrefixCacheManager:
 
     def outline(self, limits: OutlineLimits) -> Outline:
         """Return the largest branches, old versions included. Bounded work."""
-        tops = self._index.tree.tops
-        nodes = outline(((top.space.extra_key, top) for top in tops), outline_node, limits)
-        return Outline(nodes, self._index.clock, len(tops))
+        return outline(self._index.tree.tops, outline_node, limits, self._index.clock)
 
     def pretty_format(self) -> str:
         """Return one line per node, indented by depth: tokens, length, rows, pins, and age in ticks of the clock."""
