@@ -284,7 +284,7 @@ class PrefixCacheClient:
         except (asyncio.CancelledError, CacheError) as error:
             session.undo_if_executed(error, AbortRequest, lease_id=request.lease_id)
             raise
-        lease = Lease(self, response, request.tokens, transport, session.config.run_len)
+        lease = Lease(self, response, request.tokens, transport, session.run_len)
         session.writers.add_lease(lease)
         return lease
 
@@ -444,7 +444,7 @@ class PrefixCacheClient:
         with session.undo_on_failure(AbortRequest, lease_id=grant.lease_id):
             response, transport = await session.ask(request)
         adopted = checked_response(AdoptResponse, response)
-        lease = Lease(self, adopted.lease, adopted.tokens, transport, session.config.run_len)
+        lease = Lease(self, adopted.lease, adopted.tokens, transport, session.run_len)
         lease.published_len = adopted.published_len
         session.writers.add_lease(lease)
         return lease

@@ -21,20 +21,17 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
             actors/service/request_handlers.py      `dispatch`: the method of each request
             actors/sessions/admission.py            `acquire`: now, after the queued requests, or not at all
     core    cache_core/tree/radix_key.py            the token ids as the tree's key, without a copy
+            cache_core/leases/leased_cache.py       is the lease granted already, or has it ended? It may be a retry
+            cache_core/leases/lease_table.py        looks the lease up
             cache_core/leases/kv_cache.py           `acquire`: match, lock, allocate the rest, in one step
-            cache_core/leases/lease_table.py        is the lease granted already? It may be a retry
-            cache_core/leases/ended_leases.py       has it ended already?
             cache_core/eviction/tenants.py          the tenant of the namespace
             cache_core/leases/lease_allocator.py    can so many slots ever fit?
-            cache_core/leases/kv_accounting.py      the key without what may not match
-            cache_core/radix/lookup.py              `match_pages`: the longest cached prefix
+            cache_core/radix/prefix_cache.py        `match_pages` and the lock of the path
+            cache_core/radix/lookup.py              the longest cached prefix
             cache_core/tree/radix_tree.py           the namespace; the compiled walk ends at the node
             cache_core/tree/tree_node.py, cache_core/tree/packed_slots.py  joins the slots of the path
-            cache_core/radix/locks.py               locks the path
-            cache_core/leases/leased_cache.py       counts the hit
             actors/observe/namespace_hits.py        counts it for its namespace
     back    actors/transport/transport.py           settles the caller's future with a `LeaseResponse`, sent as above
-            schemas/config.py                       how many slots lie in a row
             actors/client/lease.py                  the lease
             actors/client/lease_slots.py            its slots, from the packed pages
             actors/client/expired_writers.py        remembers the lease until it ends
