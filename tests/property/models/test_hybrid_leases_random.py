@@ -269,17 +269,17 @@ def test_leases_read_their_own_kv_windows_and_states_and_lose_nothing(page_size:
 
 
 def test_tombstones_heal_under_windows_and_nodes_laid_aside_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, heal, on_split = Counter[str](), WindowKV.heal, WindowKV.on_split
+    reached, revive, on_split = Counter[str](), WindowKV.revive, WindowKV.on_split
 
-    def counted_heal(component: WindowKV, node: TreeNode) -> None:
+    def counted_revive(component: WindowKV, node: TreeNode) -> None:
         reached["healed under a window"] += node.swa_lock_ref > 0
-        heal(component, node)
+        revive(component, node)
 
     def counted_split(component: WindowKV, above: TreeNode, node: TreeNode) -> None:
         reached["split while laid aside"] += node in component._waiting
         on_split(component, above, node)
 
-    monkeypatch.setattr(WindowKV, "heal", counted_heal)
+    monkeypatch.setattr(WindowKV, "revive", counted_revive)
     monkeypatch.setattr(WindowKV, "on_split", counted_split)
 
     for page_size, window in ((1, 7), (4, 10)):
