@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and options of all tests."""
 
 import os
 import re
@@ -21,7 +21,7 @@ settings.load_profile("shared machine")
 
 # Ray kills workers where the machine's memory is nearly full, also where other programs fill it.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-# Ray runs workers at niceness 15: beside two busy programs on two cores, an actor starts in 77 s in place of 3.
+# Ray runs workers at niceness 15: with two busy programs on two cores, an actor starts in 77 s in place of 3.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
@@ -106,7 +106,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One small Ray cluster for all tests that need one. What a test starts on it, it ends."""
+    """One small Ray cluster for all tests that need one. Each test ends the actors that it starts."""
     import ray  # only here, as above
 
     from raydix.actors import start_cache

@@ -1,4 +1,4 @@
-"""Proof that random traffic finds faults: what a window and states mean for each other is broken once, and seen."""
+"""Proof that random traffic finds faults: each rule between windows and states is broken once, and found."""
 
 from collections.abc import Callable
 from math import inf

@@ -44,7 +44,7 @@ def a_match_does_not_renew_what_it_finds(patch: Patch) -> None:
         stamps = {node: node.own_access_time for node in cache.parts.tree.nodes()}
         found = original(cache, key)
         for node in cache.parts.tree.nodes():
-            node.own_access_time = stamps.get(node, 0)  # what a split made has that of its suffix
+            node.own_access_time = stamps.get(node, 0)  # a node made by a split has the stamp of its suffix
         return found
 
     around(patch, RadixCache, "match_prefix", match)
@@ -285,7 +285,7 @@ def a_widened_namespace_keeps_its_old_children_keys(patch: Patch) -> None:
     around(patch, RadixTree, "_widen", widen)
 
 
-# ---------------------------------------------------------------- who owns what
+# ---------------------------------------------------------------- owners of slots
 
 
 @fault
@@ -322,7 +322,7 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 
 @fault
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
-    adopted: dict[int, tuple[bytes, torch.Tensor]] = {}  # a row that stands for a caller's tensor, and what of it
+    adopted: dict[int, tuple[bytes, torch.Tensor]] = {}  # a row for a caller's tensor, and the adopted part
 
     def compact(original: Any, slots: Any, page_size: int, start: int, stop: int) -> bytes:
         row: bytes = original(slots, page_size, start, stop)

@@ -456,7 +456,7 @@ def a_wrong_number_of_blocks_is_found_too_late(patch: Patch) -> None:
         try:
             return original(trie, tokens, blocks, node)
         except InvalidKeyError:
-            trie.match_prefix(tokens[: len(tokens) // 2 or 1], node)  # what the insert had split by then
+            trie.match_prefix(tokens[: len(tokens) // 2 or 1], node)  # the nodes that the insert had split
             raise
 
     around(patch, RadixTrie, "insert", insert)

@@ -25,7 +25,7 @@ fault = FAULTS.register
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """What is left out."""
+    """A part that the fault leaves out."""
 
 
 # ---------------------------------------------------------------- slots

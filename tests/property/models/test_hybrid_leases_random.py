@@ -35,18 +35,18 @@ SIZES = [(1, 3), (4, 3), (4, 10), (16, 20)]  # page and window
 
 @dataclass(eq=False)
 class OpenLease:
-    """What a client knows of its lease."""
+    """A client's view of its lease."""
 
     session: str
     record: LeaseRecord
     tokens: list[int]  # acquired ones, then generated ones
-    computed: int  # tokens whose KV was written; the lease's state is the one after the last of them
+    computed: int  # tokens with written KV; the lease's state is the one after the last of them
     told: int  # tokens that the cache has seen
-    left_behind: int = 0  # tokens whose window was given up
+    left_behind: int = 0  # tokens with a released window
 
 
 def fingerprints(tokens: list[int]) -> list[int]:
-    """One for each prefix, from the empty one on, whose is 0, as a state of zeros is."""
+    """Return a stamp for each prefix; that of the empty prefix is 0, like a state of zeros."""
     prints = [0]
     for token in tokens:
         prints.append((prints[-1] * 1_000_003 + token) % (2**61 - 1))
@@ -186,7 +186,7 @@ class Leases:
             self.check_memory(lease, lease.computed)
 
     def check_memory(self, lease: OpenLease, size: int) -> None:
-        """What a lease holds of its first tokens is of just these: all full KV, live halves, its state."""
+        """Check that the full KV, live halves and state of a lease are those of its first tokens."""
         assert lease.record.state_slot is not None
         *_, last = prints = fingerprints(lease.tokens[:size])
         assert (self.full[self.slots(lease)[:size]] == prints[1:]).all(), "foreign KV"
@@ -241,7 +241,7 @@ class Leases:
     def text(self) -> list[int]:
         """As another text for a while, whole pages as often as not."""
         page = self.page_size
-        if self.crowded and self.open and self.rng.random() < 0.4:  # as one who is served now
+        if self.crowded and self.open and self.rng.random() < 0.4:  # as a running request
             return self.rng.choice(list(self.open.values())).tokens[: 8 * page]
         base = self.rng.choice(self.texts) if self.texts and self.rng.random() < 0.85 else []
         head = base[: self.rng.choice([len(base), self.rng.randint(0, len(base))])]

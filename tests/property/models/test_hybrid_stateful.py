@@ -1,4 +1,4 @@
-"""The comparison for windows and states in one cache, with operations chosen by Hypothesis: what fails is shrunk."""
+"""The comparison for windows and states in one cache, with operations chosen by Hypothesis: failures are shrunk."""
 
 from random import Random
 

@@ -1,8 +1,8 @@
 """Random traffic of several sessions over one `KVCache`, against a model that knows what was written where.
 
-The model stamps each slot with the namespace and the tokens whose KV a lease would have written there: all
-tokens from the start to this one, as KV depends on them all. A match may then point only to slots whose stamps
-are the tokens asked for, and a lease may write only to slots that nobody else can see. Invariants and
+The model stamps each slot with the namespace and the tokens of its KV: all tokens from the start to this one,
+because KV depends on them all. A match may then point only to slots with the stamps of the requested tokens.
+A lease may write only to slots that no other lease or match can see. Invariants and
 conservation are checked after each step.
 """
 
@@ -32,7 +32,7 @@ Stamp = tuple[str | None, tuple[int, ...]]
 
 @dataclass
 class OpenLease:
-    """What a client knows of its lease."""
+    """A client's view of its lease."""
 
     session: str
     namespace: str | None
@@ -43,7 +43,7 @@ class OpenLease:
 
 @dataclass
 class Traffic:
-    """A cache, its clients, and what they wrote."""
+    """A cache, its clients, and the stamps that they wrote."""
 
     cache: KVCache
     rng: random.Random

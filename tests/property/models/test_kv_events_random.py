@@ -1,6 +1,6 @@
-"""Random traffic on trees that tell events: whoever replays them knows exactly which pages are there.
+"""Random traffic on trees that publish events: a reader that replays them has exactly the cached pages.
 
-Three readers replay after every operation: one from the beginning, one that starts anew from a snapshot now and then,
+Three readers replay after every operation: one from the beginning, one that periodically restarts from a snapshot,
 and one that reads seldom from a feed that keeps little, so that it falls into gaps and takes a snapshot at each. Then
 each rule is broken once, and one of them must see it.
 """
@@ -27,7 +27,7 @@ from raydix.cache_core.tree.page_events import KVEventPublisher
 NUM_STATES = 6
 MAX_LOCKS = 5
 MAX_TOKENS = 200  # in the tree
-KEPT = 8  # events, of the reader who falls behind
+KEPT = 8  # events kept for the reader that falls behind
 TREES: dict[str, Callable[[int], PrefixCache]] = {
     "full": lambda page_size: RadixCache(page_size, token_to_kv_pool_allocator=IndexPool()),
     "window": lambda page_size: RadixCache(page_size, sliding_window_size=2 * page_size),
@@ -56,7 +56,7 @@ class TwoFeeds:
 
 
 class EventTraffic:
-    """One caller who inserts, matches, locks, evicts and resets, and three who read what they are told."""
+    """One caller that inserts, matches, locks, evicts and resets, and three readers of its events."""
 
     OPERATIONS = (
         ("insert", 40),

@@ -1,5 +1,5 @@
-"""Verbs on one lease at a time, whose answers come late or not at all: its client knows what the cache knows, or says
-that it does not.
+"""Verbs on one lease with late or lost responses: its client has the state of the cache, or reports that it has
+lost it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ fault = FAULTS.register
 
 
 class Courier(HandleInProcess):
-    """A handle whose answers overtake each other, and get lost."""
+    """A handle with responses that overtake each other or are lost."""
 
     lost = 0.0  # the share of answers
 
@@ -55,7 +55,7 @@ class _Late:
 
 
 class Holder:
-    """A client that does several things at once with its one lease, while others publish the same text."""
+    """A client that runs several verbs on one lease, while others publish the same tokens."""
 
     def __init__(
         self, rng: Random, cache: LocalPrefixCache, client: PrefixCacheClient, lease: Lease, text: list[int]
@@ -100,7 +100,7 @@ class Holder:
             await asyncio.sleep(0)
 
     async def play_round(self) -> None:
-        """Several verbs at once, and then nothing is on its way."""
+        """Run several verbs concurrently, and wait for all responses."""
         verbs = self.rng.sample(("insert", "insert", "extend", "window"), 3)
         await asyncio.gather(self.compete(), *map(self.act, verbs))
         transport: Any = self.client.session.transport
@@ -108,7 +108,7 @@ class Holder:
             await asyncio.sleep(0)
 
     def check(self) -> None:
-        """What is told of the lease's slots is so."""
+        """Check the lease's slots against the cache."""
         core, session_id = self.cache._host.service.core, self.lease.transport.session_id
         record = core.leases.get(self.lease.lease_id, session_id)
         assert self.lease.published_len <= core.published_len(record)
@@ -116,7 +116,7 @@ class Holder:
             assert self.lease.slots.tolist() == spread(record.starts)[: len(self.lease)], "slots"
         with suppress(CacheUnavailable, InvalidRequest):  # not every cache has a window
             pairs = zip(self.lease.swa_slots.tolist(), spread(core.swa_starts(record)), strict=False)
-            assert all(told in (0, slot) for told, slot in pairs), "window"  # others may publish it anew
+            assert all(told in (0, slot) for told, slot in pairs), "window"  # others may publish it again
 
 
 def spread(starts: Any) -> list[int]:
@@ -125,7 +125,7 @@ def spread(starts: Any) -> list[int]:
 
 
 async def play(seed: int) -> None:
-    """Rounds of verbs whose answers get lost, and one answer at the end that tells of all."""
+    """Run rounds of verbs with lost responses, and one at the end that returns the whole state."""
     rng = Random(seed)
     pool = PoolConfig(num_slots=NUM_PAGES * PAGE_SIZE, device="cpu")
     config = CacheConfig(page_size=PAGE_SIZE, sliding_window_size=3 if seed % 2 else None, pool=pool)

@@ -1,6 +1,6 @@
-"""Random binding, retiring and serving by several clients, beside a plain model of the rules.
+"""Random binding, retiring and serving by several clients, compared with a simple model of the rules.
 
-Workers compute only in what they have bound; they change their weights only where they retire the `lora_id` behind it.
+Workers compute only in bound namespaces; they change their weights only where they retire the `lora_id` behind it.
 Then no lease that a worker takes ever holds KV of other weights than its own.
 """
 
@@ -95,7 +95,7 @@ class Traffic:
         await self.acquire(who, "lock")
 
     def check_weights(self, who: int, held: Held) -> None:
-        """What a worker finds was computed by its own weights."""
+        """Check that the KV of a hit was computed by the worker's own weights."""
         client, name = self.plain[who], held.space[0]
         if name in client.bound:
             assert set(held.labels) <= {client.weights[name]}

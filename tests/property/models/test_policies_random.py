@@ -114,7 +114,7 @@ def _what_is_evicted_has_no_priority(patch: Patch) -> None:
         original(full, num_tokens, page_size, victims)
         for node in victims.nodes:
             assert node.parent is not None
-            node.parent.own_priority = known.get(node.parent, 0)  # what is retired is in no ranking any more
+            node.parent.own_priority = known.get(node.parent, 0)  # retired nodes are in no ranking any more
 
     patch.setattr(FullKV, "fell", fell)
 

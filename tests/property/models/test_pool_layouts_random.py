@@ -30,7 +30,7 @@ MARGIN = 512  # bytes of other memory before and behind the pool
 
 @dataclass(frozen=True)
 class Step:
-    """One write: into which layer, how many rows, which, and by what way."""
+    """One write: its layer, number of rows, the rows, and the method."""
 
     layer: int
     num_rows: int

@@ -1,4 +1,4 @@
-"""The same comparison, with operations chosen by Hypothesis: what fails is shrunk to a few steps."""
+"""The same comparison, with operations chosen by Hypothesis: failures are shrunk to a few steps."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Random requests on the real allocators: what a match finds is the KV of just these tokens, and no slot is lost.
+"""Random requests on the real allocators: a match finds the KV of exactly these tokens, and no slot is lost.
 
 Each slot's memory holds a fingerprint of the prefix up to its token, in both halves; so does each state.
 """
@@ -40,14 +40,14 @@ def fingerprints(tokens: list[int]) -> list[int]:
 
 @dataclass(eq=False)
 class Request:
-    """What a running request holds."""
+    """The slots and locks of a running request."""
 
     tokens: list[int]
     node: Any  # where its match ended, locked
     receipt: Any
     pages: np.ndarray[Any, Any]  # its own, beyond the match
     state: int | None = None
-    windowless: int = 0  # leading tokens whose window halves it gave up
+    windowless: int = 0  # leading tokens with released window halves
     prints: list[int] = field(default_factory=list)
 
 
@@ -232,7 +232,7 @@ class MambaServer(Server):
         self.rows[request.state] = request.prints[-1]
 
     def go_on(self, request: Request) -> None:
-        """Publish what is there, and hold it instead of what was matched."""
+        """Publish the computed tokens, and hold them in place of the matched prefix."""
         if len(request.pages) and self.states.available_size():
             kept = self.states.alloc_track_slot()
             self.states.copy_states(request.state or 0, kept)

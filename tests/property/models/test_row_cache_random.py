@@ -46,7 +46,7 @@ small = st.integers(0, 4)
 
 
 class RowCacheMachine(RuleBasedStateMachine):
-    """Leases that are taken, written, published and given back in any order; what fails is shrunk to a few steps."""
+    """Leases that are taken, written, published and given back in any order; failures are shrunk to a few steps."""
 
     @initialize(page_size=st.sampled_from([1, 2]))
     def start(self, page_size: int) -> None:

@@ -44,7 +44,7 @@ slots = st.integers(0, NUM_SLOTS - 1)
 
 
 class SlotCacheMachine(RuleBasedStateMachine):
-    """Rows that are taken, written, published and given back in any order; what fails is shrunk to a few steps."""
+    """Rows that are taken, written, published and given back in any order; failures are shrunk to a few steps."""
 
     with_allocator = True
 

@@ -1,4 +1,4 @@
-"""Tenants under random traffic: what each holds, what is refused and what is evicted is what a naive model says."""
+"""Tenants under random traffic: held slots, refusals and evictions equal those of a simple model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_floors_and_caps_hold_where_windows_and_states_run_short_as_well(short_o
 
 @pytest.fixture
 def unhurried(monkeypatch: Patch) -> TenantTraffic:
-    """Traffic in which what was retired waits to be reclaimed, while windows run short beside it."""
+    """Traffic in which retired nodes wait for the reclaim, while windows run short."""
     monkeypatch.setattr(kv_cache, "_RECLAIMED_AT_ONCE", 0)
     cache = make_cache(1, "lru", window_pages=15)
     return TenantTraffic(cache, random.Random(0), ("quiet", "quiet", None), retiring=2, beside=10)

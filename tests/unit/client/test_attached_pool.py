@@ -26,7 +26,7 @@ SLOTS = torch.tensor([1, 2])
 
 @pytest.fixture
 def other() -> Iterator["subprocess.Popen[str]"]:
-    """Another process, which told the path of its lock."""
+    """Another process, which has sent the path of its lock."""
     show = "from raydix.actors.transport import process_liveness as p; print(p.own_liveness_path(), flush=1); input()"
     process = subprocess.Popen([sys.executable, "-c", show], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:

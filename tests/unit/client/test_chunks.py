@@ -13,7 +13,7 @@ CHUNKS = [(start, start + 2) for start in range(0, 10, 2)]
 
 
 class Work:
-    """What is done for a chunk: it waits until it is let go, and ends some turns after it is cancelled."""
+    """The work for a chunk: it waits until the test releases it, and ends some turns after it is cancelled."""
 
     def __init__(self, turns_to_end: int = 0) -> None:
         self._turns_to_end = turns_to_end

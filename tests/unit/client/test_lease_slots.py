@@ -1,4 +1,4 @@
-"""`LeaseSlots`: what is told of a lease's slots, in whatever order it is told."""
+"""`LeaseSlots`: updates of a lease's slots, in any order."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_what_was_given_just_before_an_interrupt_is_undone(thread: LoopThread) -
 
 @pytest.fixture
 def alarm() -> Iterator[Callable[[BaseException], None]]:
-    """What raises an error in this thread while it waits."""
+    """A way to raise an error in this thread while it waits."""
     before = signal.getsignal(signal.SIGALRM)
 
     def set_alarm(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""What is no key, or no node, is refused by every cache in the same words, before anything changes."""
+"""Every cache refuses wrong keys and nodes with the same message, before it changes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Settings from a file, the environment and options: the later wins, and what is wrong is told with its place."""
+"""Settings from a file, the environment and options: the later overrides, and errors name the place."""
 
 import json
 from pathlib import Path

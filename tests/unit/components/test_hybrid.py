@@ -1,4 +1,4 @@
-"""Windows and states in one cache, claim by claim: what each means for the other."""
+"""Windows and states in one cache, claim by claim: their interaction."""
 
 from collections.abc import Iterator
 
@@ -33,13 +33,13 @@ class ThreePools:
         self.halves += indices.tolist()
 
     def transfer_swa(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """The halves go on to the tree's slots; who has them is not what these tests are about."""
+        """Move halves to the tree's slots; these tests do not check their owners."""
 
     def free_track_slot(self, slot: int) -> None:
         self.states.append(slot)
 
     def take(self) -> tuple[list[int], list[int], list[int]]:
-        """What came back since the last call."""
+        """Return the slots freed since the last call."""
         taken = self.slots, self.halves, self.states
         self.slots, self.halves, self.states = [], [], []
         return taken

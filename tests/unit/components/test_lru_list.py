@@ -1,4 +1,4 @@
-"""`LRUList`, claim by claim: order of use, links in both directions, and who may go."""
+"""`LRUList`, claim by claim: order of use, links in both directions, and candidates for eviction."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""`MambaRadixCache`, claim by claim: where a match may end, whose a state is, what is locked, and what goes first."""
+"""`MambaRadixCache`, claim by claim: the end of a match, owners of states, locks, and the order of eviction."""
 
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -71,7 +71,7 @@ def states(cache: MambaRadixCache) -> dict[int, int | None]:
 
 
 def usable(cache: MambaRadixCache, *ids: int) -> tuple[int, int | None]:
-    """What a query can use, and where a state would help it."""
+    """Return the usable prefix of a query, and the length where a state would extend it."""
     peeked = cache.peek_prefix(key(*ids))
     found = cache.match_prefix(key(*ids))
     assert (peeked.prefix_len, peeked.mamba_branching_seqlen) == (found.prefix_len, found.mamba_branching_seqlen)

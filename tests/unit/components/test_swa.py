@@ -1,4 +1,4 @@
-"""Sliding windows in `RadixCache`, claim by claim: what can be used, what a lock holds, what heals, and what goes."""
+"""Sliding windows in `RadixCache`, claim by claim: usable prefixes, locks, healing, and eviction."""
 
 from contextlib import redirect_stdout
 from os import devnull
@@ -23,7 +23,7 @@ from raydix.cache_core import (
 
 
 class BothHalves:
-    """A pool that remembers what it was given back, whole slots and window halves, and what was moved."""
+    """A pool that records freed slots, freed window halves, and moved halves."""
 
     def __init__(self) -> None:
         self.slots: list[int] = []
@@ -231,7 +231,7 @@ def test_an_insert_raises_once_a_tombstone_has_healed_if_the_pool_refuses_its_ol
     cache.evict(0, 4)
     assert picture(cache) == "t4 l4"
     fresh = pool.alloc(8)
-    pool.free(old[1:2])  # somebody's mistake
+    pool.free(old[1:2])  # a caller's mistake
 
     with pytest.raises(SlotError, match=r"refused slots that were in the tree: 1, 2, 3, 4: slots were freed"):
         cache.insert(RadixKey(range(8)), fresh)

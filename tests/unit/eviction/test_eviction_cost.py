@@ -1,4 +1,4 @@
-"""What one call of `evict` looks at, counted by a policy that counts how often it is asked: no clock."""
+"""The number of nodes that one `evict` ranks, counted by a policy instead of a clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raydix.cache_core.eviction.tenants import Tenant, Tenants
 
 NUM_LEAVES = 2_000
 NUM_VICTIMS = 16
-MOST_ASKED = 8 * NUM_VICTIMS  # for each victim: it, its parent, and a few beside them
+MOST_ASKED = 8 * NUM_VICTIMS  # for each victim: it, its parent, and a few others
 
 
 class CountingLRU(LRU):

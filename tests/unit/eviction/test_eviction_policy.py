@@ -1,4 +1,4 @@
-"""Eviction policies, claim by claim: what goes first under each, and that it costs a logarithm."""
+"""Eviction policies, claim by claim: the order of each, and its logarithmic cost."""
 
 from __future__ import annotations
 

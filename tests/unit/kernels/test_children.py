@@ -1,4 +1,4 @@
-"""The children of a node against a dict, and what they do when they are misused."""
+"""The children of a node against a dict, and their errors on misuse."""
 
 from __future__ import annotations
 

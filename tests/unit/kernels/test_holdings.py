@@ -1,4 +1,4 @@
-"""What of a tree is locked, and which of the rest goes next: the compiled holdings tell it as the plain ones do."""
+"""Locked nodes and the next candidates of a tree: the compiled holdings agree with the plain ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWINS = [pytest.param(kernels, marks=compiled), plain_kernels]
 
 
 class Tree(Branch):
-    """A tree of one twin, and who holds what of it."""
+    """A tree of one twin, and the locks on it."""
 
     def __init__(self, kernel: Any, page_size: int) -> None:
         super().__init__(kernel, page_size)
@@ -190,7 +190,7 @@ def test_victims_are_not_listed_while_they_change() -> None:
 
 
 def fail(slots: Any) -> None:
-    """What frees no slots."""
+    """A free function that does nothing."""
     raise ZeroDivisionError
 
 

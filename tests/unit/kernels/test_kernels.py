@@ -324,7 +324,7 @@ def test_memory_is_used_again_only_once_it_is_nobodys(sizes: list[int], data: st
         slots = kernels.expand([np.arange(first, first + size).tobytes()], size, 1)
         assert slots is not None
         if data.draw(st.booleans()):
-            kept.append((slots, slots[size // 2 :], first, size))  # who has a part of it has all of it
+            kept.append((slots, slots[size // 2 :], first, size))  # a part keeps the whole array alive
             del kept[0 : data.draw(st.integers(0, 1))]
         del slots
 

@@ -172,7 +172,7 @@ def test_slots_are_cut_as_by_the_plain_kernel(slots: list[int], data: st.DataObj
 
 
 def tree_of_one_run(kernel: Any, size: int) -> Any:
-    """The only node of a tree, with bytes at random and a few slots; nobody else reads its data."""
+    """The only node of a tree, with random bytes and a few slots; no other object has its data."""
     key = kernel.Key.from_packed(b"above" + np.random.default_rng(size).bytes(size), 1)
     space = SimpleNamespace(unit=1)
     top = kernel.Node(0, None, space, b"", b"", 5, 0)

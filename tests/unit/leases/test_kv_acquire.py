@@ -1,4 +1,4 @@
-"""`KVCache`: what a lease is granted, and what happens without room."""
+"""`KVCache`: the slots of a new lease, and refusals without free slots."""
 
 import pytest
 from support.caches.small_kv_cache import NO_IDS, count, found, key, publish, shape
@@ -300,7 +300,7 @@ def test_an_acquire_that_fails_as_it_evicts_holds_nothing() -> None:
         cache.acquire(lease_id, "s", RadixKey(ids))
         cache.insert(lease_id, "s", 4, RadixKey([]), publish_state=True)
         cache.release(lease_id, "s")
-    allocator.free(tree.match_prefix(RadixKey([5, 6, 7, 8])).indices[1:2])  # somebody's mistake
+    allocator.free(tree.match_prefix(RadixKey([5, 6, 7, 8])).indices[1:2])  # a caller's mistake
 
     with pytest.raises(SlotError, match="refused slots that were in the tree"):
         cache.acquire("c", "s", RadixKey([1, 2, 3, 4]), 4)

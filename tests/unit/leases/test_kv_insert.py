@@ -1,4 +1,4 @@
-"""`KVCache`: what is published, and what stays private."""
+"""`KVCache`: published pages, and slots that stay private."""
 
 from collections.abc import Iterator
 
@@ -245,7 +245,7 @@ def test_a_chunk_cache_frees_everything_at_the_end(chunks: KVCache) -> None:
 def test_a_duplicate_that_its_pool_refuses_is_no_longer_the_leases(cache: KVCache) -> None:
     publish(cache, 1, 2)
     lease = cache.acquire("l", "s", key(1, 2), max_prefix_len=0)
-    cache.allocator.free_pages(lease.private_starts)  # somebody's mistake
+    cache.allocator.free_pages(lease.private_starts)  # a caller's mistake
 
     with pytest.raises(SlotError, match="free already"):
         cache.insert("l", "s", 2, NO_IDS)

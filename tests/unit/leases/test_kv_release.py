@@ -1,4 +1,4 @@
-"""`KVCache`: what comes back when leases end, and by eviction."""
+"""`KVCache`: slots freed at the end of leases and by eviction."""
 
 import pytest
 from support.caches.small_kv_cache import NO_IDS, count, found, key, publish, shape
@@ -190,7 +190,7 @@ def test_each_lease_of_a_session_ends_though_the_pool_refuses_what_one_had_in_th
     cache.insert("l", "s", 2, NO_IDS)
     cache.acquire("m", "s", key(9))
     cache.reset()
-    cache.allocator.free_pages(lease.starts[:1])  # somebody's mistake
+    cache.allocator.free_pages(lease.starts[:1])  # a caller's mistake
 
     with pytest.raises(SlotError, match="free already"):
         getattr(cache, verb)("s")
@@ -204,7 +204,7 @@ def test_what_is_withheld_comes_back_though_the_pool_refuses_what_one_lease_held
     lease = cache.acquire("l", "s", key(1, 2))
     cache.acquire("m", "s", key(9))
     cache.quarantine_session("s")
-    cache.allocator.free_pages(lease.starts)  # somebody's mistake
+    cache.allocator.free_pages(lease.starts)  # a caller's mistake
 
     with pytest.raises(SlotError, match="free already"):
         cache.free_withheld("s")

@@ -85,7 +85,7 @@ def test_counters_do_not_count_what_was_retired(cache: KVCache) -> None:
     assert cache.counters.tokens_inserted == 0
 
 
-# ---------------------------------------------------------------- who is told, and of what
+# ---------------------------------------------------------------- observers
 
 
 def test_what_went_is_remembered_with_its_cause(cache: KVCache) -> None:
@@ -100,7 +100,7 @@ def test_what_went_is_remembered_with_its_cause(cache: KVCache) -> None:
 
 
 class Watch:
-    """Remembers what it was told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

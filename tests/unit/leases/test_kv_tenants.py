@@ -1,4 +1,4 @@
-"""`KVCache`: what floors and caps mean beside retirement, windows and counters."""
+"""`KVCache`: floors and caps together with retirement, windows and counters."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ from raydix.cache_core.leases.kv_cache import KVCache
 
 @pytest.fixture
 def shared() -> Iterator[Callable[..., KVCache]]:
-    """Eight slots in pages of one token, of which these tenants have shares; the rest is anybody's."""
+    """Eight slots in pages of one token, with shares for these tenants; all others share the rest."""
 
     def make_cache(*tenants: Tenant) -> KVCache:
         allocator = TokenToKVPoolAllocator(8)
@@ -102,7 +102,7 @@ def test_what_the_pool_refuses_of_a_lease_is_no_longer_its_tenants(shared: Calla
     cache = shared(quiet)
     publish(cache, 1, 2, ns="quiet")
     lease = cache.acquire("l", "s", key(1, 2, ns="quiet"), max_prefix_len=0)
-    cache.allocator.free_pages(lease.private_starts)  # somebody's mistake
+    cache.allocator.free_pages(lease.private_starts)  # a caller's mistake
 
     with pytest.raises(SlotError, match="free already"):
         cache.release("l", "s") if verb == "release" else cache.insert("l", "s", 2, RadixKey([], "quiet"))

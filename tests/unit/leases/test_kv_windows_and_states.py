@@ -1,4 +1,4 @@
-"""`KVCache` over window slots, and over states: what can never fit, and what is told where these run short."""
+"""`KVCache` over window slots and states: requests that can never fit, and refusals when these run short."""
 
 from collections.abc import Callable, Iterator
 
@@ -92,7 +92,7 @@ def test_what_is_cached_needs_window_slots_for_its_last_window_alone(windowed: C
     cache = windowed()
     publish(cache, 1, 2, 3, 4, 5, 6)
 
-    cache.check_len(10, key(1, 2, 3, 4, 5, 6, 7, 8, 9, 10))  # 4 more, beside a window of 4
+    cache.check_len(10, key(1, 2, 3, 4, 5, 6, 7, 8, 9, 10))  # 4 more, and a window of 4
     with pytest.raises(OutOfSlotsError):
         cache.check_len(11, key(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11))
 
@@ -124,7 +124,7 @@ def test_a_state_that_was_to_be_published_is_free_again_if_the_pool_refuses_the_
     cache.acquire("l", "s", key(1, 2))
     publish(cache, 1, 2)
     lease = cache.leases.get("l", "s")
-    cache.allocator.free_pages(lease.private_starts)  # somebody's mistake
+    cache.allocator.free_pages(lease.private_starts)  # a caller's mistake
 
     with pytest.raises(SlotError, match="free already"):
         cache.insert("l", "s", 2, NO_IDS, publish_state=True)
@@ -138,7 +138,7 @@ def test_the_state_of_a_lease_is_free_again_though_the_pool_refuses_its_slots(
 ) -> None:
     cache = with_states()
     lease = cache.acquire("l", "s", key(1, 2))
-    cache.allocator.free_pages(lease.private_starts)  # somebody's mistake
+    cache.allocator.free_pages(lease.private_starts)  # a caller's mistake
 
     with pytest.raises(SlotError, match="free already"):
         cache.release("l", "s")

@@ -1,4 +1,4 @@
-"""Slots of a vanished session: its locks go at once, what it may still write is nobody's until it is freed."""
+"""Slots of a vanished session: its locks end immediately, and slots that it may still write stay in quarantine."""
 
 from collections.abc import Callable, Iterator
 

@@ -19,7 +19,7 @@ export = pytest.importorskip(
 
 @pytest.fixture
 def spans() -> Iterator[Any]:
-    """What was traced; tracing ends with the test."""
+    """The finished spans; tracing ends with the test."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the arrows that keep the core synchronous, small and embeddable."""
+"""The allowed imports: the arrows that keep the core synchronous, small and embeddable."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""A wheel holds our three packages under one name, and lives beside a user's own `schemas` and `actors`."""
+"""A wheel holds our three packages under one name, and works next to a user's own `schemas` and `actors`."""
 
 import importlib.metadata
 import os

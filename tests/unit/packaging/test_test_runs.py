@@ -1,4 +1,4 @@
-"""Runs of the tests: which of them pytest-xdist keeps together, and what is printed of those that did not run."""
+"""Runs of the tests: groups for pytest-xdist, and the list of tests that did not run."""
 
 from __future__ import annotations
 

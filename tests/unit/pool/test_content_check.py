@@ -1,4 +1,4 @@
-"""What is freed is overwritten; what is published is remembered, and whoever writes to it is found out."""
+"""Freed slots are overwritten; published pages have checksums, which detect writes to them."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def pool_of(dtype: torch.dtype, head_dim: int, shift: int) -> KVPool:
-    """A pool of random bits, whose memory starts so many bytes after a boundary."""
+    """A pool of random bits, with memory that starts a number of bytes after a boundary."""
     layout = replace(LAYOUT, dtype=dtype, head_dim=head_dim)
     memory = random_bits(np.random.default_rng(1), torch.uint8, layout.num_bytes + 256)
     return KVPool(layout, storage=memory[shift:])

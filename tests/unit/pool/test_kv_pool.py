@@ -1,4 +1,4 @@
-"""`KVPool` and its layout: sizes, rows, and that what is written is what is read."""
+"""`KVPool` and its layout: sizes, rows, and exact reads after writes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`MambaPool`, claim by claim: who has which state slot, and copies that are exact."""
+"""`MambaPool`, claim by claim: owners of state slots, and exact copies."""
 
 from collections.abc import Callable
 from functools import partial

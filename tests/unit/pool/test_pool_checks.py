@@ -1,4 +1,4 @@
-"""Free slots are poisoned from the beginning, and whichever way others become free; what is published is watched."""
+"""Free slots hold NaN, from the start and after every way of freeing; published pages are checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "device": "cpu", "dt
 
 
 def make(pool: dict[str, Any] | None = None, **fields: Any) -> tuple[LeasedCache, KVPool]:
-    """A cache of eight pages, checked, and its pool, in which every slot holds KV, so that new poison can be told."""
+    """A checked cache of eight pages, and its pool; every slot holds KV, so that new NaNs are visible."""
     cache, tensors = make_fresh(pool, **fields)
     for each in (*tensors.k, *tensors.v):
         each.fill_(1)
@@ -26,7 +26,7 @@ def make(pool: dict[str, Any] | None = None, **fields: Any) -> tuple[LeasedCache
 
 
 def make_fresh(pool: dict[str, Any] | None = None, **fields: Any) -> tuple[LeasedCache, KVPool]:
-    """A cache of eight pages, checked, and its pool, as nobody has used it."""
+    """A checked cache of eight pages, and its unused pool."""
     config = CacheConfig(
         page_size=PAGE,
         pool=PoolConfig(**{"num_slots": 16, **SHAPE, **(pool or {})}),
@@ -115,7 +115,7 @@ def test_a_leased_row_that_was_retired_is_poisoned_when_its_lease_ends() -> None
     cache.acquire("l", "s", key(1, 2, 3))
     cache.insert("l", "s", 3, key())
     cache.reset()
-    assert poisoned(pool) == [8, 9, 10, 11, 12, 13, 14, 15]  # the row that nobody owns
+    assert poisoned(pool) == [8, 9, 10, 11, 12, 13, 14, 15]  # the row without a lease
     cache.release("l", "s")
     assert poisoned(pool) == list(range(16))
 

@@ -1,4 +1,4 @@
-"""What people see of a tree: one line per node, with all that decides whether it can be used and when it goes."""
+"""The text form of a tree: one line per node, with all values that decide its use and eviction."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""KV events: what a tree tells when, what the feed keeps and numbers, and how the messages read to a router."""
+"""KV events: the events of a tree, the numbers and the history of the feed, and the messages for a router."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chain(*pages: list[int]) -> list[int]:
 
 
 class Told:
-    """A tree, the feed it tells, and what it told since last asked."""
+    """A tree, its feed, and the events since the last call."""
 
     def __init__(self, tree: PrefixCache | None = None, **limits: int) -> None:
         self.tree: Any = tree or RadixCache(PAGE, token_to_kv_pool_allocator=IndexPool())
@@ -75,7 +75,7 @@ def removed(*hashes: int) -> BlockRemoved:
     return BlockRemoved(block_hashes=hashes, medium="GPU")
 
 
-# ---------------------------------------------------------------- what a tree tells
+# ---------------------------------------------------------------- events of a tree
 
 
 def test_an_insert_tells_of_the_pages_that_are_new(told: Told) -> None:

@@ -1,4 +1,4 @@
-"""`RadixCache`: what goes first, and what that costs."""
+"""`RadixCache`: the order and cost of eviction."""
 
 from collections.abc import Callable
 

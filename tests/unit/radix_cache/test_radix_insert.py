@@ -1,4 +1,4 @@
-"""`RadixCache`: what the tree takes over, and whose slots are whose afterwards."""
+"""`RadixCache`: the slots that an insert moves to the tree, and the owners afterwards."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from support.caches.small_radix import FreedSlots, edges, found, key, row, runs,
 
 from raydix.cache_core import InvalidKeyError, RadixCache, RadixKey, StaleNodeError
 
-# ---------------------------------------------------------------- insert: who owns what
+# ---------------------------------------------------------------- insert: owners of slots
 
 
 def test_an_insert_reports_what_was_there_and_adopts_the_rest(cache: RadixCache, pool: FreedSlots) -> None:

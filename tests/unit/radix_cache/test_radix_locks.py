@@ -1,4 +1,4 @@
-"""`RadixCache`: what is held is not evicted, and only what is held can be let go."""
+"""`RadixCache`: locked nodes are not evicted, and only locked nodes can be unlocked."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""`RadixCache`: what is found, in whole pages, and what a lookup leaves behind."""
+"""`RadixCache`: hits in whole pages, and the effects of a lookup."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`RadixCache`: what a split leaves, what nodes tell, and how deep they may lie."""
+"""`RadixCache`: nodes after a split, values of nodes, and deep trees."""
 
 from collections.abc import Callable
 from contextlib import redirect_stdout

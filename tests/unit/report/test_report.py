@@ -1,4 +1,4 @@
-"""A report: what is gathered for it is exact and bounded, and the page needs nothing else and escapes what it shows."""
+"""A report: its data are exact and bounded, and the page is self-contained and escapes its texts."""
 
 import random
 import re
@@ -141,7 +141,7 @@ def test_the_hit_rate_is_drawn_over_time_with_gaps_where_nothing_was_asked(servi
 
 
 def test_windows_of_the_hit_rate_are_equal_though_the_history_is_not(service: CacheService, clock: Clock) -> None:
-    for clock.now in (0, 1, 2, 8):  # as those of a trace, whose time stands still between requests
+    for clock.now in (0, 1, 2, 8):  # like a trace: time does not pass between requests
         send(service, [1] * 8)
 
     lines = lines_of(render(service.report(), service.config, "kv-0"), "hit rate over time")

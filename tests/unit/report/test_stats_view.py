@@ -1,4 +1,4 @@
-"""What people see of a cache's counts, live or once."""
+"""The printed counts of a cache, live or once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots and the slot cache: what is found, what is dropped, what goes first, and what is refused."""
+"""Slots and the slot cache: lookups, invalidation, order of eviction, and errors."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_eviction_ends_when_all_is_pinned_and_so_does_insert(make: Make) -> None
     assert cache.evict(1) == 0
     assert cache.evict_lru_slot() is None
     assert cache.insert((5,), slot=2, slot_ver=1) == 0
-    assert cache.insert((3, 4, 5), slot=3, slot_ver=1) == 2  # what is there may be recorded once more
+    assert cache.insert((3, 4, 5), slot=3, slot_ver=1) == 2  # an existing record may be repeated
     assert cache.find((3, 4, 5)) == (2, 3, 1)
 
 
@@ -565,7 +565,7 @@ def test_a_conversation_goes_on_in_its_row_and_another_takes_a_copy(make: Make, 
     cache.insert((1, 2, 3, 4), slot, slots.version(slot))
     slots.free(slot)
 
-    n, found, _ = cache.find((1, 2, 3, 9))  # nobody's row: reused in place
+    n, found, _ = cache.find((1, 2, 3, 9))  # a free row: reused in place
     slots.occupy(found)
     cache.invalidate(found, n)
     assert cache.find((1, 2, 3, 4)) == (3, 0, 1)

@@ -1,4 +1,4 @@
-"""`RowCache`, verb by verb: who holds which row after every step, and what can be found in it.
+"""`RowCache`, verb by verb: the lease of each row after every step, and its findable prefix.
 
 The default cache has three rows of 6 slots, in pages of 2. `count(cache)` is free, private and cached rows.
 """

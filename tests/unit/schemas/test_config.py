@@ -1,4 +1,4 @@
-"""Configuration: what is refused, with the reason, and that equal digests mean equal configurations."""
+"""Configuration: errors with their reasons, and equal digests only for equal configurations."""
 
 import pickle
 from typing import Any

@@ -1,4 +1,4 @@
-"""`TokenIds`: what can be packed, what cannot, and that packing loses nothing."""
+"""`TokenIds`: valid and invalid inputs, and exact packing."""
 
 import pickle
 from array import array

@@ -1,4 +1,4 @@
-"""Histograms: what is counted in which bucket, and what is estimated from that."""
+"""Histograms: the bucket of each value, and estimated quantiles."""
 
 from __future__ import annotations
 

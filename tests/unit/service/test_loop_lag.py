@@ -38,7 +38,7 @@ async def test_a_loop_that_is_held_is_late() -> None:
     lag.start()
     lag.start()
 
-    time.sleep(0.2)  # noqa: ASYNC251 -- this is what it is to find out
+    time.sleep(0.2)  # noqa: ASYNC251 -- the delay to measure
     async with asyncio.timeout(10):
         while not lag.longest_ms:  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A timer calls a method as often as that wants, outlives its failures, and keeps nobody alive."""
+"""A timer calls a method as often as it asks, survives its failures, and keeps no object alive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_a_method_that_fails_is_called_again_after_a_while(
 
     counted.timer.schedule(0.0)
     async with asyncio.timeout(10):
-        while counted.timer.is_set:  # noqa: ASYNC110 -- it tells nobody
+        while counted.timer.is_set:  # noqa: ASYNC110 -- it must be polled
             await asyncio.sleep(0.01)
 
     assert counted.num_calls == 4

@@ -1,4 +1,4 @@
-"""Sessions by an injected clock: who is silent for too long has vanished, and what becomes of its slots."""
+"""Sessions with an injected clock: silent sessions expire, and their slots are quarantined."""
 
 from __future__ import annotations
 

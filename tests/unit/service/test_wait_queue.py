@@ -1,4 +1,4 @@
-"""`WaitQueue`, by itself: what is known of whom, and for how long."""
+"""`WaitQueue` alone: the outcomes that it keeps for each ticket, and for how long."""
 
 from __future__ import annotations
 

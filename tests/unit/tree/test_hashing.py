@@ -68,7 +68,7 @@ def test_no_page_can_spell_a_digest_and_the_page_after_it() -> None:
     seed = namespace_seed("104288")
     assert seed is not None and seed[:2] == b"\x04\x0a"  # as the tag of tuples of ten narrow ids
     tag_and_page = b"\x08\x00" + struct.pack("<Q", WIDE)
-    in_front = struct.unpack("<10I", seed[2:] + tag_and_page)  # what would be forged were tags in front
+    in_front = struct.unpack("<10I", seed[2:] + tag_and_page)  # a forgery that tags in front would allow
     behind = struct.unpack("<10I", (seed + struct.pack("<Q", WIDE)))
 
     assert hash_token_ids([WIDE], seed.hex()) not in (hash_token_ids([in_front]), hash_token_ids([behind]))

@@ -1,4 +1,4 @@
-"""A tree in outline: its largest branches, whatever its size, and what is not told is not hidden."""
+"""A tree in outline: its largest branches, for any size, with counts of the omitted ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_limits_leave_out_the_smallest_the_deepest_and_the_last(cache: RadixCach
     assert [each[0] for each in told(cache.outline(OutlineLimits(4096, 4096, 1)))] == ["None", "1 2", "4 5 6"]
     assert [each[0] for each in told(cache.outline(OutlineLimits(4096, 1, 4096)))] == ["None", "other", "1 2", "7"]
     assert [each[0] for each in told(cache.outline(OutlineLimits(3, 4096, 4096)))] == ["None", "other", "1 2"]
-    assert cache.outline(OutlineLimits(4096, 0, 1)).nodes[0].tokens_below == 6  # what is not told is counted
+    assert cache.outline(OutlineLimits(4096, 0, 1)).nodes[0].tokens_below == 6  # omitted nodes are counted
     assert cache.outline(OutlineLimits(1, 0, 1)).num_namespaces == 2
 
 

@@ -1,4 +1,4 @@
-"""`RadixKey`: what it takes, what it refuses, and that its parts are keys of the same namespace."""
+"""`RadixKey`: valid and invalid inputs, and parts that are keys of the same namespace."""
 
 from array import array
 from typing import Any

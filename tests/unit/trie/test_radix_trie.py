@@ -1,4 +1,4 @@
-"""`RadixTrie`, claim by claim: what is found, which block stays, who keeps it, and what goes first."""
+"""`RadixTrie`, claim by claim: lookups, kept blocks, their holders, and the order of eviction."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ CHAIN = 10_000  # one-token nodes, one below the other
 
 @pytest.fixture
 def displaced() -> list[Any]:
-    """What the trie told to have displaced, in order."""
+    """The displaced blocks that the trie reported, in order."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""`TriePrefixCache`, what it adds to its trie: pages, locks with receipts, and namespaces that can be retired."""
+"""`TriePrefixCache`, its additions to the trie: pages, locks with receipts, and retirement of namespaces."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_what_a_pool_refuses_raises_once_it_has_left_the_trie(verb: str) -> None
     cache: Any = TriePrefixCache(2, pool)
     slots = pool.alloc(8)
     cache.insert(RadixKey(range(8)), slots)
-    pool.free(slots[2:4])  # somebody's mistake
+    pool.free(slots[2:4])  # a caller's mistake
     if verb == "reclaim_retired":
         cache.retire_all()
 
@@ -161,7 +161,7 @@ def test_an_insert_raises_once_the_trie_has_its_pages_if_the_pool_refuses_displa
     cache = TriePrefixCache(1, pool)
     first, second = pool.alloc(4), pool.alloc(4)
     cache.insert(RadixKey([1, 2, 3, 4]), first)
-    pool.free(first[:1])  # somebody's mistake
+    pool.free(first[:1])  # a caller's mistake
 
     with pytest.raises(SlotError, match=r"refused slots that were in the tree: 1, 2, 3, 4: "):
         cache.insert(RadixKey([1, 2, 3, 4]), second)
