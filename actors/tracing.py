@@ -11,8 +11,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from raydix.actors.client.lease import Lease
-from raydix.actors.client.pending_lease import make_pending
+from raydix.actors.client.lease import Lease, make_pending
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.schemas import InsertResponse, MatchResponse
 

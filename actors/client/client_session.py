@@ -70,8 +70,8 @@ class ClientSession:
         closed: whether `close` was called.
         loop: the event loop of the first request; None before it.
         transport: of the present session, or of the last one; set by the first opening.
-        config: the cache's configuration; set by the first opening.
-        run_len: consecutive slots that one start stands for in messages; set by the first opening.
+        config: the cache's configuration; set by the first opening, and so is the next.
+        run_len: `CacheConfig.run_len`.
         writers: the leases and pools that may still be in use.
         bound: the models that the client has bound, in this session and those before.
     """
@@ -149,7 +149,7 @@ class ClientSession:
         if replaced is not None:
             self.writers.forget_session(replaced)
         self.transport, self.config = transport, response.config
-        self.run_len = response.config.run_len
+        self.run_len = self.config.run_len
         self.ready, self._lost = True, None
         self._answered_at = now = asyncio.get_running_loop().time()
         self._look_due = now + self._beat_s

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raydix.actors.service.cache_host import CacheHost
-from raydix.actors.transport.transport import OnOutcome, Outcome, settle
+from raydix.actors.transport.transport import OnOutcome, Outcome
 from raydix.cache_core import KVPool
 from raydix.schemas import (
     CacheError,
@@ -59,7 +59,15 @@ class LocalTransport:
             if isinstance(error, (StaleEpoch, LeaseExpired)):
                 self.lost = error
             response = error
-        settle(future, on_outcome, response)
+        if on_outcome is not None:
+            try:
+                on_outcome(response)
+            except CacheError as error:
+                response = error
+        if isinstance(response, CacheError):
+            future.set_exception(response)
+        else:
+            future.set_result(response)
         return future
 
     def give_up(self, why: str) -> None:

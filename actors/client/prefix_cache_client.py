@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from raydix.actors.client.client_session import ClientSession
 from raydix.actors.client.connectors import LocalConnector, RayConnector
 from raydix.actors.client.event_reader import read_events
-from raydix.actors.client.lease import Lease, make_ownership_error
+from raydix.actors.client.lease import Lease, PendingLease, make_ownership_error, make_pending
 from raydix.actors.client.loop_thread import LoopThread
-from raydix.actors.client.pending_lease import PendingLease, make_pending
 from raydix.actors.client.sync_lease import SyncLease, SyncPool
 from raydix.actors.sessions.bound_models import LAPSED
 from raydix.actors.sessions.watched_actor import check_watchable

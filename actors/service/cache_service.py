@@ -5,7 +5,7 @@ its first look at the cache and its last change of it: each is atomic.
 
 How a request runs: one `acquire` of a cached prompt over the Unix socket, from the client's call to the node and back.
 
-    client  actors/client/pending_lease.py          makes `acquire` awaitable and usable with `async with`
+    client  actors/client/lease.py                  makes `acquire` awaitable and usable with `async with`
             actors/client/prefix_cache_client.py    `acquire`: the arguments as a request
             actors/transport/validation.py          checks the arguments
             schemas/tokens.py                       packs the token ids: copy 1
@@ -15,25 +15,21 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
             actors/transport/unix_socket.py         sends the batch, and later receives its answer
             actors/transport/batch_codec.py         packs the batch as rows of plain values: copy 2
     cache   actors/service/unix_socket_server.py    unpacks the batch in the tick in which it arrives
-            actors/service/cache_service.py         `execute`: finds the session once, runs the requests in order
+            actors/service/cache_service.py         `execute`: finds the session once, dispatches each request in order
             actors/sessions/session_table.py        moves the session's deadline
             actors/distribution.py                  counts the size of the batch
-            actors/service/request_handlers.py      `dispatch`: the method of each request
             actors/sessions/admission.py            `acquire`: now, after the queued requests, or not at all
     core    cache_core/tree/radix_key.py            the token ids as the tree's key, without a copy
-            cache_core/leases/leased_cache.py       is the lease granted already, or has it ended? It may be a retry
-            cache_core/leases/lease_table.py        looks the lease up
-            cache_core/leases/kv_cache.py           `acquire`: match, lock, allocate the rest, in one step
-            cache_core/eviction/tenants.py          the tenant of the namespace
-            cache_core/leases/lease_allocator.py    can so many slots ever fit?
-            cache_core/radix/prefix_cache.py        `match_pages` and the lock of the path
+            cache_core/leases/leased_cache.py       `acquire`: checks the arguments, counts the hit
+            cache_core/leases/lease_table.py        returns the open lease if the request is a retry
+            cache_core/leases/kv_cache.py           matches, locks and allocates the rest in one step
+            cache_core/leases/lease_allocator.py    checks that so many slots can ever fit
+            cache_core/radix/prefix_cache.py        `match_pages`, then `inc_lock_ref` on the node
             cache_core/radix/lookup.py              the longest cached prefix
-            cache_core/tree/radix_tree.py           the namespace; the compiled walk ends at the node
-            cache_core/tree/tree_node.py, cache_core/tree/packed_slots.py  joins the slots of the path
-            actors/observe/namespace_hits.py        counts it for its namespace
-    back    actors/transport/transport.py           settles the caller's future with a `LeaseResponse`, sent as above
-            actors/client/lease.py                  the lease
-            actors/client/lease_slots.py            its slots, from the packed pages
+            cache_core/tree/radix_tree.py           the namespace; from it the compiled walk goes down to the node
+            cache_core/tree/tree_node.py            joins the slots of the path
+            actors/observe/namespace_hits.py        counts the hit for its namespace
+    back    actors/client/lease_slots.py            the answer, sent as above, becomes the lease and its slots
             actors/client/expired_writers.py        remembers the lease until it ends
 """
 
@@ -52,7 +48,7 @@ from raydix.actors.observe.recordings import Recordings
 from raydix.actors.service.core_factory import build_core
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.eviction_task import EvictionTask
-from raydix.actors.service.request_handlers import DRAINING, NO_EVENTS, RequestHandlers
+from raydix.actors.service.request_handlers import NO_EVENTS, Answer, RequestHandlers
 from raydix.actors.service.stats import core_stats
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.deadlocks import Deadlocks
@@ -65,8 +61,9 @@ from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.validation import checked_message, checked_seconds
-from raydix.cache_core import KVPool
+from raydix.cache_core import KVPool, OutOfSlotsError
 from raydix.schemas import (
+    AcquireRequest,
     AdoptRequest,
     Batch,
     BatchResponse,
@@ -82,6 +79,7 @@ from raydix.schemas import (
     InsertRequest,
     InvalidRequest,
     KVEventBatch,
+    LockRequest,
     Message,
     NextEvents,
     OpenSession,
@@ -91,9 +89,12 @@ from raydix.schemas import (
     StaleEpoch,
     WaitRequest,
 )
+from raydix.schemas.message import Malformed
 
+_DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
+_TAKING = (AcquireRequest, LockRequest, ExtendRequest)  # refused while the cache drains
 _NOT_LATE = (AdoptRequest, BindModelRequest, ExtendRequest, GrantRequest, InsertRequest, ReleaseWindowRequest)
 _NUM_OWNERS = 32  # in the statistics
 _TURN_TIMEOUT_S = 5.0  # that a batch waits for the one before it
@@ -136,7 +137,7 @@ class CacheService:
         self.config = config
         self._restarts = restarts
         self.epoch = epoch
-        self._closed = False
+        self._closed = self._draining = False
         self.clock = clock
         self._batch_size = Distribution(BATCH_SIZES)
         self.wait_queue = WaitQueue(config.leases.max_waiters, clock)
@@ -157,7 +158,7 @@ class CacheService:
 
         self.core.use_clock(clock)
         self.insight = Insight(self.core, clock)
-        self._handlers = RequestHandlers(
+        handlers = RequestHandlers(
             epoch,
             self.core,
             self.wait_queue,
@@ -168,6 +169,7 @@ class CacheService:
             self.stats,
             self.insight.unused_s,
         )
+        self._verbs = handlers.verbs
         self.recordings = Recordings(self.core.observers, clock, config.page_size)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
@@ -258,8 +260,8 @@ class CacheService:
         """
         if self._closed:
             raise CacheUnavailable(_SHUT_DOWN)
-        if self._handlers.draining:
-            raise CacheUnavailable(DRAINING)
+        if self._draining:
+            raise CacheUnavailable(_DRAINING)
 
     async def drain(self, drain_s: float) -> int:
         """Refuse new sessions, new and growing leases, and queued requests, for good.
@@ -267,8 +269,8 @@ class CacheService:
         Open leases can be read, published and ended. Return when none is left, or after `drain_s` the number left.
         """
         deadline = time.monotonic() + checked_seconds(drain_s)
-        self._handlers.draining = True
-        self.wait_queue.refuse_all(CacheUnavailable(DRAINING))
+        self._draining = True
+        self.wait_queue.refuse_all(CacheUnavailable(_DRAINING))
         while len(self.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
             await asyncio.sleep(_DRAIN_POLL_S)
         return len(self.core.leases)
@@ -348,7 +350,7 @@ class CacheService:
         if arrived_at is None:
             arrived_at = self.clock()
         self._batch_size.add(len(requests))
-        num_acquires, dispatch = self._admission.num_acquires, self._handlers.dispatch
+        num_acquires, dispatch = self._admission.num_acquires, self._dispatch
         responses = tuple([dispatch(session.session_id, request) for request in requests])
         if self.wait_queue.waiting:
             self._serve_queue()
@@ -361,6 +363,22 @@ class CacheService:
             except AssertionError as error:
                 raise to_cache_error(error) from error
         return BatchResponse(self.epoch, responses)
+
+    def _dispatch(self, session_id: str, request: Message) -> Answer:
+        """Return the response to one request of a session, or the error that it failed with."""
+        verb = self._verbs.get(type(request))
+        if verb is None:
+            is_torn = isinstance(request, Malformed)
+            text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
+            return self._admission.counted(InvalidRequest(text))
+        if self._draining and isinstance(request, _TAKING):
+            return self._admission.counted(CacheUnavailable(_DRAINING))
+        try:
+            return verb(session_id, request)
+        except OutOfSlotsError as error:
+            return self._admission.refusal(None, error)
+        except Exception as error:  # every failure becomes its caller's typed error
+            return self._admission.counted(to_cache_error(error))
 
     async def wait(self, request: WaitRequest) -> Message:
         """Return the outcome of a queued request."""

@@ -1,4 +1,4 @@
-"""`RequestHandlers`: the dispatch of requests to the cache's verbs."""
+"""`RequestHandlers`: the verbs of the cache, by the type of their request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from raydix.actors.sessions.admission import Admission, key_of, packed
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.wait_queue import WaitQueue
-from raydix.actors.transport.error_map import to_cache_error
-from raydix.cache_core import LeasedCache, OutOfSlotsError
+from raydix.cache_core import LeasedCache
 from raydix.cache_core.outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
@@ -24,7 +23,6 @@ from raydix.schemas import (
     BindModelResponse,
     CacheError,
     CacheStats,
-    CacheUnavailable,
     CheckInvariantsRequest,
     EventSnapshotRequest,
     EvictRequest,
@@ -60,11 +58,8 @@ from raydix.schemas import (
     namespaces_of,
     unframe_namespace,
 )
-from raydix.schemas.message import Malformed
 
-DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events=True)"
-_TAKING = (AcquireRequest, LockRequest, ExtendRequest)
 
 Answer = Message | CacheError
 
@@ -73,7 +68,8 @@ class RequestHandlers:
     """One method per verb. Each runs without awaiting, so each is atomic on the cache's loop.
 
     Attributes:
-        draining: leases are published and ended; none begins or grows.
+        verbs: by type, the function that takes a session's id and its request, and returns the response. It may also
+            return an error, which is then not counted, or raise one.
 
     Args:
         epoch: names this life of the cache.
@@ -99,7 +95,6 @@ class RequestHandlers:
         stats: Callable[[], CacheStats],
         unused_s: Callable[[int], float | None],
     ) -> None:
-        self.draining = False
         self._epoch = epoch
         self._core = core
         self._wait_queue = wait_queue
@@ -108,7 +103,7 @@ class RequestHandlers:
         self._bindings = bindings
         self._feed = feed
         self._unused_s = unused_s
-        self._verbs: dict[type[Message], Callable[[str, Any], Answer]] = {
+        self.verbs: dict[type[Message], Callable[[str, Any], Answer]] = {
             MatchRequest: self._match,
             LockRequest: admission.lock,
             AcquireRequest: admission.acquire,
@@ -132,22 +127,6 @@ class RequestHandlers:
             EventSnapshotRequest: self._event_snapshot,
             CheckInvariantsRequest: self._check_invariants,
         }
-
-    def dispatch(self, session_id: str, request: Message) -> Answer:
-        """Return the response to one request of a session, or the error that it failed with."""
-        verb = self._verbs.get(type(request))
-        if verb is None:
-            is_torn = isinstance(request, Malformed)
-            text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
-            return self._admission.counted(InvalidRequest(text))
-        if self.draining and isinstance(request, _TAKING):
-            return self._admission.counted(CacheUnavailable(DRAINING))
-        try:
-            return verb(session_id, request)
-        except OutOfSlotsError as error:
-            return self._admission.refusal(None, error)
-        except Exception as error:  # every failure becomes its caller's typed error
-            return self._admission.counted(to_cache_error(error))
 
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
         match = self._core.match(key_of(request.tokens, request.namespace))

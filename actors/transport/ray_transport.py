@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
-from raydix.actors.transport.transport import OnOutcome, settle
+from raydix.actors.transport.transport import OnOutcome, Outcome
 from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, UnixSocketClient
 from raydix.actors.transport.validation import checked_response
 from raydix.cache_core import KVPool
@@ -345,3 +345,18 @@ def _responses(answer: object) -> Sequence[Any]:
     if isinstance(answer, CacheError):
         raise answer
     return checked_response(BatchResponse, answer).responses
+
+
+def settle(future: asyncio.Future[Message], on_outcome: OnOutcome | None, outcome: Outcome) -> None:
+    """Pass the outcome of a request to `on_outcome`, and to the future unless its caller gave up."""
+    if on_outcome is not None:
+        try:
+            on_outcome(outcome)
+        except CacheError as error:
+            outcome = error
+    if future.done():
+        return
+    if isinstance(outcome, CacheError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

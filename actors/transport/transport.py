@@ -74,18 +74,3 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Close the session, after the requests submitted before."""
-
-
-def settle(future: asyncio.Future[Message], on_outcome: OnOutcome | None, outcome: Outcome) -> None:
-    """Pass the outcome of a request to `on_outcome`, and to the future unless its caller gave up."""
-    if on_outcome is not None:
-        try:
-            on_outcome(outcome)
-        except CacheError as error:
-            outcome = error
-    if future.done():
-        return
-    if isinstance(outcome, CacheError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

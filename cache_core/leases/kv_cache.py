@@ -314,6 +314,8 @@ class KVCache(LeasedCache):
     # ---------------------------------------------------------------- tenants
 
     def _tenant_of_key(self, key: RadixKey) -> Tenant:
+        if not self.tenants.configured:
+            return self.tenants.rest
         try:
             return self.tenants.of(key.extra_key)
         except AttributeError:

@@ -16,9 +16,9 @@ from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInse
 from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.kernels import compact, gather, is_row, leads_to, walk
 from raydix.cache_core.radix.tree_parts import TreeParts
-from raydix.cache_core.tree.packed_slots import Row, as_slots, join_slots
+from raydix.cache_core.tree.packed_slots import Row, as_slots
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
-from raydix.cache_core.tree.tree_node import TreeNode, check_node, packed_slots_of
+from raydix.cache_core.tree.tree_node import TreeNode, check_node, join_slots_of
 
 # Packs incoming slots from one token to another into a row of the tree's own. Takes the incoming slots, the page size,
 # and the two tokens.
@@ -69,7 +69,7 @@ def insert_pages(
     try:
         pages = starts, from_node.end
         prefix_len, path, last_node = _insert(parts, key, from_node, pages, _take_pages, None, fresh_from, priority)
-        return PageInsert(prefix_len, last_node.end, last_node, join_slots(packed_slots_of(path)))
+        return PageInsert(prefix_len, last_node.end, last_node, join_slots_of(path))
     except AttributeError:
         check_node(from_node)
         raise

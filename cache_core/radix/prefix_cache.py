@@ -41,11 +41,11 @@ from raydix.cache_core.radix.explain_miss import explain_absence
 from raydix.cache_core.radix.format import format_tree, node_line, outline_node
 from raydix.cache_core.radix.lookup import match, obstacle, peek
 from raydix.cache_core.radix.tree_parts import TreeParts
-from raydix.cache_core.tree.packed_slots import join_slots, unpack
+from raydix.cache_core.tree.packed_slots import unpack
 from raydix.cache_core.tree.page_events import KVEventPublisher, KVEventSink, PageRun, page_run
 from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.cache_core.tree.radix_key import RadixKey
-from raydix.cache_core.tree.tree_node import TreeNode, check_node, packed_slots_of
+from raydix.cache_core.tree.tree_node import TreeNode, check_node, join_slots_of
 
 
 class PrefixCache(BasePrefixCache):
@@ -132,7 +132,7 @@ class PrefixCache(BasePrefixCache):
         """
         node, path, end, full_end = match(self.parts, key, limit, priority)
         branching = None if end == full_end else self._branching(end, full_end)
-        return PageMatch(end, node, join_slots(packed_slots_of(path)), full_end, branching)
+        return PageMatch(end, node, join_slots_of(path), full_end, branching)
 
     def peek_prefix(self, key: RadixKey) -> MatchResult:
         """As `match_prefix`, but nothing changes. `last_node` is the deepest node matched wholly."""

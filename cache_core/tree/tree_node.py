@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from raydix.cache_core.kernels import Children, Node
-from raydix.cache_core.tree.packed_slots import Row, expand_slots
+from raydix.cache_core.kernels import Children, Node, join
+from raydix.cache_core.tree.packed_slots import Row, Slots, expand_slots
 from raydix.cache_core.tree.radix_key import RadixKey
 
 
@@ -123,9 +124,9 @@ def check_node(node: object) -> None:
 _slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
 
 
-def packed_slots_of(nodes: Iterable[TreeNode]) -> list[Row]:
-    """The slots of nodes in the tree."""
-    return list(map(_slots_of, nodes))
+def join_slots_of(nodes: Iterable[TreeNode]) -> Slots:
+    """Return the slots of nodes in the tree, one node's after the other's, as a copy."""
+    return np.frombuffer(join(list(map(_slots_of, nodes))), np.int64)
 
 
 class Use(NamedTuple):

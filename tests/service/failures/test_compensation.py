@@ -17,7 +17,8 @@ from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.actors.transport import batch_codec
-from raydix.actors.transport.transport import Transport, settle
+from raydix.actors.transport.ray_transport import settle
+from raydix.actors.transport.transport import Transport
 from raydix.schemas import (
     CacheConfig,
     CacheError,

@@ -22,7 +22,7 @@ PACKAGES = Path(raydix.actors.__file__).parents[1]
 OURS = tuple(f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas"))  # nothing else that lies beside
 CONFIG = CacheConfig(page_size=16, pool=PoolConfig(num_slots=1024, device="cpu"))
 PROMPT = list(range(64))
-MAX_FILES = 31
+MAX_FILES = 26
 
 
 @pytest.mark.figures
