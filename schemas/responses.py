@@ -19,7 +19,7 @@ class SessionResponse(PydanticAnswer):
 
     epoch: str = Field(description="this life of the cache; a restarted cache has another")
     config: CacheConfig
-    channel: str | None = Field(default=None, description="where the cache listens for clients on its machine")
+    socket_address: str | None = Field(default=None, description="of the Unix socket for clients on its machine")
 
 
 class MatchResponse(PydanticAnswer):

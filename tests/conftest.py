@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-WITH_CLUSTERS_OF_THEIR_OWN = {"chaos", "examples", "test_channel_loops", "test_placement"}  # folders and files
+WITH_CLUSTERS_OF_THEIR_OWN = {"chaos", "examples", "test_unix_socket_loops", "test_placement"}  # folders and files
 FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
 LEFT_OUT = {"long": "make test-long"}  # marks that `make test` deselects, and the command that runs their tests
 NUM_LEFT_OUT = pytest.StashKey[Counter[str]]()

@@ -76,7 +76,7 @@ class PrefixCacheActor:
         device = local_device(config) if has_gpu else torch.device("cpu")
         restarts = restarts_of_this_actor()
         self._host = _make_host(config, device, node_id, restarts)
-        self._channels = UnixSocketServer(self._host.service)
+        self._socket_server = UnixSocketServer(self._host.service)
         self._watch = DeathWatch(self._host.service.reaper.owner_unavailable)
         self._host.service.reaper.on_end = self._watch.unwatch
         if config.json_logs:
@@ -130,12 +130,12 @@ class PrefixCacheActor:
         check_handshake(row, "client")
         if owner is not None:
             check_watchable(owner)
-        channel = await self._channels.address()
+        address = await self._socket_server.address()
         response = self._host.service.open_session(request)
         self._start_metrics()  # after a restart no caller asks for the digest
         if owner is not None:
             self._watch.watch(owner, request.session_id)
-        return response.model_copy(update={"channel": channel})
+        return response.model_copy(update={"socket_address": address})
 
     def _start_metrics(self) -> None:
         if self._metrics is not None:
@@ -211,7 +211,7 @@ class PrefixCacheActor:
         try:
             if self._metrics is not None:
                 self._metrics.stop()
-            self._channels.close()
+            self._socket_server.close()
             await self._host.service.close()
         finally:
             asyncio.get_running_loop().call_later(_FAREWELL_S, _end)

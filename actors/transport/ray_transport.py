@@ -110,7 +110,7 @@ class RayTransport:
         check_handshake(await self._unless_given_up(self._handshake()), "cache")
         response: SessionResponse = await self._call(self._actor.open_session, request, self._owner, handshake())
         self.session_id, self.epoch = request.session_id, response.epoch
-        self._socket = await self._unless_given_up(UnixSocketClient.open(response.channel, self))
+        self._socket = await self._unless_given_up(UnixSocketClient.open(response.socket_address, self))
         return response
 
     async def _handshake(self) -> object:

@@ -85,7 +85,7 @@ async def test_who_waits_for_a_cache_that_stands_still_is_told_so(
     await until(client, all_free)  # whatever the cache still did of what it was asked
 
 
-@pytest.mark.parametrize("way", ["channel", "calls"])
+@pytest.mark.parametrize("way", ["socket", "calls"])
 def test_a_client_whose_own_loop_stood_still_does_not_blame_the_cache(
     running_cache: Callable[[CacheConfig], Any], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

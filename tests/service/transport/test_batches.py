@@ -57,7 +57,7 @@ NUM_OPERATIONS = 2000
 # ---------------------------------------------------------------- on Ray
 
 
-@pytest.fixture(params=[pytest.param("channel", marks=pytest.mark.ray), pytest.param("calls", marks=pytest.mark.ray)])
+@pytest.fixture(params=[pytest.param("socket", marks=pytest.mark.ray), pytest.param("calls", marks=pytest.mark.ray)])
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Only an actor's client makes batches."""
     return over_calls(monkeypatch) if request.param == "calls" else "ray"

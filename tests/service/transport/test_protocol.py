@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from service.transport.test_channel import HEADER, Listening, framed, next_frame, next_payload
+from service.transport.test_unix_socket import HEADER, Listening, framed, next_frame, next_payload
 from support.caches.cache_in_process import HandleInProcess
 from support.caches.cache_under_test import small_config
 from support.caches.recorded_protocol import recorded_calls, recorded_frames
@@ -74,7 +74,7 @@ async def listening() -> AsyncIterator[Listening]:
     async with LocalPrefixCache(small_config()) as cache:
         there = Listening(cache)
         yield there
-        there.channels.close()
+        there.server.close()
 
 
 FIRST_CALLS = [call for call in recorded_calls() if call.method in ("config_digest", "open_session")]

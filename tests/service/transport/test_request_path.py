@@ -46,7 +46,7 @@ async def files_of_an_acquire() -> list[str]:
 
     async with LocalPrefixCache(CONFIG) as cache:
         server = UnixSocketServer(cache._host.service)
-        async with PrefixCacheClient(HandleInProcess(cache, Random(0), channels=server)) as client:
+        async with PrefixCacheClient(HandleInProcess(cache, Random(0), socket_server=server)) as client:
             for _ in range(2):
                 async with await client.acquire(PROMPT) as lease:
                     await lease.insert(PROMPT)

@@ -34,7 +34,7 @@ ON_RAY = [pytest.param(access, marks=pytest.mark.ray) for access in ("ray", "cal
 
 @pytest.fixture(params=["local", "client", *ON_RAY])
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Access:
-    """How the cache is reached; on Ray, by a channel and by calls."""
+    """How the cache is reached; on Ray, by a socket and by calls."""
     return over_calls(monkeypatch) if request.param == "calls" else request.param
 
 

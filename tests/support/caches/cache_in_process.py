@@ -14,7 +14,7 @@ from raydix.actors.sessions.death_watch import DeathWatch
 from raydix.schemas import CacheUnavailable
 
 
-class NoChannels(UnixSocketServer):
+class NoSocketServer(UnixSocketServer):
     """A cache on another machine."""
 
     async def address(self) -> None:
@@ -28,11 +28,11 @@ class HandleInProcess:
         cache: the cache with the service that answers.
         rng: draws the delays and losses of calls and responses.
         loss: the share of lost calls, and of lost responses.
-        channels: for clients on this machine; None: it seems to be on another.
+        socket_server: for clients on this machine; None: the cache seems to be on another.
     """
 
     def __init__(
-        self, cache: LocalPrefixCache, rng: Random, loss: float = 0.0, channels: UnixSocketServer | None = None
+        self, cache: LocalPrefixCache, rng: Random, loss: float = 0.0, socket_server: UnixSocketServer | None = None
     ) -> None:
         self._actor_id = id(self)
         self.rng = rng
@@ -40,7 +40,7 @@ class HandleInProcess:
         self.actor = PrefixCacheActor.__new__(PrefixCacheActor)  # its __init__ asks Ray where it runs
         self.actor._host = cache._host
         self.actor._watch = DeathWatch(cache._host.service.reaper.owner_unavailable)
-        self.actor._channels = channels or NoChannels(cache._host.service)
+        self.actor._socket_server = socket_server or NoSocketServer(cache._host.service)
         self.actor._metrics = None
 
     def __getattr__(self, method: str) -> _Method:

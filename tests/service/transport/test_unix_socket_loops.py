@@ -1,4 +1,4 @@
-"""Channels work whatever event loop client and cache run on: Ray puts actors on uvloop where that is installed."""
+"""Unix sockets work whatever event loop client and cache run on: Ray puts actors on uvloop where that is installed."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_a_batch_is_answered_on_every_loop(new_loop: Callable[[], asyncio.Abstra
             service = cache._host.service
             server = UnixSocketServer(service)
             service.open_session(OpenSession(session_id="s", owner="test"))
-            channel = await UnixSocketClient.open(await server.address(), cache)
-            assert channel is not None, "it cannot connect"
+            client = await UnixSocketClient.open(await server.address(), cache)
+            assert client is not None, "it cannot connect"
             batch = Batch(session_id="s", epoch=service.epoch, requests=(StatsRequest(),), seq=1, after=0)
             told: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-            channel.ask(1, batch_codec.pack(batch), lambda answer: told.set_result(batch_codec.unpack(answer)))
+            client.ask(1, batch_codec.pack(batch), lambda answer: told.set_result(batch_codec.unpack(answer)))
             answer = await asyncio.wait_for(told, 30)
-            channel.close()
+            client.close()
             server.close()
             return answer
 

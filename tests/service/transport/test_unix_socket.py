@@ -52,16 +52,16 @@ NOBODY = 65534
 
 
 class Listening:
-    """A cache of this process that listens for channels, with one session."""
+    """A cache of this process that listens on a Unix socket, with one session."""
 
     def __init__(self, cache: LocalPrefixCache) -> None:
         self.cache = cache
         self.service = cache._host.service
-        self.channels = UnixSocketServer(self.service)
+        self.server = UnixSocketServer(self.service)
         self.service.open_session(OpenSession(session_id="s", owner="test"))
 
     async def address(self) -> str:
-        address = await self.channels.address()
+        address = await self.server.address()
         assert address is not None
         return address
 
@@ -88,7 +88,7 @@ async def listening() -> AsyncIterator[Listening]:
     async with LocalPrefixCache(small_config()) as cache:
         there = Listening(cache)
         yield there
-        there.channels.close()
+        there.server.close()
         cache._host.service.core.check_invariants()
 
 
@@ -328,7 +328,7 @@ class CountingHandle(HandleInProcess):
 
 @pytest.fixture
 def handle(listening: Listening) -> CountingHandle:
-    return CountingHandle(listening.cache, Random(0), channels=listening.channels)
+    return CountingHandle(listening.cache, Random(0), socket_server=listening.server)
 
 
 def socket_of(client: PrefixCacheClient) -> UnixSocketClient | None:
@@ -350,7 +350,7 @@ async def test_a_client_that_cannot_reach_the_socket_calls(
 ) -> None:
     await listening.address()
     if why == "another machine":
-        listening.channels.close()  # no such address is known there
+        listening.server.close()  # no such address is known there
     elif why == "switched off":
         over_calls(monkeypatch)
     else:
@@ -438,10 +438,10 @@ async def test_whenever_a_connection_breaks_nothing_is_left_behind() -> None:
         pool=PoolConfig(num_slots=256, device="cpu"), leases=LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=300)
     )
     async with LocalPrefixCache(config) as cache:
-        channels = UnixSocketServer(cache._host.service)
+        server = UnixSocketServer(cache._host.service)
         for number in range(40):
             rng = Random(number)
-            async with PrefixCacheClient(HandleInProcess(cache, rng, channels=channels)) as client:
+            async with PrefixCacheClient(HandleInProcess(cache, rng, socket_server=server)) as client:
                 await client.open()
                 served = await asyncio.gather(
                     breaking(client, rng), *(some_requests(client, Random(seed)) for seed in range(8))
@@ -453,7 +453,7 @@ async def test_whenever_a_connection_breaks_nothing_is_left_behind() -> None:
             await cache.check_invariants()
             stats = await cache.stats()
             assert stats.free_slots + stats.tree_slots == stats.num_slots
-        channels.close()
+        server.close()
 
 
 async def breaking(client: PrefixCacheClient, rng: Random) -> int:
@@ -507,7 +507,7 @@ def actor(running_cache: Callable[[CacheConfig], Any]) -> Iterator[Any]:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("way", ["channel", "calls"])
+@pytest.mark.parametrize("way", ["socket", "calls"])
 async def test_an_actors_client_on_its_machine_has_a_channel_unless_it_is_switched_off(
     actor: Any, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,7 +515,7 @@ async def test_an_actors_client_on_its_machine_has_a_channel_unless_it_is_switch
         over_calls(monkeypatch)
 
     async with PrefixCacheClient(actor) as client:
-        assert (socket_of(client) is not None) == (way == "channel")
+        assert (socket_of(client) is not None) == (way == "socket")
         async with await client.acquire([1, 2]) as lease:
             assert (await lease.insert([1, 2])).num_inserted == 2
         await client.reset()
