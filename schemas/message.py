@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Self, TypeVar
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Annotated, Any, Self, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails
 
 from raydix.schemas.shown import shown
@@ -83,17 +84,30 @@ class Malformed(PydanticMessage):
         return f"malformed {self.model}: {self.fault}"
 
 
-def field_error(message: Message, where: str | tuple[str | int, ...], kind: str, **context: Any) -> ValidationError:
-    """Return pydantic's error of a kind, "int_type" say, for a field of a dataclass.
+@cache
+def _rules_of(model: type[Any]) -> dict[str, Callable[[Any], Any]]:
+    """Return pydantic's validating function for each field of a dataclass."""
+    config = ConfigDict(arbitrary_types_allowed=True)
+    hints = get_type_hints(model, include_extras=True)
+    return {name: TypeAdapter(hint, config=config).validator.validate_python for name, hint in hints.items()}
 
-    Args:
-        where: the field, or the path to a member of it; an empty path for the message itself.
-        context: the values that pydantic's text for this kind needs.
+
+def apply_rule(message: Message, name: str) -> None:
+    """Replace a field of a dataclass by the value that pydantic makes of it under the field's annotation.
+
+    Raises:
+        ValidationError: the value breaks the rules of the annotation.
     """
-    path = (where,) if isinstance(where, str) else where
-    value = getattr(message, str(path[0])) if path else message
-    detail = InitErrorDetails(type=kind, loc=path, input=value, ctx=context)
-    return ValidationError.from_exception_data(type(message).__name__, [detail], hide_input=True)
+    model: Any = type(message)
+    try:
+        value = _rules_of(model)[name](getattr(message, name))
+    except ValidationError as error:
+        faults = [
+            InitErrorDetails(type=each["type"], loc=(name, *each["loc"]), input=each["input"], ctx=each.get("ctx", {}))
+            for each in error.errors(include_url=False)
+        ]
+        raise ValidationError.from_exception_data(model.__name__, faults, hide_input=True) from None
+    object.__setattr__(message, name, value)
 
 
 def first_fault(error: ValidationError) -> str:

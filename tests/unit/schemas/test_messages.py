@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Callable
 from copy import copy
-from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -321,16 +321,13 @@ Values = tuple[Any, ...]
 EMPTY, TORN, WIDE = TokenIds(b"", 4), TokenIds(b"abc", 4), TokenIds.pack([2**40])
 
 
-Id = Annotated[LeaseId, Field(strict=True)]
-
-
 class _Rules(BaseModel):
     model_config = PydanticMessage.model_config
 
 
 class _AcquireRules(_Rules):
     model_config = ConfigDict(title="AcquireRequest")
-    lease_id: Id
+    lease_id: LeaseId
     tokens: Tokens
     namespace: Namespace = None
     new_tokens: Count = 0
@@ -341,7 +338,7 @@ class _AcquireRules(_Rules):
 
 class _InsertRules(_Rules):
     model_config = ConfigDict(title="InsertRequest")
-    lease_id: Id
+    lease_id: LeaseId
     num_tokens: int = Field(gt=0, strict=True)
     suffix: TokenIds
     release: bool = False
@@ -351,8 +348,8 @@ class _InsertRules(_Rules):
 
 class _BatchRules(_Rules):
     model_config = ConfigDict(title="Batch")
-    session_id: Id
-    epoch: Annotated[str, Field(strict=True)]
+    session_id: LeaseId
+    epoch: str
     requests: tuple[Message, ...] = Field(max_length=MAX_REQUESTS)
     seq: int = Field(default=0, ge=0, strict=True)
     after: int = Field(default=0, ge=0, strict=True)
