@@ -74,7 +74,7 @@ class PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         layer: the layer's index in the pool.
         k: keys of the layer, `[slots, num_kv_heads, dim]`.
         v: values of the layer, of the same shape.
-        num_tokens: leading tokens whose KV is in the pool.
+        num_tokens: leading tokens with KV in the pool.
         window: a new token attends to the last `window - 1` tokens and itself; None: to all tokens.
     """
 
