@@ -1,4 +1,4 @@
-"""What a cache tells whoever watches its requests."""
+"""`RequestObserver`: the notifications of a cache with leases about its requests."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from raydix.cache_core.tree.radix_key import RadixKey
 
 
 class RequestObserver(Protocol):
-    """Watches a cache's requests. Each call is on the cache's path: it must be quick and must not raise."""
+    """An observer of a cache's requests. The cache waits for each call, which must be quick and must not raise."""
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """A lease began; it was to reuse `max_prefix_len` tokens at most."""
+        """Note that a lease began. It may reuse at most `max_prefix_len` tokens; None: all that are cached."""
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """A request for a lease of `key` over `num_tokens` tokens was refused for want of room."""
+        """Note that a request for a lease of `key` over `num_tokens` tokens was refused for lack of slots."""
 
     def published(self, lease: LeaseRecord) -> None:
-        """More of a lease's pages can be found by others: `num_published_pages` in all."""
+        """Note that other leases can find more pages of a lease: `num_published_pages` in all."""
 
     def ended(self, lease: LeaseRecord) -> None:
-        """A lease is over."""
+        """Note that a lease has ended."""
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Nothing of these namespaces, by `extra_key`, can be found any more."""
+        """Note that these namespaces, by `extra_key`, were made unmatchable."""
