@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.tree.tree_node import TreeNode
 
@@ -82,3 +83,10 @@ class Component(ABC):
     @abstractmethod
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the component is broken. O(n)."""
+
+
+def assert_queued(queue: RecencyQueue[Any], nodes: Collection[TreeNode]) -> None:
+    """Raise AssertionError unless exactly these nodes are in a component's queue, in order. O(n)."""
+    missing = [node for node in nodes if node not in queue]
+    assert not missing and len(queue) == len(nodes), f"{len(queue)} nodes are queued, not {len(nodes)}: {missing=}"
+    queue.check_invariants()

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Protocol, cast
 
-from raydix.cache_core.components.component import Component
+from raydix.cache_core.components.component import Component, assert_queued
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.errors import SlotError
-from raydix.cache_core.eviction.queue import SideQueue
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.pool.release import call_pool
 from raydix.cache_core.tree.tree_node import TreeNode
@@ -41,7 +41,7 @@ class RecurrentState(Component):
     reason: Reason = "no_state"
 
     def __init__(self, pool: StateSlots | None) -> None:
-        self._queue = SideQueue(_rank)
+        self._queue = RecencyQueue(_rank)
         self._pool = pool
         self._is_used = getattr(pool, "is_used", None)
         self._held: set[int] = set()  # slots that are the tree's
@@ -104,7 +104,8 @@ class RecurrentState(Component):
     def touch(self, end: TreeNode, now: int) -> None:
         """Note the use of the state at the end; those above are not used."""
         cast(MambaTreeNode, end).mamba_access_time = now
-        self._queue.touch(end)
+        if end in self._queue:
+            self._queue.push(end)
 
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
         """Leave the state where it is: it belongs to the node's last token."""
@@ -147,7 +148,7 @@ class RecurrentState(Component):
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raise AssertionError if a rule of the module docstring is broken. O(n)."""
         holders = [cast(MambaTreeNode, node) for node in nodes if cast(MambaTreeNode, node).mamba_value is not None]
-        self._queue.check({node for node in holders if not node.mamba_lock_ref})
+        assert_queued(self._queue, {node for node in holders if not node.mamba_lock_ref})
         locked = sum(node.mamba_lock_ref > 0 for node in holders)
         assert (self.evictable, self.protected) == (len(holders) - locked, locked), "rule 2"
         assert len({node.mamba_value for node in holders}) == len(holders), "rule 3"

@@ -25,13 +25,15 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
-from raydix.cache_core.components.component import Component
-from raydix.cache_core.eviction.queue import Rank, SideQueue
+from raydix.cache_core.components.component import Component, assert_queued
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.pool.release import call_pool, page_variant, release_victims
 from raydix.cache_core.tree.packed_slots import Row, expand_slots, meet
 from raydix.cache_core.tree.tree_node import TreeNode
+
+_BITS_OF_A_DEPTH = 40  # of a token, from the root
 
 
 class WindowReceipt:
@@ -73,7 +75,7 @@ class WindowKV(Component):
         self._free_swa_pages = page_variant(pool, "free_swa")
         self._dropped = Victims()  # new tombstones: their window halves are not freed yet
         self._replaced = Victims()  # the old slots of healed tombstones, not freed yet
-        self._queue = SideQueue(_rank)
+        self._queue = RecencyQueue(_rank)
         self._waiting: set[TreeNode] = set()  # held nodes that an eviction has popped
         self._next_boundary_id = count(1)
 
@@ -206,15 +208,16 @@ class WindowKV(Component):
     def touch(self, end: TreeNode, now: int) -> None:
         """Note the use of the last window up to `end`; nodes above it are not used."""
         stop = end.end
-        start, node, used = max(0, stop - self.window), end, list[tuple[TreeNode, Rank]]()
+        start, node, used, queue = max(0, stop - self.window), end, list[TreeNode](), self._queue
         while stop > start:
             node.swa_access_time = now
-            used.append((node, (now, stop)))
+            if node in queue:
+                used.append(node)
             parent = node.parent
             assert parent is not None
             node, stop = parent, parent.end
-        used.reverse()
-        self._queue.use(used)
+        while used:  # from the top down, in the order of their ranks
+            queue.push(used.pop())
 
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
         """Copy the state of the node to its prefix; the boundary marks the older edge, so it moves up."""
@@ -304,7 +307,7 @@ class WindowKV(Component):
         evictable = protected = 0
         nodes = list(nodes)
         live = {node for node in nodes if not node.swa_tombstone}
-        self._queue.check(live - self._waiting)
+        assert_queued(self._queue, live - self._waiting)
         assert all(node in live and node.swa_lock_ref for node in self._waiting), "rule 3: nobody holds who waits"
         for node in nodes:
             assert 0 <= node.swa_lock_ref <= node.lock_ref, f"rule 2 at {node}: {node.swa_lock_ref=}"
@@ -315,5 +318,6 @@ class WindowKV(Component):
         assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
 
 
-def _rank(node: TreeNode) -> tuple[int, int]:
-    return node.swa_access_time, node.end
+def _rank(node: TreeNode) -> int:
+    """Return when a match last had a node in its window; of one window the upper node is the earlier one."""
+    return node.swa_access_time << _BITS_OF_A_DEPTH | node.end

@@ -1,8 +1,7 @@
-"""The queues of eviction candidates among a tree's nodes, the lowest rank first.
+"""`EvictionQueue`: the unlocked leaves of a tree in the order of a policy's ranks, the lowest rank first.
 
-`EvictionQueue` orders the unlocked leaves of a tree. A compiled ranking links a node into one queue at most, so what a
-component keeps on nodes besides is ordered by a `SideQueue`, which is slower. Entries are removed eagerly: `pop` never
-meets a stale one, and no operation does the work of another.
+Entries are removed eagerly: `pop` never meets a stale one, and no operation does the work of another. A compiled
+ranking links a node into one queue at most: the components order window KV and states by a `RecencyQueue`.
 
 A node pushed in the order of its rank, as new and just used nodes are under LRU, goes to the end: O(1). A node pushed
 later, such as a parent after its last child was evicted, is sorted into `LateNodes`: O(log n) and a short move.
@@ -11,8 +10,7 @@ later, such as a parent after its last child was evicted, is sorted into `LateNo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from raydix.cache_core import kernels
@@ -108,7 +106,8 @@ class EvictionQueue(kernels.Ranking):
 
     def first(self) -> Entry | None:
         """Return the candidate of the lowest rank as (rank, id, node); None if there is none."""
-        return _lower(self.first_ranked(), self._late.first())
+        head, late = self.first_ranked(), self._late.first()
+        return late if head is None or (late is not None and late[:2] < head[:2]) else head
 
     def clear(self) -> None:
         """Forget every candidate."""
@@ -145,114 +144,13 @@ class EvictionQueue(kernels.Ranking):
 
     def check(self, candidates: set[TreeNode]) -> None:
         """Raise AssertionError unless these are exactly the candidates, in their order. O(n log n)."""
-        assert self.num_late == len(self._late), f"{self.num_late=}, but there are {len(self._late)}"
-        _check_order(self.rank, candidates, self.ranked(), self._late)
-
-
-class SideQueue:
-    """Nodes in rank order, which may stand in other queues as well.
-
-    Args:
-        rank: the order of the nodes. After a change of a queued node's rank, the caller must `touch` or `use` it.
-    """
-
-    def __init__(self, rank: Callable[[TreeNode], Rank]) -> None:
-        self.rank = rank
-        self._ranks: OrderedDict[TreeNode, Rank] = OrderedDict()  # ascending
-        self._late = LateNodes()
-
-    def push(self, node: TreeNode) -> None:
-        """Add a node.
-
-        Raises:
-            AssertionError: the node is in the queue already.
-        """
-        assert node not in self._ranks, f"{node} stands in a queue"
-        self._put(node, self.rank(node))
-
-    def _put(self, node: TreeNode, rank: Rank) -> None:
-        if self._ranks:
-            last = next(reversed(self._ranks))
-            if not (rank > self._ranks[last] or (rank == self._ranks[last] and node.id >= last.id)):
-                self._late.add(node, rank)
-                return
-        self._ranks[node] = rank
-
-    def discard(self, node: TreeNode) -> None:
-        """Take a node out, if it is here."""
-        if node in self._ranks:
-            del self._ranks[node]
-        elif node in self._late:
-            self._late.remove(node)
-
-    def touch(self, node: TreeNode) -> None:
-        """Move a node to its place, as its rank may have changed, if it is here."""
-        known = self._ranks if node in self._ranks else self._late.ranks
-        if node in known and (rank := self.rank(node)) != known[node]:
-            self.discard(node)
-            self._put(node, rank)
-
-    def use(self, nodes: list[tuple[TreeNode, Rank]]) -> None:
-        """Move those of the nodes that are here to the end: their ranks are now these, ascending, above all others."""
-        ranks, late = self._ranks, self._late
-        for node, rank in nodes:
-            if node in ranks:
-                ranks[node] = rank
-                ranks.move_to_end(node)
-            elif node in late:
-                late.remove(node)
-                ranks[node] = rank
-
-    def pop(self) -> TreeNode | None:
-        """Take out the node of the lowest rank; None if there is none."""
-        if not self._late:
-            return self._ranks.popitem(last=False)[0] if self._ranks else None
-        first = self.first()
-        assert first is not None, "there is at least one"
-        self.discard(first[2])
-        return first[2]
-
-    def first(self) -> Entry | None:
-        """Return the lowest entry; None if there is none."""
-        head = next(iter(self._ranks.items()), None)
-        return _lower(None if head is None else (head[1], head[0].id, head[0]), self._late.first())
-
-    @property
-    def num_late(self) -> int:
-        """The number of nodes that were not pushed in rank order."""
-        return len(self._late)
-
-    def clear(self) -> None:
-        """Forget every node."""
-        self._ranks.clear()
-        self._late.clear()
-
-    def __contains__(self, node: TreeNode) -> bool:
-        return node in self._ranks or node in self._late
-
-    def __len__(self) -> int:
-        return len(self._ranks) + len(self._late)
-
-    def check(self, candidates: set[TreeNode]) -> None:
-        """Raise AssertionError unless these are exactly the nodes, in their order. O(n log n)."""
-        ranked = [(rank, node.id, node) for node, rank in self._ranks.items()]
-        _check_order(self.rank, candidates, ranked, self._late)
-
-
-def _lower(head: Entry | None, late: Entry | None) -> Entry | None:
-    return late if head is None or (late is not None and late[:2] < head[:2]) else head
-
-
-def _check_order(
-    rank: Callable[[TreeNode], Rank], candidates: set[TreeNode], ranked: Iterable[Entry], late: LateNodes
-) -> None:
-    """Raise AssertionError unless the two parts of a queue hold exactly the candidates, in order, at their ranks."""
-    known: dict[TreeNode, Rank] = {}
-    for part in (list(ranked), list(late)):
-        assert [entry[:2] for entry in part] == sorted(entry[:2] for entry in part), f"out of order: {part}"
-        assert known.keys().isdisjoint(entry[2] for entry in part), "a node is queued twice"
-        known |= {node: stamp for stamp, _, node in part}
-    assert known.keys() == candidates, f"queued wrongly or not at all: {candidates ^ known.keys()}"
-    assert late.ranks == {node: stamp for stamp, _, node in late}, "the late nodes are not those with a rank"
-    for node in candidates:
-        assert rank(node) == known[node], f"{node} has another rank now: {rank(node)}"
+        ranked, late = self.ranked(), list(self._late)
+        for part in (ranked, late):
+            assert [entry[:2] for entry in part] == sorted(entry[:2] for entry in part), f"out of order: {part}"
+        assert self._late.ranks == {node: rank for rank, _, node in late}, "the late nodes are not those with a rank"
+        assert self.num_late == len(late), f"{self.num_late=}, but there are {len(late)}"
+        known = {node: rank for rank, _, node in (*ranked, *late)}
+        assert known.keys() == candidates, f"queued wrongly or not at all: {candidates ^ known.keys()}"
+        assert len(known) == len(self), "a node is queued twice"
+        for node in candidates:
+            assert self.rank(node) == known[node], f"{node} has another rank now: {self.rank(node)}"

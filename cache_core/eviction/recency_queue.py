@@ -82,6 +82,13 @@ class RecencyQueue(Generic[Item]):
             self._heap = [entry for entry in self._heap if self._late.get(entry[2]) == entry[1]]
             heapify(self._heap)
 
+    def clear(self) -> None:
+        """Remove every item."""
+        self._recent.clear()
+        self._heap.clear()
+        self._late.clear()
+        self._newest = 0
+
     @property
     def num_entries(self) -> int:
         """Entries in the dict and in the heap, invalid ones included."""

@@ -12,7 +12,7 @@ from raydix.cache_core import EvictResult, MambaRadixCache, RadixKey
 from raydix.cache_core.components import recurrent_state
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.components.recurrent_state import RecurrentState
-from raydix.cache_core.eviction.queue import SideQueue
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.kernels import Victims
 
 RUNS = [(0, 1), (1, 4), (2, 4), (3, 1)]  # seed (chunks of 1, 2, 24 and 1 tokens), page size
@@ -209,7 +209,7 @@ def a_match_does_not_renew_its_state(patch: Patch) -> None:
 @fault
 def an_unlocked_state_never_becomes_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, mamba: RecurrentState, node: Any, receipt: Any) -> None:
-        queue, mamba._queue = mamba._queue, SideQueue(lambda node: 0)
+        queue, mamba._queue = mamba._queue, RecencyQueue(lambda node: 0)
         original(mamba, node, receipt)
         mamba._queue = queue
 

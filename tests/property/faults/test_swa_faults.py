@@ -13,7 +13,7 @@ from raydix.cache_core import EvictResult, RadixCache, RadixKey
 from raydix.cache_core.components import window_kv
 from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
-from raydix.cache_core.eviction.queue import SideQueue
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 
@@ -187,7 +187,7 @@ def an_unlock_leaves_the_window_protected(patch: Patch) -> None:
 @fault
 def what_was_unlocked_is_never_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, swa: WindowKV, *args: Any) -> None:
-        queue, swa._queue = swa._queue, SideQueue(lambda node: 0)
+        queue, swa._queue = swa._queue, RecencyQueue(lambda node: 0)
         original(swa, *args)
         swa._queue = queue
 
@@ -282,11 +282,6 @@ def the_upper_half_of_what_was_laid_aside_is_lost(patch: Patch) -> None:
         swa._waiting.discard(above)
 
     around(patch, WindowKV, "on_split", on_split)
-
-
-@fault
-def of_one_window_the_lower_nodes_go_first(patch: Patch) -> None:
-    around(patch, SideQueue, "use", lambda original, queue, nodes: original(queue, nodes[::-1]))
 
 
 @fault
@@ -450,12 +445,12 @@ def held_windows_become_tombstones(patch: Patch) -> None:
 
 @fault
 def the_window_used_last_goes_first(patch: Patch) -> None:
-    patch.setattr(window_kv, "_rank", lambda node: (-node.swa_access_time, node.end))
+    patch.setattr(window_kv, "_rank", lambda node: -node.swa_access_time << 40 | node.end)
 
 
 @fault
 def of_one_window_the_lower_node_goes_first(patch: Patch) -> None:
-    patch.setattr(window_kv, "_rank", lambda node: (node.swa_access_time, -node.end))
+    patch.setattr(window_kv, "_rank", lambda node: (node.swa_access_time << 40) + 2**39 - node.end)
 
 
 @fault

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from raydix.cache_core.eviction.queue import EvictionQueue, LateNodes, SideQueue
+from raydix.cache_core.eviction.queue import EvictionQueue, LateNodes
+from raydix.cache_core.eviction.recency_queue import RecencyQueue
 
 ON_QUEUES = ("push", "discard", "touch", "pop")
-COUNTED = ((EvictionQueue, ON_QUEUES), (SideQueue, ON_QUEUES), (LateNodes, ("add", "remove")))
+COUNTED = ((EvictionQueue, ON_QUEUES), (RecencyQueue, ("push", "discard", "pop")), (LateNodes, ("add", "remove")))
 
 
 def queue_operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -1,4 +1,4 @@
-"""Both kinds of queues, and `LateNodes`, against sorted lists."""
+"""`EvictionQueue` and `LateNodes`, against sorted lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from raydix.cache_core import TreeNode, kernels
 from raydix.cache_core.eviction import queue as queues
-from raydix.cache_core.eviction.queue import EvictionQueue, LateNodes, SideQueue
+from raydix.cache_core.eviction.queue import EvictionQueue, LateNodes
 from raydix.cache_core.tree.tree_node import Namespace
 
 SPACE = Namespace(None, 0, 4, 4)
@@ -22,41 +22,35 @@ def node(number: int, stamp: int = 0) -> TreeNode:
     return TreeNode(number, None, SPACE, b"1234", None, 1, stamp)
 
 
-@pytest.fixture(params=[EvictionQueue, SideQueue])
-def kind(request: pytest.FixtureRequest) -> Any:
-    """Of queue."""
-    return request.param
-
-
-def queue_of(kind: Any, *nodes: TreeNode) -> EvictionQueue | SideQueue:
-    queue = kind(lambda each: each.own_access_time)
+def queue_of(*nodes: TreeNode) -> EvictionQueue:
+    queue = EvictionQueue(lambda each: each.own_access_time)
     for each in nodes:
         queue.push(each)
     return queue
 
 
-def drain(queue: EvictionQueue | SideQueue) -> list[int]:
+def drain(queue: EvictionQueue) -> list[int]:
     ids = []
     while (first := queue.pop()) is not None:
         ids.append(first.id)
     return ids
 
 
-def test_the_lowest_rank_goes_first_and_of_equals_the_older_node(kind: Any) -> None:
-    assert drain(queue_of(kind, node(1, 5), node(2, 3), node(4, 5), node(3, 5))) == [2, 1, 3, 4]
+def test_the_lowest_rank_goes_first_and_of_equals_the_older_node() -> None:
+    assert drain(queue_of(node(1, 5), node(2, 3), node(4, 5), node(3, 5))) == [2, 1, 3, 4]
 
 
-def test_an_empty_queue_has_nothing_to_pop(kind: Any) -> None:
-    queue = queue_of(kind)
+def test_an_empty_queue_has_nothing_to_pop() -> None:
+    queue = queue_of()
     assert queue.pop() is None
     queue.discard(node(1))
     queue.touch(node(1))
     assert len(queue) == 0
 
 
-def test_a_touch_moves_a_node_to_where_it_belongs_now(kind: Any) -> None:
+def test_a_touch_moves_a_node_to_where_it_belongs_now() -> None:
     first, second, third = node(1, 1), node(2, 2), node(3, 3)
-    queue = queue_of(kind, first, second, third)
+    queue = queue_of(first, second, third)
     first.own_access_time = 4
     queue.touch(first)
     third.own_access_time = 0
@@ -66,25 +60,9 @@ def test_a_touch_moves_a_node_to_where_it_belongs_now(kind: Any) -> None:
     assert drain(queue) == [3, 2, 1]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_several_that_are_used_at_once_go_to_the_end_and_no_others_come_in(seed: int) -> None:
-    rng = Random(seed)
-    nodes = [node(number, rng.randrange(50)) for number in range(20)]
-    queue: Any = queue_of(SideQueue, *nodes[:15])
-    assert queue.num_late > 0, "some of them come late"
-    for now in range(100, 200, 10):
-        used = rng.sample(nodes, 6)
-        for place, each in enumerate(used):
-            each.own_access_time = now + place
-        queue.use([(each, each.own_access_time) for each in used])
-        queue.check(set(nodes[:15]))
-
-    assert drain(queue) == [each.id for each in sorted(nodes[:15], key=lambda each: (each.own_access_time, each.id))]
-
-
-def test_what_was_discarded_can_come_again(kind: Any) -> None:
+def test_what_was_discarded_can_come_again() -> None:
     first, second = node(1, 1), node(2, 2)
-    queue = queue_of(kind, first, second)
+    queue = queue_of(first, second)
     queue.discard(first)
     assert first not in queue
     queue.push(first)
@@ -94,10 +72,10 @@ def test_what_was_discarded_can_come_again(kind: Any) -> None:
 
 @pytest.mark.parametrize("reach", [0, 3, 64])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operations_keep_the_order(kind: Any, seed: int, reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_operations_keep_the_order(seed: int, reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "_LONGEST", 4)  # so that runs are cut
     rng = Random(seed)
-    queue, inside = queue_of(kind), dict[int, TreeNode]()
+    queue, inside = queue_of(), dict[int, TreeNode]()
     queue.reach = reach
     for number in range(1500):
         match rng.choice(["push", "push", "late", "touch", "touch", "fall", "discard", "pop"]):
@@ -124,7 +102,7 @@ def test_random_operations_keep_the_order(kind: Any, seed: int, reach: int, monk
 
 @pytest.mark.skipif(not kernels.COMPILED, reason="plain, all that is late is sorted in beside the others")
 def test_what_comes_a_few_places_late_stands_in_the_ranking() -> None:
-    queue = queue_of(EvictionQueue, *(node(number, number) for number in range(10, 80)))
+    queue = queue_of(*(node(number, number) for number in range(10, 80)))
 
     queue.reach = 64
     queue.push(node(90, 15))
@@ -150,10 +128,10 @@ def test_ranks_that_are_no_plain_integers_are_not_compared_on_the_way() -> None:
     assert (queue.num_late, drain(queue)) == (1, [1, 3, 2])
 
 
-def test_a_queue_keeps_its_nodes_alive_and_lets_go_of_them(kind: Any) -> None:
+def test_a_queue_keeps_its_nodes_alive_and_lets_go_of_them() -> None:
     nodes = [node(number, number) for number in (3, 1, 2)]
     before = [sys.getrefcount(each) for each in nodes]
-    queue = queue_of(kind, *nodes)
+    queue = queue_of(*nodes)
     assert all(sys.getrefcount(each) > count for each, count in zip(nodes, before, strict=True))
 
     queue.discard(nodes[0])
@@ -168,9 +146,9 @@ def test_a_queue_keeps_its_nodes_alive_and_lets_go_of_them(kind: Any) -> None:
     assert [sys.getrefcount(each) for each in nodes] == before
 
 
-def test_a_queue_that_its_nodes_lead_back_to_is_collected(kind: Any) -> None:
+def test_a_queue_that_its_nodes_lead_back_to_is_collected() -> None:
     first = node(1)
-    queue = queue_of(kind, first, node(2))
+    queue = queue_of(first, node(2))
     first.hash_values = [queue]  # type: ignore[list-item]
     gone = weakref.ref(queue)
 
@@ -180,9 +158,9 @@ def test_a_queue_that_its_nodes_lead_back_to_is_collected(kind: Any) -> None:
     assert gone() is None
 
 
-def test_a_node_stands_in_a_queue_once(kind: Any) -> None:
+def test_a_node_stands_in_a_queue_once() -> None:
     first, late = node(5, 5), node(2, 2)
-    queue = queue_of(kind, first, late)
+    queue = queue_of(first, late)
 
     for each in (first, late):
         with pytest.raises(AssertionError, match="stands in a queue"):
@@ -191,9 +169,9 @@ def test_a_node_stands_in_a_queue_once(kind: Any) -> None:
     queue.check({first, late})
 
 
-def test_of_the_quicker_kind_a_node_stands_in_one_queue_alone_where_loops_are_compiled() -> None:
+def test_a_node_stands_in_one_queue_alone_where_loops_are_compiled() -> None:
     first = node(1)
-    queue, another = queue_of(EvictionQueue, first), queue_of(EvictionQueue)
+    queue, another = queue_of(first), queue_of()
     another.discard(first)
     another.touch(first)
     assert first not in another
@@ -217,9 +195,9 @@ class Unordered:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_a_rank_that_fails_changes_nothing(kind: Any) -> None:
+def test_a_rank_that_fails_changes_nothing() -> None:
     ranks: dict[int, Any] = {1: 1, 2: 2, 3: Unordered()}
-    queue = kind(lambda each: ranks[each.id])
+    queue = EvictionQueue(lambda each: ranks[each.id])
     nodes = [node(number) for number in (1, 2)]
     for each in nodes:
         queue.push(each)
