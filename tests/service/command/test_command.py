@@ -374,7 +374,7 @@ def test_a_file_with_values_of_none_is_reported_in_json(tmp_path: Path) -> None:
     error = run_json("start", "-c", file, exit_code=2)["error"]
 
     assert (error["type"], error["advice"]) == ("SettingsError", "quote it if it is a text")
-    assert error["message"] == f"{file}, line 2: no YAML value: month must be in 1..12"
+    assert error["message"] == f"{file}, line 2: not a YAML value: month must be in 1..12"
 
 
 def test_a_process_of_its_own_finds_the_cluster_and_prints_json_alone(busy: list[str]) -> None:

@@ -181,7 +181,7 @@ def test_a_trace_that_cannot_be_replayed_is_refused_with_advice_before_the_work(
         ),
         (
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [4], "block_size": 16}',
-            "line 2: block_size is 16, but 512 on the lines before",
+            "line 2: block_size must be the same on all lines; it is 16, but 512 on earlier lines",
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_wrong_timestamp_is_refused_with_its_line(tmp_path: Path, time: str) -
         assert f"error: {path}, line 2: timestamp: Input should be " in run(command, path, exit_code=2).stderr
 
 
-@pytest.mark.parametrize(("name", "complaint"), [("none", "No such file"), ("empty", "no requests in it")])
+@pytest.mark.parametrize(("name", "complaint"), [("none", "No such file"), ("empty", "the trace has no requests")])
 def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, name: str, complaint: str) -> None:
     (tmp_path / "empty").touch()
 
