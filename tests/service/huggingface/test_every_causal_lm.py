@@ -6,6 +6,7 @@ once, the long part every model, with every page size and at every page boundary
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -177,7 +178,7 @@ async def test_a_page_of_another_place_is_found(monkeypatch: pytest.MonkeyPatch)
         response = granted(admission, lease)
         if lease.prefix_len < 8:
             return response
-        return response.model_copy(update={"page_starts": response.page_starts[4:8] + response.page_starts[4:]})
+        return replace(response, page_starts=response.page_starts[4:8] + response.page_starts[4:])
 
     monkeypatch.setattr(Admission, "granted", misplaced)
 
