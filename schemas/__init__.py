@@ -1,4 +1,4 @@
-"""What travels between callers and a cache: messages, configuration, errors and statistics."""
+"""Messages between clients and a cache, its configuration, errors and statistics."""
 
 from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, MetricsConfig, PoolConfig
 from raydix.schemas.errors import (

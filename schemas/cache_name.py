@@ -1,4 +1,4 @@
-"""What a cache may be called."""
+"""The rule for names of caches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MAX_NAME = 128  # characters
 def check_cache_name(name: object) -> str:
     """Return a cache's name as it is.
 
-    A name has 1 to 128 printable characters, none of them "/" and no space at its ends; "." and ".." are no names. So
-    it can be shown as it is, and be part of a path or an address.
+    A name has 1 to 128 printable characters, without "/" and without a space at its ends, and is neither "." nor "..".
+    So it can be shown as it is, and be part of a path or an address.
 
     Raises:
-        ValueError: it is no such name; the message goes on after what the name is of.
+        ValueError: the name breaks the rule. The message continues a sentence that begins with the thing named.
     """
     if not isinstance(name, str):
         raise ValueError(f"must be a text, not {brief(name)}")

@@ -1,4 +1,4 @@
-"""What a cache is configured with. Invalid values raise pydantic's `ValidationError`, saying which and why."""
+"""The configuration of a cache. For an invalid value, pydantic's `ValidationError` says which and why."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class PoolConfig(_Config):
         "layer. num_kv_heads, head_dim and v_head_dim are then left out",
     )
     layer_kinds: tuple[Literal["full", "swa", "state"], ...] | None = Field(
-        default=None, description="what each layer keeps: KV, sliding-window KV, or a recurrent state; None: all KV"
+        default=None, description="each layer keeps KV, sliding-window KV or a recurrent state; None: all keep KV"
     )
     num_swa_slots: int | None = Field(
         default=None,
         gt=0,
         le=MAX_SLOTS,
-        description="window slots; None: num_slots. What of a request is not cached must fit in them at once",
+        description="window slots; None: num_slots. All uncached tokens of a request must fit in them together",
     )
     num_state_slots: int = Field(
         default=0,
         ge=0,
         le=MAX_SLOTS,
-        description="recurrent states, leases' own included: with one alone nothing is reused",
+        description="recurrent states, those of leases included; with only one, no state is reused",
     )
     state_shapes: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = Field(
         default=(), description="shapes of a state layer's tensors"
@@ -101,7 +101,7 @@ class PoolConfig(_Config):
 
 
 def _check_shapes_differ(shapes: Iterable[KVShape]) -> None:
-    """Raise ValueError unless there are several: layers that are alike have one way to be configured, so one digest."""
+    """Raise ValueError unless shapes differ: layers that are alike have one configuration, and so one digest."""
     found = set(shapes)
     if len(found) > 1:
         return
@@ -117,12 +117,15 @@ class EvictionConfig(_Config):
     """When the background task frees slots: woken above the high mark, it stops at the low one."""
 
     policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"] = Field(
-        default="lru", description="which unlocked leaf goes first; others than lru for kinds radix and mamba only"
+        default="lru", description="which unlocked leaf is evicted first; kinds other than radix and mamba need lru"
     )
     high_watermark: float = Field(default=0.9, gt=0, le=1, description="fraction of slots in use; 1.0: task off")
     low_watermark: float = Field(default=0.8, ge=0, lt=1, description="fraction of slots in use")
     slice_ms: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="longest time the task holds the event loop at once"
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="longest time that the task holds the event loop",
     )
 
     @model_validator(mode="after")
@@ -135,48 +138,53 @@ class EvictionConfig(_Config):
 
 
 class LeaseConfig(_Config):
-    """How leases and those who wait for them are treated."""
+    """Time limits and bounds of leases, sessions and the wait queue."""
 
     acquire_timeout_s: float = Field(
-        default=30.0, ge=0, allow_inf_nan=False, description="how long an acquire waits for room by default"
+        default=30.0, ge=0, allow_inf_nan=False, description="how long an acquire waits for free slots by default"
     )
     grant_timeout_s: float = Field(
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="a granted lease that is not adopted for so long ends, unless `grant` names another time",
+        description="a granted lease ends if it is not adopted within this time; `grant` can name another",
     )
     session_ttl_s: float = Field(
-        default=30.0, gt=0, allow_inf_nan=False, description="a client silent for so long has vanished"
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="a client silent for longer counts as vanished",
     )
     quarantine_grace_s: float = Field(
         default=120.0,
         ge=0,
         allow_inf_nan=False,
-        description="how long slots are withheld that a vanished client may still be writing, if nothing else is known",
+        description="how long slots that a vanished client may still write stay in quarantine, if its end is not seen",
     )
     remembered_leases: int = Field(
-        default=65_536, ge=1, description="ended leases remembered, so that what comes late for them has no effect"
+        default=65_536, ge=1, description="ended leases remembered, so that late requests for them have no effect"
     )
     max_waiters: int = Field(
         default=1024,
         ge=0,
-        description="acquires that may wait at once, of each tenant; beyond it CacheBusy; 0: none waits",
+        description="acquires of each tenant that may wait; more raise CacheBusy; 0: none waits",
     )
 
 
 class MetricsConfig(_Config):
     """Ray's metrics of a cache actor, for Prometheus. They need the extra `raydix[metrics]`."""
 
-    interval_s: float = Field(default=5.0, gt=0, allow_inf_nan=False, description="between two looks at the counts")
+    interval_s: float = Field(
+        default=5.0, gt=0, allow_inf_nan=False, description="seconds between readings of the counts"
+    )
 
 
 class GhostConfig(_Config):
-    """Which other sizes of the pool `stats().ghost` tells the hit rate of."""
+    """The other sizes of the pool for which `stats().ghost` estimates the hit rate."""
 
-    max_factor: float = Field(default=8.0, ge=1, le=1024, description="the largest of them, in pools")
+    max_factor: float = Field(default=8.0, ge=1, le=1024, description="the largest size, as a multiple of the pool")
     max_pages: int = Field(
-        default=16_384, ge=256, description="pages followed, 200 bytes each; a sample where that pool holds more"
+        default=16_384, ge=256, description="pages followed, 200 bytes each; a sample, if that pool holds more"
     )
 
 
@@ -184,18 +192,18 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "validate"')  # a deprecated method of pydantic's own
 
     class CacheConfig(_Config):
-        """Everything that makes one cache. Two caches of one name must have equal configurations."""
+        """The whole configuration of a cache. Callers that start a cache under one name must agree on it."""
 
         kind: Literal["radix", "mamba", "chunk", "trie", "slots"] = Field(
             default="radix",
-            description="mamba: with recurrent states; chunk: nothing is shared; trie: a RadixTrie; slots: whole rows",
+            description="mamba: with recurrent states; chunk: shares nothing; trie: a RadixTrie; slots: whole rows",
         )
         page_size: int = Field(default=1, ge=1, le=65_536, description="tokens a page; the unit of sharing")
         sliding_window_size: int | None = Field(
             default=None, ge=1, description="tokens that sliding-window layers attend to; kinds radix and mamba"
         )
         max_seq_len: int | None = Field(
-            default=None, ge=1, description="slots of a row, and so tokens of a sequence at most; kind slots only"
+            default=None, ge=1, description="slots of a row, the longest sequence in tokens; kind slots only"
         )
         bigram: bool = Field(
             default=False,
@@ -208,10 +216,10 @@ with warnings.catch_warnings():
             default=(), description="namespaces with a floor or a cap of slots; kinds radix and mamba"
         )
         events: bool = Field(
-            default=False, description="tell of blocks that come and go; costs a hash of each page inserted"
+            default=False, description="publish events of stored and removed blocks; costs a hash of each page inserted"
         )
         ghost: GhostConfig | None = Field(
-            default=None, description="tell what pools of other sizes would have hit; kinds radix, mamba and trie"
+            default=None, description="estimate the hit rates of other pool sizes; kinds radix, mamba and trie"
         )
         json_logs: bool = Field(default=False, description="a cache actor logs JSON lines, with its name and epoch")
         metrics: MetricsConfig | None = Field(
@@ -219,7 +227,7 @@ with warnings.catch_warnings():
         )
         validate: bool = Field(  # type: ignore[assignment]
             default=False,
-            description="for debugging, slow: check every invariant after every batch, and what a CPU pool holds",
+            description="for debugging, slow: check every invariant after every batch, and the content of a CPU pool",
         )
         fingerprint: str = Field(
             default="",
@@ -269,19 +277,19 @@ with warnings.catch_warnings():
         @model_validator(mode="after")
         def _kind_takes_pairs(self) -> Self:
             if self.bigram and self.kind == "mamba":
-                raise ValueError("kind 'mamba' takes no bigram keys: a hit would end a token before its state")
+                raise ValueError("kind 'mamba' takes no bigram keys: a hit would end one token before its state")
             return self
 
         @model_validator(mode="after")
         def _kind_heeds_its_policy(self) -> Self:
             if self.eviction.policy != "lru" and self.kind not in ("radix", "mamba"):
-                raise ValueError(f"kind {self.kind!r} evicts by 'lru' alone, not by {self.eviction.policy!r}")
+                raise ValueError(f"kind {self.kind!r} evicts by 'lru' only, not by {self.eviction.policy!r}")
             return self
 
         @model_validator(mode="after")
-        def _kind_tells_events(self) -> Self:
+        def _kind_publishes_events(self) -> Self:
             if self.events and self.kind not in ("radix", "mamba", "chunk"):
-                raise ValueError(f"events are told by the kinds 'radix', 'mamba' and 'chunk', not by {self.kind!r}")
+                raise ValueError(f"events need kind 'radix', 'mamba' or 'chunk', not {self.kind!r}")
             return self
 
         @model_validator(mode="after")
@@ -294,14 +302,12 @@ with warnings.catch_warnings():
         @model_validator(mode="after")
         def _kind_has_a_ghost(self) -> Self:
             if self.ghost is not None and self.kind in ("chunk", "slots"):
-                raise ValueError(
-                    f"a ghost is of shared pages, as kinds 'radix', 'mamba' and 'trie' keep, not {self.kind!r}"
-                )
+                raise ValueError(f"ghost needs a kind that shares pages (radix, mamba, trie), not {self.kind!r}")
             return self
 
         @property
         def run_len(self) -> int:
-            """Slots that are handed out together and lie in a row: a page, or a whole row of kind "slots"."""
+            """Slots that are allocated together, one after the other: a page, or with kind "slots" a whole row."""
             return self.page_size if self.max_seq_len is None else self.max_seq_len
 
         def digest(self) -> str:

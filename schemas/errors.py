@@ -1,14 +1,14 @@
 """The closed set of errors that callers of a cache see, in one process or across Ray.
 
     CacheError
-    ├── PoolExhausted      no room now, or never
+    ├── PoolExhausted      too few slots now, or ever
     ├── StaleEpoch         the cache restarted since the lease was made
     ├── LeaseExpired       the lease's time ran out
     ├── UnknownLease       released, aborted, forged, or another session's
     ├── CacheBusy          a queue is full; try again later
     ├── CacheUnavailable   the cache is dead, restarting, or silent for too long
     ├── ConfigMismatch     the cache runs with another configuration, or its pool does not fit a model
-    └── InvalidRequest     the request can never be served as it stands
+    └── InvalidRequest     the request can never be served as it is
 
 Every constructor takes positional arguments only and keeps them in ``args``: an exception with required keyword
 arguments does not survive Ray's pickling.
@@ -31,16 +31,19 @@ _POOL_SIZES = {
 
 
 class PoolExhausted(CacheError):
-    """The pool has no room for a request, even after evicting all it may evict. Nothing was taken.
+    """The pool has too few slots for a request, even after evicting all it may evict. Nothing was allocated.
 
-    All counts are in what `pool` holds: "slots" of tokens, "window slots" or "states". `held_slots` is what
-    `open_leases` leases hold, locked in the tree or privately; `owners` whose leases hold the most slots of tokens, the
-    largest first. A slot that leases share is counted once, for the oldest of them. `kept_slots` is what no lease
-    holds, but other tenants' floors keep. Where `tenant` is named, its cap leaves no room: then all counts are of its
-    share.
-    `can_ever_fit=False` means that the request is larger than the whole pool, or its share: waiting cannot help.
-    `deadlocked=True` means that every lease which holds slots of the pool, or of the share, waits in `extend`, so that
-    none can come free. The cache raises it for the youngest of them: preempt its request, and the others go on.
+    Attributes:
+        needed, free, evictable: counts in the unit of `pool`, as all others.
+        held_slots: held by `open_leases` leases, locked in the tree or privately. A slot that leases share is counted
+            once, for the oldest of them.
+        can_ever_fit: False: the request is larger than the pool, or than its tenant's share. Waiting cannot help.
+        pool: "slots" of tokens, "window slots" or "states".
+        owners: the owners of the leases that hold the most slots of tokens, the largest first.
+        tenant: the tenant that has reached its cap; then all counts are of its share. None: the pool is full.
+        kept_slots: held by no lease, but kept by the floors of other tenants.
+        deadlocked: every lease that holds slots of the pool, or of the share, waits in `extend`, so none can come
+            free. The cache raises this for the youngest of them: preempt its request, and the others continue.
     """
 
     def __init__(
@@ -91,11 +94,11 @@ class PoolExhausted(CacheError):
 
 
 class StaleEpoch(CacheError):
-    """The request belongs to an earlier life of the cache: its slots and leases are gone. Start afresh.
+    """The request belongs to an earlier life of the cache: its slots and leases are gone. Acquire again.
 
     Attributes:
-        request_epoch: that life.
-        cache_epoch: the present one; empty if there is none: the cache has ended for good.
+        request_epoch: the life of the cache that the request belongs to.
+        cache_epoch: its present life; empty if the cache has ended for good.
     """
 
     def __init__(self, request_epoch: str, cache_epoch: str) -> None:
@@ -109,7 +112,7 @@ class StaleEpoch(CacheError):
 
 
 class LeaseExpired(CacheError):
-    """The lease's time to live ran out before the request arrived; the request had no effect."""
+    """The session of the lease expired before the request arrived; the request had no effect."""
 
 
 class UnknownLease(CacheError):
@@ -130,7 +133,7 @@ class CacheBusy(CacheError):
 class CacheUnavailable(CacheError):
     """The cache is dead, restarting, shut down, or has not answered for a session's time to live.
 
-    Whether it has done what it was asked is not known then; what it granted ends with the session, or sooner.
+    The request may have taken effect or not. A lease that the cache granted ends with the session, or sooner.
     """
 
 
@@ -139,4 +142,4 @@ class ConfigMismatch(CacheError):
 
 
 class InvalidRequest(CacheError):
-    """The request can never be served as it stands: the message says what is wrong with it. Nothing changed."""
+    """The request can never be served as it is: the message says which argument is wrong and why. Nothing changed."""

@@ -1,11 +1,11 @@
-"""KV events: which blocks a cache holds, told as they come and go.
+"""KV events: a cache publishes the blocks that it stores and removes.
 
-A block is a page. Names, order and meaning of the fields are those of vLLM's events, so that routers which read those
-can read these: `event.model_dump()` is the map that vLLM sends. Hashes are the first 64 bits, signed, of the chained
-SHA-256 of the page, as `hash_to_int64` gives them. Every event belongs to one namespace, whose hashes are nobody
-else's.
+A block is a page. Names, order and meaning of the fields are those of vLLM's events, so that routers which read vLLM's
+can read them: `event.model_dump()` is the map that vLLM sends. Hashes are the first 64 bits, signed, of the chained
+SHA-256 of the page, as `hash_to_int64` gives them. Every event belongs to one namespace; hashes of
+different namespaces differ.
 
-What is told is the full-attention KV: a block counts as there while its window KV or its state is evicted.
+Events are about full-attention KV: a block stays stored when its window KV or its state is evicted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raydix.schemas.tokens import TokenIds
 
 
 class BlockHashes(Sequence[int]):
-    """Signed 64-bit hashes. Reads like a tuple of integers, and travels as 8 bytes each."""
+    """Signed 64-bit hashes. Reads like a tuple of integers, and is sent as 8 bytes each."""
 
     __slots__ = ("data",)
 
@@ -37,7 +37,7 @@ class BlockHashes(Sequence[int]):
         """Pack integers in [-2**63, 2**63).
 
         Raises:
-            ValueError: one is no such integer.
+            ValueError: a hash is not such an integer.
         """
         if isinstance(hashes, BlockHashes):
             return hashes
@@ -46,7 +46,9 @@ class BlockHashes(Sequence[int]):
         except (OverflowError, TypeError) as error:
             raise ValueError(f"block hashes must be signed 64-bit integers: {error}") from None
         if array.ndim != 1 or array.dtype.kind != "i":
-            raise ValueError(f"block hashes must be a row of signed integers, not {array.dtype} of shape {array.shape}")
+            raise ValueError(
+                f"block hashes must be signed integers in one dimension, not {array.dtype} of shape {array.shape}"
+            )
         return cls(array.astype("<i8", copy=False).tobytes())
 
     def tolist(self) -> list[int]:
@@ -86,7 +88,7 @@ class BlockHashes(Sequence[int]):
 
 
 class BlockStored(PydanticMessage):
-    """Blocks of one namespace that follow one another are there now, `block_size` tokens each."""
+    """Consecutive blocks of one namespace were stored, `block_size` tokens each."""
 
     block_hashes: BlockHashes
     parent_block_hash: int | None = Field(description="of the block before the first of these; None: none is before it")
@@ -107,7 +109,7 @@ class BlockStored(PydanticMessage):
 
     @property
     def extra_keys(self) -> list[tuple[str, ...]] | None:
-        """For each block, what its hash depends on beside tokens: the namespace."""
+        """For each block, the namespace: besides the tokens, its hash depends on it."""
         return None if self.namespace is None else [(self.namespace,)] * len(self.block_hashes)
 
     @model_serializer
@@ -126,7 +128,7 @@ class BlockStored(PydanticMessage):
 
 
 class BlockRemoved(PydanticMessage):
-    """Blocks of one namespace are gone."""
+    """Blocks of one namespace were removed."""
 
     block_hashes: BlockHashes
     medium: str = Field(description='where the KV was: "GPU" or "CPU"')
@@ -137,7 +139,7 @@ class BlockRemoved(PydanticMessage):
 
 
 class AllBlocksCleared(PydanticMessage):
-    """Every block of every namespace is gone."""
+    """Every block of every namespace was removed."""
 
     @model_serializer
     def _as_vllm(self) -> dict[str, Any]:
@@ -151,18 +153,18 @@ class KVEventBatch(PydanticMessage):
     """Events in order, without a hole between them.
 
     They are numbered through an epoch, from 1: this batch's are those in (seq - len(events), seq], and its
-    predecessor's `seq` is `seq - len(events)`. After a `gap` that is not so: events up to `seq` are lost, and only
-    `event_snapshot()` tells what is there.
+    predecessor's `seq` is `seq - len(events)`. After a `gap` that does not hold: events up to `seq` are lost, and
+    only `event_snapshot()` lists the stored blocks.
     """
 
-    epoch: str = Field(description="this life of the cache; another one counts anew, with nothing cached")
-    seq: int = Field(ge=0, description="the number of the last of these events: go on after it")
+    epoch: str = Field(description="this life of the cache; the next one counts from 1 again, with nothing cached")
+    seq: int = Field(ge=0, description="the number of the last of these events: continue after it")
     events: tuple[KVEvent, ...]
     gap: bool = Field(default=False, description="events were dropped before they were read: take a snapshot")
 
 
 class KVEventSnapshot(PydanticMessage):
-    """Every block that is there after event `seq`, parents before children. The stream goes on after it."""
+    """Every block stored after event `seq`, parents before children. The stream continues after `seq`."""
 
     epoch: str
     seq: int = Field(ge=0, description="the last event that this includes")
@@ -170,13 +172,13 @@ class KVEventSnapshot(PydanticMessage):
 
 
 class NextEvents(PydanticMessage):
-    """The events after `after_seq`; waits for one if there are none."""
+    """Ask for the events after `after_seq`; the cache waits for one if there are none."""
 
     session_id: LeaseId
     epoch: str
     after_seq: int = Field(ge=0, strict=True)
-    timeout_s: float = Field(ge=0, le=60, description="answer with an empty batch if nothing happened by then")
+    timeout_s: float = Field(ge=0, le=60, description="after this time the cache answers with an empty batch")
 
 
 class EventSnapshotRequest(PydanticMessage):
-    """A snapshot of every block that is there."""
+    """Ask for a snapshot of every stored block."""

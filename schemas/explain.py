@@ -1,4 +1,4 @@
-"""Asking where a match ends and why, and the answer."""
+"""The request for where a match ends and why, and its response."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _SENTENCES: dict[str, str] = {
 
 
 class ExplainRequest(PydanticMessage):
-    """Where a match of `tokens` ends, and why. A probe: nothing is held, nothing changes."""
+    """Ask where a match of `tokens` ends, and why. A probe: nothing is locked, nothing changes."""
 
     tokens: Tokens
     namespace: Namespace = None
 
 
 class ExplainResponse(PydanticMessage):
-    """Where a match ends, and why it goes no further. As text, one sentence."""
+    """Where a match ends, and why it ends there. As text, one sentence."""
 
     num_tokens: int = Field(description="tokens asked for")
-    prefix_len: int = Field(description="leading tokens whose KV can be used now")
-    full_prefix_len: int = Field(description="leading tokens whose full-attention KV is there")
+    prefix_len: int = Field(description="leading tokens with KV that can be used now")
+    full_prefix_len: int = Field(description="leading tokens with full-attention KV")
     reason: ExplainReason
     cause: str | None = Field(default=None, description="of an eviction: watermark, shortfall, cap or request")
     seconds_ago: float | None = Field(default=None, description="of an eviction or a retirement")
     remembered_s: float | None = Field(
-        default=None, description="how far back the cache would know if what follows had been there"
+        default=None, description="how far back the cache remembers evicted and retired tokens"
     )
     other_prefix_len: int = Field(default=0, description="leading tokens that are there in another namespace, if more")
     other_extra_key: str | None = Field(default=None, description="that namespace's fields")

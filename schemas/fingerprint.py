@@ -1,4 +1,4 @@
-"""`ModelFingerprint`: which model computes KV. Binding a session to one, and the answer."""
+"""`ModelFingerprint`: which model computes KV; the request that binds a session to one, and its response."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _encodable(text: str) -> str:
 
 
 def _checked_fields(fields: Any) -> dict[str, FieldValue]:
-    """A copy of these fields, sorted by name, with plain Python values."""
+    """Return a copy of the fields, sorted by name, with plain Python values."""
     if not isinstance(fields, dict):
         raise ValueError(f"must be a dict of values by name, not {type(fields).__name__}")
     if len(fields) > MAX_FIELDS:
@@ -63,7 +63,7 @@ LoraId = Annotated[str, Field(max_length=MAX_FIELD_LENGTH), AfterValidator(_enco
 
 
 class ModelFingerprint(PydanticMessage):
-    """What KV depends on besides the tokens: equal fingerprints, interchangeable KV.
+    """The model that computes KV: workers of equal fingerprints compute the same KV for the same tokens.
 
     `raydix.actors.transformers_worker.model_fingerprint(model)` makes one of a transformers model. Workers of other
     engines make their own: `ModelFingerprint(fields={"model": "toy", "rope_theta": 1e4}, weights="v17")`. As text, it
@@ -104,7 +104,7 @@ class ModelFingerprint(PydanticMessage):
 
 
 def _canonical(value: FieldValue) -> FieldValue:
-    """One form for values that Python calls equal, as True, 1 and 1.0."""
+    """Return one form of values that Python calls equal, such as True, 1 and 1.0."""
     if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
         return int(value)
     return value
@@ -120,4 +120,4 @@ class BindModelRequest(PydanticMessage):
 class BindModelResponse(PydanticAnswer):
     """The session is bound."""
 
-    generation: int = Field(description="of that `lora_id`; no two that the cache ever has are equal")
+    generation: int = Field(description="of that `lora_id`; the cache uses each number once")

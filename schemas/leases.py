@@ -1,4 +1,4 @@
-"""What clients and operators see of leases: an offer of one, and how many each owner holds."""
+"""`LeaseGrant`, an offer of a lease to another client, and `LeaseOwner`, the leases of an owner."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from raydix.schemas.shown import shown
 class LeaseGrant(PydanticMessage):
     """An offer of a lease: `lease.grant()` makes it, `client.adopt(grant)` takes it in any process, once.
 
-    Until it is adopted the lease is its granter's: it ends with the granter's session, when the offer expires, and by
-    `client.revoke(grant)`.
+    Until it is adopted the lease belongs to the granter: it ends with the granter's session, when the offer expires,
+    and by `client.revoke(grant)`.
     """
 
     lease_id: str
     granter: str = Field(description="the session that holds the lease until it is adopted")
     epoch: str = Field(description="the life of the cache that granted the lease")
-    prefix_len: int = Field(description="leading tokens whose KV was there when it was acquired")
+    prefix_len: int = Field(description="leading tokens that were cached when the lease was acquired")
     published_len: int = Field(description="leading tokens in the tree")
     num_slots: int = Field(description="tokens that the lease covers")
-    offer_id: str = Field(description="names this offer of the lease")
+    offer_id: str = Field(description="identifies this offer of the lease")
 
 
 class LeaseOwner(PydanticMessage):

@@ -1,4 +1,4 @@
-"""One string for the three things that separate namespaces, framed so that no two triples meet."""
+"""One string for the three things that separate namespaces, framed so that different triples differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_FIELD_LENGTH = 4096  # characters
 
 
 def frame_namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:
-    """The core's one namespace key for a triple; None for the default namespace (all three absent).
+    """Return the core's namespace key for three parts; None for the default namespace (all three absent).
 
     Each part is its presence, length and text ("-" if absent, else "length:text"), so that ("bc", "a") and
     ("c", "ab") differ, and the empty string differs from None.
@@ -42,10 +42,10 @@ def _text_of(part: str) -> str:
 
 @lru_cache(maxsize=1024)
 def unframe_namespace(namespace: str) -> tuple[str | None, str | None, str | None]:
-    """The `extra_key`, `lora_id` and `cache_salt` that `frame_namespace` made a namespace key of.
+    """Return the `extra_key`, `lora_id` and `cache_salt` of a key that `frame_namespace` returned.
 
     Raises:
-        ValueError: it is no such key.
+        ValueError: `namespace` is not such a key.
     """
     parts: list[str | None] = []
     at = 0
@@ -65,9 +65,9 @@ def unframe_namespace(namespace: str) -> tuple[str | None, str | None, str | Non
 
 
 def namespaces_of(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> Callable[[str | None], bool]:
-    """Whether a namespace key was made of these parts, of which None stands for any.
+    """Return a function: whether a namespace key has these parts. None matches any part.
 
-    Of most that were not, it takes a search for a text to tell.
+    For most keys that do not match, the function takes one search for a text.
     """
     wanted = (extra_key, lora_id, cache_salt)
     texts = [_text_of(part) for part in wanted if part is not None]

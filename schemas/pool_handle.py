@@ -1,4 +1,4 @@
-"""How a worker reaches the tensors of a cache's pool: sent once, after that only slot ids travel."""
+"""`PoolHandle`: how a worker reaches the tensors of a cache's pool. It is sent once; later only slot ids are sent."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class PoolHandle(PydanticMessage):
     path: str | None = Field(default=None, description="CPU pools: the file to map, valid on that node")
     liveness_path: str | None = Field(default=None, description="a file that the cache's process locks, and its id")
     num_bytes: int = Field(default=0, description="size of the whole pool")
-    gpu_uuid: str | None = Field(default=None, description="GPU pools: the card, whatever its index here or there")
+    gpu_uuid: str | None = Field(default=None, description="GPU pools: the UUID of the card")
     ipc_handle: bytes | None = Field(default=None, description="GPU pools: the pickled CUDA IPC handle")

@@ -64,7 +64,7 @@ def check_handshake(row: object, sender: Literal["cache", "client"]) -> None:
         row: the handshake, as a row or packed; anything else is of protocol 0.
 
     Raises:
-        ConfigMismatch: the protocols differ; the message names both versions and what to restart or install.
+        ConfigMismatch: the protocols differ; the message names both versions, and the process to restart.
     """
     _, protocol, package_version = read_handshake(row) or (_NAME, 0, _UNKNOWN)
     if protocol == PROTOCOL:

@@ -1,4 +1,4 @@
-"""Recording a cache's traffic."""
+"""The request to record a cache's traffic, and the status of a recording."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ class StartRecording(PydanticMessage):
     """Record requests to a file on the cache's node, in the Mooncake format: lengths, times, hashes; no token ids."""
 
     path: str = Field(min_length=1, description="on the cache's node")
-    max_requests: int = Field(default=100_000, ge=1, description="requests beyond them are not recorded")
+    max_requests: int = Field(default=100_000, ge=1, description="more requests are not recorded")
     max_seconds: float = Field(
-        default=3600.0, gt=0, allow_inf_nan=False, description="nor those that begin later: then the file is written"
+        default=3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="later requests are not recorded; then the file is written",
     )
     block_size: int | None = Field(
-        default=None, ge=1, le=2**20, description="prompt tokens that a hash stands for; None: a page of the cache"
+        default=None, ge=1, le=2**20, description="prompt tokens per hash; None: a page of the cache"
     )
-    overwrite: bool = Field(default=False, description="a file that is there already, once the new one is whole")
+    overwrite: bool = Field(default=False, description="replace an existing file, once the new one is complete")
 
 
 class RecordingStatus(PydanticMessage):
-    """How a recording fares, or what became of it."""
+    """The progress of a recording, or its outcome."""
 
     path: str
     seconds: float = Field(description="since it began")
-    requests: int = Field(description="that have ended and were recorded")
-    dropped: int = Field(description="not recorded, as the writer was too slow, or could not write")
+    requests: int = Field(description="requests that have ended and were recorded")
+    dropped: int = Field(description="requests that were not recorded, as the writer was too slow or failed")
     error: str | None = Field(default=None, description="why it could not write")

@@ -1,4 +1,4 @@
-"""What a cache has been doing, for a report."""
+"""The data of the report page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raydix.schemas.stats import CacheStats
 
 
 class HistoryPoint(PydanticMessage):
-    """Counts at one time: slots as they were, tokens since the start."""
+    """Counts at one time: slots then, tokens since the start."""
 
     at_s: float = Field(description="since the cache began")
     private_slots: int
@@ -22,16 +22,16 @@ class HistoryPoint(PydanticMessage):
 
 
 class NamespaceStats(PydanticMessage):
-    """The requests of one namespace, refused ones, too."""
+    """The requests of one namespace, refused ones included."""
 
-    label: str = Field(description="the fields that make it, for people")
+    label: str = Field(description="the fields of the namespace, as text")
     requests: int
     tokens_requested: int
     tokens_reused: int
 
 
 class TreePart(PydanticMessage):
-    """A run of cached tokens that all below it share, and what hangs below it; estimates, in a large tree."""
+    """Cached tokens that all parts below share, and those parts; in a large tree the counts are estimates."""
 
     namespace: str
     tokens: tuple[int, ...] = Field(default=(), description="the first few ids of the run")
@@ -46,7 +46,7 @@ class TreePart(PydanticMessage):
 class PrefixUse(PydanticMessage):
     """A cached prefix that many prompts begin with, or that much continues; it ends where its continuations differ."""
 
-    namespace: str = Field(description="the fields that make it, for people")
+    namespace: str = Field(description="the fields of the namespace, as text")
     tokens: tuple[int, ...] = Field(description="its first few ids")
     run_tokens: tuple[int, ...] = Field(
         description="the first few ids after the longest shorter prefix that others share; the same as `tokens` if none"
@@ -54,8 +54,8 @@ class PrefixUse(PydanticMessage):
     num_tokens: int = Field(description="its length")
     num_hits: int = Field(description="matches that ended in its last run or beyond")
     num_slots: int = Field(description="that its tokens and all its cached continuations take")
-    num_leases: int = Field(description="that hold some of its last run or of what continues it")
-    is_whole: bool = Field(description="all continuations were looked at; else hits and slots are estimates")
+    num_leases: int = Field(description="leases that hold some of its last run or of its continuations")
+    is_whole: bool = Field(description="all continuations were counted; otherwise hits and slots are estimates")
 
 
 class AgeCount(PydanticMessage):
@@ -75,6 +75,6 @@ class CacheReport(PydanticMessage):
         default=(), description="those through which the most tokens were reused, then the largest; 12 at most"
     )
     tree: tuple[TreePart, ...] = Field(
-        description="the largest namespaces; of more than 1,024, every second, third and so on is looked at"
+        description="the largest namespaces; of more than 1,024, only every k-th is sampled"
     )
     eviction_ages: tuple[AgeCount, ...] = Field(description="of the latest evictions, 16,384 at most")

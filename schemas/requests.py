@@ -1,4 +1,4 @@
-"""One request per verb. A client makes and validates them; batches carry them to the cache in order."""
+"""One request per verb. A client makes and checks them; batches carry them to the cache in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OfferId = Annotated[LeaseId, Field(description="unique among the offers of all s
 
 
 MAX_OWNER = 256  # characters
-MAX_BOUND = 256  # `lora_id`s that a client tells of when it comes back
+MAX_BOUND = 256  # `lora_id`s that a client lists when it opens another session
 MAX_PRIORITY = 2**31  # the first that is too high; the lowest is its negative
 MAX_REQUESTS = 1024  # of a batch: the cache's loop serves no other client meanwhile
 
@@ -38,7 +38,7 @@ def _encodable(name: str) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise ValueError("it holds what is no character, so that it cannot be shown") from None
+        raise ValueError("it must be valid Unicode text") from None
     return name
 
 
@@ -46,7 +46,7 @@ def _framed(namespace: str) -> str:
     try:
         unframe_namespace(namespace)
     except ValueError:
-        raise ValueError("not a namespace that frame_namespace gives") from None
+        raise ValueError("must be a namespace that frame_namespace returns") from None
     return namespace
 
 
@@ -60,19 +60,19 @@ Place = Annotated[int, Field(ge=0, strict=True)]
 
 
 class OpenSession(PydanticMessage):
-    """Begin a session: the owner of the leases that a client will take."""
+    """Open a session, which owns the leases that a client takes."""
 
     session_id: LeaseId
     owner: Annotated[str, Field(max_length=MAX_OWNER), AfterValidator(_encodable)] = Field(
-        description="who it is, for people: shown in statistics and errors"
+        description="the name of the client in statistics and errors"
     )
-    config_digest: str | None = Field(default=None, description="refuse a cache with another configuration")
-    replaces: LeaseId | None = Field(default=None, description="an earlier session of this client, which it gives up")
+    config_digest: str | None = Field(default=None, description="the cache must have this configuration; None: any")
+    replaces: LeaseId | None = Field(default=None, description="an earlier session of this client, which ends")
     liveness_path: str | None = Field(default=None, description="a file that the client's process locks, and its id")
     bound: tuple[LoraId | None, ...] = Field(
         default=(), max_length=MAX_BOUND, description="the `lora_id`s that this client bound before, the latest last"
     )
-    bound_more: bool = Field(default=False, description="there were more of them")
+    bound_more: bool = Field(default=False, description="the client had bound more of them")
 
 
 class CloseSession(PydanticMessage):
@@ -82,14 +82,14 @@ class CloseSession(PydanticMessage):
 
 
 class SessionRef(PydanticMessage):
-    """Names an open session: a sign of life, or a wait for its end."""
+    """Names an open session, for a heartbeat."""
 
     session_id: LeaseId
     epoch: str
 
 
 class MatchRequest(PydanticMessage):
-    """How much of `tokens` is cached. A probe: nothing is held, no recency changes."""
+    """Ask how much of `tokens` is cached. A probe: nothing is locked, no recency changes."""
 
     tokens: Tokens
     namespace: Namespace = None
@@ -154,7 +154,7 @@ class AcquireRequest(Message):
 
 
 class WaitRequest(PydanticMessage):
-    """Wait until the acquire or extend that was put in line under `ticket` is served, or its time runs out."""
+    """Wait until the acquire or extend queued under `ticket` is served, or its time runs out."""
 
     session_id: LeaseId
     epoch: str
@@ -200,46 +200,46 @@ class InsertRequest(Message):
 
 
 class ExtendRequest(PydanticMessage):
-    """More private slots for a lease. It names the total, so a retry is harmless."""
+    """Allocate more private slots for a lease. It names the total, so a retry is harmless."""
 
     lease_id: LeaseId
-    num_slots: Count = Field(gt=0, description="slots the lease is to cover")
+    num_slots: Count = Field(gt=0, description="slots that the lease must cover afterwards")
     known_pages: int = Field(ge=0, description="pages of the lease that the client knows already")
     timeout_s: TimeoutSeconds = None
 
 
 class ReleaseWindowRequest(PydanticMessage):
-    """Free a lease's sliding-window KV before token `up_to`, but for what publishing still needs."""
+    """Free a lease's sliding-window KV before token `up_to`, except the KV that publishing still needs."""
 
     lease_id: LeaseId
     up_to: Count
 
 
 class WithdrawRequest(PydanticMessage):
-    """Take a lease's extend out of line: its caller is gone. The lease stays as it is."""
+    """Remove a lease's extend from the wait queue: its caller was cancelled. The lease stays as it is."""
 
     lease_id: LeaseId
 
 
 class ReleaseRequest(PydanticMessage):
-    """End a lease: private slots are freed, what was inserted stays. No effect on one that has ended."""
+    """End a lease: private slots are freed, published pages stay. No effect on a lease that has ended."""
 
     lease_id: LeaseId
 
 
 class AbortRequest(PydanticMessage):
-    """End a lease or withdraw it while it waits. The same as a release, kept apart for the statistics."""
+    """End a lease, or remove it from the wait queue. As a release, but counted apart."""
 
     lease_id: LeaseId
 
 
 class GrantRequest(PydanticMessage):
-    """Offer a lease to another session. It stays this session's until it is adopted, and ends if it is not in time."""
+    """Offer a lease to another session. Until it is adopted this session holds it; it ends if the offer expires."""
 
     lease_id: LeaseId
     offer_id: OfferId
     timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = Field(
-        default=None, description="how long the offer stands; None: as configured"
+        default=None, description="how long the offer is valid; None: as configured"
     )
 
 
@@ -258,7 +258,7 @@ class TakeBackRequest(PydanticMessage):
 
 
 class AdoptRequest(PydanticMessage):
-    """Take over a lease that another session offers: from then on it is this session's."""
+    """Take over a lease that another session offers: from then on this session holds it."""
 
     lease_id: LeaseId
     granter: LeaseId = Field(description="the session that offers it")
@@ -267,17 +267,17 @@ class AdoptRequest(PydanticMessage):
 
 
 class EvictRequest(PydanticMessage):
-    """Evict at least `num_tokens` tokens' KV, or all that nobody holds."""
+    """Evict the KV of at least `num_tokens` tokens, or all unlocked KV if there is less."""
 
     num_tokens: Count
 
 
 class ResetRequest(PydanticMessage):
-    """Make everything cached unmatchable and free it; running leases keep their slots to the end."""
+    """Make all cached KV unmatchable and free it; open leases keep their slots until they end."""
 
 
 class RetireRequest(PydanticMessage):
-    """Make every namespace unmatchable that matches all fields given; None matches any, so at least one is given."""
+    """Make every namespace unmatchable that matches all fields given; None matches any, so name at least one."""
 
     extra_key: str | None = None
     lora_id: str | None = None
@@ -285,11 +285,11 @@ class RetireRequest(PydanticMessage):
 
 
 class StatsRequest(PydanticMessage):
-    """A snapshot of the cache's counts."""
+    """Ask for a snapshot of the cache's counts."""
 
 
 class CheckInvariantsRequest(PydanticMessage):
-    """Walk the whole cache and verify every rule it keeps. O(everything)."""
+    """Check every invariant of the cache. Takes time proportional to the size of the whole cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ class WriteKV(PydanticMessage):
     """Copy KV into `slots`, which the lease holds privately.
 
     `k` and `v` are the raw bytes of `[num_layers, len(slots), num_kv_heads, dim]` in the pool's dtype, as uint8, so
-    that they travel out of band whatever the dtype.
+    that pickle sends them out of band whatever the dtype.
     """
 
     session_id: LeaseId

@@ -1,4 +1,4 @@
-"""One response per verb. Where a batch carries them, a failed request's place holds its `CacheError` instead."""
+"""One response per verb. In a batch, the `CacheError` of a failed request stands in place of its response."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class SessionResponse(PydanticAnswer):
 
 
 class MatchResponse(PydanticAnswer):
-    """What a probe found."""
+    """The outcome of a probe."""
 
-    prefix_len: int = Field(description="leading tokens whose KV can be used now; a multiple of page_size")
+    prefix_len: int = Field(description="leading tokens with KV that can be used now; a multiple of page_size")
     full_prefix_len: int = Field(description="the same for full-attention KV alone; never shorter")
     branching_len: int | None = Field(
         default=None,
-        description="where a state or window would be worth publishing, beyond prefix_len; else None",
+        description="a length beyond prefix_len at which publishing a state or window would pay; else None",
     )
 
 
@@ -39,7 +39,7 @@ class LeaseResponse(Answer):
 
     Attributes:
         lease_id: the lease.
-        prefix_len: leading tokens whose KV is there; a multiple of page_size.
+        prefix_len: leading tokens with cached KV; a multiple of page_size.
         num_slots: slots that the lease covers, one per token.
         page_starts: int32: first slots of the lease's runs of `CacheConfig.run_len`, in token order.
         swa_page_starts: int32: each page in the window pool; 0: gone.
@@ -58,28 +58,28 @@ class AdoptResponse(PydanticAnswer):
     """A lease has a new owner."""
 
     lease: LeaseResponse
-    tokens: TokenIds = Field(description="the ids that the cache has been sent of this request")
+    tokens: TokenIds = Field(description="the ids of this request that the cache has received")
     published_len: int = Field(description="leading tokens that are in the tree")
 
 
 class RevokeResponse(PydanticAnswer):
-    """Whether a lease that was offered has ended by this request."""
+    """Whether this request ended an offered lease."""
 
     ended: bool = Field(description="False: it was adopted, revoked or expired before")
 
 
 class WaitingResponse(PydanticAnswer):
-    """There is no room now; the request stands in line. A `WaitRequest` with its ticket brings the outcome."""
+    """The request waits in the queue for free slots. A `WaitRequest` with its ticket returns the outcome."""
 
     ticket: int
-    position: int = Field(description="how many wait before it")
+    position: int = Field(description="requests before it in the queue")
 
 
 class ExtendResponse(PydanticAnswer):
     """More private slots."""
 
     num_slots: int = Field(description="slots the lease now covers")
-    page_starts: bytes = Field(repr=False, description="int32: first slots of the runs beyond those the client knew")
+    page_starts: bytes = Field(repr=False, description="int32: first slots of the runs after those the client knew")
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 
@@ -107,25 +107,25 @@ class InsertResponse(Answer):
 
 
 class WindowResponse(PydanticAnswer):
-    """A lease's sliding-window KV as it is now."""
+    """A lease's sliding-window pages after the request."""
 
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 
 class EvictResponse(PydanticAnswer):
-    """What an eviction freed."""
+    """The outcome of an eviction."""
 
-    num_evicted: int = Field(description="tokens whose slots are free now")
+    num_evicted: int = Field(description="tokens evicted: their slots are free now")
 
 
 class RetireResponse(PydanticAnswer):
-    """What a retirement did."""
+    """The outcome of a retirement."""
 
-    num_namespaces: int = Field(description="namespaces that held something, and can no longer be matched")
+    num_namespaces: int = Field(description="namespaces that held KV and can no longer be matched")
 
 
 class Ack(PydanticAnswer):
-    """Done, with nothing to tell."""
+    """The request took effect."""
 
 
 @dataclass(frozen=True, slots=True)

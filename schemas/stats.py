@@ -1,4 +1,4 @@
-"""What a cache tells of itself."""
+"""The statistics of a cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raydix.schemas.message import PydanticMessage
 class EvictionTaskStats(PydanticMessage):
     """The health of the background eviction task."""
 
-    enabled: bool = Field(description="False where high_watermark is 1.0: callers then evict their own shortfall")
-    started: bool = Field(description="False until the first session opens: it starts with that")
-    alive: bool = Field(description="whether it runs; False, too, where it is off and where it has not been started")
+    enabled: bool = Field(description="False if high_watermark is 1.0: then each request evicts its own shortfall")
+    started: bool = Field(description="False until the first session opens")
+    alive: bool = Field(description="whether it runs; also False if it is off or not started yet")
     rounds: int = Field(description="times it was woken and ran to the low mark")
     slices: int = Field(description="times it held the event loop")
     tokens_evicted: int
-    failures: int = Field(description="rounds that raised; each was logged and survived")
+    failures: int = Field(description="rounds that raised; each was logged, and the task continued")
     last_error: str | None
     longest_slice_ms: float
 
@@ -38,14 +38,14 @@ class PoolStats(PydanticMessage):
 
 
 class TenantStats(PydanticMessage):
-    """What one tenant holds of the slots, and may."""
+    """The slots that one tenant holds, and its limits."""
 
-    name: str | None = Field(description="None: all namespaces that are no tenant's")
+    name: str | None = Field(description="None: all namespaces without a tenant")
     held_slots: int = Field(description="in the tree, by its leases, and withheld of those that vanished")
     evictable_slots: int = Field(description="of held_slots, those in the tree that no lease has locked")
     floor_slots: int
     cap_slots: int | None
-    tokens_evicted: int = Field(description="for whomever; not what was retired")
+    tokens_evicted: int = Field(description="for any caller; retired tokens are not counted")
 
 
 class TooLarge(PydanticMessage):
@@ -61,9 +61,9 @@ class TooLarge(PydanticMessage):
 class GhostStats(PydanticMessage):
     """The hit rates that other sizes of the pool would have had with the requests seen so far.
 
-    That of the present size was counted. The others are estimates: it, and the difference that reuse distances make.
-    They are of a cache that evicts whole pages, least recently used first, and fills its pool to the same marks. Where
-    windows or states have pools of their own, they are of full KV alone.
+    The rate of the present size was counted. The others are estimates from reuse distances, for a cache that evicts
+    whole pages, least recently used first, between the same watermarks. If windows or states have pools of their own,
+    the rates are of full KV only.
     """
 
     tokens_requested: int = Field(description="prompt tokens of all requests, of refused ones, too")
@@ -72,7 +72,7 @@ class GhostStats(PydanticMessage):
     hit_rates: tuple[float, ...] = Field(description="share of prompt tokens found, for each size")
 
     def hit_rate_at(self, num_slots: float) -> float:
-        """The hit rate of a pool of so many slots, between those told; beyond them, that of the nearest."""
+        """Return the hit rate of a pool of `num_slots`, interpolated; outside the sizes, that of the nearest."""
         return float(np.interp(num_slots, self.num_slots, self.hit_rates))
 
 
@@ -115,32 +115,34 @@ class CacheStats(PydanticMessage):
     private_slots: int = Field(description="held by leases and not published")
     tree_slots: int
     quarantined_slots: int = Field(description="withheld because a vanished owner may still be writing them")
-    evictable_slots: int = Field(description="of tree_slots, those no lease has locked")
+    evictable_slots: int = Field(description="of tree_slots, those that no lease has locked")
     protected_slots: int = Field(description="of tree_slots, those a lease has locked")
     open_leases: int
-    owners: tuple[LeaseOwner, ...] = Field(description="whose leases hold most slots, the largest first; at most 32")
+    owners: tuple[LeaseOwner, ...] = Field(
+        description="those that hold most slots by their leases, the largest first; at most 32"
+    )
     open_sessions: int
     bindings: int = Field(default=0, description="`lora_id`s, the base model included, with a model bound to them")
     model_fingerprint: str = Field(
         default="", description="`str()` of the base model's ModelFingerprint; empty: none is bound"
     )
     waiters: int
-    expired_sessions: int = Field(description="clients that were silent for too long")
-    dead_sessions: int = Field(description="clients whose owner was seen to die")
+    expired_sessions: int = Field(description="clients that sent nothing for too long")
+    dead_sessions: int = Field(description="clients with an owner that died")
     acquires: int = Field(description="requests granted by acquire or lock, a lease each")
     hits: int = Field(description="of those, the ones that found a prefix")
     tokens_requested: int = Field(description="prompt tokens of acquires and locks, of refused ones, too")
     tokens_refused: int = Field(
-        default=0, description="of those, the tokens of acquires refused for want of room, each time"
+        default=0, description="of those, the tokens of acquires refused because slots were missing, each time"
     )
-    tokens_reused: int = Field(description="of tokens_requested, the tokens whose KV was there")
+    tokens_reused: int = Field(description="of tokens_requested, the tokens with cached KV")
     tokens_inserted: int
     tokens_duplicate: int = Field(description="tokens computed twice: their slots were freed on insert")
-    tokens_evicted: int = Field(description="by the task, by callers in need and by evict()")
-    exhausted: int = Field(description="acquires, locks and extends refused for want of room")
+    tokens_evicted: int = Field(description="by the task, by requests short of slots and by evict()")
+    exhausted: int = Field(description="acquires, locks and extends refused because slots were missing")
     refusals: dict[str, int] = Field(
         default_factory=dict,
-        description="refused requests by cause, those causes that have occurred. For want of room: never_fits, "
+        description="refused requests by cause; only causes that have occurred. If slots were missing: never_fits, "
         "tenant_cap, no_wait (timeout_s=0, or a cache in which none waits), waited_too_long, deadlocked. Others: "
         "queue_full, draining, invalid_request, unknown_lease, lease_expired, model_mismatch, internal_error. A "
         "request that its client refuses to send is not counted",
@@ -153,7 +155,7 @@ class CacheStats(PydanticMessage):
     )
     too_large: TooLarge = Field(default=TooLarge(), description="of the refused acquires, those that can never fit")
     probes: int
-    waited: int = Field(description="acquires and extends that found no room at first, and waited")
+    waited: int = Field(description="acquires and extends that had to wait for slots")
     wait_time: Histogram = Field(description="seconds that each of these waited, however that ended")
     acquire_latency: Histogram = Field(
         description="seconds from the arrival of an `acquire` at the cache to its answer, granted or refused, waits "

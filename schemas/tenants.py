@@ -13,20 +13,20 @@ from raydix.schemas.shown import brief
 
 
 class TenantConfig(BaseModel):
-    """One namespace and the slots that it may hold, in the tree and by its leases. Others share without limits.
+    """The limits of one namespace: slots that it may hold, in the tree and by its leases. Others have no limits.
 
-    What is below the floor is kept from others once the tenant has it; what it does not use, they may borrow. Only full
-    slots count, neither window slots nor states.
+    Other namespaces evict none of the tenant's slots up to its floor. Slots that the tenant does not use, others may
+    take. Only full slots count, neither window slots nor states.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    name: str = Field(min_length=1, max_length=256, description="for people: shown in statistics and errors")
+    name: str = Field(min_length=1, max_length=256, description="the tenant's name in statistics and errors")
     extra_key: str | None = Field(default=None, description="its namespace, as in requests")
     lora_id: str | None = None
     cache_salt: str | None = None
-    floor_slots: int = Field(default=0, ge=0, description="others evict none of the first so many slots that it holds")
-    cap_slots: int | None = Field(default=None, gt=0, description="it never holds more; None: as many as there are")
+    floor_slots: int = Field(default=0, ge=0, description="others evict none of its slots up to this number")
+    cap_slots: int | None = Field(default=None, gt=0, description="it never holds more slots; None: no limit")
 
     @model_validator(mode="after")
     def _floor_below_cap(self) -> Self:
@@ -41,12 +41,12 @@ class TenantConfig(BaseModel):
 
     @property
     def namespace(self) -> str | None:
-        """The framed key of its namespace."""
+        """The framed key of the tenant's namespace."""
         return frame_namespace(self.extra_key, self.lora_id, self.cache_salt)
 
 
 def check_tenants(tenants: Sequence[TenantConfig], num_slots: int, page_size: int) -> None:
-    """Raise ValueError unless these can share a pool of so many slots."""
+    """Raise ValueError unless these tenants can share a pool of `num_slots`."""
     for what in ("name", "namespace"):
         for value, count in Counter(getattr(tenant, what) for tenant in tenants).items():
             if count > 1:

@@ -1,4 +1,4 @@
-"""Token ids as they travel: packed little-endian unsigned integers, checked once where they enter."""
+"""`TokenIds`: token ids in messages, packed as little-endian unsigned integers and checked once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _or = np.bitwise_or.reduce
 
 
 class TokenIds:
-    """An immutable row of token ids, 4 bytes each, or 8 each as soon as one of them needs more than 32 bits.
+    """Immutable token ids, 4 bytes each, or 8 each if one of them needs more than 32 bits.
 
-    Build one with `TokenIds.pack(ids)`. Equal ids always pack to equal bytes, so comparing two rows is a memcmp.
+    `TokenIds.pack(ids)` makes one. Equal ids always pack to equal bytes, so a comparison is a memcmp.
     """
 
     __slots__ = ("data", "width")
@@ -34,10 +34,10 @@ class TokenIds:
     def pack(cls, ids: Any) -> TokenIds:
         """Pack a list, tuple, `array.array`, 1-D numpy array or 1-D torch tensor of ids in [0, 2**64).
 
-        Costs one pass over the ids, in C. An object that is already packed is returned as it is.
+        Takes one pass over the ids, in C. Packed ids are returned as they are.
 
         Raises:
-            ValueError: an id is negative, fractional or too large, or the ids are not a 1-D row of integers.
+            ValueError: an id is negative, fractional or too large, or the ids are not one-dimensional integers.
         """
         if type(ids) is np.ndarray:
             return cls._pack_array(ids)
@@ -56,7 +56,7 @@ class TokenIds:
                 return cls(struct.pack(f"<{len(ids)}{code}", *ids), width)
             except struct.error:
                 continue
-            except (TypeError, RuntimeError):  # numpy's and torch's, of an array or tensor that is no integer
+            except (TypeError, RuntimeError):  # of an array or tensor that is not an integer
                 break
         raise ValueError(f"token ids must be integers in [0, 2**64): {_what_else(ids)}")
 
@@ -68,7 +68,7 @@ class TokenIds:
             return cls(ids.tobytes(), 4)
         if ids.dtype.kind not in "iu":
             raise ValueError(f"token ids must be integers, not {ids.dtype}: cast them first")
-        every_bit = int(_or(ids))  # one pass tells both: negative if any is, wide if any is
+        every_bit = int(_or(ids))  # one pass: negative if any id is, wide if any id is
         if every_bit < 0:
             raise ValueError(f"token ids must not be negative: found {int(ids.min())}")
         if ids.dtype is _INT32:
@@ -82,7 +82,7 @@ class TokenIds:
         return np.frombuffer(self.data, f"<u{self.width}")
 
     def tolist(self) -> list[int]:
-        """The ids as Python integers."""
+        """Return the ids as Python integers."""
         ids: list[int] = self.ids.tolist()
         return ids
 
@@ -90,12 +90,12 @@ class TokenIds:
         return len(self.data) // self.width
 
     def slice(self, start: int, stop: int) -> TokenIds:
-        """The ids [start, stop), packed as narrow as they can be."""
+        """Return the ids [start, stop), packed in 4 bytes each if they fit."""
         part = self.data[start * self.width : stop * self.width]
         return TokenIds(part, 4) if self.width == 4 else TokenIds._pack_array(np.frombuffer(part, "<u8"))
 
     def is_whole(self) -> bool:
-        """Whether the bytes are a whole number of ids of a width that there is."""
+        """Whether the bytes are a whole number of ids, 4 or 8 bytes each."""
         return self.width in (4, 8) and isinstance(self.data, bytes) and len(self.data) % self.width == 0
 
     def starts_with(self, prefix: TokenIds) -> bool:
@@ -125,7 +125,7 @@ class TokenIds:
 
 
 def _as_array(ids: Any) -> NDArray[Any]:
-    """A numpy view of an array or tensor, without importing torch to know a tensor."""
+    """Return a numpy view of an array or tensor. Does not import torch: a caller with a tensor has done so."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(ids, torch.Tensor):
         if ids.is_floating_point() or ids.is_complex():
@@ -146,7 +146,7 @@ def _as_array(ids: Any) -> NDArray[Any]:
 
 
 def _what_else(ids: Any) -> str:
-    """What a sequence holds that is no row of ids."""
+    """Return the reason why a sequence is not one of ids."""
     if len(ids) == 1 and (isinstance(ids[0], (list, tuple)) or getattr(ids[0], "ndim", False)):
         return "this is a batch of one row, pass the row alone"
     return "found one that is negative, fractional, too large or no integer"

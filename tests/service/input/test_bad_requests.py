@@ -101,8 +101,8 @@ BAD_REQUESTS: list[Row] = [
     (InsertRequest, {"suffix": TokenIds(b"abc", 8)}, InvalidRequest, "suffix: .*torn"),
     # namespaces
     (MatchRequest, {"namespace": 7}, InvalidRequest, "namespace: .*string"),
-    (AcquireRequest, {"namespace": "lora-7"}, InvalidRequest, "namespace: not a namespace"),
-    (LockRequest, {"namespace": "3:a--"}, InvalidRequest, "namespace: not a namespace"),
+    (AcquireRequest, {"namespace": "lora-7"}, InvalidRequest, "namespace: must be a namespace"),
+    (LockRequest, {"namespace": "3:a--"}, InvalidRequest, "namespace: must be a namespace"),
     (RetireRequest, {"lora_id": 7}, InvalidRequest, "lora_id: .*string"),
     (RetireRequest, {"lora_id": None}, InvalidRequest, "name at least one"),
     # models

@@ -31,6 +31,7 @@ DONE = (
     "cache_core/tree",
     "cache_core/trie",
     "examples",
+    "schemas/*",
     "tests/*",
     "tests/benchmarks",
     "tests/chaos",
