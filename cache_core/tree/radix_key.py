@@ -172,13 +172,15 @@ def _pack(token_ids: Any) -> tuple[bytes, int, int]:
 
 
 def _array_of(ids: torch.Tensor) -> NDArray[Any]:
+    if ids.is_floating_point() or ids.is_complex():
+        raise InvalidKeyError(f"token ids must be integers, not {ids.dtype}: cast them first")
     try:
         return ids.detach().resolve_neg().cpu().numpy()
     except (TypeError, RuntimeError) as error:
         is_dense = ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta)
         if is_dense and isinstance(error, RuntimeError):  # of a GPU
             raise
-        raise InvalidKeyError(f"token ids must be a dense tensor of integers with values, not {ids.dtype}") from None
+        raise InvalidKeyError("token ids must be a dense tensor of integers that has values") from None
 
 
 def _pack_ints(ids: Sequence[Any]) -> tuple[bytes, int]:
