@@ -34,60 +34,61 @@ __all__ = [
     "hash_token_ids",
 ]
 
-NO_SLOTS = torch.empty(0, dtype=torch.int64)  # an empty row of slot indices
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
 class MatchResult:
-    """The longest cached prefix of a key. Nothing is locked: lock `last_node` before anything may evict."""
+    """The longest cached prefix of a key. It is not locked: lock `last_node` before the next eviction."""
 
-    indices: torch.Tensor  # int64 on the CPU, one slot per matched token; a copy, the caller's to keep
+    indices: torch.Tensor  # int64 on the CPU, one slot per matched token; a copy that the caller owns
     last_node: Any = None  # where the match ends; the root on a miss
     prefix_len: int = 0  # tokens; a multiple of page_size; == len(indices)
-    mamba_branching_seqlen: int | None = None  # where a state or window is worth publishing, beyond prefix_len
-    full_prefix_len: int = 0  # leading tokens whose full KV is there, usable or not
+    # tokens, if more than prefix_len: the longest prefix that a state or window at its end would make usable
+    mamba_branching_seqlen: int | None = None
+    full_prefix_len: int = 0  # leading tokens with full KV in the cache, usable or not
 
 
 @dataclass(slots=True)
 class InsertResult:
-    """What became of an insert. The cache frees nothing it was given: `duplicate_indices` are the caller's to free."""
+    """The result of an insert. The caller must free `duplicate_indices`: the cache frees no incoming slots."""
 
-    prefix_len: int = 0  # leading tokens that were in the tree before
+    prefix_len: int = 0  # leading tokens that the tree had already
     last_node: Any = None  # where the inserted key ends; the root if it has no whole page
-    mamba_exist: bool = False  # the final node had a state already
-    duplicate_indices: torch.Tensor = NO_SLOTS  # incoming slots the tree did not take over
+    mamba_exist: bool = False  # whether the last node had a state already
+    duplicate_indices: torch.Tensor = NO_SLOTS  # int64; incoming slots that the tree did not adopt
 
 
 @dataclass(slots=True)
 class EvictResult:
-    """What an eviction really freed; it may exceed the request by part of a node."""
+    """The amounts that an eviction freed; they may exceed the request by part of a node."""
 
     full_evicted: int = 0  # tokens
     swa_evicted: int = 0  # tokens
     mamba_evicted: int = 0  # states
 
 
-# for the hot paths: every field is given
+# For the hot paths: these take every field, by position.
 match_result, insert_result, evict_result = maker(MatchResult), maker(InsertResult), maker(EvictResult)
 
 
 class PageMatch(NamedTuple):
-    """A match in pages, for callers whose slots come in whole pages."""
+    """The longest cached prefix of a key, in pages, for callers that hold whole pages of slots."""
 
     prefix_len: int  # tokens
     last_node: Any
     starts: Starts  # [prefix_len / page_size], a copy
-    full_prefix_len: int  # leading tokens whose full KV is there, usable or not
-    branching_len: int | None  # where a state or window is worth publishing, beyond prefix_len
+    full_prefix_len: int  # leading tokens with full KV in the cache, usable or not
+    branching_len: int | None  # as `MatchResult.mamba_branching_seqlen`
 
 
 class PageInsert(NamedTuple):
-    """An insert in pages."""
+    """The result of an insert in pages."""
 
-    prefix_len: int  # leading tokens that were in the tree before
-    end: int  # tokens the tree now covers: the caller's later pages stay its own
+    prefix_len: int  # leading tokens that the tree had already
+    end: int  # leading tokens that the tree has now; the caller still owns the pages beyond
     last_node: Any
-    existing: Starts  # the tree's pages from where the insert resumed up to prefix_len
+    existing: Starts  # the pages of the tree from the end of `from_node` to prefix_len
 
 
 class BasePrefixCache(ABC):
@@ -96,10 +97,10 @@ class BasePrefixCache(ABC):
     `match_pages` and `insert_pages` are `match_prefix` and `insert` for callers that hold whole pages, named by their
     first slots; they skip the conversions.
 
-    What stands for an int, as numpy's integers do, is taken as one. A float raises TypeError, and what is no `RadixKey`
-    InvalidKeyError, before anything changes.
+    Integer arguments may have any type with `__index__`, such as numpy's integers; a float raises TypeError. A key must
+    be a `RadixKey`, else InvalidKeyError is raised. Both are raised before anything changes.
 
-    The methods for windows, states, tenants and events have defaults, which are those of a cache without them.
+    The methods for windows, states, tenants and events have defaults for a cache without them.
 
     Attributes:
         page_size: tokens of a page.
@@ -111,39 +112,39 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything and give back every slot the cache holds. Nodes from before are stale."""
+        """Remove everything and free every slot of the cache. All nodes become stale."""
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:
-        """The longest cached prefix of `key`, in whole pages. Refreshes recency along it; may split a node."""
+        """Return the longest cached prefix of `key`, in whole pages. Refreshes recency along it; may split a node."""
 
     @abstractmethod
     def peek_prefix(self, key: RadixKey) -> MatchResult:
-        """As `match_prefix`, without any effect: no split, no recency, no hit count."""
+        """Return the result of `match_prefix` without any effect: no split, no recency, no hit count."""
 
     def explain(self, key: RadixKey) -> Explanation:
-        """Where a match of `key` ends, and why it goes no further. Changes nothing."""
+        """Explain where a match of `key` ends, and why. Changes nothing."""
         found = self.peek_prefix(key)
         return Explanation.of_lengths(len(key), found.prefix_len, found.full_prefix_len, self.page_size)
 
     def outline(self, limits: OutlineLimits) -> Outline:
-        """The largest branches of what can be matched, in bounded work; of a cache that keeps nothing, none."""
+        """Return the largest matchable branches, in bounded work; an empty outline by default."""
         return Outline([], 0, 0)
 
-    def keep_history(self, history: EvictionHistory) -> None:  # noqa: B027 -- most kinds of cache have no use for it
-        """Note in `history` what is evicted and retired from now on, for `explain`."""
+    def keep_history(self, history: EvictionHistory) -> None:  # noqa: B027 -- most kinds of cache need no history
+        """Record evictions and retirements in `history` from now on, for `explain`."""
 
     @abstractmethod
     def insert(self, key: RadixKey, value: torch.Tensor | None = None, **kwargs: Any) -> InsertResult:
-        """Make the KV in `value`, one slot per token, findable under `key`."""
+        """Insert the KV in `value`, one slot per token, under `key`."""
 
     @abstractmethod
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
-        """Free at least `num_tokens` slots, or all that nobody has locked; so for window KV and states."""
+        """Free at least `num_tokens` slots, or all unlocked ones. The same holds for window slots and states."""
 
     @abstractmethod
     def inc_lock_ref(self, node: Any) -> Any:
-        """Keep `node` and its ancestors from eviction. Returns what `dec_lock_ref` needs back, if anything."""
+        """Lock `node` and its ancestors against eviction; return the receipt for `dec_lock_ref`, if it needs one."""
 
     @abstractmethod
     def dec_lock_ref(self, node: Any, receipt: Any = None, **kwargs: Any) -> None:
@@ -151,58 +152,58 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
-        """`match_prefix` of the first `limit` tokens of `key`, in pages, by a request of that priority."""
+        """Match the first `limit` tokens of `key`, in pages, for a request with this priority."""
 
     @abstractmethod
     def insert_pages(
         self, key: RadixKey, starts: Starts, from_node: Any, swa_evicted_seqlen: int = 0, priority: int = 0
     ) -> PageInsert:
-        """`insert` of the whole pages of `key`, resumed at `from_node`: `starts` are the pages beyond it."""
+        """Insert the whole pages of `key` beyond `from_node`; `starts` are their first slots."""
 
     @abstractmethod
     def retire_all(self) -> None:
-        """Make everything unmatchable at once; what is locked stays until it is unlocked."""
+        """Make everything unmatchable immediately. Locked nodes stay until they are unlocked."""
 
     @abstractmethod
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """`retire_all` of the namespaces whose `extra_key` is meant; returns how many there were."""
+        """Make the namespaces with a meant `extra_key` unmatchable, as `retire_all`; return their number."""
 
     @abstractmethod
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
-        """Free what was retired and nobody has locked, about `max_tokens` of it; returns tokens."""
+        """Free about `max_tokens` unlocked retired tokens, by default all; return their number."""
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Raise AssertionError if any rule the cache keeps is broken. O(n)."""
+        """Raise AssertionError if an invariant of the cache is broken. O(n)."""
 
     @abstractmethod
     def tree_starts(self) -> list[Starts]:
-        """The pages the cache holds, for checks of conservation. O(n)."""
+        """Return the first slots of all pages in the cache, for checks. O(n)."""
 
     @abstractmethod
     def num_locks(self) -> int:
-        """Locks taken and not given back, for checks. O(n)."""
+        """Return the number of locks that were not undone, for checks. O(n)."""
 
     @abstractmethod
     def evictable_size(self) -> int:
-        """Tokens that nobody has locked."""
+        """Return the number of unlocked tokens."""
 
     @abstractmethod
     def protected_size(self) -> int:
-        """Tokens that somebody has locked."""
+        """Return the number of locked tokens."""
 
     # ---------------------------------------------------------------- windows
 
     def swa_evictable_size(self) -> int:
-        """Tokens with live sliding-window KV that nobody has locked; 0 without a window."""
+        """Return the number of unlocked tokens with live sliding-window KV; 0 without a window."""
         return 0
 
     def swa_protected_size(self) -> int:
-        """Tokens with live sliding-window KV that somebody has locked; 0 without a window."""
+        """Return the number of locked tokens with live sliding-window KV; 0 without a window."""
         return 0
 
     def window_start(self, receipt: Any) -> int | None:
-        """Return the first token of the window that the lock of this receipt holds; None if it holds no window."""
+        """Return the first token of the window that the receipt's lock holds; None if it holds none."""
         return None
 
     def release_window(self, node: Any, receipt: Any) -> None:  # noqa: B027 -- no effect without a window
@@ -211,7 +212,7 @@ class BasePrefixCache(ABC):
     # ---------------------------------------------------------------- states
 
     def mamba_evictable_size(self) -> int:
-        """Return the number of states without a lock; 0 for a cache without states."""
+        """Return the number of unlocked states; 0 for a cache without states."""
         return 0
 
     def mamba_protected_size(self) -> int:
@@ -223,13 +224,15 @@ class BasePrefixCache(ABC):
         return None
 
     def attach_state(self, node: Any, mamba_value: int | None) -> bool:
-        """Give a node the state in a slot, unless it has one; return whether it had one. The cache then owns the slot.
+        """Give a node the state in a slot, unless it has one; return whether it had one.
+
+        If the node had none, the cache owns the slot afterwards; else the caller still does.
 
         Raises:
             InvalidKeyError: a state is given to a cache without states.
         """
         if mamba_value is not None:
-            raise InvalidKeyError(f"this cache keeps no states, so it cannot take the one in slot {mamba_value}")
+            raise InvalidKeyError(f"this cache keeps no states: mamba_value must be None, not {mamba_value}")
         return False
 
     def state_slots(self) -> list[int]:
@@ -239,35 +242,35 @@ class BasePrefixCache(ABC):
     # ---------------------------------------------------------------- tenants
 
     def divide(self, tenants: Tenants) -> None:
-        """Keep the floors of these tenants from now on, and count their tokens. The cache must be empty.
+        """Guarantee the floors of these tenants from now on, and count their tokens. The cache must be empty.
 
         Raises:
-            ValueError: a cache of this kind cannot be divided among tenants.
+            ValueError: this kind of cache cannot be divided among tenants.
         """
         raise ValueError(f"a {type(self).__name__} cannot be divided among tenants")
 
     def evict_own(self, tenant: Tenant, num_tokens: int) -> int:
-        """Free at least `num_tokens` slots of a tenant's unlocked tokens; return their number. There must be enough."""
+        """Free at least `num_tokens` unlocked slots of a tenant, which must have that many; return their number."""
         raise ValueError(f"a {type(self).__name__} is not divided among tenants")
 
     # ---------------------------------------------------------------- observation
 
     @property
     def now(self) -> int:
-        """The cache's clock, in ticks; 0 for a cache without one."""
+        """The current tick of the logical clock; 0 for a cache without one."""
         return 0
 
     def sample(self, max_nodes: int) -> Outline:
         """Return the size of each namespace and of its branches, estimated from about `max_nodes` nodes."""
         return Outline([], 0, 0)
 
-    def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- no pages, no events
+    def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- without pages, no events
         """Publish to `sink` which pages are stored and removed from now on."""
 
     def resident_pages(self) -> Iterable[PageRun]:
-        """Return the pages that events name and that can be matched now, parents before children. O(n)."""
+        """Return the matchable pages, as stored events name them, parents before children. O(n)."""
         return ()
 
     def total_size(self) -> int:
-        """Tokens in the cache."""
+        """Return the number of tokens in the cache."""
         return self.evictable_size() + self.protected_size()

@@ -1,49 +1,49 @@
-"""The core's own errors: a caller's mistake raises one of these before anything has changed."""
+"""The errors of the core. If the caller made a mistake, they are raised before anything changes."""
 
 from __future__ import annotations
 
 
 class CoreError(Exception):
-    """Base of the core's errors."""
+    """The base of all errors of the core."""
 
 
 class InvalidKeyError(CoreError, ValueError):
-    """Token ids that no key can hold, or values that do not fit their key."""
+    """The token ids cannot form a key, or the values do not fit their key."""
 
 
 class StaleNodeError(CoreError):
-    """A node that is no longer in the tree was handed in."""
+    """The node is no longer in the tree."""
 
 
 class LockError(CoreError):
-    """An unlock without a lock."""
+    """The unlock has no matching lock."""
 
 
 class SlotError(CoreError, ValueError):
-    """Slots that are out of range, not handed out, or named twice."""
+    """The slots are out of range, not allocated, or given twice."""
 
 
 class UnknownLeaseError(CoreError):
-    """No open lease of that session has this id."""
+    """The session has no open lease with this id."""
 
 
 class ExpiredLeaseError(UnknownLeaseError):
-    """The lease ended because its owner was silent for too long."""
+    """The lease expired: its owner sent no message for too long."""
 
 
 class ContentError(CoreError):
-    """What is cached is no longer what was published: somebody wrote to it. Found by debugging checks alone."""
+    """A cached page has changed since it was published. Only debugging checks raise this error."""
 
 
 class LeaseRangeError(CoreError, ValueError):
-    """Tokens beyond what the lease covers, or other than those it was acquired for."""
+    """The tokens lie beyond the end of the lease, or differ from those that it was acquired for."""
 
 
 class OutOfSlotsError(CoreError):
-    """The pool cannot serve a request, even after evicting all it may evict. Nothing was taken.
+    """The pool is too full for a request, even after all evictions that are allowed. Nothing was allocated.
 
-    Counts are in what `pool` holds: "slots", "window slots" or "states". `capacity` is the whole pool. Where it is the
-    cap of a tenant that leaves no room, they are of its share: `capacity` is the cap, and `evictable` its own.
+    The counts are in the unit that `pool` names: "slots", "window slots" or "states". `capacity` is the size of the
+    pool. If the cap of a tenant is the limit, `tenant` is its name, `capacity` the cap, and the counts are its own.
     """
 
     def __init__(
@@ -66,5 +66,5 @@ class OutOfSlotsError(CoreError):
 
     @property
     def can_ever_fit(self) -> bool:
-        """Whether an empty pool could serve it."""
+        """Whether an empty pool could serve the request."""
         return self.needed <= self.capacity

@@ -1,7 +1,7 @@
 """`MambaRadixCache`: prefixes to KV slots and recurrent states, for models that mix attention with Mamba-like layers.
 
-States have slots, locks and an eviction order of their own; `recurrent_state` has the rules, with a picture. Attention
-may be full or in windows, or both.
+The attention layers may be full, windowed or both. States have slots, locks and an eviction order apart from KV:
+`components.recurrent_state` has the rules, with a picture.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from raydix.cache_core.tree.tree_node import TreeNode, uses_in
 class MambaRadixCache(PrefixCache):
     """The prefix cache for hybrid models.
 
-    The cache owns the KV slots and the state slots it adopted, until it frees them.
+    The cache owns the KV slots and the state slots that it adopted, until it frees them.
 
     Args:
-        page_size: tokens a page; matches and inserts are floored to whole pages.
-        token_to_kv_pool_allocator: gets evicted KV slots back by `free(indices)`; None drops them.
-        mamba_pool: gets evicted state slots back by `free_track_slot(slot)`; None drops them.
-        on_node_evict: called with the id of each evicted node, after it left the tree.
-        chunk_size: tokens of the model's own state chunks: `mamba_branching_seqlen` is a multiple of it and of
-            `page_size`.
-        sliding_window_size: tokens that sliding-window layers attend to; None: none does. As for `RadixCache`.
-        eviction_policy: which unlocked leaf goes first, as for `RadixCache`. States alone go least recently used first.
+        page_size: tokens of a page; matches and inserts are floored to whole pages.
+        token_to_kv_pool_allocator: frees evicted KV slots by `free(indices)`; None drops them.
+        mamba_pool: frees evicted state slots by `free_track_slot(slot)`; None drops them.
+        on_node_evict: called with the id of each evicted node, after the node left the tree.
+        chunk_size: tokens of the model's state chunks. `mamba_branching_seqlen` is a multiple of it and of `page_size`.
+        sliding_window_size: tokens that a sliding-window layer attends to; None without such layers.
+        eviction_policy: the order in which unlocked leaves are evicted, as for `RadixCache`. States that are evicted
+            alone go in the order of last use.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class MambaRadixCache(PrefixCache):
 
     @property
     def mamba_lru(self) -> LRUList:
-        """The nodes with a state, in order of their states' use: a new list. O(n log n).
+        """The nodes with a state, ordered by the last use of the state. O(n log n).
 
-        The list links the nodes themselves, so it is valid until the next one is made.
+        Each read makes a new list. It links the nodes themselves, so it is valid until the next list is made.
         """
         view = LRUList(mamba=True)
         holders = (node for node in self._state_nodes() if node.mamba_value is not None)
@@ -83,7 +83,7 @@ class MambaRadixCache(PrefixCache):
 
     @property
     def full_lru(self) -> LRUList:
-        """The nodes in order of use: a new list, valid until the next one is made. O(n log n)."""
+        """The nodes, ordered by last use: a new list, valid until the next one is made. O(n log n)."""
         view = LRUList()
         uses = {node: use for top in self.parts.tops() for node, use in uses_in(top).items()}
         for node in sorted(self._state_nodes(), key=lambda node: (uses[node].last_access_time, node.end)):
@@ -105,14 +105,15 @@ class MambaRadixCache(PrefixCache):
         priority: int = 0,
         **kwargs: Any,
     ) -> InsertResult:
-        """Make the KV in `value`, and the state in slot `mamba_value`, findable under `key`.
+        """Insert the KV in `value`, and the state in slot `mamba_value`, under `key`.
 
-        For the KV slots, as `RadixCache.insert`. The state is the one after the key's last token. The tree takes it
-        over unless the final node has one: then `mamba_exist` is True and the slot stays the caller's to free.
+        KV slots and the other arguments are as in `RadixCache.insert`. The state must be the one after the key's last
+        token. The tree adopts it unless the last node has one: then `mamba_exist` is True, and the caller must free the
+        slot.
 
         Raises:
-            InvalidKeyError: a state is given for a key that is no whole number of pages; or as `RadixCache.insert`.
-            SlotError: `mamba_value` is no slot of the pool that was handed out, or the tree has it already.
+            InvalidKeyError: a state is given, and the key is not whole pages; or as `RadixCache.insert`.
+            SlotError: the pool has not allocated `mamba_value`, or the tree has it already.
             StaleNodeError: `from_node` is no longer in the tree.
         """
         if mamba_value is not None:
@@ -127,10 +128,10 @@ class MambaRadixCache(PrefixCache):
                 self.parts.window.release_replaced()
 
     def _state_for(self, key: RadixKey, mamba_value: int) -> int:
-        """The slot of a state after the last token of `key`, if there can be one."""
+        """Return the slot of the state after the last token of `key`; raise if the tree cannot adopt it."""
         check_key(key)
         if not len(key) or len(key) % self.page_size:
-            raise InvalidKeyError(f"a state needs a key of whole pages of {self.page_size}, not {len(key)} tokens")
+            raise InvalidKeyError(f"with a state, key must be whole pages of {self.page_size}, not {len(key)} tokens")
         return self._states.checked(mamba_value)
 
     def state_at(self, node: TreeNode) -> int | None:
@@ -142,24 +143,24 @@ class MambaRadixCache(PrefixCache):
         return [node.mamba_value for node in self._state_nodes() if node.mamba_value is not None]
 
     def attach_state(self, node: TreeNode, mamba_value: int | None) -> bool:
-        """Give a node a state, if one is given and it has none; True if it had one before.
+        """Give a node the state in a slot, unless the slot is None or the node has a state; return whether it had one.
 
         Raises:
             InvalidKeyError: a state is given for the root.
-            SlotError: `mamba_value` is no slot of the pool that was handed out, or the tree has it already.
+            SlotError: the pool has not allocated `mamba_value`, or the tree has it already.
             StaleNodeError: the node is not in the tree.
         """
         if node is not self.root:
             self.parts.check_in_tree(node)
         elif mamba_value is not None:
-            raise InvalidKeyError("the root has no tokens that a state could be the one after")
+            raise InvalidKeyError("node must be below the root: a state follows a token, and the root has none")
         if mamba_value is not None:
             if cast(MambaTreeNode, node).mamba_value is None:
                 mamba_value = self._states.checked(mamba_value)
         return self._attach(node, mamba_value)
 
     def _attach(self, node: TreeNode, slot: int | None) -> bool:
-        """`attach_state` without its checks."""
+        """Do `attach_state` without its checks."""
         exists = cast(MambaTreeNode, node).mamba_value is not None
         if slot is not None and not exists:
             self.parts.clock += 1
@@ -167,9 +168,9 @@ class MambaRadixCache(PrefixCache):
         return exists
 
     def mamba_evictable_size(self) -> int:
-        """States that no lock holds. O(1)."""
+        """Return the number of unlocked states. O(1)."""
         return self._states.evictable
 
     def mamba_protected_size(self) -> int:
-        """States that a lock holds. O(1)."""
+        """Return the number of locked states. O(1)."""
         return self._states.protected

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 _MAX_SEEN = 4096  # nodes: a few milliseconds
-_MAX_CHILDREN_SEEN = 256  # of one node, the latest: the remaining work is for the nodes below them
-SHOWN = 8  # token ids of a node
+_MAX_CHILDREN_SEEN = 256  # of one node, the latest: leaves some of `_MAX_SEEN` for the nodes below them
+SHOWN = 8  # token ids per node
 
 
 def head_of(items: Sequence[object]) -> str:
@@ -28,7 +28,7 @@ def walk_down(top: Any) -> Iterator[tuple[int, Any]]:
 
 
 class OutlineLimits(NamedTuple):
-    """How many of the largest branches `outline` returns."""
+    """The most that `outline` returns."""
 
     max_nodes: int
     max_depth: int  # below the namespaces, which are at depth 0
@@ -50,7 +50,7 @@ class OutlineNode:
     node: Any  # with `children`
     own_tokens: int  # of this node
     num_locks: int
-    hits: int  # matches that ended in it or below
+    hits: int  # matches that ended at it or below
     last_used: int  # tick; the latest use of it or a node below
     extra_key: str | None  # its namespace
     first_ids: Callable[[Any], list[int]]  # returns the first `SHOWN` token ids of a node
@@ -59,7 +59,7 @@ class OutlineNode:
     children: list[OutlineNode] = field(default_factory=list)  # the children that were visited, the largest first
     is_whole: bool = True  # every node below it was visited
     num_nodes: int = 1
-    tokens_below: int = 0  # its own included
+    tokens_below: int = 0  # including its own
 
     def __post_init__(self) -> None:
         self.num_children = len(self.node.children)
@@ -82,8 +82,8 @@ def outline(tops: Collection[Any], describe: Describe, limits: OutlineLimits, no
     """Return the largest namespaces, then their largest nodes, level by level. Visits at most 4,096 nodes.
 
     Args:
-        tops: the node of each namespace, above its nodes.
-        describe: returns the numbers of one node.
+        tops: the topmost node of each namespace.
+        describe: returns the `OutlineNode` of a node, with its own numbers only.
         now: the current tick.
     """
 
@@ -126,7 +126,7 @@ def _visit(tops: Iterable[Any], describe: Describe, choose: Choose, estimate: bo
     """Describe the namespaces and the chosen nodes, level by level; return the namespaces, the largest first."""
     namespaces = list(map(describe, tops))
     seen = list(namespaces)
-    for above in seen:  # grows as it goes
+    for above in seen:  # the loop appends to it
         for node in choose(above, len(seen)):
             child = describe(node)
             child.parent = above

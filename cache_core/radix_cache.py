@@ -19,21 +19,22 @@ from raydix.cache_core.tree.tree_node import TreeNode
 class RadixCache(PrefixCache):
     """The prefix cache for full attention, and for models with sliding-window layers.
 
-    The cache owns the slots it adopted, from the insert until it frees them to the pool (evicted, reset, or replaced
-    when a tombstone heals). Keys and values are copied on insert.
+    The cache owns the slots that it adopted until it frees them to the pool: on eviction, on reset, or if the healing
+    of a tombstone replaces them. An insert copies keys and values.
 
     Args:
-        page_size: tokens a page; matches and inserts are floored to whole pages.
-        sliding_window_size: tokens that a sliding-window layer attends to; None: full attention alone.
-        token_to_kv_pool_allocator: gets evicted slots back by `free(indices)`, and the window halves of tombstones by
-            `free_swa(indices)`. If it has `transfer_swa(src, dst)`, tombstones heal under a lock, too: it is called
-            in the midst of an insert, and leaves the cache alone. None drops them.
-        on_node_evict: called with the id of each evicted node, after it left the tree.
-        eviction_policy: which unlocked leaf goes first: a name of `eviction.policy.POLICIES`, or a policy.
+        page_size: tokens of a page; matches and inserts are floored to whole pages.
+        sliding_window_size: tokens that a sliding-window layer attends to; None: full attention only.
+        token_to_kv_pool_allocator: the pool. `free(indices)` frees evicted slots, and `free_swa(indices)` the window
+            halves of tombstones. If it has `transfer_swa(src, dst)`, locked tombstones can heal, too: `insert` calls it
+            halfway, so it must not call the cache. None drops the slots.
+        on_node_evict: called with the id of each evicted node, after the node left the tree.
+        eviction_policy: the order in which unlocked leaves are evicted: a policy, or its name in
+            `eviction.policy.POLICIES`.
 
     Raises:
-        ValueError: a window is given with a pool that lacks `free_swa`, a size is out of range, or there is no such
-            policy.
+        ValueError: a window is given with a pool that lacks `free_swa`, a size is out of range, or the policy is
+            unknown.
     """
 
     def __init__(
@@ -58,28 +59,29 @@ class RadixCache(PrefixCache):
         priority: int = 0,
         **kwargs: Any,
     ) -> InsertResult:
-        """Make the KV in `value` findable under `key`, whole pages of it.
+        """Insert the KV in `value` under `key`, in whole pages.
 
-        The tree adopts (and copies) the slots in [prefix_len, aligned length). It frees none: of those in
-        [prev_prefix_len, prefix_len), `duplicate_indices` names the ones it does not hold, the caller's to free. The
-        tail beyond the last whole page stays the caller's as well. Tombstones heal where the incoming slots have window
-        KV: an unlocked one adopts the slots, and its old ones are freed at the end; a locked one adopts only their
-        window half.
+        The tree adopts the slots in [prefix_len, aligned length). It frees no incoming slot. The caller must free
+        `duplicate_indices`: the slots in [prev_prefix_len, prefix_len) that the tree does not have. The caller also
+        keeps the slots beyond the last whole page.
+
+        Tombstones heal where the incoming slots have window KV. An unlocked tombstone adopts the incoming slots; its
+        old ones are freed at the end. A locked one adopts only their window half.
 
         Args:
-            value: int64, one slot per token of `key`; None takes the ids themselves (for simulation).
-            prev_prefix_len: leading slots known to be the tree's own.
-            swa_evicted_seqlen: leading tokens without window KV; rounded up to whole pages. No effect without a
-                window; so have arguments of other kinds of caches.
-            from_node: `last_node` of a match of a prefix of this key: the walk starts there, and the slots before it
-                are taken to be the tree's own.
-            priority: the request's: no node on the key's path has a lower one afterwards.
+            value: int64, one slot per token of `key`; None uses the ids as slots, for simulation.
+            prev_prefix_len: leading slots that the caller knows to be the tree's.
+            swa_evicted_seqlen: leading tokens without window KV; rounded up to whole pages. Ignored without a window,
+                as are arguments of other kinds of caches.
+            from_node: `last_node` of a match of a prefix of this key. The walk starts there; the slots before it must
+                be the tree's.
+            priority: of the request; raises the priority of every node on the key's path to at least this.
 
         Raises:
-            InvalidKeyError: `value` is shorter than the key, `from_node` does not lie on its path, or fewer than
-                `prev_prefix_len` tokens are in the tree.
-            SlotError: the pool refused the old slots of a tombstone, which has healed, or to move a window half to one,
-                which has not.
+            InvalidKeyError: `value` is shorter than the key, `from_node` does not lie on its path, or the tree has
+                fewer than `prev_prefix_len` of the tokens.
+            SlotError: the pool refused the old slots of a tombstone, which has healed, or refused to move a window half
+                to a tombstone, which has not healed.
             StaleNodeError: `from_node` is no longer in the tree.
         """
         try:

@@ -1,15 +1,15 @@
 """`RadixTrie`: tokens to blocks, shared by sequences, with LRU eviction of leaves from their last block.
 
     root ── [1, 2, 3] : [10, 11, 12]         page_size 1: a block per token
-            ├─ [4] : [13]                    a sequence that uses this node uses [1, 2, 3], too
+            ├─ [4] : [13]                    a sequence that uses this node also uses [1, 2, 3]
             └─ [7, 8] : [14, 15]             unused: eviction takes 15, then 14
 
 Rules, checked by `check_invariants`:
 
 1. A node holds whole pages, at least one, with one block per page; the root holds none.
-2. A node is in its parent's `children` under its first page, and knows its parent and its root.
+2. A node is in its parent's `children` under its first page; its `parent` and `root` are set.
 3. A sequence that uses a node uses its parent. A node counts, for each of its users, the children that this user uses.
-4. The eviction queue holds every unused leaf, and nothing else.
+4. The eviction queue holds the unused leaves only, and all of them.
 5. `num_blocks` counts the blocks in the trie, `num_evictable_blocks` those of unused nodes.
 """
 
@@ -29,23 +29,23 @@ from raydix.cache_core.trie.trie_node import TrieNode, check_structure, place_bl
 class RadixTrie:
     """The prefix cache for paged attention with whole blocks (after the contract of Modular MAX's ``RadixTrie``).
 
-    Tokens are any hashable values, compared by value; one block, any value with equality, stands for `page_size` of
-    them. Scalars of NumPy and torch count as Python's. An inserted block is owned by the trie until `evict_blocks`
-    returns it or `on_displaced` is called with it. Only a node that a sequence uses is safe from both, so mark the
-    matched node before you rely on its blocks.
+    Tokens may be any hashable values, compared by value. A block may be any value with equality, and holds `page_size`
+    tokens. Scalars of NumPy and torch equal those of Python. The trie owns an inserted block until `evict_blocks`
+    returns it or `on_displaced` is called with it. Neither happens while a sequence uses the node: mark the matched
+    node before you rely on its blocks.
 
-    A `TrieNode` that the trie returned stands for the end of one prefix, whatever is inserted or split around it. Once
-    the block at that end is evicted the node is rejected as stale, even if its first tokens are still in the trie.
+    A `TrieNode` that the trie returned stands for the end of one prefix, also after later inserts and splits. Once the
+    block at that end is evicted, the node is rejected as stale, even if its first tokens are still in the trie.
 
-    A trie can be neither pickled nor deep-copied: TypeError.
+    Pickling or deep-copying a trie raises TypeError.
 
-    Time is a logical clock that ticks at each insert and when a sequence stops using a node; a match leaves it alone.
-    Equal operations have equal outcomes.
+    Time is a logical clock. It ticks at each insert and when a sequence stops using a node, but not at a match. Equal
+    operations have equal outcomes.
 
     Args:
         page_size: tokens per block.
-        on_displaced: called once with each block that an insert left without a place in the trie, when the trie is
-            consistent again. It must not raise: it would not be called with the remaining blocks of that insert.
+        on_displaced: called once with each block that an insert displaced, after the insert is complete. It must not
+            raise: an error would skip the remaining blocks of that insert.
 
     Raises:
         ValueError: `page_size` is below 1.
@@ -57,7 +57,7 @@ class RadixTrie:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
         self.on_displaced = on_displaced
-        self.root = TrieNode(None, [], [], 0)  # end of the empty prefix: never used, evicted or stale
+        self.root = TrieNode(None, [], [], 0)  # the end of the empty prefix: never used, evicted or stale
         self.num_blocks = 0  # in the trie
         self.num_evictable_blocks = 0  # the blocks that `evict_blocks` can return now
         self._queue: RecencyQueue[TrieNode] = RecencyQueue(attrgetter("last_access_time"))
@@ -73,9 +73,9 @@ class RadixTrie:
     def match_prefix(self, tokens: Any, node: TrieNode | None = None) -> tuple[TrieNode, list[Any]]:
         """Return the longest prefix of `tokens` that is in the trie below `node`, floored to whole pages.
 
-        Returns the node that ends it (`node` itself, by default the root, on a miss) and the blocks from `node` to
-        there, which remain owned by the trie. A match that ends inside a node splits it. Costs a comparison of the
-        matched tokens and a lookup per node.
+        Returns its last node and the blocks from `node` to there, which the trie still owns. On a miss the last node is
+        `node` itself, by default the root. A match that ends inside a node splits it. Costs a comparison of the matched
+        tokens and a lookup per node.
 
         Raises:
             InvalidKeyError: `tokens` is empty, or a token cannot be hashed by value. It is a ValueError.
@@ -93,17 +93,16 @@ class RadixTrie:
     def insert(self, tokens: Any, blocks: Any, node: TrieNode | None = None) -> TrieNode:
         """Insert `blocks` under `tokens`, one block per page, below `node`.
 
-        `tokens` and `blocks` are those beyond `node` only, by default all from the root; both are copied. Returns the
-        node that ends the sequence: use it to mark the sequence, and to insert the tokens that are generated next.
+        `tokens` and `blocks` begin at the end of `node`, by default the root; both are copied. Returns the last node of
+        the sequence: use it to mark the sequence, and to insert the tokens that are generated next.
 
         If the trie already has a page, its block stays if a sequence uses that node; otherwise the incoming block
         replaces it. `on_displaced` is called with the other block, in token order: the caller must free it. A block
-        that equals the one in the trie is not displaced. All other blocks are owned by the trie. Costs as much as a
-        match.
+        that equals the one in the trie is not displaced. The trie owns all other blocks. Costs as much as a match.
 
         Raises:
-            InvalidKeyError: `tokens` is empty, or a token cannot be hashed, or the tokens are not whole pages, or the
-                number of blocks is not that of the pages. It is a ValueError.
+            InvalidKeyError: `tokens` is empty or not whole pages, a token cannot be hashed, or `blocks` is not one per
+                page. It is a ValueError.
             StaleNodeError: `node` is not, or no longer, in this trie.
         """
         node = self._live(node)
@@ -171,16 +170,16 @@ class RadixTrie:
     # ---------------------------------------------------------------- use by sequences
 
     def mark_in_use_by(self, node: TrieNode, seq_id: Hashable) -> None:
-        """Keep `node` and its ancestors, with their blocks, for a sequence.
+        """Mark `node` and its ancestors as in use by a sequence, so that their blocks stay.
 
-        A second mark has no effect, nor has a mark of the root. Climbs to the root or to a node that this sequence
-        already uses, in O(nodes climbed).
+        Marking a node again, or the root, has no effect. Climbs to the root or to a node that this sequence already
+        uses, in O(nodes climbed).
 
         Raises:
             StaleNodeError: `node` is not, or no longer, in this trie.
         """
         step: TrieNode | None = self._live(node)
-        num_below = 0  # 1 after the first step: the child that the sequence has begun to use
+        num_below = 0  # 1 after the first step: the child that the sequence now uses
         while step is not None and step is not self.root:
             in_use = seq_id in step.users
             step.users[seq_id] = step.users.get(seq_id, 0) + num_below
@@ -193,7 +192,7 @@ class RadixTrie:
             step = step.parent
 
     def mark_not_in_use_by(self, node: TrieNode, seq_id: Hashable) -> None:
-        """End the use of `node` and its ancestors by a sequence; they are the most recently used. O(depth in nodes).
+        """End the use of `node` and its ancestors by a sequence, as the most recent use. O(depth in nodes).
 
         `node` must be the deepest node that the sequence uses on this path. An ancestor stays in use as long as the
         sequence uses another branch below it. The root is never in use: the call has no effect.
@@ -236,10 +235,10 @@ class RadixTrie:
     # ---------------------------------------------------------------- eviction
 
     def evict_blocks(self, desired_num_evicted: int) -> list[Any]:
-        """Remove that many blocks from the trie, or all evictable ones, and return them, owned by the caller.
+        """Remove that many blocks from the trie, or all evictable ones, and return them; the caller then owns them.
 
-        Trims the least recently used unused leaf from its last block; a leaf without blocks is removed, and its parent
-        becomes a candidate. Blocks of nodes in use stay. O(log n) per leaf, O(1) per block.
+        Removes blocks from the end of the unused leaf that was used least recently. A leaf without blocks is removed,
+        and its parent becomes a candidate. Blocks of nodes in use stay. O(log n) per leaf, O(1) per block.
         """
         desired_num_evicted, evicted = index(desired_num_evicted), list[Any]()
         while len(evicted) < desired_num_evicted and (leaf := self._queue.pop()) is not None:

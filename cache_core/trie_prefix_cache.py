@@ -1,7 +1,7 @@
-"""`TriePrefixCache`: a `RadixTrie` with the contract of the prefix caches, so that its sequences can be leases.
+"""`TriePrefixCache`: a `RadixTrie` as a `BasePrefixCache`, so that leases can be opened over it.
 
-A block is a page, named by its first slot. Each lock marks its path as in use by a sequence of its own. All namespaces
-share one trie and one eviction order: each token carries its namespace, and how often that was retired before.
+A block is a page, named by its first slot. Each lock marks its path as in use by a new sequence. All namespaces share
+one trie and one eviction order: each token in the trie includes its namespace and how often that was retired before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TriePrefixCache(BasePrefixCache):
     """A prefix cache over a `RadixTrie`.
 
     If an insert brings a page for tokens that are in the trie, the trie keeps its own page while a sequence uses it,
-    and otherwise takes the new one. Displaced pages of the trie are freed; rejected new pages stay the caller's.
+    and otherwise takes the new one. Displaced pages of the trie are freed; the caller keeps the rejected new pages.
     """
 
     def __init__(self, page_size: int = 1, token_to_kv_pool_allocator: PagePool | None = None) -> None:
@@ -65,13 +65,13 @@ class TriePrefixCache(BasePrefixCache):
         self._displaced: list[int] = []
         self._trie = self._new_trie()
         self._retired: list[RadixTrie] = []
-        self._times_retired: dict[str | None, int] = {}  # of the namespaces in the trie that were ever retired
+        self._times_retired: dict[str | None, int] = {}  # by namespace; only those still in the trie
         self._sequences = count(1)
         self._open: dict[int, TrieHandle] = {}
 
     @property
     def root(self) -> TrieHandle:
-        """The node of a miss; locking it has no effect."""
+        """The node that a miss returns; locking it has no effect."""
         return TrieHandle(self._trie, self._trie.root, 0)
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
@@ -116,7 +116,7 @@ class TriePrefixCache(BasePrefixCache):
         """Insert the whole pages of `key` beyond `from_node`.
 
         Raises:
-            SlotError: the pool refused displaced pages; the trie has the incoming ones.
+            SlotError: the pool refused to free displaced pages. The insert is complete.
         """
         start, stop = from_node.end, len(key) - len(key) % self.page_size
         if start == stop:
@@ -133,10 +133,10 @@ class TriePrefixCache(BasePrefixCache):
         return PageInsert(start + there * self.page_size, stop, TrieHandle(self._trie, node, stop), held)
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
-        """Free at least `num_tokens` slots that no sequence uses: leaves from their last page, least recent first.
+        """Free at least `num_tokens` unused slots, or all: least recently used leaves first, from their last page.
 
         Raises:
-            SlotError: the pool refused them; the trie has evicted them.
+            SlotError: the pool refused to free the pages. The eviction is complete.
         """
         blocks = self._trie.evict_blocks(-(-index(num_tokens) // self.page_size))
         self._free(blocks)
@@ -174,14 +174,14 @@ class TriePrefixCache(BasePrefixCache):
         self._free([block for trie in tries for node in trie.nodes() for block in node.blocks])
 
     def retire_all(self) -> None:
-        """Make everything unmatchable; pages that a sequence uses stay until it is unlocked."""
+        """Make everything unmatchable; pages that a sequence uses stay until their lock is undone."""
         self._retired.append(self._trie)
         self._trie, self._times_retired = self._new_trie(), {}
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
         """Make the namespaces with a meant `extra_key` unmatchable; return how many there were.
 
-        O(children of the root). Their pages are no longer used, so they age and are evicted in LRU order.
+        O(children of the root). Their pages are not matched any more, so they age and are evicted in LRU order.
         """
         present = {_space_of(child.tokens[0]) for child in self._trie.root.children.values()}
         spaces = {extra_key for extra_key, _ in present}
@@ -192,7 +192,7 @@ class TriePrefixCache(BasePrefixCache):
         return len(meant)
 
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
-        """Free up to `max_tokens` tokens that `retire_all` retired and no sequence uses; return how many."""
+        """Free about `max_tokens` unused tokens that `retire_all` retired, by default all; return their number."""
         blocks: list[int] = []
         left = index(max_tokens) // self.page_size + 1 if max_tokens is not None else None
         for trie in self._retired:
@@ -203,15 +203,15 @@ class TriePrefixCache(BasePrefixCache):
         return len(blocks) * self.page_size
 
     def evictable_size(self) -> int:
-        """Tokens of matchable pages that no sequence uses. O(1)."""
+        """Return the number of tokens in unused pages, without the tries that `retire_all` replaced. O(1)."""
         return self._trie.num_evictable_blocks * self.page_size
 
     def protected_size(self) -> int:
-        """Tokens of all other pages. O(tries that are still in use)."""
+        """Return the number of tokens in all other pages. O(tries that are still in use)."""
         return sum(trie.num_blocks for trie in (self._trie, *self._retired)) * self.page_size - self.evictable_size()
 
     def num_locks(self) -> int:
-        """Locks below the root that were not undone."""
+        """Return the number of locks below the root that were not undone."""
         return sum(handle.end > 0 for handle in self._open.values())
 
     def tree_starts(self) -> list[Starts]:
@@ -252,7 +252,7 @@ class TriePrefixCache(BasePrefixCache):
 
 
 def _space_of(token: Hashable) -> tuple[str | None, int]:
-    """Return the namespace that a token in the trie carries, and how often that was retired before."""
+    """Return the namespace of a token in the trie, and how often that was retired before."""
     if not isinstance(token, tuple) or isinstance(token[0], int):
         return None, 0
     return (token[0], 0) if len(token) == 2 else (token[0], token[1])

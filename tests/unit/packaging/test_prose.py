@@ -24,6 +24,7 @@ DONE = (
     "actors/service",
     "actors/sessions",
     "actors/transport",
+    "cache_core/*",
     "cache_core/components",
     "cache_core/eviction",
     "cache_core/ghost",
