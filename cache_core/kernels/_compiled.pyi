@@ -1,4 +1,4 @@
-# The same as in plain Python, to the letter.
+# The interface is that of plain Python.
 from raydix.cache_core.kernels.plain_kernels import Children as Children
 from raydix.cache_core.kernels.plain_kernels import Holdings as Holdings
 from raydix.cache_core.kernels.plain_kernels import Key as Key

@@ -1,4 +1,4 @@
-"""The children of a node in plain Python: the twin of `_children.c`."""
+"""The children of a node in plain Python: the equivalent of `c/_children.c`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 class Children(dict[bytes, Any]):
-    """The children of a node, by the first page of their data, in the order in which they came.
+    """The children of a node by the first page of their data, in the order in which they were added.
 
-    Compiled, it is no dict, and has these methods alone besides `len`, `get`, `values` and its subscripts; what the
-    page of a child is, its data say. Leaves share one, which cannot be changed.
+    All leaves share one instance, which is read-only. The compiled class is not a dict: besides these methods it has
+    only `len`, `get`, `values` and subscripts. It reads the page of a child from the child's data.
     """
 
     def first(self, limit: int, /) -> list[Any]:
-        """Up to so many, those that came first. O(limit)."""
+        """Return the first `limit` children, or all if there are fewer. O(limit)."""
         return list(islice(self.values(), limit))
 
     def last(self, limit: int, /) -> list[Any]:
-        """Up to so many, those that came last before the others. O(limit)."""
+        """Return the last `limit` children, the last one first, or all if there are fewer. O(limit)."""
         return list(islice(reversed(self.values()), limit))
 
 

@@ -1,4 +1,4 @@
-"""What of a tree is locked, and which of the rest goes next, in plain Python: the twin of `_holdings.c`."""
+"""Locks, token counts and evictions of a tree in plain Python: the equivalent of `c/_holdings.c`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FreeSlots: TypeAlias = Callable[[torch.Tensor], object]
 
 
 class Holdings:
-    """Tokens of a tree with locks and without, and its unlocked leaves: what `FullKV` is made of.
+    """The locked and unlocked tokens of a tree, and the queue of its unlocked leaves; the base of `FullKV`.
 
-    Its heir says what becomes of a leaf without locks, by `_offer`, and of a node whose last child has gone, by
-    `_left_bare`.
+    The subclass must define `_offer`, called with a leaf after its last unlock, and `_left_bare`, called with a node
+    after the removal of its last child.
 
     Args:
-        queue: of the unlocked leaves, to `push`, `discard`, `touch` and `pop` them.
+        queue: the eviction queue of the unlocked leaves, with `push`, `discard`, `touch` and `pop`.
     """
 
     def __init__(self, queue: Any) -> None:
@@ -29,20 +29,20 @@ class Holdings:
         self.protected = 0  # tokens of nodes with locks
 
     def add(self, leaf: Any, /) -> None:
-        """A new, unlocked leaf."""
+        """Count and queue a new, unlocked leaf."""
         parent = leaf.parent
         self.evictable += leaf.end - parent.end
-        if len(parent.children) == 1:  # it was a leaf until now
+        if len(parent.children) == 1:  # the parent was a leaf until now
             self._queue.discard(parent)
         self._queue.push(leaf)
 
     def use(self, end: Any, now: int, num_hits: int, priority: int, /) -> None:
-        """What was looked up or inserted ends at a node, now: so many matches, by a request of that priority."""
+        """Record that a match or insert ends at a node: the tick, the number of matches, the request's priority."""
         if end.own_priority < priority:
             end.own_priority = priority
         end.own_access_time = now
         end.own_hits += num_hits
-        if not end.children:  # of all that was gone through, only this can be a leaf
+        if not end.children:  # of the nodes on the path, only the last can be a leaf
             self._queue.touch(end)
 
     def lock(self, node: Any, /) -> None:
@@ -54,9 +54,9 @@ class Holdings:
             self._queue.discard(node)
 
     def unlock(self, node: Any, /) -> bool:
-        """Undo one lock of this very node; a leaf without locks may then be evicted. O(depth in nodes).
+        """Undo one lock that was taken on the node itself; an unlocked leaf may then be evicted. O(depth in nodes).
 
-        Returns whether it had any."""
+        Returns whether the node had such a lock."""
         if node.own_locks < 1:
             return False
         moved = _unlock_path(node)
@@ -67,8 +67,8 @@ class Holdings:
         return True
 
     def fell(self, num_tokens: int, page_size: int, victims: Any, /) -> None:
-        """Take the leaves that go next out of the queue and the tree, until the victims hold so many tokens, or there
-        is none."""
+        """Move leaves from the queue and the tree to `victims`, in queue order, until these have `num_tokens` tokens
+        or the queue is empty."""
         wanted = index(num_tokens)
         while victims.num_tokens < wanted and (leaf := self._queue.pop()) is not None:
             parent = leaf.parent
@@ -79,8 +79,8 @@ class Holdings:
                 self._left_bare(parent)
 
     def free_leaves(self, num_tokens: int, page_size: int, free: FreeSlots, free_each: FreeSlots, /) -> int:
-        """`fell`, and hand the slots of all that went to `free`, in one call, if there are any; to `free_each` if that
-        refuses. What went before an error is handed back, too. Returns how many."""
+        """Evict leaves as `fell`, then free their slots by one call of `free`, or of `free_each` if that raises. Return
+        the number of evicted tokens. If `fell` raises, the leaves evicted before are freed, too."""
         victims = Victims()
         try:
             self.fell(num_tokens, page_size, victims)
@@ -97,7 +97,7 @@ class Holdings:
 
 
 class Victims:
-    """Nodes that left the tree, with the slots they held."""
+    """Evicted nodes, with the slots that they had."""
 
     __slots__ = ("_sizes", "nodes", "num_tokens", "rows")
 
@@ -108,7 +108,7 @@ class Victims:
         self.num_tokens = 0
 
     def add(self, node: Any, row: bytes | None, num_tokens: int, /) -> None:
-        """One more node, what it held, and for how many tokens."""
+        """Add a node, its packed slots and its number of tokens."""
         assert row is not None, f"{node!r} had been evicted before"
         self.nodes.append(node)
         self.rows.append(row)
@@ -116,7 +116,7 @@ class Victims:
         self.num_tokens += num_tokens
 
     def slots(self, page_size: int, /) -> torch.Tensor:
-        """One slot per token, whether rows say the slots of tokens or those of pages; a copy."""
+        """Return one slot per token, int64, in a copy; each node's slots may be packed per token or per page."""
         return expand_each(self.rows, self._sizes, page_size)
 
 
@@ -130,9 +130,9 @@ def _give_back(slots: torch.Tensor, free: FreeSlots, free_each: FreeSlots) -> No
 
 
 def uproot(leaf: Any, page_bytes: int, /) -> bytes:
-    """Take a leaf out of its parent's children; returns its slots, which it no longer has.
+    """Remove a leaf from its parent's children; return its slots, which are None on the leaf afterwards.
 
-    What went through it went through its parent as well: of its uses the parent tells from now on.
+    The parent adds the uses of the leaf to its own: each use of the leaf was also one of the parent.
     """
     parent, slots = leaf.parent, leaf.slots
     assert slots is not None and not leaf.children, f"not a leaf: {leaf}"
@@ -145,7 +145,7 @@ def uproot(leaf: Any, page_bytes: int, /) -> bytes:
 
 
 def _lock_path(node: Any) -> int:
-    """Count a lock on a node and on all above it; returns how many tokens became locked that were not."""
+    """Add a lock to a node and its ancestors; return the number of tokens that were unlocked before."""
     node.own_locks += 1
     end, parent = node.end, node.parent
     while parent is not None and not node.lock_ref:
@@ -159,7 +159,7 @@ def _lock_path(node: Any) -> int:
 
 
 def _unlock_path(node: Any) -> int:
-    """Undo one `_lock_path`; returns how many tokens are no longer locked."""
+    """Undo one `_lock_path`; return the number of tokens that are unlocked now."""
     node.own_locks -= 1
     end, parent = node.end, node.parent
     while parent is not None and node.lock_ref == 1:

@@ -1,4 +1,4 @@
-"""The inner loops of the core in plain Python and numpy: the twins of `_*.c`, and what both of them mean."""
+"""The inner loops of the core in plain Python and numpy: the equivalents of `c/*.c`, and the reference for them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = [
 
 _T = TypeVar("_T")
 _I4 = np.dtype("<i4")
-_FIRST_CHUNK = 1024  # bytes compared first where a run is matched in part
+_FIRST_CHUNK = 1024  # bytes: the first chunk to compare in a partly matched run
 
 
 def pack(ids: Any, /) -> bytes | None:
-    """The most usual ids, packed: little-endian, 4 bytes each. None for what takes a closer look, or is no row of ids.
+    """Return ids of a common type, packed: little-endian, 4 bytes each. None for all others, which may be valid.
 
-    Costs one pass. Compiled, it takes lists of ints and rows of 4 or 8 bytes an integer; plain, rows of int32.
+    Costs one pass. The compiled version packs lists of ints and 1-D arrays of 4 or 8 bytes an integer, this one int32.
     """
     if isinstance(ids, np.ndarray) and ids.dtype is _I4 and ids.ndim == 1:
         # `argmin` costs a fraction of `min`
@@ -56,26 +56,26 @@ def pack(ids: Any, /) -> bytes | None:
 
 
 def maker(made: type[_T], /) -> Callable[..., _T]:
-    """The constructor of a dataclass with slots, for who gives a value for each of its fields, in their order.
+    """Return a constructor of a dataclass with slots; it takes all fields by position.
 
-    Compiled, it is none: the slots are filled at once, and no code of the class runs.
+    The compiled constructor fills the slots directly: no code of the class runs.
     """
     return made
 
 
 def use_huge_pages() -> bool:
-    """Have whatever small objects Python makes from now on lie in huge pages, in this whole process and for good.
+    """Allocate all small Python objects of this process in huge memory pages from now on; cannot be undone.
 
-    Linux gives them where `transparent_hugepage` is "madvise" or "always"; a large tree is then walked in less time.
-    Returns whether they are asked for: not by plain Python, nor elsewhere.
+    Linux provides huge pages if `transparent_hugepage` is "madvise" or "always"; walks of a large tree then take less
+    time. Return whether they were requested: only by the compiled version, on Linux.
     """
     return False
 
 
 class Key:
-    """What a key is made of: see `RadixKey`. What `pack` does not take is packed by the method `_pack_slowly`.
+    """The base of `RadixKey`: packed token ids and a namespace.
 
-    A key that is made of another one has its namespace, unless one is given.
+    The subclass packs by `_pack_slowly` the ids that `pack` rejects. A key of another key has its namespace by default.
     """
 
     __slots__ = ("arity", "data", "extra_key", "num_tokens", "unit", "width")
@@ -91,14 +91,14 @@ class Key:
 
     @staticmethod
     def _pack_slowly(token_ids: Any) -> tuple[bytes, int, int]:
-        """Packed ids, the bytes of an id, and the ids of a tuple (0: plain ids)."""
+        """Return the packed ids, the bytes of an id, and the ids of a tuple (0: plain ids)."""
         raise NotImplementedError
 
     def _fill(self, data: bytes, width: int, arity: int, extra_key: str | None) -> None:
         if extra_key is not None and not isinstance(extra_key, str):
             raise InvalidKeyError(f"extra_key must be a str or None, not {type(extra_key).__name__}")
         self.data = data  # little-endian ids
-        self.width = width  # bytes an id
+        self.width = width  # bytes of an id
         self.arity = arity  # ids of a tuple; 0: plain ids
         self.unit = width * (arity or 1)  # bytes of one element
         self.num_tokens = len(data) // self.unit
@@ -106,9 +106,9 @@ class Key:
 
     @classmethod
     def from_packed(cls, data: bytes, width: int, extra_key: str | None = None, arity: int = 0) -> Self:
-        """A key over ids packed already: little-endian, `width` bytes each (8 only if some id needs it).
+        """Return a key over packed ids: little-endian, `width` bytes each (8 only if an id needs it).
 
-        `arity` is the number of ids in each tuple, 0 for plain ids. Nothing is copied, and no id is checked.
+        `arity` is the number of ids in each tuple, 0 for plain ids. The ids are neither copied nor checked.
         """
         key = cls.__new__(cls)
         key._fill(data, width, arity, extra_key)
@@ -116,12 +116,12 @@ class Key:
 
 
 def last_use(node: Any, /) -> int:
-    """When a match or an insert last ended at a node, or at what was evicted from below it: what LRU ranks by."""
+    """Return the tick when a match or insert last ended at a node, or at a node evicted below it: the rank of LRU."""
     return node.own_access_time  # type: ignore[no-any-return]
 
 
 def leads_to(key: Key, node: Any, /) -> bool:
-    """Whether the runs from the root down to `node` are the first tokens of a key. A memcmp of them."""
+    """Return whether the runs from the root to `node` are the first tokens of a key, by a memcmp of each."""
     end: int = node.end * key.unit
     while node.parent is not None and node.data:
         if not key.data.startswith(node.data, end - len(node.data), end):
@@ -132,7 +132,7 @@ def leads_to(key: Key, node: Any, /) -> bool:
 
 
 class Node:
-    """What a node of a tree is made of: see `TreeNode`."""
+    """The base of `TreeNode`, which documents the attributes."""
 
     __slots__ = (
         "children",
@@ -175,11 +175,11 @@ class Node:
         self.hash_values: list[str] | None = None
 
     def __reduce__(self) -> NoReturn:
-        """Refused, as by the compiled one: a node holds its whole tree."""
+        """Raise TypeError, as the compiled class does: a copy of a node would be a copy of its whole tree."""
         raise TypeError(f"cannot pickle {type(self).__name__!r} object")
 
     def __len__(self) -> int:
-        """The tokens of its run; 0 for the root."""
+        """Return the number of tokens of this node's run; 0 for the root."""
         return self.end - self.parent.end if self.parent is not None else 0
 
 
@@ -194,14 +194,14 @@ def grow(
     now: int,
     /,
 ) -> Any:
-    """Hang a new leaf below `parent`: the tokens of a key from where that ends up to `stop`.
+    """Add a leaf below `parent` with the tokens of a key from `parent.end` to `stop`; return the leaf.
 
     Args:
-        ids: the next one is the leaf's.
-        slots: of the leaf, which keeps them.
+        ids: the next id is the leaf's.
+        slots: the packed slots of the leaf, which keeps them.
 
     Raises:
-        ValueError: a child that begins so is there.
+        ValueError: `parent` has a child with the same first page.
     """
     run, node_id = key.data[parent.end * key.unit : stop * key.unit], next(ids)
     if run[: page_size * key.unit] in parent.children:
@@ -212,11 +212,11 @@ def grow(
 
 
 def cut(node_type: Any, ids: Iterator[int], page_size: int, node: Any, end: int, /) -> Any:
-    """Cut `node` at `end`, tokens from the root; returns the new node above it, which takes over the prefix.
+    """Split `node` at `end`, tokens from the root; return the new node above it, which takes over the prefix.
 
-    The next id is the new node's. Locks, age and priority are copied to it, uses are not, hashes are shared out.
-    Compiled, a prefix that is most of the node stays where it lies, unless somebody else reads that, and only the rest
-    is copied.
+    The new node gets the next id, the locks, ticks and priority of `node`, and the hashes of its pages, but no hits.
+    If the prefix is most of the node, the compiled version keeps it in place and copies only the rest, unless the data
+    has other readers.
     """
     node_id, parent, row, unit = next(ids), node.parent, node.slots, node.space.unit
     length, num_tokens = end - parent.end, node.end - parent.end
@@ -241,18 +241,18 @@ def _hang(parent: Any, page: bytes, child: Any) -> None:
 
 
 def top_of(tops: dict[tuple[str | None, int], Any], key: Key, page_size: int, /) -> Any:
-    """The node that a key's namespace has, None if there is none.
+    """Return the topmost node of a key's namespace; None if there is none.
 
-    Compiled, where its child of the key's first page stands is being fetched from then on.
+    The compiled version also prefetches the entry of the child for the key's first page.
     """
     return tops.get((key.extra_key, key.arity))
 
 
 def walk(node: Any, key: Key, page_size: int, num_tokens: int, /) -> tuple[list[Any], int, int]:
-    """Follow whole pages of the first `num_tokens` of a key from `node`, which it matches up to `node.end`.
+    """Follow the first `num_tokens` of a key, in whole pages, from `node`, which must end a prefix of the key.
 
-    Returns the nodes it goes through, up to which token, and how many tokens the last of them holds beyond that: it
-    may be matched in part, by whole pages of it. Costs a memcmp and a lookup per node.
+    Returns the nodes below `node`, the matched tokens from the root, and the tokens of the last node beyond these: it
+    may match in part, by whole pages. Costs a memcmp and a lookup per node.
     """
     data, unit = key.data, key.unit
     page = page_size * unit
@@ -270,14 +270,14 @@ def walk(node: Any, key: Key, page_size: int, num_tokens: int, /) -> tuple[list[
             break
         pos += len(run)
         children = child.children
-    end = min(pos, stop) // unit  # the last run may match beyond where the walk stops
+    end = min(pos, stop) // unit  # the last run may match beyond `stop`
     return path, end, path[-1].end - end if path else 0
 
 
 def reach(
     node_type: Any, ids: Iterator[int], node: Any, key: Key, page_size: int, num_tokens: int, /
 ) -> tuple[list[Any], int, int]:
-    """`walk`, and `cut` the last of the nodes where it ends, so that nothing lies beyond."""
+    """Do `walk`, then split the last node at the end of the match, so that it matches wholly."""
     path, end, rest = walk(node, key, page_size, num_tokens)
     if rest:
         path[-1] = cut(node_type, ids, page_size, path[-1], end)
@@ -285,7 +285,7 @@ def reach(
 
 
 def common_bytes(data: bytes, pos: int, stop: int, run: bytes) -> int:
-    """Leading bytes that `data[pos:stop]` and `run` share, looked for in chunks that grow."""
+    """Return the number of leading bytes that `data[pos:stop]` and `run` share; compares in growing chunks."""
     limit = min(stop - pos, len(run))
     done, chunk = 0, _FIRST_CHUNK
     while done < limit:

@@ -1,4 +1,4 @@
-"""Rankings of nodes in plain Python: the twin of `_ranking.c`."""
+"""Nodes in the order of their ranks, in plain Python: the equivalent of `c/_ranking.c`."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 
 
 class Ranking:
-    """Nodes in the order of their ranks, and of their ids where those are equal: what `EvictionQueue` is made of.
+    """Nodes in ascending order of rank, then of id; the base of `EvictionQueue`.
 
-    Compiled, a node stands in one ranking at most: its neighbours are named in it. What is put and goes before the last
-    node does not stand in it, but, compiled, where its place is among the last few, and ranks are integers. Its heir
-    keeps the others, by `_push_late`, `_discard_late`, `_touch_late` and `_pop_late`.
+    Nodes must be pushed in rank order. A node that ranks below the last one is a late node: `_push_late` gives it to
+    the subclass, which also defines `_discard_late`, `_touch_late` and `_pop_late`. If ranks are integers, the compiled
+    class first tries the last `reach` positions. It links the nodes, so a node can be in one compiled ranking at most.
 
     Attributes:
-        reach: so many from the end are looked at for the place of a node.
+        reach: the number of positions that a push tries, from the end; 0 in plain Python.
     """
 
     reach = 0
 
     def __init__(self, rank: Callable[[Any], Any]) -> None:
         self.rank = rank
-        self.num_late = 0  # for its heir to count
+        self.num_late = 0  # the subclass counts them
         self._ranks: OrderedDict[Any, Any] = OrderedDict()  # ranks by node, ascending
 
     def push(self, node: Any) -> None:
-        """A node, which stands in no ranking, has its place here."""
+        """Add a node, which must be in no ranking."""
         assert node not in self._ranks, f"{node} stands in a queue"
         self._put(node, self.rank(node))
 
     def discard(self, node: Any) -> None:
-        """A node has no place here (now), if it had one."""
+        """Remove a node if it is in the ranking or a late node."""
         if node in self._ranks:
             del self._ranks[node]
         elif self.num_late:
             self._discard_late(node)
 
     def touch(self, node: Any) -> None:
-        """The rank of a node may have changed, if it has a place here."""
+        """Move a node to the place of its current rank, if it is in the ranking or a late node."""
         if node not in self._ranks:
             if self.num_late:
                 self._touch_late(node)
@@ -47,7 +47,7 @@ class Ranking:
             self._put(node, rank)
 
     def pop(self) -> Any:
-        """Take out the node that goes first; None if there is none."""
+        """Remove and return the node with the lowest rank; None if there is none."""
         if self.num_late:
             return self._pop_late()
         return self._ranks.popitem(last=False)[0] if self._ranks else None
@@ -61,27 +61,27 @@ class Ranking:
         self._ranks[node] = rank
 
     def first_ranked(self) -> tuple[Any, int, Any] | None:
-        """Rank, id and node of the first that stands in it; None if there is none."""
+        """Return rank, id and node of the first node, late ones excluded; None if there is none."""
         if not self._ranks:
             return None
         node, rank = next(iter(self._ranks.items()))
         return rank, node.id, node
 
     def ranked(self) -> list[tuple[Any, int, Any]]:
-        """Rank, id and node of all that stand in it, in order."""
+        """Return rank, id and node of each node in order, late ones excluded."""
         return [(rank, node.id, node) for node, rank in self._ranks.items()]
 
     def is_ranked(self, node: Any) -> bool:
-        """Whether a node stands in it."""
+        """Return whether a node is in the ranking, not a late node."""
         return node in self._ranks
 
     def clear_ranked(self) -> None:
-        """Have none stand in it."""
+        """Remove all nodes but the late ones."""
         self._ranks.clear()
 
     @property
     def num_ranked(self) -> int:
-        """How many stand in it."""
+        """The number of nodes, late ones excluded."""
         return len(self._ranks)
 
     def _push_late(self, node: Any, rank: Any) -> None:

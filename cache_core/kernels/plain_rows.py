@@ -1,4 +1,4 @@
-"""Rows of slots, and the pages they are of, in plain Python and numpy: a part of `plain_kernels`."""
+"""Packed rows of slots, and an allocator's free pages, in plain Python and numpy: a part of `plain_kernels`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from raydix.cache_core.kernels.plain_runs import as_runs, expanded_runs, is_runs
 
 _SLOT_BYTES, _NARROW_BYTES = 8, 4
 _NARROW_LIMIT = 2**31
-_FEW = 2  # slots, that take less room one by one than as a run
+_FEW = 2  # slots: packed singly they take fewer bytes than as a run
 _MIN_LANES = 4096
-_lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, over and over
+_lanes: dict[int, NDArray[np.int64]] = {}  # by page size: 0, 1, ..., page_size - 1, repeated
 
 
 def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> torch.Tensor | None:
-    """One slot per token, int64, of rows that all name the first slot of each page, or all each slot; None of others.
-
-    A copy, in which the rows stand one after the other.
-    """
+    """Return one slot per token, int64, in a copy; None if some rows pack pages and others single slots."""
     slots = np.frombuffer(join(rows), np.int64)
     if slots.size != num_tokens:
         if slots.size * page_size != num_tokens:
@@ -32,7 +29,7 @@ def expand(rows: list[bytes], num_tokens: int, page_size: int, /) -> torch.Tenso
 
 
 def join(rows: list[bytes], /) -> bytearray:
-    """What rows say, int64, one after the other; a copy."""
+    """Return the slots of rows as packed, per token or per page, joined in a copy, int64."""
     if any(len(row) % _SLOT_BYTES for row in rows):
         rows = [_unpacked(row).tobytes() for row in rows]
     return bytearray().join(rows)
@@ -47,7 +44,7 @@ def _unpacked(row: bytes) -> NDArray[np.int64]:
 
 
 def parted(row: bytes, count: int) -> tuple[bytes, bytes]:
-    """The first slots of a row, so many of those it says, and the rest of them, both packed as it is."""
+    """Split a row after the first `count` of its packed slots; return both parts, packed in the same way."""
     if is_runs(row):
         return parted_runs(row, count)
     if len(row) % 2:
@@ -56,19 +53,19 @@ def parted(row: bytes, count: int) -> tuple[bytes, bytes]:
 
 
 def num_slots(row: bytes) -> int:
-    """How many slots a row says."""
+    """Return the number of slots in a row, as packed: per token or per page."""
     if is_runs(row):
         return num_in_runs(row)
     return len(row) // (_NARROW_BYTES if len(row) % 2 else _SLOT_BYTES)
 
 
 def gather(nodes: list[Any], page_size: int, /) -> torch.Tensor:
-    """One slot per token, int64, of nodes in a tree; a copy, in which they stand one after the other."""
+    """Return one slot per token of nodes in a tree, joined in a copy, int64."""
     return expand_each([node.slots for node in nodes], [node.end - node.parent.end for node in nodes], page_size)
 
 
 def expand_each(rows: list[bytes], sizes: list[int], page_size: int) -> torch.Tensor:
-    """`expand` of rows over so many tokens each, whether a row says the slots of tokens or those of pages."""
+    """Expand rows with `sizes` tokens, where some rows may pack pages and others single slots."""
     slots = expand(rows, sum(sizes), page_size)
     if slots is None:
         slots = torch.cat([_said(row, size, page_size) for row, size in zip(rows, sizes, strict=True)])
@@ -83,7 +80,7 @@ def _said(row: bytes, num_tokens: int, page_size: int) -> torch.Tensor:
 
 
 def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
-    """The place of each token in its page."""
+    """Return the index of each token in its page."""
     known = _lanes.get(page_size)
     if known is None or known.size < num_tokens:
         num_pages = max(2 * num_tokens, _MIN_LANES) // page_size + 1
@@ -92,7 +89,7 @@ def _lanes_of(page_size: int, num_tokens: int) -> NDArray[np.int64]:
 
 
 def is_row(slots: Any, needed: int, /) -> TypeGuard[torch.Tensor]:
-    """Whether it is a row of slots as most callers have them: at least so many int64 in a tensor on the CPU."""
+    """Return whether `slots` is a 1-D contiguous int64 CPU tensor with at least `needed` items: the common case."""
     if needed < 0:
         raise ValueError("needed must not be negative")
     if type(slots) is not torch.Tensor:
@@ -102,18 +99,18 @@ def is_row(slots: Any, needed: int, /) -> TypeGuard[torch.Tensor]:
 
 
 def compact(slots: torch.Tensor, page_size: int, start: int, stop: int, /) -> bytes:
-    """A row of its own of `slots[start:stop]`: the first of each page if pages are runs of slots, else all of them.
+    """Pack `slots[start:stop]` into a row: the first slot of each page if pages are consecutive slots, else every slot.
 
-    `slots` are int64, in a row, on the CPU: the caller has seen to that. In the row they take 8 bytes each or, where
-    none is negative and all fit, 4, and then one byte more. If they are runs, and not too short ones, the row says of
-    each its first slot and up to how many slots it goes, and then two bytes more: so its size tells how it is packed.
+    `slots` must be a contiguous int64 tensor on the CPU; it is copied. The size of the row shows how it is packed: 8
+    bytes a slot; 4 bytes a slot and one more byte, if every slot is in [0, 2**31); or 16 bytes a run and two more bytes
+    (see `plain_runs`), if pages have one slot and the runs are long enough.
     """
     part: NDArray[np.int64] = slots.numpy()[start:stop]
     if page_size == 1 and part.size > _FEW and (row := as_runs(part)) is not None:
         return row
     if page_size > 1 and part.size:
         jumps = part[1:] != part[:-1] + 1
-        jumps[page_size - 1 :: page_size] = False  # from page to page there may be one
+        jumps[page_size - 1 :: page_size] = False  # pages need not follow one another
         if b"\1" not in jumps.tobytes():
             part = part[::page_size]
     if part.size and part.item(part.argmin()) >= 0 and part.item(part.argmax()) < _NARROW_LIMIT:
@@ -129,14 +126,14 @@ def take_back(
     page_size: int,
     /,
 ) -> str | None:
-    """Mark pages as free, and put them on the stack of `num_free` free ones, the first on top.
+    """Mark pages as free, and push them onto the stack of `num_free` free pages, the first of `starts` on top.
 
     Args:
         starts: the first slots of the pages.
-        marks: by page number, 0 of pages that are handed out, negative of all others.
+        marks: by page number: 0 for an allocated page, negative for all others.
 
-    Returns why nothing was done, if so: the first page at fault is "outside" (so is a slot that is none's first), was
-    "free" before, or is named "twice". So is what there is no room for on the stack: "outside".
+    Returns None, or the fault of the first bad page, and changes nothing: "outside" (no first slot of a page of the
+    pool), "free" (already free) or "twice" (repeated in `starts`). A full stack is "outside", too.
     """
     pages = starts if page_size == 1 else starts // page_size
     if page_size > 1 and (pages * page_size != starts).any():
@@ -148,7 +145,7 @@ def take_back(
     if pages.item(pages.argmin()) < 1 or known.item(known.argmin()) < 0:
         return _first_fault(starts, marks, page_size)
     num_pages = len(starts)
-    order = np.arange(-num_pages, 0, dtype=np.int32)  # of a page named twice only the last can be read back
+    order = np.arange(-num_pages, 0, dtype=np.int32)  # of a page given twice, only the last mark can be read back
     marks[pages] = order
     if marks.take(pages).tobytes() != order.tobytes() or num_pages > len(stack) - num_free:
         marks[pages] = 0
@@ -158,7 +155,7 @@ def take_back(
 
 
 def _first_fault(starts: NDArray[np.int64], marks: NDArray[np.int32], page_size: int) -> str:
-    """Why pages cannot be taken back."""
+    """Return the fault of the first page that cannot be freed."""
     seen: set[int] = set()
     for start in starts.tolist():
         page = start // page_size

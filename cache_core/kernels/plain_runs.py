@@ -1,7 +1,7 @@
-"""Rows of slots as runs, each from a first slot on, in numpy: the twin of `_runs.c`.
+"""Slots packed as runs of consecutive slots, in numpy: the equivalent of `c/_runs.c`.
 
-Such a row says of each run its first slot, and how many slots of the row there are up to its end; it is known by two
-bytes more.
+A packed run is two int64: its first slot, and the number of slots from the start of the row to the end of the run. Two
+zero bytes follow the runs, so that the length of a row shows that it has runs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SLOT_BYTES, _RUN_BYTES, _TAIL = 8, 16, b"\0\0"
-_WORTH = 16  # slots of a run on average, at least: shorter ones take longer to write out than slots one by one
-_SLACK = 512  # slots that may come in shorter ones before they are given up
+_WORTH = 16  # least slots per run, on average: shorter runs take longer to expand than single slots
+_SLACK = 512  # slots that may be in shorter runs before `as_runs` gives up
 _MOST_RUNS = 256
 
 Slots = NDArray[np.int64]
 
 
 def as_runs(slots: Slots) -> bytes | None:
-    """A row of at least one slot as runs; None if that is not worth it."""
+    """Return at least one slot packed as runs; None if the runs are too short or too many."""
     ends = np.append((slots[1:] - slots[:-1] != 1).nonzero()[0] + 1, slots.size)
     worth = np.arange(1, ends.size + 1) * _WORTH
     if ends.size > 1 and (ends.size > _MOST_RUNS or worth[-1] > slots.size or (worth[:-1] > ends[:-1] + _SLACK).any()):
@@ -27,26 +27,26 @@ def as_runs(slots: Slots) -> bytes | None:
 
 
 def is_runs(row: bytes) -> bool:
-    """Whether a row says runs."""
+    """Return whether a row is packed as runs."""
     return len(row) % _RUN_BYTES == len(_TAIL)
 
 
 def num_in_runs(row: bytes) -> int:
-    """How many slots they say."""
+    """Return the number of slots of a row that is packed as runs."""
     return int(_runs_in(row)[1][-1])
 
 
 def expanded_runs(row: bytes) -> Slots:
-    """Their slots, one by one."""
+    """Return the slots of a row that is packed as runs."""
     firsts, ends = _runs_in(row)
     counts = np.diff(ends, prepend=0)
     return (firsts - ends + counts).repeat(counts) + np.arange(ends[-1])
 
 
 def parted_runs(row: bytes, count: int) -> tuple[bytes, bytes]:
-    """The first slots of them, so many, and the rest."""
+    """Split a row that is packed as runs: return its first `count` slots and the rest, both as runs."""
     firsts, ends = _runs_in(row)
-    cut = int(ends.searchsorted(count, "right"))  # the run that is cut, or that begins where the cut is
+    cut = int(ends.searchsorted(count, "right"))  # the run that is split, or that begins at the split
     start = int(ends[cut - 1]) if cut else 0
     num_before = cut + (start < count)
     rest = firsts[cut:].copy()

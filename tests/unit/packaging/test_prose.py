@@ -28,6 +28,7 @@ DONE = (
     "cache_core/components",
     "cache_core/eviction",
     "cache_core/ghost",
+    "cache_core/kernels",
     "cache_core/radix",
     "cache_core/tree",
     "cache_core/trie",
