@@ -456,7 +456,7 @@ async def test_starting_the_name_of_a_cache_that_drains_gives_a_new_one_once_tha
 
     with pytest.raises(CacheUnavailable, match="draining"):
         connect(name, config=CONFIG)
-    with pytest.raises(CacheUnavailable, match="it shuts down"):
+    with pytest.raises(CacheUnavailable, match="it is shutting down"):
         await start_cache_async(CONFIG, name=name, timeout_s=0.2)
     starting = asyncio.create_task(start_cache_async(CONFIG, name=name))
     await lease.release()
