@@ -1,5 +1,6 @@
 """Leases over a prefix cache.
 
-`leased_cache` has the contract and the life of a lease, `kv_cache` the cache over pages that the service drives,
-`lease_table` the records of the leases, `lease_allocator` their slots, `kv_accounting` the rules of who owns them.
+`leased_cache` has the contract and the life cycle of leases, `kv_cache` the cache over pages that the service drives.
+`lease_table` keeps the records of leases, `lease_allocator` allocates their slots, and `kv_accounting` checks that each
+slot has one owner.
 """

@@ -1,11 +1,12 @@
-"""`check_accounting`: the rules of who owns the slots of a `KVCache`.
+"""`check_accounting`: the rules of slot ownership in a `KVCache`.
 
-1. Each page is free, private to one lease, in quarantine, or in the tree, once:
+1. Each page has exactly one owner: it is free, private to one lease, in quarantine, or in the tree. So
    `free + private + quarantined + tree == num_slots`.
-2. A lease's published pages are the tree's, locked; its node ends them.
-3. The locks on the tree's nodes are those of the open leases, no more and no fewer.
-4. Each window slot and each state is free, private to one lease, in quarantine, or in the tree, once.
-5. `private` of a tenant is the private slots of its leases, also in quarantine. It holds at most its cap.
+2. A lease's published pages are in the tree and locked. The last of them ends at the lease's node.
+3. The tree has one lock for each open lease with published pages, and no other locks.
+4. Each window slot and each state slot has exactly one owner, as in rule 1.
+5. `private` of a tenant counts the private slots of its leases, including those in quarantine. A tenant holds at most
+   its cap.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ def check_accounting(
     leases: Sequence[LeaseRecord],
     withheld: Sequence[LeaseRecord],
 ) -> None:
-    """Raise AssertionError if a rule of this module is broken, given the open leases and those in quarantine. O(n)."""
+    """Raise AssertionError if a rule of this module is broken. O(n).
+
+    Args:
+        leases: the open leases.
+        withheld: the leases in quarantine.
+    """
     everyone, page_size = [*leases, *withheld], allocator.page_size
     private, cached = [lease.private_starts for lease in everyone], tree.tree_starts()
     pages = np.concatenate((allocator.free_starts(), *private, *cached)) // page_size
-    assert len(pages) * page_size == allocator.num_slots, f"rule 1: {len(pages)} pages accounted for"
+    assert len(pages) * page_size == allocator.num_slots, f"rule 1: {len(pages)} pages have an owner"
     assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
     _check_published(tree, leases, set(np.concatenate(cached).tolist()) if cached else set(), page_size)
     _check_windows_and_states(tree, allocator, states, everyone)
@@ -42,17 +48,17 @@ def check_accounting(
         num_private = sum(len(lease.private_starts) for lease in mine) * page_size
         where = f"rule 5 at tenant {tenant.name!r}"
         assert tenant.private == num_private, f"{where}: {tenant.private=}, but its leases have {num_private}"
-        assert tenant.cap is None or tenant.held <= tenant.cap, f"{where}: it holds {tenant.held}"
+        assert tenant.cap is None or tenant.held <= tenant.cap, f"{where}: {tenant.held=} exceeds {tenant.cap=}"
 
 
 def _check_published(tree: BasePrefixCache, leases: Sequence[LeaseRecord], in_tree: set[int], page_size: int) -> None:
     locks = 0
     for lease in leases:
         published = lease.starts[: lease.num_published_pages].tolist()
-        assert in_tree.issuperset(published), f"rule 2 at lease {lease.lease_id}: its pages left the tree"
+        assert in_tree.issuperset(published), f"rule 2 at lease {lease.lease_id}: a page is not in the tree"
         end = lease.node.end if lease.node is not None else 0
-        assert end == len(published) * page_size, f"rule 2 at lease {lease.lease_id}"
-        assert lease.num_slots <= len(lease.starts) * page_size, f"lease {lease.lease_id} covers too much"
+        assert end == len(published) * page_size, f"rule 2 at lease {lease.lease_id}: its node ends at {end}"
+        assert lease.num_slots <= len(lease.starts) * page_size, f"lease {lease.lease_id} covers more than its pages"
         locks += bool(end)
     assert locks == tree.num_locks(), f"rule 3: {locks} leases hold {tree.num_locks()} locks"
 
@@ -66,9 +72,9 @@ def _check_windows_and_states(
     if (swa := allocator.swa) is not None:
         halves = sum(int((allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in leases)
         held = halves * allocator.page_size + tree.swa_evictable_size() + tree.swa_protected_size()
-        assert held + swa.available_size() == swa.num_slots, f"rule 4: of the window halves, {held=}"
+        assert held + swa.available_size() == swa.num_slots, f"rule 4: {held=} of the window slots"
     if states is not None:
         own = [lease.state_slot for lease in leases if lease.state_slot is not None]
         slots = [*own, *states.free_slots(), *tree.state_slots()]
-        assert len(set(slots)) == len(slots) == states.num_slots, "rule 4: a state is not accounted for once"
+        assert len(set(slots)) == len(slots) == states.num_slots, "rule 4: a state slot has no owner, or two"
         states.check_invariants()

@@ -26,30 +26,31 @@ from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
 from raydix.cache_core.tree.page_events import KVEventSink, PageRun
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
 
-_RECLAIMED_AT_ONCE = 4096  # tokens of a retired namespace freed within the call that retired it
+_RECLAIMED_AT_ONCE = 4096  # retired slots that `retire`, `reset` and `release` free; `reclaim` frees the rest
 
 
 class KVCache(LeasedCache):
     """Prefix reuse with leases over a pool of slots in pages.
 
-    With states, each lease gets a state slot of its own. It holds a copy of the state at the end of the cached prefix,
-    or zeros.
+    If the cache has states, each lease gets a private state slot. It begins as a copy of the state at the end of the
+    cached prefix, or as zeros.
 
     Args:
         tree: the empty cache that maps prefixes to pages; it must free to `allocator`.
-        allocator: the slots.
-        pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this, or fewer
-            window slots or states than `swa_pressure_floor` and `state_pressure_floor`.
+        allocator: allocates the slots.
+        pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
+            `swa_pressure_floor` and `state_pressure_floor` are the same for window slots and states.
         on_pressure: called without arguments when slots are short.
-        states: the state slots of a hybrid model, to which `tree` frees.
-        bigram: the tree's keys are pairs of neighbouring tokens (as EAGLE drafts need them): n tokens make n - 1 units.
-        remembered_leases: the number of ended ids that are remembered, so that none of them is granted again.
-        checks: of the content of the slots; None: no checks. With them `acquire` and `lock` raise ContentError if the
-            prefix was written since it was published.
-        tenants: the tenants that share the slots, whose floors add up to `num_slots` at most; None: the rest alone.
+        states: the state slots of a hybrid model; `tree` must free to it. None: the cache has no states.
+        bigram: the tree's keys are pairs of neighbouring tokens, as EAGLE drafts need: n tokens make n - 1 units.
+        remembered_leases: the number of ended lease ids to remember. A remembered id is not granted again.
+        checks: checks of the slots' content, or None. With checks, `acquire` and `lock` raise ContentError if the
+            prefix was written after it was published.
+        tenants: the tenants that share the slots; their floors must add up to at most `num_slots`. None: one tenant
+            without a floor or a cap has all slots.
 
     Attributes:
-        pools: the allocator of the leases' slots and states.
+        pools: allocates the slots and states of leases.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class KVCache(LeasedCache):
         return self.tree.peek_prefix(self._tree_key(key))
 
     def check_len(self, num_tokens: int, key: RadixKey) -> None:
-        """Check the pools and the cap. Of the cached prefix of `key`, only the last window takes window slots."""
+        """Check the pools and the tenant's cap. The cached prefix of `key` needs window slots for its last window."""
         num_pages = -(-num_tokens // self.page_size)
         self.pools.check_capacity(num_pages, self._tenant_of_key(key))
         if self.pools.exceeds_window(num_pages):
@@ -111,10 +112,10 @@ class KVCache(LeasedCache):
         receipt, state_slot = self.tree.inc_lock_ref(match.last_node), None
         try:
             if self.pools.states is not None:
-                self.pools.check_pages(num_pages - len(match.starts), tenant)  # before a state is evicted in vain
+                self.pools.check_pages(num_pages - len(match.starts), tenant)  # before a state is evicted
                 state_slot = self.pools.take_state(tenant)
             private = self.pools.take_pages(num_pages - len(match.starts), tenant)
-        except BaseException as error:  # a pool may also raise for the pages that an eviction frees
+        except BaseException as error:  # a pool may raise while an eviction frees pages to it
             self.tree.dec_lock_ref(match.last_node, receipt)
             self.pools.free_private(match.starts[:0], state_slot, tenant)
             if not isinstance(error, OutOfSlotsError):
@@ -141,7 +142,7 @@ class KVCache(LeasedCache):
         return lease
 
     def _extend(self, lease: LeaseRecord, num_tokens: int) -> Starts:
-        """Cover the unused rest of the last page first, then new pages."""
+        """Use the rest of the last page first, then new pages."""
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
         tenant = self.tenants.of(lease.key.extra_key)
         self.pools.check_capacity(num_pages, tenant)
@@ -158,9 +159,10 @@ class KVCache(LeasedCache):
     def insert(
         self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
     ) -> Published:
-        """Insert the lease's pages into the tree, and a copy of its state after whole pages.
+        """Insert the lease's pages into the tree. A state can be published only at the end of a page.
 
-        Where the tree has a page already, the lease's own is freed and the tree's takes its place, in the same step.
+        If the tree already has a page, the lease's duplicate is freed and the lease uses the tree's page, in the same
+        step.
         """
         lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
         key = lease.known_key(num_tokens, suffix)
@@ -177,7 +179,7 @@ class KVCache(LeasedCache):
             return Published(published * self.page_size, 0, 0, retired, lease.starts[:0])
         try:
             done = self._publish(lease, tree_key, published, published + new_pages, tenant)
-        except BaseException:  # the pool may raise for the lease's duplicates
+        except BaseException:  # the pool may raise while the duplicates are freed
             self.pools.free_private(lease.starts[:0], state_slot, tenant)
             raise
         if state_slot is not None:
@@ -187,14 +189,14 @@ class KVCache(LeasedCache):
     def _check_state(self, lease: LeaseRecord, tree_key: RadixKey) -> None:
         """Raise LeaseRangeError if the lease's state cannot be published after these tokens."""
         if lease.state_slot is None:
-            raise LeaseRangeError("this cache keeps no states, so none can be published")
+            raise LeaseRangeError("publish_state must be False: this cache keeps no states")
         if not len(tree_key) or len(tree_key) % self.page_size:
-            raise LeaseRangeError(f"a state is published after whole pages of {self.page_size}, not {len(tree_key)}")
+            raise LeaseRangeError(f"publish_state needs whole pages of {self.page_size} tokens, not {len(tree_key)}")
         if len(tree_key) < lease.num_published_pages * self.page_size:
-            raise LeaseRangeError("the lease's state is that of its last token: publish it at the end of its tokens")
+            raise LeaseRangeError("publish_state needs all published tokens: the lease's state follows the last one")
 
     def _publish(self, lease: LeaseRecord, tree_key: RadixKey, first: int, stop: int, tenant: Tenant) -> Published:
-        """Insert the lease's pages [first, stop), and replace those that the tree had already by the tree's."""
+        """Insert the lease's pages [first, stop) into the tree. Replace duplicates with the tree's pages."""
         page = self.page_size
         fresh = lease.starts[first:stop]
         result = self.tree.insert_pages(tree_key, fresh, lease.node, lease.swa_freed_len, lease.priority)
@@ -207,7 +209,7 @@ class KVCache(LeasedCache):
             duplicates = ours[ours != existing]
         if result.end:
             lease.starts[first : first + len(existing)] = existing
-            lease.num_published_pages = stop  # before the pool may raise for the duplicates
+            lease.num_published_pages = stop  # first: the pool may raise while the duplicates are freed
             self.pools.note_published(fresh, duplicates, tenant)
             for observer in self.observers:
                 observer.published(lease)
@@ -245,11 +247,11 @@ class KVCache(LeasedCache):
         return self.pools.evict(index(num_tokens), cause=cause).full_evicted
 
     def evict_window(self, num_tokens: int) -> int:
-        """Free at least `num_tokens` window slots of the tree, or all that no window holds; return their number."""
+        """Evict at least `num_tokens` window slots, or all that no lock holds; return their number."""
         return self.pools.evict(0, index(num_tokens), cause="watermark").swa_evicted
 
     def evict_states(self, num_states: int) -> int:
-        """Free at least `num_states` states of the tree, or all without a lock; return their number."""
+        """Evict at least `num_states` states, or all that no lock holds; return their number."""
         return self.pools.evict(0, num_states=index(num_states), cause="watermark").mamba_evicted
 
     def _retire_all(self) -> None:
@@ -265,7 +267,7 @@ class KVCache(LeasedCache):
         return self.tree.reclaim_retired(max_tokens)
 
     def _reclaim_some(self) -> None:
-        """Free a bounded number of retired slots; call `on_pressure` if more may be left."""
+        """Free a bounded number of retired slots. If more may be left, call `on_pressure`."""
         if self.tree.reclaim_retired(_RECLAIMED_AT_ONCE) >= _RECLAIMED_AT_ONCE and self._on_pressure is not None:
             self._on_pressure()
 
@@ -376,7 +378,7 @@ class KVCache(LeasedCache):
         return self.tree.resident_pages()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if a rule of the accounting, the tree or the allocator is broken. O(everything)."""
+        """Raise AssertionError if a rule of the accounting, the tree or the allocator is broken. O(n)."""
         self.tree.check_invariants()
         self.allocator.check_invariants()
         leases, withheld = list(self.leases), list(self.quarantine)
@@ -385,7 +387,7 @@ class KVCache(LeasedCache):
     # ---------------------------------------------------------------- the slots of a lease
 
     def lease_sizes(self, leases: Iterable[LeaseRecord]) -> Iterator[int]:
-        seen = np.zeros(self.num_slots // self.page_size + 1, np.bool_)  # pages; the first is reserved
+        seen = np.zeros(self.num_slots // self.page_size + 1, np.bool_)  # by page number; page 0 is reserved
         for lease in leases:
             shared = lease.starts[: lease.num_published_pages] // self.page_size
             num_pages = len(lease.private_starts) + np.count_nonzero(~seen[shared])

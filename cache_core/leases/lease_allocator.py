@@ -1,4 +1,7 @@
-"""`LeaseAllocator`: slots and states for leases, within the floors and caps of tenants: `tenants` has the rules."""
+"""`LeaseAllocator`: allocates slots and states for leases, within the floors and caps of tenants.
+
+`eviction.tenants` has the rules of floors and caps.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
 
 
 class LeaseAllocator:
-    """The allocator of private pages and states for leases. Per pool, `free + private + tree` is all there is.
+    """The allocator of private pages and states for leases. Each slot of a pool is free, private or in the tree.
 
-    Each private slot counts for the tenant of its lease. Where slots are short, the allocator evicts the shortfall.
+    A private slot counts for the tenant of its lease. If too few slots are free, the allocator evicts the shortfall.
 
     Args:
-        tree: where to evict; it frees to `allocator` and `states`.
-        allocator: the slots.
+        tree: the cache to evict from; it must free to `allocator` and `states`.
+        allocator: allocates the slots.
         states: the state slots; None for a cache without states.
-        tenants: the tenants among which the slots, and the tree, are divided.
-        counters: to count the evicted tokens.
-        pressure_floors: of free slots, window slots and states; `on_pressure` is called where fewer are free.
-        on_pressure: called after an operation that leaves slots short.
-        checks: of the content of the slots; None: no checks.
+        tenants: the tenants that share the slots and the tree.
+        counters: counts the evicted tokens.
+        pressure_floors: the floors of free slots, window slots and states.
+        on_pressure: called without arguments after an operation that leaves fewer free than a floor. None: not called.
+        checks: checks of the slots' content, or None.
 
     Attributes:
         states: as given.
@@ -53,7 +56,7 @@ class LeaseAllocator:
         self.history = EvictionHistory()
         self._tree = tree
         self._allocator = allocator
-        self._swa = allocator.swa  # of the window slots
+        self._swa = allocator.swa  # allocates the window slots
         self._page_size = allocator.page_size
         self._tenants = tenants
         self._counters = counters
@@ -65,7 +68,7 @@ class LeaseAllocator:
             tree.divide(tenants)
 
     def check_capacity(self, num_pages: int, tenant: Tenant) -> None:
-        """Raise OutOfSlotsError if a tenant can never have so many pages: the pool or its cap is smaller."""
+        """Raise OutOfSlotsError if `num_pages` pages exceed the pool or the tenant's cap."""
         needed = num_pages * self._page_size
         if tenant.cap is not None and needed > tenant.cap:
             self._refuse_beyond_cap(needed, tenant)
@@ -73,16 +76,16 @@ class LeaseAllocator:
             self._refuse(num_pages, tenant)
 
     def exceeds_window(self, num_pages: int) -> bool:
-        """Return whether so many pages are more than there are window slots for."""
+        """Return whether `num_pages` pages need more window slots than the pool has."""
         return self._swa is not None and num_pages * self._page_size > self._swa.num_slots
 
     def check_window_capacity(self, num_pages: int) -> None:
-        """Raise OutOfSlotsError if so many pages are more than there are window slots for."""
+        """Raise OutOfSlotsError if `num_pages` pages need more window slots than the pool has."""
         if self.exceeds_window(num_pages):
             self._refuse_window(num_pages)
 
     def check_pages(self, num_pages: int, tenant: Tenant) -> None:
-        """Raise OutOfSlotsError if a tenant cannot have so many private pages now, even by evicting."""
+        """Raise OutOfSlotsError if a tenant cannot get `num_pages` private pages now, even after evictions."""
         needed = max(0, num_pages) * self._page_size
         if tenant.cap is not None and tenant.excess(needed) > tenant.evictable:
             self._refuse_beyond_cap(needed, tenant)
@@ -93,19 +96,24 @@ class LeaseAllocator:
             self._refuse(num_pages, tenant)
 
     def held_by_prefix(self, pool: str, prefix_len: int) -> int:
-        """Return the number of window slots that a lease on a prefix of this length locks with it, at least."""
+        """Return the least number of window slots that a lease locks with a prefix; 0 for other pools."""
         if pool != "window slots":
             return 0
         window = min(prefix_len, self._tree.sliding_window_size or 0)
         return -(-window // self._page_size) * self._page_size
 
     def evictable_for(self, tenant: Tenant) -> int:
-        """Return the number of slots that can be evicted for a tenant: those that no floor keeps. O(tenants)."""
+        """Return the number of slots that can be evicted for a tenant: the others are locked or kept by floors.
+
+        O(tenants).
+        """
         kept = self._tenants.kept_from(tenant) if self._tenants.configured else 0
         return self._tree.evictable_size() - kept
 
     def take_pages(self, num_pages: int, tenant: Tenant) -> Starts:
-        """Allocate private pages. Evict the pages beyond the tenant's cap from its own, then the shortfall.
+        """Allocate private pages; evict if needed.
+
+        If the tenant would exceed its cap, its own pages are evicted first. Then the shortfall of the pool is evicted.
 
         Raises:
             OutOfSlotsError: too few pages are free or evictable; nothing changed.
@@ -126,10 +134,10 @@ class LeaseAllocator:
         return starts
 
     def take_state(self, tenant: Tenant) -> int | None:
-        """Allocate a state slot, and evict one if none is free; None for a cache without states.
+        """Allocate a state slot; if none is free, evict one. Return None for a cache without states.
 
         Raises:
-            OutOfSlotsError: none is free and none can be evicted; nothing changed.
+            OutOfSlotsError: no state slot is free or evictable; nothing changed.
         """
         if self.states is None:
             return None
@@ -142,14 +150,14 @@ class LeaseAllocator:
         return slot
 
     def verify(self, starts: Starts, node: Any) -> None:
-        """Raise ContentError if these pages, or the state at a node, were written since they were published."""
+        """Raise ContentError if these pages, or the state at a node, were written after they were published."""
         if self._checks is not None:
             self._checks.verify(starts)
             if (state_slot := self._tree.state_at(node)) is not None:
                 self._checks.states.verify(np.array([state_slot]))
 
     def load_state(self, node: Any, state_slot: int) -> None:
-        """Fill a lease's own state slot with the state at a node, or zeros."""
+        """Copy the state at a node into a lease's state slot. If the node has none, fill the slot with zeros."""
         assert self.states is not None
         source = self._tree.state_at(node)
         if source is None:
@@ -158,7 +166,7 @@ class LeaseAllocator:
             self.states.copy_states(source, state_slot)
 
     def store_state(self, source: int | None, state_slot: int, node: Any) -> None:
-        """Publish a copy of the state in `source` at a node, in `state_slot`; free that if the node has a state."""
+        """Copy the state in `source` into `state_slot`, and attach that to a node. Free it if the node has a state."""
         assert self.states is not None and source is not None
         self.states.copy_states(source, state_slot)
         if self._checks is not None:
@@ -167,8 +175,8 @@ class LeaseAllocator:
             self.states.free_track_slot(state_slot)
 
     def note_published(self, starts: Starts, duplicates: Starts, tenant: Tenant) -> None:
-        """Move private pages to the tree, which holds them as `starts` now; free the pages that it had already."""
-        tenant.private -= len(starts) * self._page_size  # before the pool may raise
+        """Count private pages as pages of the tree, and free the duplicates. `starts` are the pages in the tree now."""
+        tenant.private -= len(starts) * self._page_size  # first: the pool may raise below
         if len(duplicates):
             self._allocator.free_pages(duplicates)
         if self._checks is not None:
@@ -176,7 +184,7 @@ class LeaseAllocator:
 
     def free_private(self, starts: Starts, state_slot: int | None, tenant: Tenant) -> None:
         """Free the private pages and the state of a lease."""
-        tenant.private -= len(starts) * self._page_size  # before the pool may raise
+        tenant.private -= len(starts) * self._page_size  # first: the pool may raise below
         try:
             if len(starts):
                 self._allocator.free_pages(starts)
@@ -197,7 +205,7 @@ class LeaseAllocator:
         cause: str = "shortfall",
         tenant: Tenant | None = None,
     ) -> EvictResult:
-        """Evict from the tree, for a tenant: its own floor keeps nothing from it. None: every floor keeps its pages."""
+        """Evict from the tree for a tenant. Its own floor is ignored; with None, all floors keep their pages."""
         self.history.cause = cause
         self._tenants.caller = tenant
         try:
@@ -216,7 +224,7 @@ class LeaseAllocator:
             self._tenants.caller = None
 
     def notify_pressure(self) -> None:
-        """Call `on_pressure` if fewer slots, window slots or states are free than their floors."""
+        """Call `on_pressure` if fewer slots, window slots or states are free than their floor."""
         if self._on_pressure is not None and self._is_pressed():
             self._on_pressure()
 

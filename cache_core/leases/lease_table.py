@@ -1,4 +1,4 @@
-"""Leases: `LeaseRecord`, the `LeaseTable` of the open ones, `EndedLeases` and the `Quarantine` of vanished sessions."""
+"""`LeaseRecord`, the `LeaseTable` of open leases, `EndedLeases`, and the `Quarantine` of vanished sessions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from raydix.cache_core.tree.radix_key import RadixKey
 
 
 class LeaseRecord:
-    """The slots of one request: pages of the tree, locked, then private pages.
+    """The slots of one request: locked pages of the tree, followed by private pages.
 
-    `starts[:num_published_pages]` are the tree's, the rest private. `key` holds every token of the request that the
-    cache has seen: the tokens of the acquire, then those published since.
+    `starts[:num_published_pages]` are pages of the tree, and the rest are private. `key` has all tokens of the request
+    that the cache knows: those of the acquire, followed by those published later.
     """
 
     __slots__ = (
@@ -57,26 +57,26 @@ class LeaseRecord:
     ) -> None:
         self.lease_id = lease_id
         self.session_id = session_id
-        self.since = monotonic()  # when it was granted
+        self.since = monotonic()  # time of the grant, in seconds of `monotonic`
         self.key = key.kept()
-        self.node = node  # the locked node that ends the published part; the root, or None, if nothing is
-        self.receipt = receipt  # for the unlock of that node
-        self.prefix_len = prefix_len  # tokens found at the start; never changes
+        self.node = node  # the locked node at the end of the published pages; without any, the root or None
+        self.receipt = receipt  # of the lock on that node; the unlock needs it
+        self.prefix_len = prefix_len  # cached tokens at the grant; never changes
         self.starts = starts  # first slots of the pages, in token order
-        self._buffer: Starts | None = None  # `starts` is the beginning of it, once it has grown
+        self._buffer: Starts | None = None  # after a growth, `starts` is a view of its beginning
         self.num_published_pages = num_published_pages
-        self.num_slots = num_slots  # tokens the lease covers, at most the pages' slots
-        self.priority = priority  # of the pages that it uses and publishes, if the policy heeds it: higher stays longer
-        self.retired = False  # its namespace was retired since it was granted: it publishes no more
-        self.outdated = False  # another model may compute its namespace since it was granted
-        self.swa_freed_len = 0  # leading tokens whose window KV the lease gave up; whole pages
-        self.state_slot: int | None = None  # its own recurrent state
-        self.offer_id = ""  # of the offer by which another session may adopt it; "": there is none
-        self.only_locks = False  # it was made by `lock`, and no extend has been tried
+        self.num_slots = num_slots  # tokens that the lease covers; at most the slots of its pages
+        self.priority = priority  # of the pages that it uses and publishes; a priority policy evicts higher ones later
+        self.retired = False  # the namespace was retired after the grant: inserts publish nothing
+        self.outdated = False  # a reset or retirement after the grant may have changed the namespace's model
+        self.swa_freed_len = 0  # leading tokens without window KV, because the lease freed it; whole pages
+        self.state_slot: int | None = None  # slot of its private recurrent state
+        self.offer_id = ""  # of the open offer to other sessions; "" without one
+        self.only_locks = False  # `lock` granted it, and `extend` was not called
 
     @property
     def private_starts(self) -> Starts:
-        """The pages that are not in the tree."""
+        """The private pages, by their first slots."""
         return self.starts[self.num_published_pages :]
 
     def add_pages(self, starts: Starts) -> None:
@@ -84,10 +84,11 @@ class LeaseRecord:
         self.starts, self._buffer = append_in_place(self.starts, self._buffer, len(self.starts), starts)
 
     def known_key(self, num_tokens: int, suffix: RadixKey) -> RadixKey:
-        """Return the tokens of the lease, continued by `suffix`, which ends at `num_tokens`.
+        """Return the lease's tokens, continued by `suffix`. The suffix ends at token `num_tokens`.
 
         Raises:
-            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's.
+            LeaseRangeError: the lease covers fewer tokens, or `suffix` leaves a gap after the known tokens or differs
+                from them.
         """
         known, start = len(self.key), num_tokens - len(suffix)
         if start == num_tokens == known <= self.num_slots:
@@ -98,7 +99,7 @@ class LeaseRecord:
             raise LeaseRangeError(f"the cache knows {known} tokens of this lease; those up to {start} are missing")
         overlap = min(known, num_tokens) - start
         if overlap and suffix[:overlap] != self.key[start : start + overlap]:
-            raise LeaseRangeError("the tokens differ from those that the lease was acquired for")
+            raise LeaseRangeError("the tokens differ from the lease's: publish those, or acquire another lease")
         if num_tokens <= known:
             return self.key
         try:
@@ -108,10 +109,10 @@ class LeaseRecord:
 
 
 def append_in_place(row: Starts, buffer: Starts | None, count: int, more: Starts) -> tuple[Starts, Starts]:
-    """Return the first `count` slots of a row, followed by `more`, and the buffer that this is the beginning of.
+    """Return the first `count` slots of `row`, followed by `more`, and the buffer that the result is a view of.
 
-    That is `buffer`, which the row must be the beginning of, while it is long enough: it is written over. Else it is
-    new, a quarter longer than needed, so that a row that grows slowly is seldom copied.
+    If `buffer` is given, `row` must be a view of its beginning. If `buffer` is long enough, it is overwritten. Else a
+    new buffer is allocated, 25 % longer than needed, so that repeated growth seldom copies.
     """
     stop = count + len(more)
     if buffer is None or len(buffer) < stop:
@@ -122,28 +123,28 @@ def append_in_place(row: Starts, buffer: Starts | None, count: int, more: Starts
 
 
 class EndedLeases:
-    """The last `capacity` ids of leases that ended, each with its session, so that late messages have no effect.
+    """The session and id of the last `capacity` leases that ended, so that late messages have no effect.
 
-    An id that was ended before its grant counts also: the grant may still be on its way.
+    An id can end before its grant, because the grant may still be in transit.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        # by session and lease, oldest first; a plain dict would search for its first item through all removed ones
+        # by session and lease, oldest first; a plain dict would take O(removed items) to find its first item
         self._expired: OrderedDict[tuple[str, str], bool] = OrderedDict()
 
     def add(self, session_id: str, lease_id: str, expired: bool = False) -> None:
-        """Remember an id; the first end of a lease counts."""
+        """Remember an ended lease. If it is remembered already, the first end counts."""
         self._expired.setdefault((session_id, lease_id), expired)
         while len(self._expired) > self._capacity:
             self._expired.popitem(last=False)
 
     def check(self, session_id: str, lease_id: str) -> None:
-        """Raise if that lease of that session is remembered as ended.
+        """Raise if a lease of a session is remembered as ended.
 
         Raises:
-            ExpiredLeaseError: its client was silent for too long, or its grant was not adopted in time.
-            UnknownLeaseError: it was released or aborted, or handed over.
+            ExpiredLeaseError: its client was silent for too long or died, or its grant was not adopted in time.
+            UnknownLeaseError: it was released, aborted or adopted by another session.
         """
         expired = self._expired.get((session_id, lease_id))
         if expired:
@@ -159,13 +160,16 @@ class EndedLeases:
 
 
 class Quarantine:
-    """Ended leases of vanished sessions, by session. Their private slots are withheld: they may still be written."""
+    """Ended leases of vanished sessions, by session. The cache withholds their private slots from other leases.
+
+    The process of a vanished session may still write these slots.
+    """
 
     def __init__(self) -> None:
         self._by_session: dict[str, list[LeaseRecord]] = {}
 
     def add(self, lease: LeaseRecord) -> None:
-        """Withhold the private slots of a lease, which is no longer in the tree."""
+        """Withhold the private slots of a lease. Its published pages must be unlocked."""
         lease.node = lease.receipt = None
         self._by_session.setdefault(lease.session_id, []).append(lease)
 
@@ -182,12 +186,12 @@ class Quarantine:
 
 
 class LeaseTable:
-    """The open leases, and the ids of the last `remembered` that ended. A session sees its own only."""
+    """The open leases, and the ids of the last `remembered` leases that ended. A session finds only its own leases."""
 
     def __init__(self, remembered: int = 0) -> None:
         self.ended = EndedLeases(remembered)
-        self.offers: dict[str, float] = {}  # by id of an offered lease, when the offer expires
-        self.num_changes = 0  # of the leases, and of the slots that they cover
+        self.offers: dict[str, float] = {}  # when the offer of a lease expires, by lease id
+        self.num_changes = 0  # grants, ends, moves and growths of leases
         self._leases: dict[str, LeaseRecord] = {}
         self._by_session: dict[str, dict[str, None]] = {}
 
@@ -202,8 +206,8 @@ class LeaseTable:
         """Return the open lease of that id.
 
         Raises:
-            ExpiredLeaseError: it has expired.
-            UnknownLeaseError: there is none, or it belongs to another session.
+            ExpiredLeaseError: the lease has expired.
+            UnknownLeaseError: no such open lease, or it belongs to another session.
         """
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
@@ -216,7 +220,7 @@ class LeaseTable:
         """Return the open lease of that id and session, or None.
 
         Raises:
-            UnknownLeaseError: another session holds a lease of that id.
+            UnknownLeaseError: the lease belongs to another session.
         """
         lease = self._leases.get(lease_id)
         if lease is not None and lease.session_id != session_id:
@@ -224,11 +228,11 @@ class LeaseTable:
         return lease
 
     def find_unended(self, lease_id: str, session_id: str) -> LeaseRecord | None:
-        """Do `find`, but return None only for a new id.
+        """Return the open lease of that id and session, or None if the id is new.
 
         Raises:
-            ExpiredLeaseError: it has expired.
-            UnknownLeaseError: it has ended, or another session holds it.
+            ExpiredLeaseError: the lease has expired.
+            UnknownLeaseError: the lease has ended, or belongs to another session.
         """
         lease = self._leases.get(lease_id)
         if lease is None:
@@ -247,7 +251,7 @@ class LeaseTable:
         self.ended.add(lease.session_id, lease.lease_id, expired)
 
     def move(self, lease: LeaseRecord, session_id: str) -> None:
-        """Give a lease to another session; for its old one it has ended."""
+        """Move a lease to another session. For the old session it has ended."""
         self.num_changes += 1
         self._leave_session(lease)
         self.ended.add(lease.session_id, lease.lease_id)
@@ -255,22 +259,22 @@ class LeaseTable:
         self._by_session.setdefault(session_id, {})[lease.lease_id] = None
 
     def offer(self, lease: LeaseRecord, offer_id: str, expires_at: float) -> None:
-        """Let another session adopt a lease until a time. A later offer of the lease replaces an earlier one."""
+        """Let another session adopt a lease until `expires_at`. A new offer of the lease replaces the old one."""
         lease.offer_id = offer_id
         self.offers[lease.lease_id] = expires_at
 
     def end_offer(self, lease: LeaseRecord) -> None:
-        """End the offer of a lease, which stays its session's."""
+        """End the offer of a lease. The lease stays with its session."""
         lease.offer_id = ""
         self.offers.pop(lease.lease_id, None)
 
     def offered(self, lease_id: str, offer_id: str) -> LeaseRecord | None:
-        """Return the lease of an offer that still stands, or None."""
+        """Return the lease of an open offer, or None."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.offer_id == offer_id else None
 
     def overdue_offers(self, now: float) -> list[LeaseRecord]:
-        """Return the leases whose offer has expired by `now`. O(offers)."""
+        """Return the leases with an offer that expired by `now`. O(offers)."""
         return [self._leases[lease_id] for lease_id, expires_at in self.offers.items() if expires_at <= now]
 
     def put_off_offers(self, seconds: float) -> None:
@@ -279,7 +283,7 @@ class LeaseTable:
             self.offers[lease_id] += seconds
 
     def note_growth(self) -> None:
-        """Count that a lease covers more slots."""
+        """Count the growth of a lease in `num_changes`."""
         self.num_changes += 1
 
     def _leave_session(self, lease: LeaseRecord) -> None:

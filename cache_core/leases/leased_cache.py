@@ -1,6 +1,6 @@
-"""`LeasedCache`: the contract of a cache with leases, which the service drives, and the life of a lease.
+"""`LeasedCache`: the contract of a cache with leases, and the life cycle of a lease. The service drives such a cache.
 
-A cache is synchronous: every operation is atomic for a caller of one thread. After each operation,
+A cache is synchronous: if one thread makes all calls, each operation is atomic. After each operation,
 `free_slots + private_slots + total_size() + quarantined_slots == num_slots`.
 """
 
@@ -34,12 +34,12 @@ class LeasedCache(ABC):
     A subclass keeps the prefixes and the slots. This class keeps the leases, the counters and the observers.
 
     Attributes:
-        num_slots: of the pool.
-        page_size: tokens of a page; leases publish and find whole pages.
+        num_slots: slots of the pool.
+        page_size: tokens of a page; leases find and publish whole pages.
         leases: the open leases.
-        quarantine: the leases of vanished sessions, whose private slots are withheld.
-        counters: events since the start.
-        observers: each is notified of every request.
+        quarantine: ended leases of vanished sessions; their private slots are withheld.
+        counters: counts of events since the start.
+        observers: objects that are notified of every request.
     """
 
     num_slots: int
@@ -55,11 +55,11 @@ class LeasedCache(ABC):
 
     @abstractmethod
     def check_len(self, num_tokens: int, key: RadixKey) -> None:
-        """Raise if even an otherwise empty cache has no room for a lease of `key` over so many tokens.
+        """Raise if a lease of `key` over `num_tokens` tokens cannot fit, even without other leases.
 
         Raises:
             OutOfSlotsError: a pool is too small; `can_ever_fit` is False.
-            LeaseRangeError: no lease of this cache may be so long.
+            LeaseRangeError: leases of this cache must be shorter.
         """
 
     def acquire(
@@ -71,15 +71,16 @@ class LeasedCache(ABC):
         max_prefix_len: int | None = None,
         priority: int = 0,
     ) -> LeaseRecord:
-        """Lock the cached prefix of `key` and allocate slots for the rest and `new_tokens` more; evict the shortfall.
+        """Lock the cached prefix of `key`, and allocate slots for its other tokens and `new_tokens` more.
 
-        The lease reuses at most `max_prefix_len` tokens of the cached prefix. The pages that it uses and publishes get
-        its `priority` at least, where the cache heeds priorities. The same lease id again returns the open lease.
+        If too few slots are free, the shortfall is evicted. The lease reuses at most `max_prefix_len` tokens of the
+        cached prefix. If the cache evicts by priority, the pages that the lease uses and publishes get at least its
+        `priority`. If the session has this lease open already, returns it.
 
         Raises:
             OutOfSlotsError: too few slots are free or evictable; nothing was allocated or evicted.
             LeaseRangeError: more tokens than a lease may cover, or a negative `new_tokens` or `max_prefix_len`.
-            UnknownLeaseError: the id is another session's.
+            UnknownLeaseError: the lease has ended, or belongs to another session.
         """
         new_tokens, priority = index(new_tokens), index(priority)
         if max_prefix_len is not None:
@@ -95,11 +96,11 @@ class LeasedCache(ABC):
         return lease
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
-        """Lock the cached prefix of `key` and allocate no slots for more tokens; `extend` adds private slots.
+        """Lock the cached prefix of `key`, without slots for more tokens. `extend` adds private slots.
 
         Raises:
             OutOfSlotsError: too few slots are free or evictable; nothing was allocated or evicted.
-            UnknownLeaseError: the id is another session's.
+            UnknownLeaseError: the lease has ended, or belongs to another session.
         """
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
@@ -118,7 +119,7 @@ class LeasedCache(ABC):
         max_prefix_len: int | None,
         priority: int,
     ) -> LeaseRecord:
-        """Return a new lease over `num_slots` tokens; None: over the cached prefix alone."""
+        """Return a new lease over `num_slots` tokens. None: over the cached prefix alone."""
 
     def _open(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         self.leases.add(lease)
@@ -131,7 +132,7 @@ class LeasedCache(ABC):
             observer.granted(lease, max_prefix_len)
 
     def count_refusal(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Count a request for a lease of `key` over `num_tokens` tokens that the caller refuses for lack of slots."""
+        """Count that the caller refuses a lease of `key` over `num_tokens` tokens for lack of slots."""
         counters = self.counters
         counters.tokens_requested += len(key)
         counters.tokens_refused += len(key)
@@ -144,45 +145,45 @@ class LeasedCache(ABC):
             observer.refused(key, num_tokens, can_ever_fit)
 
     def extend(self, lease_id: str, session_id: str, num_tokens: int) -> Starts:
-        """Cover `num_tokens` more tokens; return the pages that are added to the lease's `starts`.
+        """Extend a lease by `num_tokens` tokens; return the first slots of the pages added to its `starts`.
 
         Raises:
             OutOfSlotsError: too few slots are free or evictable; nothing was allocated.
-            LeaseRangeError: more tokens than a lease may cover, or a negative number.
+            LeaseRangeError: more tokens than a lease may cover, or a negative `num_tokens`.
             UnknownLeaseError: no such open lease.
         """
         lease, num_tokens = self.leases.get(lease_id, session_id), index(num_tokens)
         if num_tokens < 0:
-            raise LeaseRangeError(f"a lease cannot be extended by {num_tokens} tokens")
+            raise LeaseRangeError(f"num_tokens must not be negative: {num_tokens}")
         lease.only_locks = False
         return self._extend(lease, num_tokens)
 
     @abstractmethod
     def _extend(self, lease: LeaseRecord, num_tokens: int) -> Starts:
-        """Cover `num_tokens` more tokens with a lease; return the pages added."""
+        """Extend a lease by `num_tokens` tokens; return the first slots of the pages added."""
 
     @abstractmethod
     def insert(
         self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
     ) -> Published:
-        """Publish the whole pages of the lease's first `num_tokens` tokens. The lease still holds all of them.
+        """Publish the whole pages of the lease's first `num_tokens` tokens. The lease keeps holding them.
 
         Args:
-            suffix: the token ids that the cache has not seen; it ends at `num_tokens`.
-            publish_state: also publish a copy of the lease's state, as the state after the last of these tokens.
+            suffix: the token ids that the cache does not know yet; it ends at `num_tokens`.
+            publish_state: also publish a copy of the lease's state, as the state after `num_tokens` tokens.
 
         Raises:
-            LeaseRangeError: more tokens than the lease covers, ids missing in between, or other ids than the lease's;
-                or the state cannot be published there.
-            OutOfSlotsError: there is no slot for the copy of the state; nothing was published.
+            LeaseRangeError: the lease covers fewer tokens; `suffix` leaves a gap or differs from the lease's tokens; or
+                the state cannot be published there.
+            OutOfSlotsError: no state slot is free or evictable for the copy; nothing was published.
             UnknownLeaseError: no such open lease.
         """
 
     def release_window(self, lease_id: str, session_id: str, up_to: int) -> None:
         """Free the window KV of a lease before token `up_to`. No effect without a sliding window.
 
-        One page before `up_to` is kept, so that the pages published next can be matched at a page boundary. The last
-        window of the published pages is kept, unless all of it lies before that page.
+        The last whole page before `up_to` is kept, so that the pages published next can be matched at a page boundary.
+        The last window of the published pages is kept, unless all of it lies before that page.
 
         Raises:
             LeaseRangeError: `up_to` is negative, or beyond the lease's tokens.
@@ -190,10 +191,10 @@ class LeasedCache(ABC):
         """
         lease, up_to = self.leases.get(lease_id, session_id), index(up_to)
         if not 0 <= up_to <= lease.num_slots:
-            raise LeaseRangeError(f"the lease covers tokens up to {lease.num_slots}, not {up_to}")
+            raise LeaseRangeError(f"up_to must be in [0, {lease.num_slots}], the tokens of the lease, not {up_to}")
         self._release_window(lease, up_to)
 
-    def _release_window(self, lease: LeaseRecord, up_to: int) -> None:  # noqa: B027 -- no effect without a window
+    def _release_window(self, lease: LeaseRecord, up_to: int) -> None:  # noqa: B027 -- optional
         """Free the window KV of a lease before a token that it covers."""
 
     # ---------------------------------------------------------------- the end of leases
@@ -201,7 +202,7 @@ class LeasedCache(ABC):
     def release(self, lease_id: str, session_id: str) -> bool:
         """End a lease: free its private slots and keep its published pages. Return False if no such lease is open.
 
-        The id of a lease that is not open is remembered as ended, as its grant may still be on its way.
+        If the lease is not open, its id is remembered as ended, because its grant may still be in transit.
         """
         lease = self.leases.find(lease_id, session_id)
         if lease is None:
@@ -217,13 +218,13 @@ class LeasedCache(ABC):
     def quarantine_session(self, session_id: str) -> int:
         """End every lease of a vanished session; return their number.
 
-        Unlock their pages now, and withhold their private slots until `free_withheld`: the session's process may still
-        write them.
+        Their published pages are unlocked immediately. Their private slots are withheld until `free_withheld`, because
+        the session's process may still write them.
         """
         return self._end_all(session_id, vanished=True)
 
     def free_withheld(self, session_id: str) -> int:
-        """Free the slots in quarantine of a session, as its process has ended; return their number."""
+        """Free the slots of a session in quarantine, after its process has ended; return their number."""
         leases = self.quarantine.take(session_id)
         num_slots = sum(map(self._private_size, leases))
         _for_each(leases, self._free_private)
@@ -240,12 +241,12 @@ class LeasedCache(ABC):
         self.leases.remove(lease, expired=vanished or expired)
         try:
             self._unlock(lease)
-        finally:  # the pool may raise for retired pages
+        finally:  # the pool may raise while retired pages are freed
             if vanished:
                 self.quarantine.add(lease)
             else:
                 self._free_private(lease)
-        self._notify_pressure()  # the pages of the lease are evictable now
+        self._notify_pressure()  # only now: the lease's pages have become evictable
 
     @abstractmethod
     def _unlock(self, lease: LeaseRecord) -> None:
@@ -260,10 +261,10 @@ class LeasedCache(ABC):
         """Call `on_pressure` if slots are short."""
 
     def offer(self, lease_id: str, session_id: str, offer_id: str, expires_at: float) -> LeaseRecord:
-        """Let another session adopt a lease, once, until `expires_at` by the clock of `expire_offers`.
+        """Let another session adopt a lease once, until `expires_at`, a time in the clock of `expire_offers`.
 
         Args:
-            offer_id: unique, not empty; the adopter must name it. A later offer of the lease replaces this one.
+            offer_id: unique and not empty; `adopt` needs it. A new offer of the lease replaces the old one.
 
         Raises:
             UnknownLeaseError: no such open lease.
@@ -274,31 +275,31 @@ class LeasedCache(ABC):
         return lease
 
     def adopt(self, lease_id: str, from_session: str, session_id: str, offer_id: str) -> LeaseRecord:
-        """Give an offered lease to another session; its slots and locks stay as they are.
+        """Move an offered lease to another session. It keeps its slots and locks.
 
         Raises:
-            ExpiredLeaseError: its offer expired, or it expired with the session that offered it.
-            UnknownLeaseError: it has ended, was adopted already, or was not offered by that session.
+            ExpiredLeaseError: the offer expired, or the session that offered the lease vanished.
+            UnknownLeaseError: the lease has ended, was adopted already, or that session did not offer it.
         """
         lease = self.leases.get(lease_id, from_session)
         if not offer_id or lease.offer_id != offer_id:
-            raise UnknownLeaseError(f"lease {lease_id!r} is not offered to anyone: a grant is good once")
+            raise UnknownLeaseError(f"lease {lease_id!r} is not offered by this grant: adopt a grant once")
         self.leases.end_offer(lease)
         if session_id != from_session:
             self.leases.move(lease, session_id)
         return lease
 
     def take_back(self, lease_id: str, session_id: str, offer_id: str) -> None:
-        """End an offer without ending its lease. No effect if the offer has ended or is another session's."""
+        """End an offer without ending its lease. No effect if the offer has ended or belongs to another session."""
         lease = self.leases.offered(lease_id, offer_id)
         if lease is not None and lease.session_id == session_id:
             self.leases.end_offer(lease)
 
     def revoke(self, lease_id: str, session_id: str, offer_id: str) -> bool:
-        """End an offered lease as `release` does; return False if the offer has been adopted, or has ended.
+        """End an offered lease as `release` does. Return False if the offer was adopted or has ended.
 
         Raises:
-            UnknownLeaseError: another session offers it.
+            UnknownLeaseError: the lease belongs to another session.
         """
         lease = self.leases.offered(lease_id, offer_id) if offer_id else None
         if lease is None:
@@ -309,9 +310,9 @@ class LeasedCache(ABC):
         return True
 
     def expire_offers(self, now: float) -> int:
-        """End every lease whose offer was not adopted in time; return their number. O(offers).
+        """End every lease with an offer that expired by `now`; return their number. O(offers).
 
-        Their private slots are freed: the granter no longer writes them, and no session has adopted them.
+        Their private slots are freed: the session that offered a lease no longer writes them.
         """
         overdue = self.leases.overdue_offers(now)
         _for_each(overdue, partial(self._end, expired=True))
@@ -319,20 +320,20 @@ class LeasedCache(ABC):
 
     @abstractmethod
     def evict(self, num_tokens: int, cause: str = "request") -> int:
-        """Free at least `num_tokens` cached slots, or all without a lease; return their number.
+        """Evict at least `num_tokens` cached slots, or all that no lease locks; return their number.
 
-        `explain` returns `cause` for the pages that were evicted.
+        `explain` returns `cause` for these pages.
         """
 
     def reset(self) -> None:
-        """Make everything unmatchable; leases keep their slots, but publish no more."""
+        """Make all cached pages unmatchable. Open leases keep their slots, but their inserts publish nothing."""
         self._retire_leases(lambda extra_key: True)
         self._retire_all()
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """Do `reset` for the namespaces whose `extra_key` is meant; return their number.
+        """Do `reset` for each namespace if `is_meant(extra_key)` returns True; return the number of these namespaces.
 
-        O(namespaces and leases). It frees a bounded number of pages without a lease; `reclaim` frees the rest.
+        O(namespaces and leases). Frees a bounded number of unlocked pages; `reclaim` frees the rest.
         """
         self._retire_leases(is_meant)
         return self._retire(is_meant)
@@ -352,7 +353,7 @@ class LeasedCache(ABC):
         """Make the cached pages of some namespaces unmatchable; return the number of namespaces."""
 
     def reclaim(self, max_tokens: int) -> int:
-        """Free about `max_tokens` retired slots without a lease; return their number, 0 if none is left."""
+        """Free about `max_tokens` retired slots that no lease locks; return their number, 0 if none is left."""
         return 0
 
     # ---------------------------------------------------------------- sizes
@@ -365,19 +366,19 @@ class LeasedCache(ABC):
     @property
     @abstractmethod
     def private_slots(self) -> int:
-        """Slots of leases that are not published, in whole pages."""
+        """Private slots of open leases, in whole pages."""
 
     @abstractmethod
     def evictable_size(self) -> int:
-        """Return the number of cached slots without a lease."""
+        """Return the number of cached slots that no lease locks."""
 
     @abstractmethod
     def protected_size(self) -> int:
-        """Return the number of cached slots that leases have locked."""
+        """Return the number of cached slots that leases lock."""
 
     @property
     def quarantined_slots(self) -> int:
-        """Slots withheld as a vanished session may still write them. O(leases in quarantine)."""
+        """Private slots of the leases in quarantine. O(leases in quarantine)."""
         return sum(map(self._private_size, self.quarantine))
 
     def total_size(self) -> int:
@@ -398,30 +399,30 @@ class LeasedCache(ABC):
         return None
 
     def configured_tenants(self) -> Sequence[Tenant]:
-        """Return the tenants with a floor or a cap, then the rest; nothing if there are no such tenants."""
+        """Return the configured tenants, followed by the tenant of all other namespaces; empty without tenants."""
         return ()
 
     def tenant_of(self, extra_key: str | None) -> str | None:
-        """Return the name of a namespace's tenant; None for the rest."""
+        """Return the name of a namespace's tenant; None if the namespace has no configured tenant."""
         return None
 
     def share_of(self, name: str) -> PoolSizes:
-        """Return the share of a tenant that has a cap, as if it were a pool of that size."""
+        """Return the share of a tenant with a cap, as the sizes of a pool of `cap` slots."""
         raise AssertionError(f"there is no tenant {name!r}")
 
     def is_within_floor(self, key: RadixKey, num_tokens: int) -> bool:
-        """Return whether the tenant of `key` holds at most its floor with a lease over so many tokens."""
+        """Return whether the tenant of `key` would hold at most its floor with a lease over `num_tokens` tokens."""
         return False
 
     # ---------------------------------------------------------------- cached pages
 
     @abstractmethod
     def match(self, key: RadixKey) -> MatchResult:
-        """Return the prefix that `acquire` would find, without any effect; count a probe."""
+        """Return the prefix that `acquire` would find. Counts a probe, and changes nothing else."""
 
     @abstractmethod
     def explain(self, key: RadixKey) -> Explanation:
-        """Return where a match of `key` ends, and why. Changes nothing. O(namespaces) at most."""
+        """Return where a match of `key` ends, and why. Changes nothing. At most O(namespaces)."""
 
     @property
     def now(self) -> int:
@@ -432,31 +433,31 @@ class LeasedCache(ABC):
         """Return the size of each namespace and of its branches, estimated from about `max_nodes` nodes."""
         return Outline([], 0, 0)
 
-    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027 -- no evictions that are remembered
-        """Take the times of evictions from this clock, in seconds; by default from `time.monotonic`."""
+    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027 -- optional
+        """Take the times of evictions from `clock`, in seconds. The default is `time.monotonic`."""
 
     def evictions(self) -> list[EvictionRecord]:
-        """Return the recent evictions that are remembered, the latest last."""
+        """Return the recent evictions, latest last."""
         return []
 
     @abstractmethod
     def outline(self, limits: OutlineLimits) -> Outline:
-        """Return the largest branches that can be matched. Bounded work for any number of cached pages."""
+        """Return the largest matchable branches. The work is bounded for any number of cached pages."""
 
-    def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- no pages, no events
-        """Publish to `sink` which pages are stored and removed from now on. No effect for a cache without pages."""
+    def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- optional
+        """From now on, publish stored and removed pages to `sink`. No effect for a cache without pages."""
 
     def resident_pages(self) -> Iterable[PageRun]:
-        """Return the pages that events name and that can be matched now, parents before children. O(n)."""
+        """Return the matchable pages as events describe them, parents before children. O(n)."""
         return ()
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Raise AssertionError if a rule of the cache or of its parts is broken. O(everything)."""
+        """Raise AssertionError if a rule of the cache or of its parts is broken. O(n)."""
 
     @abstractmethod
     def lease_sizes(self, leases: Iterable[LeaseRecord]) -> Iterator[int]:
-        """Yield for each lease the number of its slots that no earlier one of these leases holds."""
+        """Yield for each lease the number of its slots that no earlier lease of `leases` holds."""
 
     def holds(self, lease: LeaseRecord, pool: str) -> bool:
         """Return whether a lease holds any slot of the pool that an `OutOfSlotsError` names, private or locked."""
@@ -493,7 +494,7 @@ class LeasedCache(ABC):
 
 
 def _for_each(leases: Sequence[LeaseRecord], release: Callable[[LeaseRecord], None]) -> None:
-    """Release each lease in order, also after a pool has raised for one of them."""
+    """Call `release` for each lease in order. If calls raise, the last error is raised after the last call."""
     with ExitStack() as last_first:
         for lease in reversed(leases):
             last_first.callback(release, lease)

@@ -13,26 +13,26 @@ class Published:
     """The result of an insert."""
 
     prefix_len: int  # leading tokens that were in the tree before
-    num_inserted: int  # tokens that the tree took over
-    num_duplicates: int  # private slots freed, as the tree had their tokens
-    retired: bool  # the namespace was retired since the lease was granted: nothing was published
-    repointed: Starts  # the tree's pages that took the place of the duplicates
+    num_inserted: int  # tokens added to the tree
+    num_duplicates: int  # private slots freed, because the tree already had their tokens
+    retired: bool  # the namespace was retired after the grant: nothing was published
+    repointed: Starts  # the tree's pages that replaced the duplicates
 
 
 class PoolSizes(NamedTuple):
-    """The sizes of one pool, in its own slots; the other slots are private to leases."""
+    """The sizes of one pool, in slots of that pool. The remaining slots are private to leases."""
 
     num_slots: int
     free: int
     evictable: int
     protected: int
     quarantined: int = 0
-    kept: int = 0  # without a lease, but kept by the floors of other tenants
+    kept: int = 0  # unlocked, but kept by the floors of other tenants
 
 
 @dataclass(slots=True)
 class Counters:
-    """Events and tokens since the start."""
+    """Counts of events and tokens since the start."""
 
     acquires: int = 0
     hits: int = 0

@@ -133,7 +133,7 @@ BAD_REQUESTS: list[Row] = [
     (InsertRequest, {"release": "perhaps"}, InvalidRequest, "release: .*boolean"),
     (InsertRequest, {"publish_state": None}, InvalidRequest, "publish_state: .*boolean"),
     (ReleaseWindowRequest, {"up_to": -1}, InvalidRequest, "up_to: .*greater than or equal to 0"),
-    (ReleaseWindowRequest, {"up_to": 4}, InvalidRequest, "covers tokens up to 3, not 4"),
+    (ReleaseWindowRequest, {"up_to": 4}, InvalidRequest, r"up_to must be in \[0, 3\], the tokens of the lease, not 4"),
     (EvictRequest, {"num_tokens": -1}, InvalidRequest, "num_tokens: .*greater than or equal to 0"),
     (EvictRequest, {"num_tokens": [1]}, InvalidRequest, "num_tokens: .*valid integer"),
     # lease ids

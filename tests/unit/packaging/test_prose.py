@@ -29,6 +29,7 @@ DONE = (
     "cache_core/eviction",
     "cache_core/ghost",
     "cache_core/kernels",
+    "cache_core/leases",
     "cache_core/radix",
     "cache_core/tree",
     "cache_core/trie",
