@@ -1,8 +1,8 @@
-"""`ContentCheck`: what debugging watches of a pool's tensors. Free slots hold poison, published ones a known content.
+"""`ContentCheck`: debugging checks of the content of a pool's tensors.
 
-freed        every byte becomes 0xFF: NaN in each float dtype, and nothing that could pass for KV
-published    a checksum of the page is kept, for each tensor
-found        the checksums are compared: nobody may have written since
+freed        every byte of the page is set to 0xFF, which is NaN in each float dtype
+published    a checksum of the page is kept for each tensor
+found        the checksums are compared: a published page must not change
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _WORD_BYTES = 8
 
 
 class ContentCheck:
-    """Poison and checksums of one pool of slots, in CPU memory that others may write at any time.
+    """Poison and checksums for one pool of slots, in CPU memory that other processes may write at any time.
 
-    Costs a pass over the bytes of the pages named, and a number per page and tensor.
+    A call reads or writes all bytes of its pages. A checksum takes 8 bytes per page and tensor.
 
     Args:
-        tensors: each `[rows, ...]`, a row for each slot id, whole pages of them, contiguous; rows that are pages may
-            lie apart. By what errors call them.
+        tensors: the tensors by their names in errors, each `[slots, ...]`, indexed by slot id, in whole pages. They
+            must be contiguous; with `page_size` 1 only each slot must be.
         page_size: slots that are freed and published together.
-        unit: what errors call a slot.
+        unit: the name of a slot in errors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], page_size: int = 1, unit: str = "slot") -> None:
@@ -45,7 +45,7 @@ class ContentCheck:
         self._is_known = np.zeros(num_pages, np.bool_)
 
     def poison(self, starts: Starts) -> None:
-        """These pages are free: overwrite them, and forget what was published there."""
+        """Overwrite freed pages with poison, and drop their checksums."""
         if not self._pages:
             return
         pages = starts // self.page_size
@@ -54,13 +54,13 @@ class ContentCheck:
             words.view(np.uint8)[pages] = _POISON
 
     def is_poisoned(self, starts: Starts) -> NDArray[np.bool_]:
-        """Which of these pages hold poison alone."""
+        """Return which of these pages hold only poison."""
         pages = starts // self.page_size
         whole = [(words.view(np.uint8)[pages] == _POISON).all(axis=1) for words in self._pages]
         return np.logical_and.reduce(whole) if whole else np.ones(len(pages), np.bool_)
 
     def publish(self, starts: Starts) -> None:
-        """These pages must not change any more. Those that are published already keep their checksums."""
+        """Keep a checksum of each page, which must not change until it is freed. A known checksum stays as it is."""
         if not self._pages:
             return
         pages = starts // self.page_size
@@ -69,11 +69,11 @@ class ContentCheck:
         self._is_known[pages] = True
 
     def verify(self, starts: Starts) -> None:
-        """Raise ContentError unless these pages, published all, are as they were then."""
+        """Raise ContentError if one of these pages changed after it was published. All must be published."""
         if not self._pages:
             return
         pages = starts // self.page_size
-        assert self._is_known[pages].all(), f"nobody published all of the {self._unit}s at {starts}"
+        assert self._is_known[pages].all(), f"not all of the {self._unit}s at {starts} are published"
         differs = self._checksums(pages) != self._sums[pages]
         if differs.any():
             at, tensor = np.argwhere(differs)[0].tolist()
@@ -81,18 +81,19 @@ class ContentCheck:
             stop = first + self.page_size - 1
             where = f"{self._unit} {first}" if self.page_size == 1 else f"{self._unit}s {first} to {stop}"
             raise ContentError(
-                f"somebody wrote to a published page without a lease: page {page} ({where}), {self._names[tensor]}"
+                f"published page {page} ({where}), {self._names[tensor]}, was overwritten: clients may write only the "
+                "private slots of their leases"
             )
 
     def _checksums(self, pages: Starts) -> NDArray[np.uint64]:
-        """Of each page, in each tensor: the weighted sum of its words, which any single changed word changes."""
+        """Return the weighted sum of each page's words, `[pages, tensors]`. Any change of one word changes its sum."""
         sums = [words[pages].astype(np.uint64) @ self._weights[: words.shape[1]] for words in self._pages]
         return np.stack(sums, axis=1)
 
 
 def _words(tensor: torch.Tensor, page_size: int) -> NDArray[np.unsignedinteger]:
-    """The memory of a tensor, a row for each page, in the widest words that divide one."""
-    assert page_size == 1 or tensor.is_contiguous(), "pages of a tensor lie side by side"
+    """Return the memory of a tensor as `[pages, words of a page]`, in the widest words that divide a page."""
+    assert page_size == 1 or tensor.is_contiguous(), "a tensor with pages of several slots must be contiguous"
     rows = tensor.unsqueeze(-1).view(len(tensor), -1).view(torch.uint8).numpy()
     pages = rows if page_size == 1 else rows.reshape(len(rows) // page_size, -1)
     words: NDArray[np.unsignedinteger] = pages.view(f"u{gcd(pages.shape[1], _WORD_BYTES)}")

@@ -1,8 +1,8 @@
-"""Copies into and out of rows of a tensor: as slices where slots follow one another, page by page where they can be.
+"""Copies of KV into and out of the slots of a tensor, with the shape checks for them.
 
-On a CPU torch copies a slice at the speed of memory, but goes through rows one by one (`index_select`) or element by
-element (`index_copy_`). So rows are copied a page at a time where their slots are whole pages, and in the widest
-elements that fit: every copy is of bits.
+On a CPU, torch copies a slice at memory bandwidth, but `index_select` copies slot by slot and `index_copy_` element by
+element. So consecutive slots are copied as a slice, and slots of whole pages page by page. All copies are of bits, in
+the widest elements that fit.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-_WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)  # 16 bytes to one
+_WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)  # of 16, 8, 4, 2 and 1 bytes
 
 
 def check_shapes(slots: torch.Tensor, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Raise ValueError unless the first of each pair has a row of the second's shape for each slot."""
+    """Raise ValueError unless in each pair the first tensor is `[len(slots), *rest]`, for a second of `[n, *rest]`."""
     for given, rows in pairs:
         if given.shape != (len(slots), *rows.shape[1:]):
             raise ValueError(f"{len(slots)} slots need {[len(slots), *rows.shape[1:]]}, not {list(given.shape)}")
 
 
 def check_out(out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raise ValueError unless bits of rows can be copied into a tensor as they are."""
+    """Raise ValueError unless `out` can take copies of the bits of `rows`."""
     if out.device != rows.device:
         raise ValueError(f"out must be on {rows.device}, where the pool is")
     if out.dtype is not rows.dtype or not out.is_contiguous():
@@ -31,10 +31,15 @@ def check_out(out: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, page_size: int) -> None:
-    """`target[slots] = source`: `[rows, heads, dim]`, contiguous, and `[n, heads, dim]`, of one dtype and device.
+    """Do `target[slots] = source`.
+
+    Args:
+        target: `[rows, heads, dim]`, contiguous.
+        slots: `[n]`.
+        source: `[n, heads, dim]`, of the target's dtype and device.
 
     Raises:
-        IndexError, RuntimeError: a slot is not a row.
+        IndexError, RuntimeError: a slot is out of range.
     """
     first = _first_of_run(slots, target)
     if first is not None:
@@ -49,10 +54,15 @@ def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, pa
 
 
 def take_rows(source: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, page_size: int) -> None:
-    """`out[...] = source[slots]`: `[rows, heads, dim]` and `[n, heads, dim]`, contiguous, of one dtype and device.
+    """Do `out[...] = source[slots]`.
+
+    Args:
+        source: `[rows, heads, dim]`, contiguous.
+        slots: `[n]`.
+        out: `[n, heads, dim]`, contiguous, of the source's dtype and device.
 
     Raises:
-        IndexError, RuntimeError: a slot is not a row.
+        IndexError, RuntimeError: a slot is out of range.
     """
     first = _first_of_run(slots, source)
     if first is not None:
@@ -67,7 +77,10 @@ def take_rows(source: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, page
 
 
 def _first_of_run(slots: torch.Tensor, rows: torch.Tensor) -> int | None:
-    """The first of slots that follow one another, on a CPU: elsewhere to look would be to wait for the device."""
+    """Return the first slot if the slots are consecutive, else None.
+
+    On other devices than the CPU, returns None: to read the slots would wait for the device.
+    """
     n = len(slots)
     if n == 0 or not rows.is_cpu or slots.dtype != torch.int64:
         return None
@@ -79,7 +92,10 @@ def _first_of_run(slots: torch.Tensor, rows: torch.Tensor) -> int | None:
 
 
 def _pages_of(slots: torch.Tensor, rows: torch.Tensor, page_size: int) -> tuple[int, torch.Tensor | None]:
-    """How many slots at the beginning are whole pages, and which; none if any of those is not."""
+    """Return how many leading slots fill whole pages, and the numbers of these pages.
+
+    Returns `(0, None)` if these slots cannot be copied page by page.
+    """
     whole = len(slots) // page_size * page_size
     if page_size == 1 or whole == 0 or not rows.is_cpu or slots.dtype != torch.int64:
         return 0, None
@@ -91,13 +107,13 @@ def _pages_of(slots: torch.Tensor, rows: torch.Tensor, page_size: int) -> tuple[
 
 
 def _paged(rows: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Contiguous rows as `[pages, elements of a page]`, without those at the end that fill none."""
+    """Return a view of contiguous rows as `[pages, elements of a page]`, without the rest after the last page."""
     num_pages = len(rows) // page_size
     return rows[: num_pages * page_size].view(num_pages, -1)
 
 
 def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The same memory in the widest elements that all have room for."""
+    """Return views of the tensors in the widest elements that fit all of them."""
     return [each.view(_width_of(tensors)) for each in tensors]
 
 
@@ -109,7 +125,7 @@ def _width_of(tensors: tuple[torch.Tensor, ...]) -> torch.dtype:
 
 
 def _fits(tensor: torch.Tensor, width: int) -> bool:
-    """Whether every stretch of the last dimension is of whole elements of so many bytes, on their boundaries."""
+    """Return whether the last dimension can be viewed in elements of `width` bytes, aligned to that width."""
     size = tensor.element_size()
     lengths = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
     return tensor.data_ptr() % width == 0 and all(length * size % width == 0 for length in lengths)

@@ -1,4 +1,4 @@
-"""`KVPool`: the tensors that hold KV and states, in one allocation: KV layer by layer, states slot by slot."""
+"""`KVPool`: the tensors that hold KV and states, in one allocation. `PoolLayout` has the places of the tensors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from raydix.cache_core.pool.pool_layout import PoolLayout
 
 
 class KVPool:
-    """K and V of every layer, indexed by slot, and the states of state layers, by state slot.
+    """K and V of every layer, indexed by slot, and the states of state layers, indexed by state slot.
 
     Attributes:
         k, v: each layer's tensors; those of a state layer are empty.
 
     Args:
         layout: shapes and dtype.
-        device: where to allocate; ignored if `storage` is given.
-        storage: memory to lay the pool over, 1-D uint8 of at least `layout.num_bytes`: shared memory or another
-            process's pool. None allocates it, zeroed.
+        device: the device of new memory; ignored if `storage` is given.
+        storage: the memory of the pool, such as shared memory: 1-D uint8 of at least `layout.num_bytes`. None allocates
+            zeroed memory.
+
+    Raises:
+        ValueError: `storage` is too small.
     """
 
     def __init__(
@@ -28,9 +31,9 @@ class KVPool:
         if storage is None:
             storage = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         elif storage.numel() < layout.num_bytes:
-            raise ValueError(f"the pool needs {layout.num_bytes} bytes, not {storage.numel()}")
+            raise ValueError(f"storage must have at least {layout.num_bytes} bytes, not {storage.numel()}")
         self.storage = storage
-        self._page_size = 1 if layout.max_seq_len else layout.page_size  # of slots that lie together
+        self._page_size = 1 if layout.max_seq_len else layout.page_size  # consecutive slots that can be copied as one
         layers = layout.views(storage)
         none = torch.empty(0, dtype=layout.dtype, device=storage.device)
         has_kv = [layout.kind(layer) != "state" for layer in range(layout.num_layers)]
@@ -39,26 +42,30 @@ class KVPool:
         self._states = [() if kv else tensors for tensors, kv in zip(layers, has_kv, strict=True)]
 
     def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool as `(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of its memory.
+        """Return `(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each, as views of the pool.
 
-        Only for a layout with `max_seq_len`.
+        The layout must have `max_seq_len`.
         """
         return self.layout.sequence_views(self.storage)
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The tensors of a state layer, `[num_state_slots + 1, *shape]` each; none for other layers."""
+        """Return the tensors of a state layer, `[num_state_slots + 1, *shape]` each; empty for other layers."""
         return self._states[layer]
 
     def state_rows(self) -> torch.Tensor:
-        """All layers' states by slot, `[num_state_slots + 1, bytes]` uint8: what `state` shows in parts."""
+        """Return the states of all layers, `[num_state_slots + 1, bytes]` uint8, as a view of the pool."""
         return self.layout.state_rows(self.storage)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Copy KV into slots of one layer. `k`: [n, num_kv_heads, head_dim], `v`: [n, num_kv_heads, v_head_dim].
+        """Copy KV into slots of one layer. The caller must hold the slots.
 
-        `slots` is int64 of length n: window slots for a sliding-window layer. The caller answers for holding them. One
-        copy, cast to the pool's dtype: of slots that follow one another or fill whole pages as fast as memory allows.
-        To bring slots to a GPU takes longer than to use them there: who writes many layers has them there already.
+        Consecutive slots and slots that fill whole pages are copied at memory bandwidth.
+
+        Args:
+            slots: int64, `[n]`; window slots for a sliding-window layer. To write many layers on a GPU, move the slots
+                there first: the transfer takes longer than the copy.
+            k: `[n, num_kv_heads, head_dim]`; cast to the pool's dtype.
+            v: `[n, num_kv_heads, v_head_dim]`; cast to the pool's dtype.
 
         Raises:
             ValueError: a shape does not fit; nothing was written.
@@ -73,13 +80,15 @@ class KVPool:
     def gather(
         self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V of `slots` (int64, length n) in one layer, `[n, num_kv_heads, dim]` each.
+        """Return copies of the K and V of `slots` in one layer, `[n, num_kv_heads, dim]` each.
 
-        `out`: contiguous tensors of these shapes and the pool's dtype, to copy into; they are returned. New memory
-        costs several times the copy where it is large, so who gathers often keeps its own.
+        Args:
+            slots: int64, `[n]`; window slots for a sliding-window layer.
+            out: tensors to copy into, which are returned. They must be contiguous and have the results' shapes and the
+                pool's dtype and device. Large new tensors cost several times the copy, so reuse `out` in a loop.
 
         Raises:
-            ValueError: `out` is none of that, or lies on another device.
+            ValueError: `out` does not fit.
         """
         place = self.storage.device
         slots = slots.to(place)
@@ -94,12 +103,12 @@ class KVPool:
         return k_out, v_out
 
     def read_all(self, slots: torch.Tensor, swa_slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V of `slots` in all layers, `[num_layers, n, num_kv_heads, dim]` each.
+        """Return copies of the K and V of `slots` in all layers, `[num_layers, n, num_kv_heads, dim]` each.
 
         Sliding-window layers are read at `swa_slots`; state layers are zeros.
 
         Raises:
-            ValueError: layers differ in shape.
+            ValueError: layers differ in shape, or a sliding-window layer needs `swa_slots`.
         """
         layout = self.layout
         self._check_alike()
@@ -118,10 +127,15 @@ class KVPool:
     def write_all(
         self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, swa_slots: torch.Tensor | None = None
     ) -> None:
-        """`write` in all layers that have KV: `k` and `v` are `[num_layers, n, num_kv_heads, dim]`.
+        """Copy KV into slots of all layers that have KV. The caller must hold the slots.
+
+        Args:
+            slots: int64, `[n]`.
+            k, v: `[num_layers, n, num_kv_heads, dim]` each; cast to the pool's dtype.
+            swa_slots: int64, `[n]`, for sliding-window layers.
 
         Raises:
-            ValueError: layers differ in shape; nothing was written.
+            ValueError: layers differ in shape (nothing was written), or a sliding-window layer needs `swa_slots`.
         """
         self._check_alike()
         slots, swa_slots = self._brought_here(slots, swa_slots)
@@ -130,7 +144,7 @@ class KVPool:
 
     def _check_alike(self) -> None:
         if difference := self.layout.difference:
-            raise ValueError(f"layers that differ cannot be copied at once, only one by one: {difference}")
+            raise ValueError(f"layers that differ in shape must be copied one by one: {difference}")
 
     def _brought_here(
         self, slots: torch.Tensor, swa_slots: torch.Tensor | None
@@ -142,11 +156,14 @@ class KVPool:
         if self.layout.kind(layer) == "full":
             return slots
         if swa_slots is None:
-            raise ValueError("the pool has sliding-window layers: their slots are needed, too")
+            raise ValueError("swa_slots must not be None: the pool has sliding-window layers")
         return swa_slots
 
 
 def wait_for_device(tensor: torch.Tensor) -> None:
-    """Until a GPU has done what was asked of it: others read and overwrite slots as soon as they are told of them."""
+    """Wait until a GPU has finished the work queued for a tensor.
+
+    Call this before a message that lets another process read or overwrite the slots.
+    """
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

@@ -1,4 +1,4 @@
-"""`MambaPool`: the tensors of recurrent states, and who has which slot of them."""
+"""`MambaPool`: the tensors of recurrent states, and the allocator of their slots."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from raydix.cache_core.pool.pool_layout import bytes_of_row, views_of_rows
 
 
 class MambaPool:
-    """State slots: row `slot` of every layer's state tensors. Row 0 is reserved.
+    """A pool of state slots. A slot is an index into every layer's state tensors; slot 0 is reserved.
 
-    Those that it allocates are views of one, a row for each slot, so that a state is copied at once.
+    Tensors that the pool allocates are views of one tensor with a row per slot, so that one copy moves a whole state.
 
     Args:
-        num_slots: states that can be held at once.
-        state_shapes: for each state layer, the shapes of its tensors (a convolution's and a recurrence's, say).
-        dtype: of all of them.
-        device: where to allocate; ignored if `layers` is given.
-        layers: the tensors to use, `[num_slots + 1, *shape]` each, zeroed: shared memory, say. None allocates them.
-        rows: `[num_slots + 1, n]`, of which all of the given `layers` are views: a row is a slot's whole state. None:
-            each of them is copied by itself.
+        num_slots: the number of states that the pool can hold.
+        state_shapes: for each state layer, the shapes of its tensors, such as a convolution's and a recurrence's.
+        dtype: the dtype of all tensors.
+        device: the device of new tensors; ignored if `layers` is given.
+        layers: the tensors to use, zeroed, `[num_slots + 1, *shape]` each, such as shared memory. None allocates them.
+        rows: `[num_slots + 1, n]`, of which all `layers` are views; a row is the whole state of a slot. None: each
+            tensor of `layers` is copied on its own.
+
+    Raises:
+        ValueError: `num_slots` is less than 1.
     """
 
     def __init__(
@@ -48,19 +51,19 @@ class MambaPool:
         self.num_slots = num_slots
         self.layers = list(layers)
         self._parts = [tensor for tensors in layers for tensor in tensors] if rows is None else [rows]
-        self.on_free: Callable[[NDArray[np.int64]], None] | None = None  # told of slots that have become free
+        self.on_free: Callable[[NDArray[np.int64]], None] | None = None  # called with each freed slot
         self._free = list(range(num_slots, 0, -1))
         self._used = bytearray(num_slots + 1)
 
     def available_size(self) -> int:
-        """Free state slots. O(1)."""
+        """Return the number of free state slots. O(1)."""
         return len(self._free)
 
     def alloc_track_slot(self) -> int:
-        """A state slot, the caller's until it frees it. What it held before is still in it.
+        """Allocate a state slot. Its old content is not cleared.
 
         Raises:
-            OutOfSlotsError: none is free.
+            OutOfSlotsError: no state slot is free.
         """
         if not self._free:
             raise OutOfSlotsError(1, 0, 0, self.num_slots, "states")
@@ -69,14 +72,14 @@ class MambaPool:
         return slot
 
     def is_used(self, slot: int) -> bool:
-        """Whether a state slot is handed out."""
+        """Return whether a state slot is allocated."""
         return 1 <= slot <= self.num_slots and bool(self._used[slot])
 
     def free_track_slot(self, slot: int) -> None:
-        """Take back a state slot.
+        """Free a state slot.
 
         Raises:
-            SlotError: it is out of range or free already.
+            SlotError: the slot is out of range or free already.
         """
         slot = index(slot)
         if not self.is_used(slot):
@@ -90,7 +93,7 @@ class MambaPool:
         """Copy the state in slot `src` into slot `dst`, in every layer.
 
         Raises:
-            SlotError: one of them is out of range; nothing was copied.
+            SlotError: a slot is out of range; nothing was copied.
         """
         src, dst = self._checked(src), self._checked(dst)
         for part in self._parts:
@@ -98,10 +101,10 @@ class MambaPool:
         self._wait()
 
     def clear_state(self, slot: int) -> None:
-        """Make the state in a slot the initial one: zeros.
+        """Set the state in a slot to zeros, the initial state.
 
         Raises:
-            SlotError: it is out of range.
+            SlotError: the slot is out of range.
         """
         slot = self._checked(slot)
         for part in self._parts:
@@ -109,7 +112,7 @@ class MambaPool:
         self._wait()
 
     def _checked(self, slot: int) -> int:
-        """The number of a row that states may be in: row 0 is none, and none is counted from the end."""
+        """Return a slot as a plain int; raise SlotError if it is out of range."""
         slot = index(slot)
         if not 1 <= slot <= self.num_slots:
             raise SlotError(f"state slot {slot} is outside [1, {self.num_slots}]")
@@ -120,11 +123,11 @@ class MambaPool:
             wait_for_device(self._parts[0])
 
     def free_slots(self) -> list[int]:
-        """The free slots, for checks of conservation. O(n)."""
+        """Return the free slots, for invariant checks. O(n)."""
         return list(self._free)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless each slot is free or used, once. O(n)."""
+        """Raise AssertionError unless each slot is either free or used. O(n)."""
         assert len(set(self._free)) == len(self._free), "a state slot is free twice"
         assert sum(self._used) + len(self._free) == self.num_slots, "a state slot is neither free nor used"
         assert not any(self._used[slot] for slot in self._free), "a free state slot is marked as used"

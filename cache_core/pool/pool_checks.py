@@ -1,4 +1,4 @@
-"""`PoolChecks`: the checks of content of all that a pool of pages holds, as leases free, publish and find it."""
+"""`PoolChecks`: the content checks of the KV, window KV and states of a pool of pages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from raydix.cache_core.tree.packed_slots import Starts
 
 
 class PoolChecks:
-    """Watches the KV, window KV and states of a pool in CPU memory, from now on.
+    """The content checks of a pool in CPU memory: of its KV, window KV and states.
 
-    What the allocators have is poisoned, from the beginning, and what they get back; what is reserved for padding stays
-    as it is. What is to be published and verified, they are told of.
+    All free slots are poisoned when the checks begin, and later each slot when it is freed. Slots reserved for padding
+    are not poisoned. The caller must report published pages and states.
 
     Args:
-        pool: its tensors; not by rows.
-        allocator: its slots.
-        states: its state slots, if it has any.
+        pool: the tensors; the layout must not have `max_seq_len`.
+        allocator: the slots of the pool; its `on_free` is set.
+        states: the state slots of the pool, or None; its `on_free` is set.
     """
 
     def __init__(self, pool: KVPool, allocator: TokenToKVPoolAllocator, states: MambaPool | None = None) -> None:
@@ -40,12 +40,12 @@ class PoolChecks:
             self.states.poison(np.array(states.free_slots()))
 
     def publish(self, starts: Starts) -> None:
-        """These pages are in the tree, with what window halves they have."""
+        """Keep checksums of pages in the tree, and of their window halves."""
         self.kv.publish(starts)
         self.window.publish(self._halves(starts))
 
     def verify(self, starts: Starts) -> None:
-        """Raise ContentError if somebody has written to one of these pages, or its window half, in the tree."""
+        """Raise ContentError if one of these pages in the tree, or its window half, was written after its publish."""
         self.kv.verify(starts)
         self.window.verify(self._halves(starts))
 
@@ -55,7 +55,7 @@ class PoolChecks:
 
 
 def kv_tensors(pool: KVPool, kind: str) -> dict[str, torch.Tensor]:
-    """The K and V of each layer of a kind, by name."""
+    """Return the K and V of each layer of a kind, by their names in errors."""
     layers = [layer for layer in range(pool.layout.num_layers) if pool.layout.kind(layer) == kind]
     halves = (("K", pool.k), ("V", pool.v))
     return {f"{name} of layer {layer}": tensors[layer] for layer in layers for name, tensors in halves}

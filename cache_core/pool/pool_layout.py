@@ -1,4 +1,4 @@
-"""`PoolLayout`: where the KV and the states of each layer lie in one allocation; no tensors are allocated here."""
+"""`PoolLayout`: the places of each layer's KV and states in one allocation. It allocates no memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import torch
 
 Shape = Sequence[int]
 
-_ALIGNMENT = 256  # bytes; each tensor starts on such a boundary
+_ALIGNMENT = 256  # bytes; each tensor starts at a multiple
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """Where each layer's tensors lie in the pool's memory.
+    """The places of each layer's tensors in the pool's memory.
 
-    A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`, its V the same with `v_head_dim`; a
-    sliding-window layer has `num_swa_slots` in place of `num_slots`. The first `page_size` rows are reserved for
-    padding, so that slot ids index the tensors directly. A state layer has a tensor `[num_state_slots + 1, *shape]` for
-    each of `state_shapes`, with row 0 reserved, and no K and V. States lie after all KV, those of one slot together.
+    A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`; its V has `v_head_dim` instead. A
+    sliding-window layer has `num_swa_slots` instead of `num_slots`. The first `page_size` slots are reserved for
+    padding, so that slot ids index the tensors directly.
+
+    A state layer has no K and V, but a tensor `[num_state_slots + 1, *shape]` for each of `state_shapes`; state slot 0
+    is reserved. The states follow all KV; the states of one slot are contiguous.
 
     With `kv_shapes`, layers differ in `(num_kv_heads, head_dim, v_head_dim)`, and the fields of these names are unused.
 
-    With `max_seq_len`, slots come in runs of so many, for one sequence each, and none is reserved: every layer is full,
-    its K `[num_slots, num_kv_heads, head_dim]`.
+    With `max_seq_len`, each sequence has that many consecutive slots, and no slot is reserved. Then every layer is
+    full, and its K is `[num_slots, num_kv_heads, head_dim]`.
 
     Raises:
-        ValueError: `kv_shapes` does not have a shape for each layer, or those of all layers with K and V are equal.
+        ValueError: `kv_shapes` does not have a shape for each layer, or all layers with K and V have the same shape.
     """
 
     num_slots: int
@@ -38,12 +40,12 @@ class PoolLayout:
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
-    layer_kinds: tuple[str, ...] | None = None  # "full", "swa" or "state" of each layer; None: all full
+    layer_kinds: tuple[str, ...] | None = None  # "full", "swa" or "state" for each layer; None: all full
     num_swa_slots: int = 0
     num_state_slots: int = 0
     state_shapes: tuple[tuple[int, ...], ...] = ()
     max_seq_len: int | None = None
-    kv_shapes: tuple[tuple[int, int, int], ...] | None = None  # of each layer, where layers differ; None: all alike
+    kv_shapes: tuple[tuple[int, int, int], ...] | None = None  # for each layer, if layers differ; None: all alike
 
     def __post_init__(self) -> None:
         if self.kv_shapes is None:
@@ -54,7 +56,7 @@ class PoolLayout:
             raise ValueError(f"kv_shapes is for layers that differ, but those with K and V are alike: {self.kv_shapes}")
 
     def kind(self, layer: int) -> str:
-        """ "full", "swa" or "state"."""
+        """Return the kind of a layer: "full", "swa" or "state"."""
         return self.layer_kinds[layer] if self.layer_kinds is not None else "full"
 
     @property
@@ -81,7 +83,7 @@ class PoolLayout:
         )
 
     def shapes(self, layer: int) -> list[tuple[int, ...]]:
-        """The shapes of a layer's K and V; none for a state layer."""
+        """Return the shapes of a layer's K and V; empty for a state layer."""
         if self.kind(layer) == "state":
             return []
         rows = self.num_slots if self.kind(layer) == "full" else self.num_swa_slots
@@ -97,7 +99,7 @@ class PoolLayout:
         return self._kv_bytes + num_rows * row
 
     def views(self, storage: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Each layer's tensors, as views of `storage`, a 1-D uint8 tensor of `num_bytes`."""
+        """Return each layer's tensors, as views of `storage`, a 1-D uint8 tensor of `num_bytes`."""
         layers, at = [], 0
         states = iter(views_of_rows(self.state_rows(storage), self._states, self.dtype))
         for layer in range(self.num_layers):
@@ -113,16 +115,16 @@ class PoolLayout:
         return layers
 
     def state_rows(self, storage: torch.Tensor) -> torch.Tensor:
-        """All there is of each state slot, `[num_state_slots + 1, bytes]` uint8, as a view of `storage`."""
+        """Return the states of all layers, `[num_state_slots + 1, bytes]` uint8, as a view of `storage`."""
         return storage[self._kv_bytes : self.num_bytes].view(self._state_rows)
 
     def sequence_views(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All K and all V by sequence, `[sequence, position, layer, num_kv_heads, dim]` each, as views of `storage`.
+        """Return all K and all V, `[sequence, position, layer, num_kv_heads, dim]` each, as views of `storage`.
 
-        Only with `max_seq_len`: the layers are all alike then, so one stride leads from each to the next.
+        The layout must have `max_seq_len`. Then all layers are alike, so one stride leads from each to the next.
         """
-        assert self.max_seq_len is not None, "this pool's slots come in pages"
-        assert self.kv_shapes is None, "this pool's layers differ"
+        assert self.max_seq_len is not None, "sequence_views needs a layout with max_seq_len"
+        assert self.kv_shapes is None, "sequence_views needs a layout without kv_shapes"
         memory = storage[: self.num_bytes].view(self.dtype)
         to_next_layer = memory.numel() // max(1, self.num_layers)
         at, views, length = memory.storage_offset(), [], self.max_seq_len
@@ -144,7 +146,7 @@ class PoolLayout:
 
     @property
     def _state_rows(self) -> tuple[int, int]:
-        """How many rows the states have, and of how many bytes."""
+        """The shape of `state_rows`."""
         return self.num_state_slots + 1, bytes_of_row(self._states, self.dtype)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
@@ -152,12 +154,12 @@ class PoolLayout:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round a number of bytes up to the next boundary."""
+    """Round a number of bytes up to a multiple of the alignment."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _bytes_of(shape: Shape, dtype: torch.dtype) -> int:
-    return aligned(max(1, prod(shape)) * dtype.itemsize)  # an empty tensor, too, needs a row
+    return aligned(max(1, prod(shape)) * dtype.itemsize)  # an empty tensor also needs a place
 
 
 def bytes_of_row(shapes: Sequence[Sequence[Shape]], dtype: torch.dtype) -> int:
@@ -170,7 +172,7 @@ def views_of_rows(
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return each layer's tensors, `[num_rows, *shape]`, as views of `rows`, `[num_rows, bytes_of_row]` uint8.
 
-    Within one slot a tensor is contiguous; its stride from slot to slot is `bytes_of_row`, so one copy of a row moves
+    Within one slot a tensor is contiguous. Its stride from slot to slot is `bytes_of_row`, so one copy of a row copies
     the states of all layers.
     """
     layers, at = [], 0

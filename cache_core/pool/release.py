@@ -1,7 +1,7 @@
-"""Freeing slots of the tree to their pool, and the error if the pool refuses them.
+"""Freeing slots of the tree to their pool, and the error if the pool raises.
 
-A pool refuses slots only if some owner freed them before, or never allocated them: the pool's bookkeeping is broken. So
-the caller first brings its own state into order, then frees. Nothing is retried.
+A pool raises only if its accounting is broken: the slots are free already, or were never allocated. So the caller first
+updates its own state, then frees. Nothing is retried.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from raydix.cache_core.errors import SlotError
 from raydix.cache_core.kernels import Victims
 from raydix.cache_core.tree.packed_slots import join_slots
 
-_MOST_NAMED = 8  # slots in an error message
+_MOST_NAMED = 8  # most slots in an error message
 
 
 class SlotPool(Protocol):
     """The pool that a cache frees evicted slots to."""
 
     def free(self, indices: torch.Tensor) -> None:
-        """Take back slots, int64, whole pages of them, with whatever else hangs on them."""
+        """Free slots, int64, in whole pages. The pool also frees their window slots, if it has any."""
 
 
 def call_pool(call: Callable[..., object], *slots: Any, refused: str = "slots that were in the tree") -> None:
-    """Call a pool with slots: a tensor, an array or one int each.
+    """Call a pool with slots. Each argument is a tensor, an array or one int.
 
     Raises:
-        SlotError: the pool raised. The message has `refused`, the last argument's first slots, and the pool's reason.
-        AssertionError: the pool found a broken invariant of its own.
+        SlotError: the pool raised. The message has `refused`, the first slots of the last argument, and the pool's
+            error.
+        AssertionError: the pool found a broken invariant in itself.
     """
     try:
         call(*slots)
@@ -52,7 +53,9 @@ def release_victims(
     page_size: int,
     refused: str = "slots that were in the tree",
 ) -> None:
-    """Free the slots of victims in one call: by the first slot of each page, if all nodes pack those and the pool can.
+    """Free the slots of evicted nodes in one call.
+
+    Passes only the first slot of each page if all nodes store these and the pool has `free_pages`.
 
     Raises:
         SlotError: as `call_pool`.
@@ -64,9 +67,9 @@ def release_victims(
 
 
 def page_variant(pool: Any, verb: str) -> Callable[[Any], Any] | None:
-    """Return the pool's variant of `verb` that takes the first slots of pages (`free_pages` for `free`); None without.
+    """Return the pool's variant of `verb` that takes the first slots of pages (`free_pages` for `free`), or None.
 
-    A subclass that overrides only `verb`, or an instance that has its own, gets None, so that the override is called.
+    A subclass or instance that overrides only `verb` also gets None, so that its override is called.
     """
     in_pages = f"{verb}_pages"
     found: Callable[[Any], Any] | None = getattr(pool, in_pages, None)
@@ -83,6 +86,6 @@ def page_variant(pool: Any, verb: str) -> Callable[[Any], Any] | None:
 
 
 def _is_set_on(instance: Any, name: str) -> bool:
-    """Return whether the instance has its own method. To ask for its `__dict__` would slow the instance down."""
+    """Return whether the instance overrides a method. Reading `__dict__` instead would make the instance slower."""
     method = getattr(instance, name, None)
     return getattr(method, "__func__", None) is not getattr(type(instance), name, None)

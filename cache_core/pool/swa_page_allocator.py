@@ -1,4 +1,4 @@
-"""`SWATokenToKVPoolAllocator`: slots with a full half and a sliding-window half."""
+"""`SWATokenToKVPoolAllocator`: the allocator of slots with a full half and a sliding-window half."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raydix.cache_core.tree.packed_slots import Starts
 
 
 class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
-    """Hands out slots of the full pool, each page with a page of the smaller sliding-window pool behind it.
+    """An allocator of pages that each have a full half and a window half, a page of the smaller window pool.
 
-    A slot's id is that of its full half; `swa_slots` maps it to the window half, 0 where that was freed. The window
-    half can be freed alone, and lives no longer than the full one.
+    A slot's id is that of its full half; `swa_slots` maps it to its window slot, or 0 if that was freed. A window half
+    can be freed earlier than its full half, and is freed with it at the latest.
     """
 
     swa: TokenToKVPoolAllocator
@@ -28,18 +28,19 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         self._swa_start = np.zeros(self.num_pages + 1, np.int64)  # by page number of the full half
 
     def swa_available_size(self) -> int:
-        """Free slots of the window pool. O(1)."""
+        """Return the number of free window slots. O(1)."""
         return self.swa.available_size()
 
     def can_alloc(self, num_tokens: int) -> bool:
-        """Whether `alloc(num_tokens)` would succeed now."""
+        """Return whether `alloc(num_tokens)` would succeed now."""
         return super().can_alloc(num_tokens) and self.swa.can_alloc(num_tokens)
 
     def alloc_pages(self, num_pages: int) -> Starts:
-        """Pages with both halves.
+        """Allocate pages with both halves; return the first slot of each.
 
         Raises:
-            OutOfSlotsError: too few are free in one of the pools; nothing was taken.
+            OutOfSlotsError: too few pages are free in one of the pools; nothing was allocated.
+            SlotError: `num_pages` is negative.
         """
         num_pages = index(num_pages)
         needed = num_pages * self.page_size
@@ -50,10 +51,11 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         return starts
 
     def free_pages(self, starts: Starts) -> None:
-        """Take back pages with whatever window half they still have.
+        """Free pages, given by their first slots, and their window halves.
 
         Raises:
-            SlotError: a page is out of range, not handed out, or named twice; nothing changed.
+            SlotError: a page is out of range, free already or given twice, or a slot is not the first of a page;
+                nothing changed.
         """
         super().free_pages(starts)
         pages = self.page_numbers(starts)
@@ -62,69 +64,70 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         self.swa.free_pages(halves[halves > 0])
 
     def free_swa(self, indices: torch.Tensor) -> None:
-        """Take back the window halves of the pages that `indices` touch; the full halves stay where they are.
+        """Free the window halves of all pages that have a slot in `indices`. The full halves stay allocated.
 
         Raises:
-            SlotError: a page has no window half, or is named in two places, or they are no row of integers; nothing
-                changed.
+            SlotError: a slot is out of range, a page has no window half, slots of one page are not neighbours, or
+                `indices` is not a 1-D tensor of integers; nothing changed.
         """
         self.free_swa_pages(self.starts_of(slot_row(indices)))
 
     def free_swa_pages(self, starts: Starts) -> None:
-        """`free_swa` in pages."""
+        """Free the window halves of pages, given by their first slots. Raises SlotError as `free_swa`."""
         pages = self.page_numbers(starts)
         if len(pages) and (pages.item(pages.argmin()) < 1 or pages.item(pages.argmax()) > self.num_pages):
-            raise SlotError(f"window halves outside [{self.page_size}, {self.num_slots + self.page_size}) were freed")
+            raise SlotError(f"freed window halves must be in [{self.page_size}, {self.num_slots + self.page_size})")
         halves = self._swa_start.take(pages)
         if np.count_nonzero(halves) < len(halves):
-            raise SlotError("window halves were freed that are free already")
+            raise SlotError("freed window halves must be allocated: some are free already")
         self.swa.free_pages(halves)
         self._swa_start[pages] = 0
 
     def transfer_swa(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Move the window halves of the pages that `src` touches behind those that `dst` does, in order. No KV moves.
+        """Move the window halves of the pages with slots in `src` to the pages with slots in `dst`, in order.
+
+        Only the mapping changes; no KV is copied. Slot i of `src` and of `dst` must have the same offset in its page.
 
         Raises:
-            SlotError: a source has no window half, a target has one or is not handed out, a page is named in two
-                places, the slots of one row do not lie in their pages as those of the other, or either is no row of
-                integers; nothing changed.
+            SlotError: a page of `src` has no window half; a page of `dst` has one or is free; slots of one page are not
+                neighbours; the offsets differ; or an argument is not a 1-D tensor of integers. Nothing changed.
         """
         source, target, page = slot_row(src), slot_row(dst), self.page_size
         sources, targets = self.page_numbers(self.starts_of(source)), self.page_numbers(self.starts_of(target))
         alike = len(source) == len(target) and len(sources) == len(targets)
         if not alike or (page > 1 and ((source - target) % page).any()):
-            raise SlotError("window halves move between rows of slots that lie alike in as many pages")
+            raise SlotError("src and dst must have equally many slots and pages, and equal offsets in the pages")
         if not len(sources):
             return
         pages = np.sort(np.concatenate((sources, targets)))
         if pages[0] < 1 or pages[-1] > self.num_pages or (pages[1:] == pages[:-1]).any():
-            raise SlotError("window halves move between pages of the pool, each of which is named in one place")
+            raise SlotError("src and dst must name each page once, and only pages of the pool")
         halves = self._swa_start[sources]
         if not halves.all() or self._swa_start[targets].any() or self.are_free(targets).any():
-            raise SlotError("window halves move from pages that have them to pages that are handed out without them")
+            raise SlotError("pages of src must have window halves; pages of dst must be allocated and have none")
         self._swa_start[targets] = halves
         self._swa_start[sources] = 0
 
     def swa_starts(self, starts: Starts) -> Starts:
-        """The first window slot of each page, 0 where it is gone."""
+        """Return the first window slot of each page, 0 if its window half was freed."""
         halves: Starts = self._swa_start[starts // self.page_size]
         return halves
 
     def swa_slots(self, indices: torch.Tensor) -> torch.Tensor:
-        """The window slot of each slot, int64, 0 where it is gone and for padding.
+        """Return the window slot of each slot, int64, 0 for padding and for freed window halves.
 
         Raises:
-            SlotError: a slot is out of range, or they are no row of integers.
+            SlotError: a slot is out of range, or `indices` is not a 1-D tensor of integers.
         """
         slots = slot_row(indices)
         past = self.num_slots + self.page_size
-        if slots.size and slots.view(np.uint64).max() >= past:  # of negative ones, too
-            raise SlotError(f"slots outside [0, {past}) have no window slots")
+        if slots.size and slots.view(np.uint64).max() >= past:  # as unsigned, a negative slot is too large
+            raise SlotError(f"slots must be in [0, {past})")
         halves = self.swa_starts(slots)
         return torch.from_numpy(np.where(halves > 0, halves + slots % self.page_size, 0))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless every window half is free or behind exactly one used page. O(n)."""
+        """Raise AssertionError unless every window half is either free or belongs to one used page. O(n)."""
         super().check_invariants()
         self.swa.check_invariants()
         halves = self._swa_start[self._swa_start > 0]

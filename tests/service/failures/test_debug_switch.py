@@ -208,7 +208,7 @@ async def test_one_who_waits_in_line_hears_of_it_in_the_cache_s_terms(cache1: Ca
 
     await held.release()
 
-    with pytest.raises(CacheError, match="somebody wrote to a published page") as caught:
+    with pytest.raises(CacheError, match=r"published page \d+ .* was overwritten") as caught:
         await waiter
     assert type(caught.value) is CacheError
     assert (await cache1.client.stats()).waiters == 0
@@ -254,7 +254,7 @@ async def test_without_the_switch_nothing_is_touched() -> None:
     [
         ("poison", private_slots_are_poisoned, NAN),
         ("verify", a_writer_is_found_out, "DID NOT RAISE"),
-        ("publish", a_writer_is_found_out, "nobody published"),
+        ("publish", a_writer_is_found_out, "not all of the slots at .* are published"),
     ],
     ids=["nothing is poisoned", "nothing is compared", "nothing is remembered"],
 )

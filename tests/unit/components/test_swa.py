@@ -233,7 +233,9 @@ def test_an_insert_raises_once_a_tombstone_has_healed_if_the_pool_refuses_its_ol
     fresh = pool.alloc(8)
     pool.free(old[1:2])  # a caller's mistake
 
-    with pytest.raises(SlotError, match=r"refused slots that were in the tree: 1, 2, 3, 4: slots were freed"):
+    with pytest.raises(
+        SlotError, match=r"refused slots that were in the tree: 1, 2, 3, 4: freed slots must be allocated"
+    ):
         cache.insert(RadixKey(range(8)), fresh)
 
     assert picture(cache) == "l4 l4"

@@ -30,6 +30,7 @@ DONE = (
     "cache_core/ghost",
     "cache_core/kernels",
     "cache_core/leases",
+    "cache_core/pool",
     "cache_core/radix",
     "cache_core/tree",
     "cache_core/trie",

@@ -246,7 +246,7 @@ def test_two_pools_over_one_storage_see_each_others_writes() -> None:
 
 
 def test_a_storage_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"needs {TINY.num_bytes} bytes, not {TINY.num_bytes - 1}"):
+    with pytest.raises(ValueError, match=f"at least {TINY.num_bytes} bytes, not {TINY.num_bytes - 1}"):
         KVPool(TINY, storage=torch.zeros(TINY.num_bytes - 1, dtype=torch.uint8))
 
 
