@@ -1,1 +1,1 @@
-"""The cache of kind "slots": each sequence has its KV in one row of a tensor."""
+"""The cache of kind "slots": the KV of each sequence is in one row of a tensor."""

@@ -1,7 +1,7 @@
-"""`PrefixCacheManager`: which slot holds the KV of which prefix. A slot is a row: the KV of one sequence.
+"""`PrefixCacheManager`: a map from prefixes to the slots that hold their KV. A slot is a row: the KV of one sequence.
 
-A record of a slot is its version, and how many leading tokens of the recorded sequence are still valid. A slot holds
-one sequence at a time, so it has at most one record. A tree over the tokens finds it:
+The record of a slot has its version, and the number of leading tokens that are still valid. A slot holds one sequence
+at a time, so it has at most one record. A tree over the tokens finds the record:
 
     insert([1, 2, 3, 4], slot=0, slot_ver=1)      namespace None
     insert([1, 2, 5], slot=1, slot_ver=1)           [1 2] len=2 rows=[0 1] age=0
@@ -9,10 +9,10 @@ one sequence at a time, so it has at most one record. A tree over the tokens fin
                                                         [4] len=1 rows=[0] age=2
                                                       [5] len=1 rows=[1] age=1
 
-Every node on its path records the row, so any prefix of a row is found. The capacity counts tokens of all paths, as if
-each token had a node of its own: [1 2] above counts 2, the whole tree 5.
+Every node on a row's path records the row, so any prefix of the row is found. The capacity counts the tokens of all
+nodes: [1 2] above counts 2, the whole tree 5.
 
-No method awaits, so each operation is atomic for callers of one thread, including the check and the copy of `copy_kv`.
+No method awaits. If one thread makes all calls, each operation is atomic, including the check and copy of `copy_kv`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class PrefixCacheManager:
     cache does not own slots or KV. Time is a logical clock: equal operations have equal outcomes.
 
     Args:
-        max_capacity: tokens of all paths; a shared prefix is counted once.
-        allocator: has the versions of slots: a record with another version than its slot is never found. Without an
-            allocator, report the reuse of a slot by an `insert` with another version, `invalidate` or `forget`.
+        max_capacity: the most tokens of all paths; a shared prefix is counted once.
+        allocator: has the version of each slot; a record with another version is never found. Without an allocator,
+            report the reuse of a slot by an `insert` with another version, `invalidate` or `forget`.
 
     Raises:
         ValueError: `max_capacity` is less than 1.
@@ -77,9 +77,9 @@ class PrefixCacheManager:
     def find(self, token_ids: Any) -> FoundRow:
         """Return the longest prefix of `token_ids` that a row still holds, and that row.
 
-        Of several rows, returns the one that was recorded last; `(0, -1, 0)` if there is none. Takes no reference: the
-        result is valid until the row is overwritten. The prefix and the row become the most recently used; a match that
-        ends inside a node splits it. Costs a memcmp and a lookup per node, and a step per row with an old version.
+        If several rows hold it, returns the row that was recorded last; `(0, -1, 0)` if none does. Takes no reference:
+        the result is valid until the row is overwritten. The prefix and the row become the most recently used. A match
+        that ends inside a node splits it. Costs a memcmp and a lookup per node, and a step per row with an old version.
         """
         found = self._locate(_as_key(token_ids))
         if found is None:
@@ -90,7 +90,7 @@ class PrefixCacheManager:
         return FoundRow(end, row.slot, row.version)
 
     def peek(self, token_ids: Any) -> FoundRow:
-        """Return the result of `find`, without any effect."""
+        """Return the result of `find`, but change nothing."""
         found = self._locate(_as_key(token_ids))
         return MISS if found is None else FoundRow(found[1], found[2].slot, found[2].version)
 
@@ -106,7 +106,7 @@ class PrefixCacheManager:
         return end, list(islice(filter(self.slot_is_findable, reversed(self._index.tree.rows[node])), limit))
 
     def _locate(self, key: RadixKey) -> tuple[TreeNode, int, Row] | None:
-        """Return the deepest node on the path of `key` with a current row, how many tokens match there, and the row."""
+        """Return the deepest node with a current row on the path of `key`, how many tokens match there, and the row."""
         path, end = self._index.tree.walk(key)
         for node in reversed(path):
             for slot in reversed(self._index.tree.rows[node]):
@@ -119,10 +119,12 @@ class PrefixCacheManager:
     def insert(self, token_ids: Any, slot: int, slot_ver: int) -> int:
         """Record that positions [0, n) of `slot` hold the KV of the n tokens; return how many are recorded.
 
-        Takes no reference and no ownership. Overwritten records of the slot are dropped first: those of another
-        version, and the tokens after the prefix that they share with `token_ids`. Tokens of the slot that follow all of
-        `token_ids` stay recorded. If the capacity is exceeded, unpinned leaves of other paths are evicted, LRU first;
-        if that is not enough, only the first tokens are recorded. An old `slot_ver` records nothing and returns 0.
+        Takes no reference and no ownership. The overwritten record of the slot is dropped first: all of it if its
+        version differs, else the tokens after the prefix that it shares with `token_ids`. If the record has all of
+        `token_ids`, its later tokens stay recorded.
+
+        If the capacity is exceeded, unpinned leaves of other paths are evicted, least recently used first. If that is
+        not enough, only the first tokens are recorded. An old `slot_ver` records nothing and returns 0.
 
         Costs a memcmp and a lookup per node, and O(log n) per evicted node.
 
@@ -137,9 +139,9 @@ class PrefixCacheManager:
         return self._index.write(key, slot, slot_ver)
 
     def invalidate(self, slot: int, valid_len: int) -> None:
-        """Drop the record of positions from `valid_len` on, pinned or not, because they will be overwritten.
+        """Drop the record of the positions from `valid_len` on, which will be overwritten. Pins do not prevent it.
 
-        O(dropped nodes). No effect on a slot without a record.
+        No effect on a slot without a record. O(dropped nodes).
 
         Raises:
             SlotError: `slot` is out of range, or `valid_len` is negative; nothing changed.
@@ -158,10 +160,10 @@ class PrefixCacheManager:
     # ---------------------------------------------------------------- pins
 
     def pin(self, token_ids: Any) -> None:
-        """Keep the nodes of a prefix from eviction until a `release`. A row must hold all of the prefix.
+        """Protect the nodes of a prefix from eviction until a `release`. A row must hold all of the prefix.
 
-        A pin keeps nodes, not KV: if the row is overwritten and invalidated, the prefix is no longer found, but its
-        release is still due. O(depth in nodes).
+        A pin protects nodes, not KV. If the row is overwritten and invalidated, the prefix is no longer found, but the
+        caller must still release it. O(depth in nodes).
 
         Raises:
             StaleNodeError: no row holds all of `token_ids`; nothing changed.
@@ -170,7 +172,7 @@ class PrefixCacheManager:
         self._index.tree.pin(self._index.tree.split(node, end))
 
     def release(self, token_ids: Any) -> None:
-        """Undo one `pin` of exactly this prefix. Without pins it stays recorded, and can be evicted.
+        """Undo one `pin` of exactly this prefix. Without pins it can be evicted.
 
         O(depth in nodes, and the rows that hold the prefix).
 
@@ -197,8 +199,9 @@ class PrefixCacheManager:
     def evict(self, num_nodes: int) -> int:
         """Evict `num_nodes` tokens of unpinned leaves, least recently used first; return how many were evicted.
 
-        A parent becomes a candidate when its last child is removed; rows are shortened accordingly. Of the last leaf,
-        only the last tokens are evicted. O(log n) per removed node, and a step per row that ends at it.
+        A parent becomes a candidate when its last child is removed. Rows that end at a removed node are shortened. Of
+        the last leaf, only as many of its last tokens are evicted as are needed. O(log n) per removed node, and a step
+        per row that ends at it.
         """
         return self._index.evict(index(num_nodes), used_before=self._index.clock + 1)
 
@@ -206,8 +209,8 @@ class PrefixCacheManager:
         """Drop the record of the released row that was inserted or found longest ago; return its slot.
 
         A row is released if its slot is free in the allocator; without an allocator, all rows are. Rows with a pin on
-        their path are skipped; None if no other row is left. The allocator is not changed. O(log n), and O(depth in
-        nodes) for the row.
+        their path are skipped. Returns None if no other row is left. The allocator does not change. O(log n), and
+        O(depth in nodes) for the row.
         """
         row = self._index.released.pop(self._index.rows)
         if row is None:
@@ -218,12 +221,12 @@ class PrefixCacheManager:
     # ---------------------------------------------------------------- copying
 
     def copy_kv(self, token_ids: Any, target_slot: int, kv_cache: tuple[Any, Any], n_layers: int) -> int:
-        """Copy the KV of a prefix, all of which a row must hold, into the first positions of another row.
+        """Copy the KV of a prefix from its row into the first positions of another row; return the prefix's length.
 
-        Returns the length of the prefix. The check and the copy are one step: no other call can overwrite the source in
-        between. The target's record is shortened to the tokens that it shares with `token_ids`; the copy is not
-        recorded: `insert` it when it may be found. A target that already holds the prefix is left alone. One assignment
-        per tensor. The prefix and the source row become the most recently used.
+        A row must hold all of the prefix. The check and the copy are one step, so no other call can overwrite the
+        source in between. The target's record is shortened to the tokens that it shares with `token_ids`. The copy is
+        not recorded: call `insert` when it may be found. If the target already holds the prefix, nothing is copied. The
+        prefix and the source row become the most recently used. One assignment per tensor.
 
         Args:
             kv_cache: `(k_cache, v_cache)`, tensors or numpy arrays, each indexed [slot, position, layer, ...].
@@ -267,7 +270,10 @@ class PrefixCacheManager:
         return prefix_of(self._index.rows[slot].tail) if slot in self._index.rows else None
 
     def forget_namespaces(self, is_meant: Callable[[str | None], bool]) -> tuple[int, list[int]]:
-        """Forget every slot with a sequence of a meant namespace; return the number of namespaces, and the slots."""
+        """Forget the slots of each namespace for which `is_meant(extra_key)` is True.
+
+        Returns the number of these namespaces, and their slots.
+        """
         meant = [row for row in self._index.rows.values() if is_meant(row.tail.space.extra_key)]
         namespaces = {row.tail.space.extra_key for row in meant}
         for row in meant:

@@ -1,11 +1,11 @@
-"""`RowAllocator`: taking rows for leases, with the prefix they want in them, and giving them back.
+"""`RowAllocator`: allocates rows for leases, filled with the prefix that a lease needs.
 
-A row is `row_len` consecutive slots for one sequence; what `PrefixCacheManager` calls a slot is a row here. A row is
-taken, or cached (free, and a prefix can be found in it), or empty. Rules, checked by `check`:
+A row is `row_len` consecutive slots for one sequence; `PrefixCacheManager` calls it a slot. A row is taken by a lease,
+cached (free, with a prefix that can be found in it), or empty. Rules, checked by `check`:
 
 1. Each row is taken by one lease, or free in the allocator.
-2. Of a taken row exactly what its lease has published can be found.
-3. `cached_rows` counts the free rows of which something is recorded; every record can be found.
+2. In a taken row, exactly the tokens that its lease published can be found.
+3. `cached_rows` counts the free rows with a record. Every record can be found.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from raydix.cache_core.rows.slot_allocator import SlotAllocator
 from raydix.cache_core.tree.packed_slots import Starts
 from raydix.cache_core.tree.radix_key import RadixKey
 
-_MAX_LOOKED_AT = 64  # rows that hold a prefix
+_MAX_LOOKED_AT = 64  # most rows with a prefix that `take` compares
 
 
 class RowAllocator:
-    """The rows as leases draw on them.
+    """The allocator of rows for leases.
 
     Args:
-        num_rows: how many there are.
-        row_len: slots of each.
-        kv_cache: `(k_cache, v_cache)`, each `[row, position, layer, ...]`, in which prefixes are copied; None: there
-            are no tensors, and nothing to copy.
-        counters: told of evictions.
-        check: of what the slots hold; None: nobody watches.
+        num_rows: the number of rows.
+        row_len: slots of each row.
+        kv_cache: `(k_cache, v_cache)`, each `[row, position, layer, ...]`, in which prefixes are copied. None: the pool
+            has no tensors, and no prefix is copied.
+        counters: counts the evicted tokens.
+        check: the check of the slots' content, or None.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class RowAllocator:
         self.cached_rows = 0
         self._row_len = row_len
         self._allocator = SlotAllocator(num_rows)
-        self._records = PrefixCacheManager(num_rows * row_len, self._allocator)  # nodes for every slot: never short
+        self._records = PrefixCacheManager(
+            num_rows * row_len, self._allocator
+        )  # every slot fits, so `insert` evicts nothing
         no_layers = torch.empty(num_rows, row_len, 0)
         self._kv_cache = kv_cache or (no_layers, no_layers)
         self._num_layers = self._kv_cache[0].shape[2]
@@ -62,33 +64,33 @@ class RowAllocator:
             self._poison(row)
 
     def outline(self, limits: OutlineLimits) -> Outline:
-        """The largest branches of what can be found."""
+        """Return the largest branches of the recorded prefixes."""
         return self._records.outline(limits)
 
     @property
     def taken_rows(self) -> int:
-        """Rows of leases."""
+        """The number of rows that leases have taken."""
         return self.num_rows - self._allocator.free_count
 
     @property
     def empty_rows(self) -> int:
-        """Rows that nobody has taken and in which nothing can be found."""
+        """The number of free rows without a record."""
         return self._allocator.free_count - self.cached_rows
 
     def peek(self, key: RadixKey) -> FoundRow:
-        """The longest prefix of `key` that some row holds, taken or not, and that row; nothing changes."""
+        """Return the longest prefix of `key` that any row holds, taken or free, and that row. Changes nothing."""
         return self._records.peek(key)
 
     def take(self, prefix: RadixKey) -> int:
-        """Take a row whose first positions hold `prefix`, which was just found; it can be found there, and no more.
+        """Take a row with `prefix` in its first positions. Afterwards exactly `prefix` can be found in the row.
 
-        A row that nobody has taken is reused in place, the one that holds least beyond the prefix. Where all that hold
-        it are taken, it is copied into an empty row, or into one that is evicted for it: one copy per tensor. Of a
-        prefix that more than 64 rows hold, those are looked at in which it was recorded last.
+        A row must hold the prefix. If one of these rows is free, it is reused in place; of several, the one with the
+        fewest recorded tokens. If all are taken, the prefix is copied into an empty or evicted row, with one copy per
+        tensor. If more than 64 rows hold the prefix, only the 64 recorded last are compared.
 
         Raises:
             OutOfSlotsError: every row is taken; nothing changed.
-            ContentError: somebody wrote to the prefix in one of its rows; nothing changed. Only if that is checked.
+            ContentError: the prefix was overwritten in one of its rows; nothing changed. Only with `check`.
         """
         holders = self._records.peek_slots(prefix, _MAX_LOOKED_AT)[1]
         if self._check is not None:
@@ -102,7 +104,7 @@ class RowAllocator:
             if holders:
                 self._records.copy_kv(prefix, row, self._kv_cache, self._num_layers)
                 wait_for_device(self._kv_cache[0])
-        self.publish(row, prefix)  # in a reused row it is known, but used now
+        self.publish(row, prefix)  # a reused row has the record already, but becomes the most recently used
         return row
 
     def _reuse(self, row: int, prefix_len: int) -> int:
@@ -122,21 +124,21 @@ class RowAllocator:
         return row
 
     def publish(self, row: int, key: RadixKey) -> None:
-        """Make the tokens of `key`, whose KV is in the first positions of a taken row, findable there."""
+        """Record the tokens of `key` in a taken row. Their KV must be in its first positions."""
         self._records.insert(key, row, self._allocator.version(row))
         if self._check is not None:
             self._check.publish(self._pages(row, 0, len(key)))
 
     def give_back(self, row: int) -> None:
-        """Nobody has taken the row any more; what was published in it can still be found."""
+        """Free a taken row. Its published tokens can still be found."""
         self._allocator.free(row)
         self.cached_rows += self._records.slot_is_findable(row)
         self._poison(row, self._records.recorded_len(row))
 
     def evict(self, num_slots: int) -> int:
-        """Empty cached rows, least recently used first, of at least `num_slots` slots or all; returns of how many.
+        """Evict cached rows of at least `num_slots` slots, or all; return the number of slots.
 
-        O(log rows) for each, and what its record takes to drop.
+        The least recently used rows go first. O(log rows) per row, and O(depth in nodes) for its record.
         """
         evicted = 0
         while evicted < num_slots and (row := self._records.evict_lru_slot()) is not None:
@@ -147,7 +149,7 @@ class RowAllocator:
         return evicted
 
     def forget(self, is_meant: Callable[[str | None], bool]) -> int:
-        """Nothing of these namespaces can be found any more; returns of how many anything could."""
+        """Drop the records of each namespace for which `is_meant(extra_key)` is True; return their number."""
         num_namespaces, rows = self._records.forget_namespaces(is_meant)
         released = [row for row in rows if self._allocator.is_free(row)]
         self.cached_rows -= len(released)
@@ -156,24 +158,28 @@ class RowAllocator:
         return num_namespaces
 
     def forget_all(self) -> None:
-        """Nothing can be found any more: cached rows are empty, taken ones stay taken."""
+        """Drop all records. Cached rows become empty; taken rows stay taken."""
         self._records.reset()
         self.cached_rows = 0
         for row in filter(self._allocator.is_free, range(self.num_rows)):
             self._poison(row)
 
     def _poison(self, row: int, from_position: int = 0) -> None:
-        """Nobody can find or owns what lies there, if that is checked."""
+        """Poison the positions from `from_position` on, which must be unused. No effect without a check."""
         if self._check is not None:
             self._check.poison(self._pages(row, from_position, self._row_len))
 
     def _pages(self, row: int, start: int, stop: int) -> Starts:
-        """The pages of some positions of a row, the first of which starts one."""
+        """Return the pages of positions [start, stop) of a row. A page must begin at `start`."""
         assert self._check is not None
         return np.arange(start, stop, self._check.page_size) + row * self._row_len
 
     def check(self, published: dict[int, RadixKey]) -> None:
-        """Raise AssertionError if a rule is broken, given what each lease published, by row. O(everything)."""
+        """Raise AssertionError if a rule is broken. O(n).
+
+        Args:
+            published: the tokens that each lease published, by row.
+        """
         records, rows = self._records, range(self.num_rows)
         records.check_invariants()
         self._allocator.check_invariants()
@@ -185,4 +191,4 @@ class RowAllocator:
         recorded = [row for row in rows if records.recorded_len(row)]
         assert all(map(records.slot_is_findable, recorded)), f"rule 3: stale records among rows {recorded}"
         cached = set(recorded).intersection(free)
-        assert len(cached) == self.cached_rows, f"rule 3: {self.cached_rows=}, but {cached} are"
+        assert len(cached) == self.cached_rows, f"rule 3: {self.cached_rows=}, but the cached rows are {cached}"

@@ -1,4 +1,4 @@
-"""`RowCache`: leases over a pool of rows, one row for one sequence; the `LeasedCache` of kind "slots".
+"""`RowCache`: the `LeasedCache` of kind "slots": leases over a pool of rows, with one row for each sequence.
 
 A row is `max_seq_len` consecutive slots, and a lease owns one whole row:
 
@@ -9,10 +9,10 @@ A row is `max_seq_len` consecutive slots, and a lease owns one whole row:
     acquire(1 2 3 4 6)  row 0 [1 2 3 4 . .]  it has no lease, so it is reused in place
     acquire(1 2 9)      row 1 [1 2 . . . .]  reused also; the tokens after 1 2 are forgotten
 
-Counts are in slots of whole rows. A leased row is private, a released row in which a prefix can be found is cached, and
-any other row is free. Rules, checked by `check_invariants` besides those of `RowAllocator`:
+Sizes count the slots of whole rows. A leased row is private. A released row with a prefix that can be found is cached.
+Any other row is free. Rules, checked by `check_invariants` besides those of `RowAllocator`:
 
-1. A lease has published whole pages, of tokens that it covers, in its own row. A reset forgets the pages before it.
+1. A lease's published tokens are whole pages of its own row, and the lease covers them. A reset forgets them.
 2. A lease covers at most the slots of its row.
 """
 
@@ -41,16 +41,16 @@ class RowCache(LeasedCache):
     """Prefix reuse with leases over a pool of rows.
 
     Args:
-        num_slots: of the pool; whole rows.
+        num_slots: slots of the pool; whole rows.
         max_seq_len: slots of a row; whole pages.
-        page_size: prefixes are found and published in whole pages.
-        kv_cache: `(k_cache, v_cache)`, each `[row, position, layer, ...]`, in which prefixes are copied; None: there
-            are no tensors, and nothing to copy.
+        page_size: tokens of a page; prefixes are found and published in whole pages.
+        kv_cache: `(k_cache, v_cache)`, each `[row, position, layer, ...]`, in which prefixes are copied. None: the pool
+            has no tensors, and no prefix is copied.
         pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
         on_pressure: called without arguments when slots are short.
-        remembered_leases: the number of ended ids that are remembered, so that none of them is granted again.
-        check: of the content of the slots; None: no checks. With it `acquire` and `lock` raise ContentError if the
-            prefix was written since it was published.
+        remembered_leases: the number of ended lease ids to remember. A remembered id is not granted again.
+        check: the check of the slots' content, or None. With a check, `acquire` and `lock` raise ContentError if the
+            prefix was written after it was published.
 
     Raises:
         ValueError: a size is not a positive multiple of the next smaller one.
@@ -69,7 +69,7 @@ class RowCache(LeasedCache):
     ) -> None:
         num_slots, max_seq_len, page_size = index(num_slots), index(max_seq_len), index(page_size)
         if not 0 < page_size <= max_seq_len <= num_slots or num_slots % max_seq_len or max_seq_len % page_size:
-            raise ValueError(f"{num_slots=} must be whole rows of {max_seq_len=}, those whole pages of {page_size=}")
+            raise ValueError(f"{num_slots=} must be a multiple of {max_seq_len=}, and that a multiple of {page_size=}")
         super().__init__(remembered_leases)
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
@@ -91,11 +91,11 @@ class RowCache(LeasedCache):
         return self.rows.taken_rows * self.max_seq_len - self.quarantined_slots
 
     def evictable_size(self) -> int:
-        """Slots of released rows in which a prefix can be found."""
+        """Return the number of slots of cached rows."""
         return self.rows.cached_rows * self.max_seq_len
 
     def protected_size(self) -> int:
-        """Always 0: no two leases share a row."""
+        """Return 0: no two leases share a row."""
         return 0
 
     # ---------------------------------------------------------------- requests
@@ -121,11 +121,11 @@ class RowCache(LeasedCache):
         max_prefix_len: int | None,
         priority: int,
     ) -> RowLease:
-        """Take a row with the cached prefix of `key` in it, even if nothing is cached.
+        """Take a row and fill it with the cached prefix of `key`, if there is one.
 
-        A row without a lease is reused in place; its tokens beyond the prefix are forgotten. If all rows that hold the
-        prefix are leased, the prefix is copied into another row, free or evicted. Rows are evicted by recency alone:
-        `priority` is noted, but has no effect.
+        If a row with the prefix has no lease, it is reused in place, and its tokens beyond the prefix are forgotten.
+        Else the prefix is copied into a free or evicted row. Rows are evicted by recency alone: `priority` is noted,
+        but has no effect.
         """
         if num_slots is not None:
             self._check_fits(num_slots)
@@ -136,7 +136,7 @@ class RowCache(LeasedCache):
         return RowLease(lease_id, session_id, key, row, row * self.max_seq_len, prefix_len, num_slots, priority)
 
     def _extend(self, lease: LeaseRecord, num_tokens: int) -> Starts:
-        """Cover `num_tokens` more of the lease's row; nothing is added to `starts`."""
+        """Cover `num_tokens` more tokens of the lease's row. `starts` does not change."""
         self._check_fits(lease.num_slots + num_tokens)
         lease.num_slots += num_tokens
         return NO_STARTS
@@ -144,16 +144,16 @@ class RowCache(LeasedCache):
     def insert(
         self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
     ) -> Published:
-        """Make the pages findable in the lease's row; no state can be published.
+        """Record the lease's pages in its row. No state can be published.
 
-        Other leases may copy the published pages, so the lease must not write them any more. Rows are not shared, so no
-        page is a duplicate. `prefix_len` counts the tokens that any row held before, and `num_inserted` those that are
-        new in this row.
+        Other leases may copy the published pages, so the lease must not write them any more. No two leases share a row,
+        so no page is a duplicate. `prefix_len` counts the tokens that any row held before, and `num_inserted` those
+        that are new in this row.
         """
         lease, num_tokens = as_row_lease(self.leases.get(lease_id, session_id)), index(num_tokens)
         key = lease.known_key(num_tokens, suffix)
         if publish_state:
-            raise LeaseRangeError("this cache keeps no states, so none can be published")
+            raise LeaseRangeError("publish_state must be False: this cache keeps no states")
         lease.key = key
         before, stop = lease.published_len, self._whole_pages(num_tokens)
         if lease.retired or stop <= before:
@@ -177,7 +177,7 @@ class RowCache(LeasedCache):
         return (self.max_seq_len for _ in leases)
 
     def evict(self, num_tokens: int, cause: str = "request") -> int:
-        """Evict whole rows, least recently used first."""
+        """Evict whole rows, least recently used first; return the number of slots."""
         return self.rows.evict(index(num_tokens))
 
     def _retire_all(self) -> None:
@@ -223,7 +223,7 @@ class RowCache(LeasedCache):
             self._on_pressure()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if a rule of this module or of the rows is broken. O(everything)."""
+        """Raise AssertionError if a rule of this module or of the rows is broken. O(n)."""
         published: dict[int, RadixKey] = {}
         for lease in map(as_row_lease, (*self.leases, *self.quarantine)):
             where = f"at lease {lease.lease_id}"

@@ -1,9 +1,9 @@
-"""`RowEviction`: which whole row is evicted next when a slot is needed.
+"""`RowEviction`: the eviction order of whole rows.
 
 Rules, checked by `check`:
 
 1. Every row is in the queue, or is parked because its slot is taken, or has a pin on its path.
-2. The mask of recorded slots, which is compared with the allocator's free slots, names the slots that have a row.
+2. The mask of recorded slots has exactly the slots with a row. It is compared with the allocator's free slots.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RowEviction:
             self._parked.discard(row.slot)
 
     def requeue(self, row: Row) -> None:
-        """Queue a row again that may have lost a pin of its path."""
+        """Queue a row again, because its path may have fewer pins."""
         if self._allocator is None or row.slot not in self._parked:
             self._queue.push(row)
 
     def pop(self, rows: dict[int, Row]) -> Row | None:
-        """Take out and return the least recently used of `rows` that is released and has no pin, None if there is none.
+        """Remove and return the least recently used row that is released and has no pin; None if there is none.
 
         Args:
             rows: all rows, by slot.

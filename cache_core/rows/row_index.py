@@ -1,4 +1,4 @@
-"""`RowIndex`: the record of each row, and the tree that finds it. Versions are not compared here.
+"""`RowIndex`: the record of each row, and the tree that finds it. The caller compares versions.
 
 Rules, checked by `check` besides those of the tree and of eviction:
 
@@ -16,7 +16,7 @@ from raydix.cache_core.tree.tree_node import TreeNode
 
 
 class RowIndex:
-    """Rows, tree, recency and eviction; each method leaves them consistent."""
+    """The rows, their tree, and their eviction order. Each method leaves them consistent."""
 
     def __init__(self, max_tokens: int, allocator: SlotAllocator | None) -> None:
         self.max_tokens = max_tokens
@@ -26,9 +26,9 @@ class RowIndex:
         self.released = RowEviction(allocator)
 
     def touch(self, node: TreeNode, end: int) -> TreeNode:
-        """Make the first `end` tokens of a path, which end in `node`, the most recently used prefix.
+        """Make the first `end` tokens of a path the most recently used prefix; return the node that ends there.
 
-        Returns the node that ends there.
+        The prefix must end in `node`, which is split if it is longer.
         """
         node = self.tree.split(node, end)
         self.clock += 1
@@ -37,7 +37,7 @@ class RowIndex:
         return node
 
     def write(self, key: RadixKey, slot: int, slot_ver: int) -> int:
-        """Record that a slot holds the tokens of `key`, as many as there is room for; return how many."""
+        """Record that a slot holds the tokens of `key`, as many as the capacity allows; return how many."""
         row = self.rows.get(slot)
         if row is not None and row.version != slot_ver:
             self.shorten(row, 0)
@@ -54,7 +54,7 @@ class RowIndex:
         return node.end
 
     def _grow(self, node: TreeNode | None, key: RadixKey) -> TreeNode | None:
-        """Add the tokens of `key` beyond `node`, as many as there is room for; return the node that ends them."""
+        """Add the tokens of `key` beyond `node`, as many as the capacity allows; return the last node."""
         start = 0 if node is None else node.end
         missing = len(key) - start
         self.evict(self.tree.num_tokens + missing - self.max_tokens, used_before=self.clock)
@@ -101,7 +101,7 @@ class RowIndex:
         self._move_tail(row, node)
 
     def _move_tail(self, row: Row, node: TreeNode) -> None:
-        """End a row, which was removed from the nodes below, at `node`; forget it if that is its namespace's node."""
+        """End a row at `node`, after it was removed from the nodes below. Forget it if no token is left."""
         row.tail = node
         if node.end:
             self.released.requeue(row)  # the pins of its path may have been beyond `node`
@@ -110,7 +110,10 @@ class RowIndex:
             self.released.discard(row)
 
     def evict(self, num_tokens: int, used_before: int) -> int:
-        """Evict that many tokens of unpinned leaves last used before a tick, LRU first; return how many went."""
+        """Evict unpinned leaves that were last used before a tick, least recently used first.
+
+        Stops after `num_tokens` tokens. Returns how many were evicted.
+        """
         removed = self.tree.evict(num_tokens, used_before)
         for leaf, slots in removed:
             assert leaf.parent is not None

@@ -9,7 +9,7 @@ from raydix.cache_core.tree.radix_key import RadixKey
 
 
 class RowLease(LeaseRecord):
-    """The slots of one request: a whole private row. `starts` has its first slot alone."""
+    """The slots of one request: a whole private row. `starts` has only its first slot."""
 
     __slots__ = ("published_len", "row")
 

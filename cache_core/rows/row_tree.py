@@ -1,11 +1,11 @@
-"""`RowTree`: which rows hold which prefix, the pins of prefixes, and the eviction order of leaves. No versions.
+"""`RowTree`: the prefixes that rows hold, the pins of prefixes, and the eviction order of leaves.
 
 A row is the KV of one sequence, in one slot. The tree is a `RadixTree` with pages of one token. A row is recorded at
 each node of its path, down to its tail, so every prefix of it can be found.
 
 Rules, checked by `check` besides those of `RadixTree`:
 
-1. A row is recorded at its tail and at all nodes above it and nowhere else; the row that was recorded last is last.
+1. A row is recorded exactly at its tail and at all nodes above it. At each node, the row recorded last is last.
 2. A node without rows is locked. A namespace without nodes is removed.
 3. A node's `lock_ref` counts its own pins and the `lock_ref`s of its children; `num_pins` counts all pins.
 4. Every leaf without locks is in the queue.
@@ -51,7 +51,7 @@ class Row:
     @property
     def is_pinned(self) -> bool:
         """Whether a node of its path has a pin."""
-        node: TreeNode | None = self.tail  # `path_up` would cost 0.5 us more per evicted row
+        node: TreeNode | None = self.tail  # a loop, as `path_up` would cost 0.5 us more per evicted row
         while node is not None and not node.own_locks:
             node = node.parent
         return node is not None
@@ -71,7 +71,7 @@ class RowTree:
     def __init__(self) -> None:
         self.rows: dict[TreeNode, dict[int, None]] = {}
         self.num_tokens = 0
-        self.num_pins = 0  # taken and not released
+        self.num_pins = 0  # pins without a release
         self._tree = RadixTree(1, holds_slots=False)
         self._queue: RecencyQueue[TreeNode] = RecencyQueue(last_use)
 
@@ -130,14 +130,14 @@ class RowTree:
             self._tree.remove_top(parent)
 
     def pin(self, node: TreeNode) -> None:
-        """Keep a node and the nodes above it. O(depth in nodes)."""
+        """Pin a node and the nodes above it. O(depth in nodes)."""
         self.num_pins += 1
         node.own_locks += 1
         for above in path_up(node):
             above.lock_ref += 1
 
     def unpin(self, node: TreeNode) -> None:
-        """Undo one pin of this very node, and remove nodes without rows. O(depth in nodes)."""
+        """Undo one pin of this node, and remove nodes without rows. O(depth in nodes)."""
         assert node.own_locks > 0, f"unpin of {node}"
         self.num_pins -= 1
         node.own_locks -= 1
@@ -152,8 +152,8 @@ class RowTree:
     def evict(self, num_tokens: int, used_before: int) -> list[tuple[TreeNode, dict[int, None]]]:
         """Remove unlocked leaves that were last used before a tick, least recently used first.
 
-        Stops after `num_tokens` tokens: of the last leaf, only the tail is removed. Returns the removed leaves and
-        their rows, which end at their parents from now on.
+        Stops after `num_tokens` tokens: of the last leaf, only the last tokens are removed. Returns each removed leaf
+        and its rows. The caller must end these rows at the leaf's parent.
         """
         removed: list[tuple[TreeNode, dict[int, None]]] = []
         while num_tokens > 0 and (leaf := self._queue.pop(_may_go)) is not None:

@@ -1,4 +1,4 @@
-"""`SlotAllocator`: which slots are free, and how often each was allocated. A slot is a row: the KV of one sequence."""
+"""`SlotAllocator`: the free slots, and the version of each slot. A slot is a row: the KV of one sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD = 1024  # bits
 class SlotMask:
     """A set of slots as bits, in words of 1,024, with a summary of one bit for each word that is not zero.
 
-    Up to a million slots no operation touches an integer of more than 1,024 bits, so each is O(1) in effect.
+    Up to a million slots, all integers have at most 1,024 bits, so `add`, `discard` and `lowest` are O(1).
     """
 
     __slots__ = ("_summary", "_words", "count")
@@ -94,14 +94,14 @@ class SlotAllocator:
         return self.free_mask.count
 
     def alloc(self) -> int:
-        """Take the lowest free slot, which the caller must `free`, and raise its version; return -1 if none is free."""
+        """Take the lowest free slot and increment its version; return -1 if none is free. The caller must `free` it."""
         slot = self.free_mask.lowest()
         if slot >= 0:
             self.alloc_at(slot)
         return slot
 
     def alloc_at(self, idx: int) -> None:
-        """Take a given free slot for new content, and raise its version.
+        """Take a given free slot for new content, and increment its version.
 
         Raises:
             SlotError: the slot is out of range or not free; nothing changed.
@@ -110,7 +110,7 @@ class SlotAllocator:
         self._versions[index(idx)] += 1
 
     def occupy(self, idx: int) -> None:
-        """Take a given free slot to reuse its content; its version stays.
+        """Take a given free slot to reuse its content. Its version does not change.
 
         Raises:
             SlotError: the slot is out of range or not free; nothing changed.
@@ -155,7 +155,7 @@ class SlotAllocator:
         return idx
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless the free slots are counted right and within range. O(max_slots)."""
+        """Raise AssertionError unless the count of free slots is right and all are in range. O(max_slots)."""
         self.free_mask.check_invariants()
         free = list(self.free_mask.common(self.free_mask))
         assert all(0 <= slot < self.max_slots for slot in free), f"free slots out of range: {free}"

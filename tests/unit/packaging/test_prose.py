@@ -32,6 +32,7 @@ DONE = (
     "cache_core/leases",
     "cache_core/pool",
     "cache_core/radix",
+    "cache_core/rows",
     "cache_core/tree",
     "cache_core/trie",
     "examples",
