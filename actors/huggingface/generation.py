@@ -159,7 +159,7 @@ def _prompt(tokens: Any) -> NDArray[np.int64]:
     if not len(packed):
         raise InvalidRequest("tokens must have at least one token id")
     if packed.width > 4:
-        raise InvalidRequest("tokens must be ids below 2**32")
+        raise InvalidRequest("tokens must be ids of the model's vocabulary, below 2**32")
     return packed.ids.astype(np.int64)
 
 

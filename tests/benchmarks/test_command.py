@@ -106,7 +106,7 @@ def test_a_plane_that_gathers_other_kv_than_was_written_fails(monkeypatch: pytes
     plane = Plane(KVPool(LAYOUT), num_tokens=64)
     monkeypatch.setattr(plane.pool, "gather", lambda layer, slots: (plane.k, plane.v))
 
-    with pytest.raises(AssertionError, match="K was not gathered"):
+    with pytest.raises(AssertionError, match="gathered K must equal the pool's K"):
         plane.check()
 
 
