@@ -171,5 +171,5 @@ async def test_a_slot_of_two_is_seen(plant: Callable[[Patch], None], monkeypatch
     plant(monkeypatch)
     cache = unchecked(radix(4))
 
-    with pytest.raises(AssertionError, match="another lease may write slots|writable by two leases"):
+    with pytest.raises(AssertionError, match=r"another lease may write slots|writable by two leases"):
         await Holders(cache).run(num_steps=50)

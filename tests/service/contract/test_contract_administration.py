@@ -1,4 +1,4 @@
-"""What every cache promises of `retire` and `explain`. See `test_contract_match`."""
+"""The contract of `retire` and `explain` for every cache. See `test_contract_match`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_running_leases_keep_their_slots_and_publish_nothing(cache: CacheU
 
 
 @only(shares)
-async def test_a_retired_namespace_begins_anew(cache: CacheUnderTest) -> None:
+async def test_a_retired_namespace_starts_empty(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, lora_id="a")
     await cache.client.retire(lora_id="a")
 
@@ -71,7 +71,7 @@ async def test_a_retired_namespace_begins_anew(cache: CacheUnderTest) -> None:
 
 
 @only(shares)
-async def test_what_was_retired_makes_room(cache: CacheUnderTest) -> None:
+async def test_retired_pages_are_evicted_for_new_ones(cache: CacheUnderTest) -> None:
     await cache.publish(*range(1, 8), lora_id="a")
     await cache.client.retire(lora_id="a")
 
@@ -80,7 +80,7 @@ async def test_what_was_retired_makes_room(cache: CacheUnderTest) -> None:
     await lease.release()
 
 
-async def test_a_retirement_names_what_it_means(cache: CacheUnderTest) -> None:
+async def test_a_retirement_must_name_a_namespace(cache: CacheUnderTest) -> None:
     with pytest.raises(InvalidRequest, match="reset"):
         await cache.client.retire()
     with pytest.raises(InvalidRequest, match="lora_id"):
@@ -92,12 +92,12 @@ async def test_a_retirement_names_what_it_means(cache: CacheUnderTest) -> None:
 
 @pytest.fixture
 def space() -> str:
-    """A namespace that was never retired: on Ray, what other tests left behind was."""
+    """Return a namespace that was never retired, unlike those of other tests on Ray."""
     return uuid.uuid4().hex
 
 
 def remembers(kind: KindUnderTest) -> bool:
-    """Tries and rows keep no record of what was evicted."""
+    """Return whether the cache records evictions: tries and rows do not."""
     return kind.shares and kind.config.get("kind") not in ("trie", "slots")
 
 
@@ -114,7 +114,7 @@ async def test_an_explanation_agrees_with_a_match(cache: CacheUnderTest) -> None
 
 
 @only(shares)
-async def test_what_is_whole_and_what_is_less_than_a_page(cache: CacheUnderTest) -> None:
+async def test_explain_of_a_full_hit_and_of_less_than_a_page(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, 3)
     whole = cache.tokens(1, 2)[: cache.page_size + cache.kind.lost_tokens]
 
@@ -127,7 +127,7 @@ async def test_what_is_whole_and_what_is_less_than_a_page(cache: CacheUnderTest)
 
 
 @only(remembers)
-async def test_what_was_evicted_on_request_and_for_want_of_room(cache: CacheUnderTest, space: str) -> None:
+async def test_explain_of_evictions_on_request_and_for_a_shortfall(cache: CacheUnderTest, space: str) -> None:
     assert (await cache.client.explain(cache.tokens(1, 2), extra_key=space)).reason == "never_stored"
     await cache.publish(1, 2, extra_key=space)
     await cache.client.evict(8 * cache.page_size)
@@ -144,7 +144,7 @@ async def test_what_was_evicted_on_request_and_for_want_of_room(cache: CacheUnde
 
 
 @only(remembers)
-async def test_what_is_in_another_namespace_and_what_was_retired(cache: CacheUnderTest, space: str) -> None:
+async def test_explain_of_another_namespace_and_of_a_retired_one(cache: CacheUnderTest, space: str) -> None:
     await cache.publish(1, 2, lora_id="a", cache_salt=space)
 
     elsewhere = await cache.client.explain(cache.tokens(1, 2), extra_key=space)
@@ -169,5 +169,5 @@ async def test_an_explanation_changes_nothing(cache: CacheUnderTest) -> None:
 
 
 @only(lambda kind: not kind.shares)
-async def test_what_shares_nothing_says_so(cache: CacheUnderTest) -> None:
+async def test_explain_of_tokens_without_a_shared_prefix(cache: CacheUnderTest) -> None:
     assert (await cache.client.explain(cache.tokens(1))).reason == "not_shared"

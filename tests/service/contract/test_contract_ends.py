@@ -1,4 +1,4 @@
-"""What every cache promises of the end of a lease, whoever ends it and how often. See `test_contract_match`."""
+"""The contract of the end of a lease, by any client and any number of times. See `test_contract_match`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_an_exception_in_the_block_aborts_the_lease_and_comes_out(cache: C
             await cache.insert(lease, 1, 2)
             raise ZeroDivisionError
 
-    assert await cache.pages() == holding(evictable=cache.reusable(2))  # what was inserted was whole then, so it stays
+    assert await cache.pages() == holding(evictable=cache.reusable(2))  # the insert took effect as a whole, so it stays
 
 
 async def test_cancelling_the_block_aborts_the_lease(cache: CacheUnderTest) -> None:
@@ -170,7 +170,7 @@ async def test_whole_requests_cancelled_at_any_moment_leave_nothing_private(cach
 
 
 async def end_of(task: asyncio.Task[Lease]) -> None:
-    """Wait for a task that may have been too quick to be cancelled: what it got is given back."""
+    """Wait for a cancelled task; if it has a lease nevertheless, release it."""
     await asyncio.wait((task,))
     if not task.cancelled():
         await task.result().release()

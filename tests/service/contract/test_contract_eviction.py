@@ -1,4 +1,4 @@
-"""What every cache promises of eviction, resets and the numbers it tells. See `test_contract_match`."""
+"""The contract of eviction, resets and statistics. See `test_contract_match`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_evict_frees_the_least_recently_used_first_and_says_how_much(cache
     assert found == [kept, kept - gone, kept]
 
 
-async def test_evict_frees_all_that_nobody_holds_if_asked_for_more(cache: CacheUnderTest) -> None:
+async def test_evict_frees_all_unlocked_pages_if_asked_for_more(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, 3)
     await cache.publish(1, 4)
     cached = (await cache.client.stats()).tree_slots
@@ -48,7 +48,7 @@ async def test_evict_of_nothing_frees_nothing(cache: CacheUnderTest) -> None:
 
 
 @only(shares_slots, counts_pages)
-async def test_evict_leaves_what_a_lease_holds(cache: CacheUnderTest) -> None:
+async def test_evict_leaves_leased_pages(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, 3)
     held, kept = cache.reusable(2), cache.reusable(3)
     lease = await cache.client.acquire(cache.tokens(1, 2), new_tokens=cache.page_size)
@@ -56,7 +56,7 @@ async def test_evict_leaves_what_a_lease_holds(cache: CacheUnderTest) -> None:
 
     evicted = (await cache.client.evict(8 * cache.page_size)).num_evicted
 
-    assert evicted == (kept - held) * cache.page_size  # what lies behind the prefix that is held
+    assert evicted == (kept - held) * cache.page_size  # the part beyond the locked prefix
     assert await cache.pages() == holding(private=3 - held, protected=held, leases=1)
     assert (await cache.client.evict(8 * cache.page_size)).num_evicted == 0
     assert lease.slots.tolist() == slots
@@ -64,7 +64,7 @@ async def test_evict_leaves_what_a_lease_holds(cache: CacheUnderTest) -> None:
 
 
 @only(shares)
-async def test_what_was_evicted_can_be_published_again(cache: CacheUnderTest) -> None:
+async def test_evicted_tokens_can_be_published_again(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, 3)
     await cache.client.evict(10**6)
 
@@ -73,7 +73,7 @@ async def test_what_was_evicted_can_be_published_again(cache: CacheUnderTest) ->
     assert await cache.matched(1, 2, 3) == cache.reusable(3)
 
 
-# ---------------------------------------------------------------- a caller in need
+# ---------------------------------------------------------------- eviction for a request
 
 
 @only(shares, counts_pages)
@@ -134,7 +134,7 @@ async def test_a_refused_caller_evicts_nothing(cache: CacheUnderTest) -> None:
 # ---------------------------------------------------------------- reset
 
 
-async def test_reset_makes_everything_unmatchable_and_frees_what_nobody_holds(cache: CacheUnderTest) -> None:
+async def test_reset_makes_everything_unmatchable_and_frees_unlocked_pages(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2)
     await cache.publish(1, 2, lora_id="x")
 
@@ -184,7 +184,7 @@ async def test_leases_from_before_a_reset_end_in_any_order(cache: CacheUnderTest
 
 
 @only(counts_pages)
-async def test_after_a_reset_the_same_tokens_are_published_anew(cache: CacheUnderTest) -> None:
+async def test_after_a_reset_the_same_tokens_are_published_again(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2)
     kept = cache.reusable(2)
     old = await cache.client.acquire(cache.tokens(1, 2))
@@ -206,14 +206,14 @@ COUNTERS = "acquires hits tokens_requested tokens_reused tokens_inserted tokens_
 
 
 @only(shares, counts_pages)
-async def test_stats_count_what_happened(cache: CacheUnderTest) -> None:
+async def test_stats_count_requests_hits_and_evictions(cache: CacheUnderTest) -> None:
     page, kept = cache.page_size, cache.reusable(3)
     before = (await cache.client.stats()).model_dump()
     await cache.publish(1, 2, 3)
     again = await cache.client.acquire(cache.tokens(1, 2, 3), max_prefix_len=(kept - 1) * page)
     await cache.insert(again, 1, 2, 3, release=True)
     await cache.matched(1)
-    await cache.client.evict(1)  # the page that was computed again: acquiring less has cut it off
+    await cache.client.evict(1)  # the page computed again: an acquire with a shorter prefix has split it off
 
     after = (await cache.client.stats()).model_dump()
 
@@ -237,7 +237,7 @@ async def test_stats_count_the_requests_and_name_the_epoch(cache: CacheUnderTest
 
     after = await cache.client.stats()
 
-    assert after.requests == before.requests + 3  # the second look at the statistics is one of them
+    assert after.requests == before.requests + 3  # the second request for statistics is one of them
     assert lease.epoch == after.epoch == before.epoch
     assert after.num_slots == cache.kind.cache_config().pool.num_slots
 
@@ -272,7 +272,7 @@ async def test_every_slot_of_every_pool_is_counted_once_at_every_step(cache: Cac
     assert await cache.is_empty()
 
 
-# ---------------------------------------------------------------- at once
+# ---------------------------------------------------------------- concurrent requests
 
 
 @only(counts_pages)

@@ -1,4 +1,4 @@
-"""What every cache promises of publishing: what of a lease becomes the tree's, and what it holds then.
+"""The contract of publishing: the part of a lease that moves to the tree, and the part it then holds.
 
 See `test_contract_match`.
 """
@@ -104,7 +104,7 @@ async def test_a_long_prompt_is_published_chunk_by_chunk_while_it_is_computed(ca
 
 
 @only(counts_pages)
-async def test_inserting_again_what_is_published_changes_nothing(cache: CacheUnderTest) -> None:
+async def test_inserting_published_tokens_again_changes_nothing(cache: CacheUnderTest) -> None:
     kept = cache.reusable(2)
     lease = await cache.client.acquire(cache.tokens(1, 2))
     await cache.insert(lease, 1, 2)

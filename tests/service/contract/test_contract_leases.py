@@ -1,4 +1,4 @@
-"""What every cache promises of leases: what they take, hold and grow by. See `test_contract_match`."""
+"""The contract of leases: the slots that they allocate, hold and grow by. See `test_contract_match`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydix.schemas import InvalidRequest
 
 
 @only(counts_pages)
-async def test_what_is_acquired_is_private_until_it_is_published_and_stays_after_the_release(
+async def test_acquired_slots_are_private_until_published_and_then_stay_after_the_release(
     cache: CacheUnderTest,
 ) -> None:
     kept = cache.reusable(2)
@@ -35,7 +35,7 @@ async def test_what_is_acquired_is_private_until_it_is_published_and_stays_after
     assert await cache.matched(1, 2) == kept
 
 
-async def test_what_was_not_published_is_gone_after_the_release(cache: CacheUnderTest) -> None:
+async def test_unpublished_slots_are_freed_by_the_release(cache: CacheUnderTest) -> None:
     lease = await cache.client.acquire(cache.tokens(1, 2))
 
     await lease.release()
@@ -86,7 +86,7 @@ async def test_slots_are_taken_in_whole_pages(cache: CacheUnderTest) -> None:
 
 @only(counts_pages)
 @pytest.mark.parametrize("limit", [(0, 1), (2, -1), (2, 0), (2, 1)], ids=str)
-async def test_what_the_caller_does_not_allow_to_be_hit_is_private_and_may_be_evicted(
+async def test_tokens_beyond_the_callers_limit_are_private_and_their_pages_may_be_evicted(
     cache: CacheUnderTest, limit: tuple[int, int]
 ) -> None:
     await cache.publish(1, 2, 3)
@@ -99,7 +99,7 @@ async def test_what_the_caller_does_not_allow_to_be_hit_is_private_and_may_be_ev
 
 
 @only(has_window)
-async def test_a_lease_holds_the_window_slots_of_the_last_window_and_of_what_is_private(cache: CacheUnderTest) -> None:
+async def test_a_lease_holds_the_window_slots_of_the_last_window_and_of_private_tokens(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, 3, 4)
 
     lease = await cache.client.acquire(cache.tokens(1, 2, 3, 4, 5))
@@ -190,7 +190,7 @@ async def test_lock_holds_the_prefix_and_allocates_nothing(cache: CacheUnderTest
     assert await cache.pages() == holding(evictable=kept)
 
 
-async def test_locking_what_is_not_cached_holds_nothing(cache: CacheUnderTest) -> None:
+async def test_a_lock_of_uncached_tokens_holds_nothing(cache: CacheUnderTest) -> None:
     lease = await cache.client.lock(cache.tokens(1))
 
     assert (lease.prefix_len, lease.slots.tolist()) == (0, [])

@@ -1,7 +1,7 @@
-"""What every cache promises of matches: whatever its kind and page size, in process or on Ray.
+"""The contract of matches for every cache: any kind and page size, in process or on Ray.
 
-Sizes are in pages of the eight that there are, tokens named by the page they fill: `tokens(1, 2)` are two pages.
-`reusable(2)` of them can be hit: both, or fewer where the kind says so.
+Sizes are in pages, of eight in all; tokens are named by the page they fill: `tokens(1, 2)` are two pages. Of two pages,
+`reusable(2)` can hit: both, or fewer for some kinds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raydix.schemas import InvalidRequest
 # ---------------------------------------------------------------- probes
 
 
-async def test_a_probe_finds_what_was_published_and_no_more(cache: CacheUnderTest) -> None:
+async def test_a_probe_finds_exactly_the_published_prefix(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, 3)
 
     assert await cache.matched(1, 2, 3, 4) == cache.reusable(3)
@@ -66,12 +66,12 @@ async def test_a_probe_is_no_use(cache: CacheUnderTest) -> None:
     await cache.matched(1, 2)
     await cache.client.evict(1)
 
-    assert await cache.matched(1, 2) < cache.reusable(2)  # still the one used least
+    assert await cache.matched(1, 2) < cache.reusable(2)  # it is still the least recently used
     assert await cache.matched(3, 4) == cache.reusable(2)
 
 
 @only(shares, counts_pages)
-async def test_a_probe_does_not_split_what_it_ends_in(cache: CacheUnderTest) -> None:
+async def test_a_probe_does_not_split_the_node_where_it_ends(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, 3, 4)
 
     assert await cache.matched(1, 2, 3) == cache.reusable(3)
@@ -104,7 +104,7 @@ async def test_whatever_is_there_can_be_used(cache: CacheUnderTest) -> None:
     assert found.branching_len is None
 
 
-async def test_what_is_published_is_found_while_its_lease_goes_on(cache: CacheUnderTest) -> None:
+async def test_published_pages_are_found_while_their_lease_is_open(cache: CacheUnderTest) -> None:
     lease = await cache.client.acquire(cache.tokens(1, 2))
     assert await cache.matched(1, 2) == 0
 
@@ -113,7 +113,7 @@ async def test_what_is_published_is_found_while_its_lease_goes_on(cache: CacheUn
     assert await cache.matched(1, 2) == cache.reusable(2)
 
 
-async def test_what_one_client_publishes_another_hits(cache: CacheUnderTest) -> None:
+async def test_pages_published_by_one_client_hit_for_another(cache: CacheUnderTest) -> None:
     publisher, reader = cache.another_client(), cache.another_client()
     await cache.publish(1, 2, client=publisher)
 
@@ -213,7 +213,7 @@ async def test_the_same_ids_meet_however_they_are_spelt(cache: CacheUnderTest) -
                 await lease.insert(spelt([*prompt[:-1], 7]))
 
 
-async def test_ids_of_more_than_32_bits_are_told_from_their_lower_halves(cache: CacheUnderTest) -> None:
+async def test_ids_of_more_than_32_bits_differ_from_their_lower_halves(cache: CacheUnderTest) -> None:
     wide = 2**32 + 1
     await cache.publish(1, 2, wide)
 

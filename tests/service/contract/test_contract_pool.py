@@ -1,4 +1,4 @@
-"""What every cache promises of the pool: what was computed for a prefix is what its hits read, bit for bit.
+"""The contract of the pool: a hit reads the KV computed for its prefix, bit for bit.
 
 See `test_contract_match`.
 """
@@ -18,7 +18,7 @@ from raydix.schemas import InvalidRequest, UnknownLease
 
 
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "copied"])
-async def test_what_one_client_computed_another_reads_after_a_hit(cache: CacheUnderTest, mapped: bool) -> None:
+async def test_kv_computed_by_one_client_is_read_by_another_after_a_hit(cache: CacheUnderTest, mapped: bool) -> None:
     writer, reader = cache.another_client(), cache.another_client()
     tokens, hit = cache.tokens(1, 2, 3), cache.reusable(2) * cache.page_size
     pool = await writer.attach_pool(mapped=mapped)
@@ -39,7 +39,7 @@ async def test_what_one_client_computed_another_reads_after_a_hit(cache: CacheUn
 async def test_kv_that_takes_many_messages_arrives_whole(
     cache: CacheUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attached_pool, "_CHUNK_BYTES", 1)  # so that each slot is one
+    monkeypatch.setattr(attached_pool, "_CHUNK_BYTES", 1)  # one slot per chunk
     tokens = cache.tokens(1, 2, 3)
     pool = await cache.client.attach_pool(mapped=False)
     lease = await cache.client.acquire(tokens)
@@ -51,7 +51,7 @@ async def test_kv_that_takes_many_messages_arrives_whole(
         await pool.read_kv(lease, outside)
 
 
-async def test_what_was_computed_is_read_after_its_client_has_gone(cache: CacheUnderTest) -> None:
+async def test_computed_kv_is_read_after_its_client_has_closed(cache: CacheUnderTest) -> None:
     leaving, tokens = cache.another_client(), cache.tokens(1, 2)
     lease = await leaving.acquire(tokens)
     await compute(cache, await leaving.attach_pool(), lease, tokens, 0)
@@ -65,7 +65,7 @@ async def test_what_was_computed_is_read_after_its_client_has_gone(cache: CacheU
 
 
 @only(shares, shares_slots)
-async def test_a_lease_whose_pages_were_there_already_reads_what_others_read(cache: CacheUnderTest) -> None:
+async def test_a_lease_of_duplicate_pages_reads_the_cached_ones(cache: CacheUnderTest) -> None:
     first, second = cache.client, cache.another_client()
     tokens, hit = cache.tokens(1, 2), cache.reusable(2) * cache.page_size
     leases = [await client.acquire(tokens) for client in (first, second)]
@@ -78,7 +78,7 @@ async def test_a_lease_whose_pages_were_there_already_reads_what_others_read(cac
 
 
 @only(shares)
-async def test_what_is_published_cannot_be_written(cache: CacheUnderTest) -> None:
+async def test_published_slots_cannot_be_written(cache: CacheUnderTest) -> None:
     tokens = cache.tokens(1, 2)
     pool = await cache.client.attach_pool(mapped=False)
     lease = await cache.client.acquire(tokens)

@@ -1,4 +1,4 @@
-"""What every cache promises to those whom it refuses or keeps waiting. See `test_contract_match`."""
+"""The contract of refused and waiting requests. See `test_contract_match`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ MISUSES: dict[str, Misuse] = {  # of a lease for pages 1, 2, 3
     "release the window beyond the lease": lambda cache, lease: lease.release_window(len(lease) + 1),
     "acquire nothing": lambda cache, lease: cache.client.acquire([]),
     "acquire negative ids": lambda cache, lease: cache.client.acquire([-1]),
-    "acquire less than nothing": lambda cache, lease: cache.client.acquire([1], new_tokens=-1),
+    "acquire a negative number": lambda cache, lease: cache.client.acquire([1], new_tokens=-1),
     "acquire a negative prefix": lambda cache, lease: cache.client.acquire([1], max_prefix_len=-1),
     "wait less than no time": lambda cache, lease: cache.client.acquire([1], timeout_s=-1),
     "lock nothing": lambda cache, lease: cache.client.lock([]),
     "match nothing": lambda cache, lease: cache.client.match([]),
-    "match in a namespace that is none": lambda cache, lease: cache.client.match([1], extra_key=7),  # type: ignore[arg-type]
-    "evict less than nothing": lambda cache, lease: cache.client.evict(-1),
+    "match in a wrong namespace": lambda cache, lease: cache.client.match([1], extra_key=7),  # type: ignore[arg-type]
+    "evict a negative number": lambda cache, lease: cache.client.evict(-1),
 }
 
 
@@ -52,7 +52,7 @@ async def test_a_mistake_is_refused_and_changes_nothing(cache: CacheUnderTest) -
         assert await counts(cache.client) == before, name
 
     assert lease.slots.tolist() == slots
-    await cache.insert(lease, 1, 2, 3, release=True)  # the lease is as good as ever
+    await cache.insert(lease, 1, 2, 3, release=True)  # the lease is still usable
     assert await cache.matched(1, 2, 3) == cache.reusable(3)
 
 
@@ -107,7 +107,7 @@ async def test_without_a_window_there_are_no_window_slots_and_giving_them_up_has
         _ = lease.swa_slots
 
 
-# ---------------------------------------------------------------- more than there is
+# ---------------------------------------------------------------- sizes beyond the pool
 
 TOO_LARGE: dict[str, Misuse] = {
     "a prompt": lambda cache, lease: cache.client.acquire(cache.tokens(*[9] * 9)),
@@ -119,7 +119,7 @@ TOO_LARGE: dict[str, Misuse] = {
 
 
 @only(counts_pages)
-async def test_what_is_larger_than_the_pool_is_refused_at_once(cache: CacheUnderTest) -> None:
+async def test_a_request_larger_than_the_pool_is_refused_immediately(cache: CacheUnderTest) -> None:
     page, held = cache.page_size, cache.reusable(2)
     await cache.publish(1, 2)
     lease = await cache.client.acquire(cache.tokens(1, 2, 3))
@@ -144,13 +144,13 @@ COUNTED: dict[str, Callable[[CacheUnderTest, Lease, int], Awaitable[Any]]] = {
 
 
 async def hits(acquired: Awaitable[Lease]) -> int:
-    """How many tokens a lease finds, which is given up again."""
+    """Return the number of tokens that a lease hits; the lease is released."""
     async with await acquired as lease:
         return lease.prefix_len
 
 
 async def answer(asked: Awaitable[Any]) -> tuple[type[Any], str]:
-    """What is answered, or refused, but for its numbers, as they are asked for."""
+    """Return the answer or refusal to a request for this number, without the number itself."""
     try:
         given = await asked
     except CacheError as refused:
@@ -176,7 +176,7 @@ async def test_a_huge_number_is_answered_as_a_large_one_is(cache: CacheUnderTest
 
 
 @only(counts_pages)
-async def test_who_finds_no_room_now_is_told_who_has_it(cache: CacheUnderTest) -> None:
+async def test_a_request_without_free_slots_gets_an_error_that_names_the_slots_in_use(cache: CacheUnderTest) -> None:
     page, kept = cache.page_size, cache.reusable(2)
     await cache.publish(1, 2)
     await cache.client.acquire(cache.tokens(3, 4))
@@ -190,10 +190,10 @@ async def test_who_finds_no_room_now_is_told_who_has_it(cache: CacheUnderTest) -
     assert await cache.matched(1, 2) == kept
 
 
-# ---------------------------------------------------------------- waiting in line
+# ---------------------------------------------------------------- waiting requests
 
 
-async def test_who_finds_no_room_waits_for_a_release(cache: CacheUnderTest) -> None:
+async def test_a_request_without_free_slots_waits_for_a_release(cache: CacheUnderTest) -> None:
     held = await cache.fill()
     (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(1)))
 
@@ -217,20 +217,20 @@ async def test_those_in_line_are_served_first_in_first_out_whosever_clients_they
 
 
 @only(counts_pages)
-async def test_nobody_overtakes_whom_there_is_room_for(cache: CacheUnderTest) -> None:
+async def test_a_request_never_overtakes_waiting_ones_even_if_it_would_fit(cache: CacheUnderTest) -> None:
     first, second, *_ = await cache.fill()
     (large,) = await cache.in_line(cache.client.acquire(cache.tokens(1, 2)))
     await first.release()
 
     with pytest.raises(PoolExhausted):
-        await cache.another_client().acquire(cache.tokens(3), timeout_s=0)  # there is a page for it
+        await cache.another_client().acquire(cache.tokens(3), timeout_s=0)  # a page for it is free
 
     await second.release()
     assert len(await large) == 2 * cache.page_size
 
 
 @only(shares)
-async def test_who_waited_hits_what_was_published_meanwhile(cache: CacheUnderTest) -> None:
+async def test_a_request_that_waited_hits_pages_published_meanwhile(cache: CacheUnderTest) -> None:
     publisher = await cache.client.acquire(cache.tokens(1, 2))
     held = await cache.fill()
     (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(1, 2, 3)))
@@ -242,7 +242,7 @@ async def test_who_waited_hits_what_was_published_meanwhile(cache: CacheUnderTes
     assert (await waiting).prefix_len == cache.reusable(2) * cache.page_size
 
 
-async def test_what_is_published_and_released_makes_room(cache: CacheUnderTest) -> None:
+async def test_published_and_released_pages_are_evicted_for_a_waiting_request(cache: CacheUnderTest) -> None:
     publisher = await cache.client.acquire(cache.tokens(1))
     await cache.fill()
     (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(9)))
@@ -252,7 +252,7 @@ async def test_what_is_published_and_released_makes_room(cache: CacheUnderTest) 
     assert len(await waiting) == cache.page_size
 
 
-async def test_who_waits_in_vain_is_refused_at_the_deadline(cache: CacheUnderTest) -> None:
+async def test_a_request_that_waits_in_vain_is_refused_at_the_deadline(cache: CacheUnderTest) -> None:
     held = await cache.fill()
 
     for timeout_s in (0, 0.01):
@@ -278,7 +278,7 @@ async def test_beyond_the_bound_of_the_line_the_cache_is_busy(cache: CacheUnderT
     assert [len(await task) for task in tasks] == [cache.page_size] * MAX_WAITERS
 
 
-async def test_who_is_cancelled_while_it_waits_leaves_the_line(cache: CacheUnderTest) -> None:
+async def test_a_cancelled_request_leaves_the_queue(cache: CacheUnderTest) -> None:
     held = await cache.fill()
     first, second = await cache.in_line(*(cache.client.acquire(cache.tokens(number)) for number in (1, 2)))
 
@@ -292,7 +292,7 @@ async def test_who_is_cancelled_while_it_waits_leaves_the_line(cache: CacheUnder
     assert (await cache.client.stats()).open_leases == len(held)
 
 
-async def test_who_closes_its_client_leaves_the_line(cache: CacheUnderTest) -> None:
+async def test_a_closing_client_removes_its_requests_from_the_queue(cache: CacheUnderTest) -> None:
     leaving = cache.another_client()
     await cache.fill()
     (waiting,) = await cache.in_line(leaving.acquire(cache.tokens(1)))

@@ -1,6 +1,6 @@
-"""What caches with recurrent states promise besides. See `test_contract_match`.
+"""Caches with recurrent states: the additional contract. See `test_contract_match`.
 
-Each lease has a state of its own, which begins as a copy of the one at the end of its prefix.
+Each lease has a state of its own, at first a copy of the one at the end of its prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raydix.schemas import PoolExhausted
 
 
 async def states(cache: CacheUnderTest) -> tuple[int, int, int]:
-    """How many states are free, leases' own, and in the tree."""
+    """Return the numbers of states that are free, private, and in the tree."""
     stats = await cache.client.stats()
     check_sizes(stats)
     assert stats.state is not None
@@ -56,7 +56,7 @@ async def test_a_miss_begins_with_zeros_whatever_the_slot_held_before(cache: Cac
 
 
 @only(has_states)
-async def test_a_hit_ends_where_a_state_was_published_and_tells_where_one_would_help(cache: CacheUnderTest) -> None:
+async def test_a_hit_ends_at_a_published_state_and_reports_where_another_would_help(cache: CacheUnderTest) -> None:
     lease = await cache.client.acquire(cache.tokens(1, 2, 3))
     await lease.insert(cache.tokens(1, 2, 3))
     page = cache.page_size
@@ -92,7 +92,7 @@ async def test_states_come_and_go_with_leases_and_evictions(cache: CacheUnderTes
 
 
 @only(has_states)
-async def test_who_is_refused_for_want_of_slots_keeps_no_state(cache: CacheUnderTest) -> None:
+async def test_a_request_refused_for_lack_of_slots_keeps_no_state(cache: CacheUnderTest) -> None:
     held = await cache.fill()
     before = await states(cache)
 
@@ -103,21 +103,21 @@ async def test_who_is_refused_for_want_of_slots_keeps_no_state(cache: CacheUnder
     assert await states(cache) == before == (before[0], len(held), 0)
 
 
-async def test_who_lacks_a_state_waits_for_one(reached: Reached) -> None:
+async def test_a_request_that_lacks_a_state_waits_for_one(reached: Reached) -> None:
     async with reached(TIGHT_STATES) as cache:
         held = [await cache.client.acquire(cache.tokens(number)) for number in range(4)]
         with pytest.raises(PoolExhausted) as caught:
             await cache.client.acquire(cache.tokens(4), timeout_s=0)
         assert caught.value.can_ever_fit
         (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(5)))
-        assert await cache.pages() == holding(private=4, leases=4)  # there is room for its KV
+        assert await cache.pages() == holding(private=4, leases=4)  # there are slots for its KV
 
         await held[0].release()
 
         assert len(await waiting) == cache.page_size
 
 
-async def test_who_lacks_a_state_takes_that_of_a_prefix_that_nobody_holds(reached: Reached) -> None:
+async def test_a_request_that_lacks_a_state_evicts_that_of_an_unlocked_prefix(reached: Reached) -> None:
     async with reached(TIGHT_STATES) as cache:
         await cache.publish(1)
         await cache.publish(2)
@@ -161,7 +161,7 @@ async def test_without_room_for_a_state_nothing_is_published_and_the_lease_goes_
         assert await cache.matched(0, 7) == 2
 
 
-async def test_who_is_refused_for_want_of_a_state_is_not_told_that_enough_is_free(reached: Reached) -> None:
+async def test_a_request_refused_for_lack_of_a_state_does_not_read_that_enough_slots_are_free(reached: Reached) -> None:
     async with reached(TIGHT_STATES) as cache:
         leases = [await cache.client.acquire(cache.tokens(number)) for number in range(4)]
 

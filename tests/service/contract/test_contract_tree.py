@@ -1,4 +1,4 @@
-"""What every cache promises of its tree in outline: whatever its kind and page size, in process or on Ray."""
+"""The contract of the tree's outline for every cache: any kind and page size, in process or on Ray."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raydix.schemas import InvalidRequest
 
 
 def has_plain_units(kind: KindUnderTest) -> bool:
-    """Where a unit of the tree is a pair of tokens, or leases have rows of their own, branches lie elsewhere."""
+    """Return whether branches lie at pages: not if a unit of the tree is a pair of tokens, or leases have rows."""
     return shares_slots(kind) and not kind.lost_tokens
 
 
 @only(shares)
-async def test_sizes_of_branches_add_up_to_what_is_above_them(cache: CacheUnderTest) -> None:
+async def test_sizes_of_branches_add_up_to_their_parents(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2, 3)
     await cache.publish(4, 5, 6)
 
@@ -32,7 +32,7 @@ async def test_sizes_of_branches_add_up_to_what_is_above_them(cache: CacheUnderT
 
 
 @only(shares, has_plain_units)
-async def test_the_tree_branches_where_what_was_published_does(cache: CacheUnderTest) -> None:
+async def test_the_tree_branches_where_published_prompts_do(cache: CacheUnderTest) -> None:
     await cache.publish(1, 2)
     await cache.publish(1, 3)
 
@@ -52,7 +52,7 @@ async def test_a_cache_that_shares_nothing_has_no_tree(cache: CacheUnderTest) ->
 
 
 @only(shares, has_plain_units)
-async def test_leases_are_told_as_locks_of_what_they_hold(cache: CacheUnderTest) -> None:
+async def test_leases_are_reported_as_locks_of_their_pages(cache: CacheUnderTest) -> None:
     lease = await cache.hold(1)
 
     branches = (await cache.client.tree()).branches

@@ -1,6 +1,6 @@
-"""What caches with sliding-window layers promise besides. See `test_contract_match`.
+"""Caches with sliding-window layers: the additional contract. See `test_contract_match`.
 
-A lease holds a window slot for each token that is private, and for those of the last window of what is published.
+A lease holds a window slot for each private token, and for those of the last window of its published tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raydix.schemas import PoolExhausted
 
 
 async def window_pages(cache: CacheUnderTest) -> tuple[int, int, int]:
-    """Pages of the window pool: free, private, in the tree."""
+    """Return the pages of the window pool: free, private, in the tree."""
     stats = await cache.client.stats()
     check_sizes(stats)
     assert stats.swa is not None
@@ -43,7 +43,7 @@ async def test_a_released_window_is_free_at_once_and_0_in_the_lease(cache: Cache
 
     await lease.release_window(5 * page)
 
-    assert (lease.swa_slots[: 4 * page] == 0).all()  # a page more than asked is kept
+    assert (lease.swa_slots[: 4 * page] == 0).all()  # it keeps one page more than required
     assert (lease.swa_slots[4 * page :] > 0).all()
     assert await window_pages(cache) == (6, 2, 0)
     assert len(lease) == 6 * page
@@ -53,7 +53,9 @@ async def test_a_released_window_is_free_at_once_and_0_in_the_lease(cache: Cache
 
 
 @only(has_window)
-async def test_what_decoding_left_behind_may_go_and_what_is_published_is_hit_in_full(cache: CacheUnderTest) -> None:
+async def test_a_window_passed_by_decoding_may_be_evicted_and_published_tokens_hit_in_full(
+    cache: CacheUnderTest,
+) -> None:
     page, pool = cache.page_size, await cache.client.attach_pool()
     for num_tokens in range(1, 7 * page + 1, max(1, page - 1)):
         tokens = list(range(1, num_tokens + 1))
@@ -87,11 +89,11 @@ async def test_giving_up_the_window_of_a_hit_leaves_it_to_others(cache: CacheUnd
     assert (staying.swa_slots > 0).tolist() == before
 
 
-async def test_what_lies_before_the_last_window_is_not_needed_for_a_hit(reached: Reached) -> None:
+async def test_tokens_before_the_last_window_are_not_needed_for_a_hit(reached: Reached) -> None:
     async with reached(TIGHT_WINDOW) as cache:
         await cache.publish(1, 2, 3, 4)
 
-        async with await cache.client.acquire(cache.tokens(9, 9)):  # two pages of the window pool are to be had
+        async with await cache.client.acquire(cache.tokens(9, 9)):  # allocates two pages of the window pool
             assert await window_pages(cache) == (0, 2, 2)
             found = await cache.client.match(cache.tokens(1, 2))
             assert await cache.matched(1, 2, 3, 4) == 4
@@ -128,7 +130,7 @@ async def test_more_window_slots_than_there_are_can_never_be_had(reached: Reache
         assert await cache.is_empty()
 
 
-async def test_what_can_never_be_had_is_refused_though_others_wait(reached: Reached) -> None:
+async def test_a_request_that_can_never_fit_is_refused_even_if_others_wait(reached: Reached) -> None:
     async with reached(TIGHT_WINDOW) as cache:
         held = await cache.client.acquire(cache.tokens(1, 2, 3))
         (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(4, 5)))
@@ -142,7 +144,7 @@ async def test_what_can_never_be_had_is_refused_though_others_wait(reached: Reac
         await waiting
 
 
-async def test_what_is_cached_needs_no_window_slots_of_its_own(reached: Reached) -> None:
+async def test_cached_tokens_need_no_window_slots_of_their_own(reached: Reached) -> None:
     async with reached(TIGHT_WINDOW) as cache:
         for stop in range(1, 5):
             await cache.publish(*range(1, stop + 1))
@@ -163,7 +165,7 @@ async def test_a_lease_cannot_grow_beyond_the_window_slots_that_there_are(reache
         assert len(lease) == 3 * cache.page_size
 
 
-async def test_who_lacks_window_slots_waits_for_them(reached: Reached) -> None:
+async def test_a_request_that_lacks_window_slots_waits_for_them(reached: Reached) -> None:
     async with reached(TIGHT_WINDOW) as cache:
         held = await cache.client.acquire(cache.tokens(1, 2, 3))
         (waiting,) = await cache.in_line(cache.client.acquire(cache.tokens(4, 5)))
@@ -175,7 +177,7 @@ async def test_who_lacks_window_slots_waits_for_them(reached: Reached) -> None:
         assert await window_pages(cache) == (1, 3, 0)
 
 
-async def test_who_is_refused_for_want_of_window_slots_is_not_told_that_enough_is_free(reached: Reached) -> None:
+async def test_a_request_refused_for_lack_of_window_slots_does_not_read_that_enough_are_free(reached: Reached) -> None:
     async with reached(TIGHT_WINDOW) as cache:
         held = await cache.client.acquire(cache.tokens(1, 2, 3))
 

@@ -1,6 +1,6 @@
-"""Calls that no client would make, made by hand: a typed error for who makes them, and the cache is as it was.
+"""Malformed calls made by hand: the caller gets a typed error, and the cache stays unchanged.
 
-Every row is sent to a cache in process and to an actor; the fixture `scene` looks whether anything has changed.
+Every row is sent to a cache in process and to an actor; the fixture `scene` checks that nothing has changed.
 """
 
 from __future__ import annotations
@@ -94,9 +94,17 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
         InvalidRequest,
         "ticket: .*valid integer",
     ),
-    "a wait for nothing": (lambda wire: wire.call("wait", None), InvalidRequest, "takes a WaitRequest, not NoneType"),
-    "a beat of nobody": (lambda wire: wire.call("heartbeat", 7, 0.1), InvalidRequest, "takes a SessionRef, not int"),
-    "a beat for ever": (
+    "a wait without a request": (
+        lambda wire: wire.call("wait", None),
+        InvalidRequest,
+        "takes a WaitRequest, not NoneType",
+    ),
+    "a heartbeat without a session": (
+        lambda wire: wire.call("heartbeat", 7, 0.1),
+        InvalidRequest,
+        "takes a SessionRef, not int",
+    ),
+    "a heartbeat for ever": (
         lambda wire: wire.call("heartbeat", SessionRef(**wire.session), float("inf")),
         InvalidRequest,
         "finite number of seconds",
@@ -111,13 +119,13 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
         InvalidRequest,
         "session_id: .*string",
     ),
-    "an end of nothing": (
+    "an end without a session": (
         lambda wire: wire.call("close_session", b""),
         InvalidRequest,
         "CloseSession, not bytes",
     ),
     "events of nothing": (lambda wire: wire.call("next_events", {}), InvalidRequest, "takes a NextEvents, not dict"),
-    "events that are not told": (
+    "events that are not published": (
         lambda wire: wire.call("next_events", NextEvents(**wire.session, after_seq=0, timeout_s=0)),
         InvalidRequest,
         "publishes no events",
@@ -134,7 +142,7 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
         "slots: .*ndarray",
     ),
     "KV for nothing": (lambda wire: wire.call("write_kv", PROBE), InvalidRequest, "takes a WriteKV, not MatchRequest"),
-    "KV that is none": (
+    "KV of the wrong size": (
         lambda wire: wire.call("write_kv", WriteKV.model_construct(**kv(k=b"1234"))),
         InvalidRequest,
         "k: .*ndarray",

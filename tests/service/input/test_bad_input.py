@@ -1,4 +1,4 @@
-"""Bad input gets a typed error that says what to do, and leaves the cache as it was."""
+"""Bad input gets a typed error with advice, and leaves the cache unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from raydix.schemas import (
 
 
 class Unreadable:
-    """An array that numpy cannot read, as those on a GPU are."""
+    """An array that numpy cannot read, like those on a GPU."""
 
     def __array__(self, *of: Any, **how: Any) -> Any:
         raise TypeError("not without a copy")
@@ -75,7 +75,7 @@ BAD_TOKENS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("verb", ["match", "lock", "acquire", "insert"])
-async def test_what_is_no_row_of_token_ids_is_refused(scene: Scene, verb: str) -> None:
+async def test_tokens_that_are_not_a_sequence_of_ids_are_refused(scene: Scene, verb: str) -> None:
     call = getattr(scene.lease if verb == "insert" else scene.client, verb)
 
     for tokens, advice in BAD_TOKENS:
@@ -95,7 +95,7 @@ BAD_NAMESPACES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("verb", ["match", "lock", "acquire"])
-async def test_what_is_no_namespace_is_refused(scene: Scene, verb: str) -> None:
+async def test_a_wrong_namespace_is_refused(scene: Scene, verb: str) -> None:
     for namespace, advice in BAD_NAMESPACES:
         with pytest.raises(InvalidRequest, match=advice):
             await getattr(scene.client, verb)([1], **namespace)
@@ -150,7 +150,7 @@ async def test_extend_refuses_a_bool(cache1: CacheUnderTest) -> None:
 
 
 @pytest.mark.parametrize("form", [np.int64, np.uint8, torch.tensor], ids=lambda form: form.__name__)
-async def test_every_verb_takes_what_stands_for_an_int(cache1: CacheUnderTest, form: Callable[[int], Any]) -> None:
+async def test_every_verb_takes_any_kind_of_integer(cache1: CacheUnderTest, form: Callable[[int], Any]) -> None:
     client = cache1.client
     lease = await client.acquire([1, 2], new_tokens=form(1), max_prefix_len=form(1), priority=form(3))
     assert (await lease.extend(form(2))).shape == (2,)
@@ -180,7 +180,7 @@ async def test_an_insert_that_does_not_fit_its_lease_is_refused(scene: Scene, to
     with pytest.raises(InvalidRequest, match=advice):
         await scene.lease.insert(tokens)
     with pytest.raises(InvalidRequest, match=advice):
-        await scene.lease.insert(tokens, release=True)  # does not end it either
+        await scene.lease.insert(tokens, release=True)  # does not end the lease either
 
 
 async def test_generated_tokens_once_published_cannot_be_replaced(cache1: CacheUnderTest) -> None:
@@ -206,7 +206,7 @@ async def test_of_two_inserts_at_once_with_different_generated_tokens_the_second
     assert await cache1.matched(1, 3) == 1
 
 
-# ---------------------------------------------------------------- leases of others, and ended ones
+# ---------------------------------------------------------------- leases of other clients, and ended ones
 
 Use = Callable[[PrefixCacheClient, Lease], Awaitable[Any]]
 
@@ -237,7 +237,7 @@ async def test_another_clients_lease_is_refused(scene: Scene, use: Use) -> None:
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-async def test_what_is_no_lease_is_refused(scene: Scene, use: Use) -> None:
+async def test_a_wrong_lease_is_refused(scene: Scene, use: Use) -> None:
     wrong: Any
     for wrong in (None, 7, scene.lease.lease_id, [5, 6, 7], scene.client, use):
         with pytest.raises(InvalidRequest, match=f"`await client.acquire.* gives, not {type(wrong).__name__}"):
@@ -282,7 +282,7 @@ async def test_a_client_is_neither_pickled_nor_copied(scene: Scene, copied: Call
             copied(client)
 
 
-# ---------------------------------------------------------------- more than there is
+# ---------------------------------------------------------------- sizes beyond the pool
 
 TOO_LARGE: dict[str, Callable[[Scene], Awaitable[Any]]] = {
     "a prompt": lambda scene: scene.client.acquire([1] * 9),
@@ -294,7 +294,7 @@ TOO_LARGE: dict[str, Callable[[Scene], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("asked", TOO_LARGE.values(), ids=TOO_LARGE)
-async def test_what_is_larger_than_the_pool_is_refused_at_once(
+async def test_a_request_larger_than_the_pool_is_refused_immediately(
     scene: Scene, asked: Callable[[Scene], Awaitable[Any]]
 ) -> None:
     async with asyncio.timeout(25):
@@ -306,7 +306,7 @@ async def test_what_is_larger_than_the_pool_is_refused_at_once(
     assert (error.held_slots, error.open_leases) == (3, 1)
 
 
-async def test_a_request_for_which_there_is_no_room_now_says_who_holds_it(scene: Scene) -> None:
+async def test_a_request_that_does_not_fit_now_names_the_slots_in_use(scene: Scene) -> None:
     with pytest.raises(
         PoolExhausted, match=r"release leases, raise timeout_s, or enlarge PoolConfig\.num_slots"
     ) as caught:
@@ -399,12 +399,12 @@ async def test_a_client_that_is_not_open_does_not_know_its_configuration(cache1:
 
 
 @pytest.mark.parametrize("cache", [None, 7, object()], ids=["None", "int", "object"])
-async def test_a_client_of_what_is_no_cache_says_what_a_cache_is(cache: Any) -> None:
+async def test_a_client_of_another_object_is_refused_with_the_forms_of_a_cache(cache: Any) -> None:
     with pytest.raises(InvalidRequest, match="cache must be an actor handle, a name or a LocalPrefixCache, not"):
         await PrefixCacheClient(cache).match([1])
 
 
-# ---------------------------------------------------------------- a cache that has closed
+# ---------------------------------------------------------------- a closed cache
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
@@ -455,7 +455,7 @@ async def test_only_private_slots_can_be_written(scene: Scene) -> None:
 
     k, v = await pool.read_kv(scene.lease, scene.lease.slots)
     assert (k[0, 2, 0].tolist(), v[1, 2, 0].tolist()) == ([1, 1], [1])
-    assert not bool((k[0, :2, 0] == 1).any())  # what was published is as it was, be it poison
+    assert not bool((k[0, :2, 0] == 1).any())  # published slots keep their content, even if it is poison
 
 
 async def test_only_slots_that_the_lease_covers_can_be_read(scene: Scene) -> None:
@@ -488,7 +488,9 @@ BAD_USES: dict[str, Callable[[AttachedPool, torch.Tensor], Any]] = {
     "gather sparse slots": lambda pool, slots: pool.gather(0, slots.to_sparse()),
     "gather slots without values": lambda pool, slots: pool.gather(0, slots.to("meta")),
     "write sparse": lambda pool, slots: pool.write(0, slots, *(each.to_sparse() for each in one_layer(3))),
-    "write what has no values": lambda pool, slots: pool.write(0, slots, *(each.to("meta") for each in one_layer(3))),
+    "write tensors without values": lambda pool, slots: pool.write(
+        0, slots, *(each.to("meta") for each in one_layer(3))
+    ),
     "the state of no layer": lambda pool, slots: pool.state(9),
 }
 
@@ -499,7 +501,7 @@ def one_layer(num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("use", BAD_USES.values(), ids=list(BAD_USES))
-async def test_a_mapped_pool_says_what_is_wrong_with_a_use_of_it(
+async def test_a_mapped_pool_names_the_fault_of_a_call(
     use: Callable[[AttachedPool, torch.Tensor], Any],
 ) -> None:
     async with LocalPrefixCache(small_config()) as cache:
@@ -510,7 +512,7 @@ async def test_a_mapped_pool_says_what_is_wrong_with_a_use_of_it(
             use(pool, lease.slots)
 
         assert all(map(torch.equal, before, [k.view(torch.uint8) for k in pool.k]))
-        pool.write(0, lease.slots.flip(0).int(), *one_layer(3))  # any integers are slots
+        pool.write(0, lease.slots.flip(0).int(), *one_layer(3))  # slots may be of any integer dtype
         assert pool.gather(0, lease.slots.int())[0].equal(one_layer(3)[0].to(pool.k[0].dtype))
 
 
@@ -527,7 +529,7 @@ async def test_slots_outside_the_pool_are_named_with_those_that_there_are(page_s
                 pool.write(0, slots, *one_layer(len(slots)))
 
 
-async def test_what_is_copied_must_be_tensors(scene: Scene) -> None:
+async def test_copied_values_must_be_tensors(scene: Scene) -> None:
     pool = await scene.client.attach_pool(mapped=False)
     slots, (k, v) = scene.lease.slots[2:], kv_of(1)
 
@@ -542,7 +544,7 @@ async def test_what_is_copied_must_be_tensors(scene: Scene) -> None:
             await pool.write_kv(scene.lease, slots, k, wrong)
 
 
-async def test_what_is_copied_has_values_and_is_dense(scene: Scene) -> None:
+async def test_copied_tensors_have_values_and_are_dense(scene: Scene) -> None:
     pool = await scene.client.attach_pool(mapped=False)
     slots, (k, v) = scene.lease.slots[2:], kv_of(1)
 
@@ -650,7 +652,7 @@ def test_a_configuration_that_cannot_be_is_refused(make: Callable[[], Any], advi
 
 
 @pytest.mark.parametrize("config", [None, {"pool": {"num_slots": 8}}, PoolConfig(num_slots=8)], ids=type)
-def test_what_is_no_configuration_makes_no_cache(config: Any) -> None:
+def test_a_wrong_configuration_makes_no_cache(config: Any) -> None:
     for start in (LocalPrefixCache, start_cache):
         with pytest.raises(InvalidRequest, match=f"a cache takes a CacheConfig, not {type(config).__name__}"):
             start(config)
@@ -668,7 +670,7 @@ TOO_LARGE_POOL = PoolConfig(
 NAMES_BOTH = r"needs \d+ bytes \(\d+\.\d\d GiB\) .*, but \d+ \(\d+\.\d\d GiB\) are free: lower PoolConfig.num_slots"
 
 
-def test_a_local_pool_larger_than_memory_names_what_it_needs_and_what_is_free() -> None:
+def test_a_local_pool_larger_than_memory_names_the_needed_and_the_free_bytes() -> None:
     with pytest.raises(CacheUnavailable, match=NAMES_BOTH):
         LocalPrefixCache(CacheConfig(pool=TOO_LARGE_POOL))
 
@@ -698,7 +700,7 @@ async def test_the_index_of_a_pool_without_layers_must_fit_in_memory(
 
 
 @pytest.mark.ray
-def test_an_actors_pool_larger_than_memory_names_what_it_needs_and_what_is_free(ray_cluster: None) -> None:
+def test_an_actors_pool_larger_than_memory_names_the_needed_and_the_free_bytes(ray_cluster: None) -> None:
     with pytest.raises(CacheUnavailable, match=NAMES_BOTH):
         start_cache(CacheConfig(pool=TOO_LARGE_POOL))
 
@@ -712,7 +714,7 @@ def test_an_unknown_name_is_unavailable_and_says_to_start_it(ray_cluster: None) 
 
 
 @pytest.mark.ray
-async def test_a_client_of_an_unknown_name_is_told_so_at_its_first_verb(ray_cluster: None) -> None:
+async def test_a_client_of_an_unknown_name_fails_at_its_first_verb(ray_cluster: None) -> None:
     client = PrefixCacheClient("nowhere")
 
     for _ in range(2):
@@ -721,11 +723,11 @@ async def test_a_client_of_an_unknown_name_is_told_so_at_its_first_verb(ray_clus
     await client.close()
 
 
-# ---------------------------------------------------------------- arrays whose bytes are alike
+# ---------------------------------------------------------------- different arrays with equal bytes
 
 INT32, UINT32 = np.dtype("<i4"), np.dtype("<u4")
 ALIKE: dict[str, tuple[Any, Any]] = {
-    "half as many, twice as wide": (np.array([1, 0], np.int64), np.array([1], np.int64)),
+    "half the number, twice the width": (np.array([1, 0], np.int64), np.array([1], np.int64)),
     "swapped": (np.array([1, 2], ">i4"), np.array([1, 2], "<i4").view(">i4")),
     "unsigned, then negative": (np.array([2**32 - 1, 2], UINT32), np.array([-1, 2], INT32)),
     "in rows": (np.array([1, 2], INT32), np.array([[1, 2]], INT32)),
@@ -738,7 +740,7 @@ async def test_other_ids_of_the_same_bytes_are_not_taken_for_those_that_were_acq
 ) -> None:
     lease = await cache1.client.acquire(acquired)
 
-    if inserted.dtype == np.int64:  # the first of those that were acquired
+    if inserted.dtype == np.int64:  # the first of the acquired ids
         assert (await lease.insert(inserted)).num_inserted == 1
     else:
         with pytest.raises(InvalidRequest):

@@ -1,6 +1,6 @@
-"""What a client would never send, sent by hand: a typed error for who sent it, and the cache is as it was.
+"""Malformed requests sent by hand: the sender gets a typed error, and the cache stays unchanged.
 
-Every row is sent to a cache in process and to an actor; the fixture `scene` looks whether anything has changed.
+Every row is sent to a cache in process and to an actor; the fixture `scene` checks that nothing has changed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ BAD_REQUESTS: list[Row] = [
     (ExtendRequest, {"lease_id": "forged"}, UnknownLease, "has ended, was never granted"),
     (ReleaseWindowRequest, {"lease_id": "forged"}, UnknownLease, "has ended, was never granted"),
     (GrantRequest, {"lease_id": "forged"}, UnknownLease, "has ended, was never granted"),
-    # what does not belong to the lease
+    # tokens other than the lease's
     (InsertRequest, {"num_tokens": 2, "suffix": IDS}, InvalidRequest, "missing"),
     (InsertRequest, {"suffix": TokenIds.pack([8])}, InvalidRequest, "differ"),
     (InsertRequest, {"suffix": TokenIds.pack([7 + 2**40])}, InvalidRequest, "differ"),
@@ -179,7 +179,7 @@ async def test_a_bad_request_fails_alone(
     wire = Wire(scene.cache)
     real = {"held": scene.lease.lease_id, "me": wire.session["session_id"], "now": wire.session["epoch"]}
     whole = {name: real[value] if value in ("held", "me", "now") else value for name, value in WHOLE[model].items()}
-    model(**whole)  # so that what is refused is what was changed
+    model(**whole)  # so that the changed field is the reason for the refusal
 
     first, refused, last = await wire.execute(PROBE, forged(model, **whole | changed), PROBE)
 
@@ -193,7 +193,7 @@ STRANGERS: list[Message] = [Ack(), MatchResponse(prefix_len=1, full_prefix_len=1
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda stranger: type(stranger).__name__)
-async def test_what_is_no_verb_fails_alone(scene: Scene, stranger: Message) -> None:
+async def test_an_unknown_verb_fails_alone(scene: Scene, stranger: Message) -> None:
     first, refused, last = await Wire(scene.cache).execute(PROBE, stranger, PROBE)
 
     assert (first.prefix_len, last.prefix_len) == (2, 2)
@@ -201,7 +201,7 @@ async def test_what_is_no_verb_fails_alone(scene: Scene, stranger: Message) -> N
     assert f"{type(stranger).__name__} is not a verb" in str(refused)
 
 
-# ---------------------------------------------------------------- leases of others, and repeated requests
+# ---------------------------------------------------------------- leases of other clients, and repeated requests
 
 FORGED: dict[str, Callable[[str], Message]] = {
     "insert": lambda lease_id: InsertRequest(lease_id=lease_id, num_tokens=3, suffix=NO_IDS),
@@ -227,7 +227,7 @@ async def test_naming_another_sessions_lease_has_no_effect(scene: Scene, forge: 
 
 
 @pytest.mark.parametrize("use", [use for use in FORGED if use not in ("release", "abort")])
-async def test_what_names_an_ended_lease_has_no_effect(cache1: CacheUnderTest, use: str) -> None:
+async def test_a_request_for_an_ended_lease_has_no_effect(cache1: CacheUnderTest, use: str) -> None:
     lease = await cache1.client.acquire([5, 6, 7])
     await lease.release()
 

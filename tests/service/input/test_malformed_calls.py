@@ -1,6 +1,6 @@
 """Every argument of every verb takes each of some ninety wrong values: a `CacheError` or an answer, and no change.
 
-No other exception may reach the caller, and what is refused leaves the cache's counts as they were.
+No other exception may reach the caller, and a refused call leaves the cache's counts unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Scene:
         return cls(cache, lease, await cache.attach_pool())
 
     async def state(self) -> tuple[Any, ...]:
-        """Return what no refused call may change: the counts, the lease and the pool's bytes."""
+        """Return the state that no refused call may change: the counts, the lease and the pool's bytes."""
         lease, pool = self.lease, self.pool
         held = (lease._ended, len(lease), lease.published_len, lease.slots.tolist())
         kv = [bytes(each.detach().view(torch.uint8).numpy()) for each in (*pool.k, *pool.v)]
@@ -223,7 +223,7 @@ async def test_a_malformed_call_raises_a_typed_error_and_changes_nothing(use: Us
 Spoil = Callable[[torch.Tensor], torch.Tensor]
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that some of these kinds may change
+    warnings.simplefilter("ignore")  # some of these kinds warn that they may change
     NO_NUMBERS: dict[str, Spoil] = {
         "complex": lambda kv: kv.to(torch.complex64),
         "conjugate": lambda kv: kv.to(torch.complex64).conj(),
@@ -312,7 +312,7 @@ async def test_kv_is_gathered_into_tensors_that_can_be_overwritten(spoil: Spoil)
 
 
 @pytest.mark.parametrize(("release", "ends"), [("no", False), ("yes", True), (0, False), (1, True)], ids=str)
-async def test_what_stands_for_a_bool_means_the_same_to_the_lease_as_to_the_cache(release: Any, ends: bool) -> None:
+async def test_a_substitute_for_a_bool_means_the_same_to_the_lease_and_to_the_cache(release: Any, ends: bool) -> None:
     scene = await Scene.make()
 
     await scene.lease.insert(PROMPT, release=release)
@@ -330,7 +330,7 @@ async def test_a_cache_is_closed_within_a_number_of_seconds_alone() -> None:
             with pytest.raises(InvalidRequest, match="finite number of seconds"):
                 await scene.cache.close(drain_s=bad)
 
-    await scene.lease.extend(1)  # it is open
+    await scene.lease.extend(1)  # the lease is open
     await scene.cache.close()
 
 
@@ -363,7 +363,7 @@ SYNC: dict[str, Callable[[SyncClient, SyncLease, SyncPool, Any], Any]] = {
 }
 
 
-def test_plain_calls_refuse_what_coroutines_refuse() -> None:
+def test_plain_calls_refuse_the_same_arguments_as_coroutines() -> None:
     wrong = []
     with LocalPrefixCache(CONFIG).sync as client, client.acquire(PROMPT, new_tokens=4) as lease:
         lease.insert(PROMPT)
@@ -387,7 +387,7 @@ def test_plain_calls_refuse_what_coroutines_refuse() -> None:
 
 # ---------------------------------------------------------------- actors
 
-ON_RAY: dict[str, tuple[Callable[[Any, Any], Any], set[str]]] = {  # with the values that it takes
+ON_RAY: dict[str, tuple[Callable[[Any, Any], Any], set[str]]] = {  # with the values that each accepts
     "start_cache(config)": (lambda cache, bad: start_cache(bad), set()),
     "start_cache(name)": (lambda cache, bad: start_cache(CONFIG, name=bad), {"None", "a str", "a Text"}),
     "start_cache(namespace)": (lambda cache, bad: start_cache(CONFIG, name="n", namespace=bad), TEXTS),
@@ -413,7 +413,7 @@ ON_RAY: dict[str, tuple[Callable[[Any, Any], Any], set[str]]] = {  # with the va
 
 @pytest.mark.ray
 @pytest.mark.parametrize(("use", "taken"), ON_RAY.values(), ids=ON_RAY)
-def test_what_starts_finds_and_ends_actors_refuses_malformed_arguments_at_once(
+def test_functions_that_start_find_and_end_actors_refuse_malformed_arguments_immediately(
     use: Callable[[Any, Any], Any], taken: set[str], running_cache: Callable[[CacheConfig], Any]
 ) -> None:
     cache = running_cache(CONFIG)

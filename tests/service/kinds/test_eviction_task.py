@@ -1,4 +1,4 @@
-"""The background task relieves pressure before a caller feels it, and lets others work meanwhile."""
+"""The background task relieves pressure before a caller feels it, and yields to other work meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.actors.service.eviction_task import EvictionTask, Steps
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig
 
-HIGH, LOW = 0.8, 0.5  # of ten slots: woken by the ninth in use, done at five
+HIGH, LOW = 0.8, 0.5  # of ten slots: it wakes when nine are in use, and stops at five
 
 
 def config_of(num_slots: int = 10, **eviction: Any) -> CacheConfig:
@@ -45,7 +45,7 @@ def eviction_tasks() -> list[asyncio.Task[Any]]:
 
 
 async def publish(cache: LocalPrefixCache, *ids: int) -> None:
-    """Have prefixes of one token each in the tree, the first the least recently used, all held by nobody."""
+    """Publish prefixes of one token each without locks, the first the least recently used."""
     for token in ids:
         lease = await cache.acquire([token])
         await lease.insert([token], release=True)
@@ -56,7 +56,7 @@ async def cached(cache: LocalPrefixCache, *ids: int) -> list[int]:
 
 
 async def settle(cache: LocalPrefixCache) -> CacheStats:
-    """What holds once the task has nothing more to do: in process it needs no time, only turns of the loop."""
+    """Return the statistics once the task is idle: in process this needs no time, only turns of the loop."""
     for _ in range(20):
         await asyncio.sleep(0)
     return await cache.stats()
@@ -107,12 +107,12 @@ async def test_above_the_high_mark_it_evicts_the_least_recently_used_down_to_the
 
 
 def timers() -> list[str]:
-    """What the loop will do at some time, but for the beats of sessions."""
+    """Return the loop's timers, except those of heartbeats."""
     scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
     return [repr(each) for each in scheduled if "LoopTimer" not in repr(each)]
 
 
-@pytest.mark.asyncio(loop_scope="function")  # on the loop the tests share, sessions of others set timers meanwhile
+@pytest.mark.asyncio(loop_scope="function")  # on the tests' shared loop, other sessions set timers meanwhile
 async def test_it_sleeps_on_an_event_and_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(config_of()) as cache:
         looks: list[int] = []
@@ -172,7 +172,7 @@ async def test_it_stops_when_nothing_is_evictable_and_spins_not(cache: LocalPref
     await held.release()
 
 
-async def test_it_evicts_what_it_may_and_leaves_what_leases_hold(cache: LocalPrefixCache) -> None:
+async def test_it_evicts_unlocked_prefixes_and_leaves_leased_ones(cache: LocalPrefixCache) -> None:
     await publish(cache, 1, 2, 3)
     held = await cache.acquire([1])
     private = await cache.acquire([7] * 6)
@@ -210,13 +210,13 @@ async def test_a_high_mark_of_one_switches_it_off_and_callers_evict_their_own_sh
         await held.release()
 
 
-async def test_who_needs_more_than_is_free_does_not_wait_for_it(cache: LocalPrefixCache) -> None:
+async def test_a_request_that_needs_more_than_is_free_does_not_wait_for_it(cache: LocalPrefixCache) -> None:
     await publish(cache, *range(1, 9))
 
     held = await cache.acquire([9] * 6, timeout_s=0)
 
     assert await cached(cache, *range(1, 9)) == [5, 6, 7, 8]
-    assert (await cache.stats()).eviction_task.slices == 0  # it has not even had a turn yet
+    assert (await cache.stats()).eviction_task.slices == 0  # it has not had a turn yet
     await settle(cache)
     await held.release()
 
@@ -254,7 +254,7 @@ def failing_evict(num_tokens: int) -> int:
 
 
 async def until(cache: LocalPrefixCache | PrefixCacheClient, reached: Callable[[CacheStats], bool]) -> None:
-    """Wait for what the task does after it has backed off, or in another process."""
+    """Wait until the task has acted, after a back-off or in another process."""
     async with asyncio.timeout(60):
         while not reached(await cache.stats()):  # noqa: ASYNC110 -- a cache tells of itself when asked
             await asyncio.sleep(0.01)
@@ -267,7 +267,7 @@ NUM_LEAVES = 5_000
 
 @asynccontextmanager
 async def full_of_leaves(**eviction: Any) -> AsyncIterator[tuple[LocalPrefixCache, Lease]]:
-    """A pool full of one-token prefixes, and a lease that is about to put it under pressure."""
+    """Return a pool full of one-token prefixes, and a lease that is about to put it under pressure."""
     config = config_of(NUM_LEAVES, low_watermark=0.1, **eviction).model_copy(update={"validate": False})
     async with opened(config) as cache:
         lease = await cache.lock([0])
@@ -281,7 +281,7 @@ async def full_of_leaves(**eviction: Any) -> AsyncIterator[tuple[LocalPrefixCach
 
 
 class Clock:
-    """A clock that goes on by 0.6 ms whenever somebody looks at it."""
+    """A clock that advances by 0.6 ms at each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -348,7 +348,7 @@ async def test_work_goes_on_and_stays_consistent_during_a_mass_eviction() -> Non
         assert await cached(cache, *range(NUM_LEAVES, token)) == list(range(NUM_LEAVES, token))
 
 
-# ---------------------------------------------------------------- its life
+# ---------------------------------------------------------------- life cycle
 
 
 async def test_it_starts_with_the_first_session_and_ends_with_the_cache() -> None:
@@ -404,7 +404,7 @@ async def test_in_an_actor_it_works_the_same(running_cache: Callable[[CacheConfi
         await held.release()
 
 
-async def test_what_was_retired_is_reclaimed_in_the_background_even_if_the_task_is_switched_off() -> None:
+async def test_a_retired_namespace_is_reclaimed_in_the_background_even_if_the_task_is_switched_off() -> None:
     num_slots = 3 * 4096
     config = CacheConfig(pool=PoolConfig(num_slots=num_slots), eviction=EvictionConfig(high_watermark=1.0))
     cache = LocalPrefixCache(config)

@@ -1,6 +1,6 @@
-"""What caches for models with sliding-window layers and states promise besides. See `test_contract_match`.
+"""Caches for models with sliding-window layers and states: the additional contract. See `test_contract_match`.
 
-A hit ends where a state was published and the last window is there; the lease then has KV, window KV and state.
+A hit ends at a published state whose last window is live; the lease then has KV, window KV and a state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raydix.schemas import CacheStats, PoolStats
 
 
 async def pools(cache: CacheUnderTest) -> tuple[CacheStats, PoolStats, PoolStats]:
-    """The sizes of all three pools, after checking them."""
+    """Return the sizes of all three pools, after checking them."""
     stats = await cache.client.stats()
     check_sizes(stats)
     assert stats.swa is not None
@@ -22,7 +22,7 @@ async def pools(cache: CacheUnderTest) -> tuple[CacheStats, PoolStats, PoolStats
 
 
 async def publish_computed(cache: CacheUnderTest, *pages: int) -> None:
-    """Compute and publish page by page, a state after each."""
+    """Compute and publish page by page, with a state after each."""
     pool, page = await cache.client.attach_pool(), cache.page_size
     lease = await cache.client.acquire(cache.tokens(*pages))
     for stop in range(lease.prefix_len // page + 1, len(pages) + 1):
@@ -32,12 +32,12 @@ async def publish_computed(cache: CacheUnderTest, *pages: int) -> None:
 
 
 async def check_hit(cache: CacheUnderTest, *pages: int, of: int) -> None:
-    """So many of these pages are hit, and the lease has what a model needs to go on from there."""
+    """Check that this many pages hit, and that the lease has all a model needs to continue."""
     tokens, client = cache.tokens(*pages), cache.another_client()
     found = tokens[: of * cache.page_size]
     lease = await client.acquire(tokens)
     assert lease.prefix_len == len(found)
-    assert (lease.swa_slots[max(0, len(found) - cache.kind.window_size) :] > 0).all(), "a hole in the window"
+    assert (lease.swa_slots[max(0, len(found) - cache.kind.window_size) :] > 0).all(), "the window must have no hole"
     for mapped in (True, False):
         await check_kv(cache, await client.attach_pool(mapped=mapped), lease, found)
     check_state(cache, await client.attach_pool(mapped=True), lease, found)
@@ -69,7 +69,7 @@ async def test_a_hit_needs_a_state_however_much_window_there_is(cache: CacheUnde
 
 @only(has_window_and_states)
 async def test_a_long_answer_gives_its_window_up_and_is_hit_at_its_end(cache: CacheUnderTest) -> None:
-    """Decoding leaves its window behind page by page, and publishes only at the end."""
+    """Decoding moves its window on page by page, and publishes only at the end."""
     pool, page = await cache.client.attach_pool(), cache.page_size
     answer = range(1, 7)
     lease = await cache.client.acquire(cache.tokens(1), new_tokens=5 * page)
@@ -85,7 +85,7 @@ async def test_a_long_answer_gives_its_window_up_and_is_hit_at_its_end(cache: Ca
 
     full, windows, states = await pools(cache)
     assert (full.tree_slots, windows.tree_slots, states.tree_slots) == (6 * page, 3 * page, 1)
-    assert await cache.matched(*answer[:5]) == 0, "there is no state"
+    assert await cache.matched(*answer[:5]) == 0, "the hit must have a state"
     await check_hit(cache, *answer, of=6)
 
 
@@ -111,7 +111,7 @@ async def test_a_state_goes_with_its_window_and_comes_back_with_it(reached: Reac
         page = cache.page_size
         await publish_computed(cache, 1, 2, 3)
 
-        other = await cache.client.acquire(cache.tokens(8, 9))  # takes the first page's window
+        other = await cache.client.acquire(cache.tokens(8, 9))  # evicts the first page's window
         full, windows, states = await pools(cache)
         assert (full.tree_slots, windows.tree_slots, states.tree_slots) == (3 * page, 2 * page, 2)
         assert [await cache.matched(1), await cache.matched(1, 2)] == [0, 0], "the window reaches over the first page"
@@ -126,7 +126,7 @@ async def test_a_state_goes_with_its_window_and_comes_back_with_it(reached: Reac
         await check_hit(cache, 1, 2, 3, of=3)
 
 
-async def test_windows_that_run_short_are_taken_from_what_nobody_holds(reached: Reached) -> None:
+async def test_windows_that_run_short_are_taken_from_unlocked_prefixes(reached: Reached) -> None:
     async with reached(TIGHT_HYBRID) as cache:
         await publish_computed(cache, 1, 2, 3)
         held = await cache.client.acquire(cache.tokens(1, 2, 3))

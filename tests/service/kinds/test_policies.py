@@ -1,4 +1,4 @@
-"""Eviction policies and priorities as callers meet them: configured by name, priorities carried by requests."""
+"""Eviction policies and priorities: configured by name, with priorities in requests."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +21,7 @@ async def evicting_by(policy: str, request: pytest.FixtureRequest, access: Acces
 
 @pytest.fixture
 async def by_priority(request: pytest.FixtureRequest, access: Access) -> AsyncIterator[CacheUnderTest]:
-    """One that evicts the lowest priority first."""
+    """A cache that evicts the lowest priority first."""
     async with evicting_by("priority", request, access) as under_test:
         yield under_test
 
@@ -31,7 +31,7 @@ async def publish(cache: CacheUnderTest, page: int, priority: int) -> None:
     await lease.insert(cache.tokens(page), release=True)
 
 
-async def test_what_is_published_has_the_priority_of_its_lease(by_priority: CacheUnderTest) -> None:
+async def test_published_pages_have_the_priority_of_their_lease(by_priority: CacheUnderTest) -> None:
     for page, priority in ((1, 5), (2, 0), (3, -1), (4, 5)):
         await publish(by_priority, page, priority)
 
@@ -40,7 +40,7 @@ async def test_what_is_published_has_the_priority_of_its_lease(by_priority: Cach
     assert [await by_priority.matched(page) for page in (1, 2, 3, 4)] == [1, 0, 0, 1]
 
 
-async def test_a_hit_and_a_lock_raise_the_priority_of_what_they_use(by_priority: CacheUnderTest) -> None:
+async def test_a_hit_and_a_lock_raise_the_priority_of_their_pages(by_priority: CacheUnderTest) -> None:
     for page in (1, 2, 3):
         await publish(by_priority, page, 0)
     await (await by_priority.client.acquire(by_priority.tokens(1), priority=2)).release()

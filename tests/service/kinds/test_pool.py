@@ -1,4 +1,4 @@
-"""The pool's tensors reach every worker, mapped where they can be and copied where not: the same bits either way."""
+"""Every worker reaches the pool's tensors, mapped where possible and copied elsewhere, with the same bits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config_of(dtype: str, device: str = "cpu") -> CacheConfig:
 
 
 def random_kv(num_slots: int, dtype: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any bits at all, those of NaN and infinity among them."""
+    """Return random bits, NaN and infinity included."""
     generator = np.random.default_rng(seed)
     torch_dtype: torch.dtype = getattr(torch, dtype)
 
@@ -66,10 +66,10 @@ def bits(*tensors: torch.Tensor) -> list[bytes]:
 
 
 def worker_class() -> Any:
-    """A class of this function's own travels by value: Ray's processes cannot import this file."""
+    """Return a local class: it is pickled by value, as Ray's processes cannot import this file."""
 
     class Worker:
-        """A process that maps a cache's pool, and copies besides. KV is told as bytes, so that nothing changes it."""
+        """A process that maps a cache's pool, and also copies. It returns KV as bytes, which no conversion changes."""
 
         async def attach(self, cache: Any) -> tuple[bool, bool]:
             self._client = PrefixCacheClient(cache)
@@ -112,7 +112,7 @@ def worker_class() -> Any:
             return self._pool.k[1][slot].float().mean().item()
 
         def mapping(self, epoch: str) -> tuple[int, int]:
-            """The inode and size of what this process has mapped as the pool of that epoch."""
+            """Return the inode and size of this process's mapping of that epoch's pool."""
             rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines() if f"raydix-{epoch}" in row]
             (inode,) = {int(row[4]) for row in rows}
             size = sum(int(row[0].split("-")[1], 16) - int(row[0].split("-")[0], 16) for row in rows)
@@ -140,7 +140,7 @@ def processes(ray_cluster: None) -> Iterator[Workers]:
 
 @asynccontextmanager
 async def attached(processes: Workers, cache: Any) -> AsyncIterator[Workers]:
-    """The workers with a session each at that cache, which they leave as they found it."""
+    """Attach the workers to a cache, with a session each; afterwards check that the cache is unchanged."""
     assert [await worker.attach.remote(cache) for worker in processes] == [(True, False)] * 2
     yield processes
     for worker in processes:
@@ -169,7 +169,9 @@ async def workers(processes: Workers, cache: Any) -> AsyncIterator[Workers]:
 
 @pytest.mark.ray
 @pytest.mark.parametrize("written", ["mapped", "copied"])
-async def test_what_one_worker_wrote_another_reads_bit_for_bit(workers: Workers, dtype: str, written: str) -> None:
+async def test_kv_written_by_one_worker_is_read_by_another_bit_for_bit(
+    workers: Workers, dtype: str, written: str
+) -> None:
     writer, reader = workers
     k, v = random_kv(len(PROMPT), dtype, seed=1)
     _, own = await writer.acquire.remote(PROMPT)
@@ -196,20 +198,20 @@ async def test_workers_that_map_the_pool_map_the_caches_own_memory(workers: Work
 
 
 @pytest.mark.ray
-async def test_a_write_after_attaching_is_seen_by_all_who_mapped_the_pool(workers: Workers) -> None:
+async def test_a_write_after_attaching_is_seen_by_all_mappings_of_the_pool(workers: Workers) -> None:
     writer, reader = workers
     _, slots = await writer.acquire.remote([7])
 
     await writer.poke.remote(slots[0], 5.0)
     assert await reader.peek.remote(slots[0]) == 5.0
 
-    await reader.poke.remote(slots[0], 6.0)  # a bug in a worker, but memory all the same
+    await reader.poke.remote(slots[0], 6.0)  # an error of a worker, but the memory is shared all the same
     assert await writer.peek.remote(slots[0]) == 6.0
     assert await writer.read.remote(1, True) == await writer.read.remote(1, False)  # the cache sees it, too
 
 
 @pytest.mark.ray
-async def test_a_killed_cache_leaves_no_file_behind_and_what_was_mapped_stays_readable(ray_cluster: None) -> None:
+async def test_a_killed_cache_leaves_no_file_behind_and_mapped_tensors_stay_readable(ray_cluster: None) -> None:
     cache = start_cache(config_of("float32"))
     client = PrefixCacheClient(cache)
     pool = await client.attach_pool(mapped=True)
@@ -226,7 +228,7 @@ async def test_a_killed_cache_leaves_no_file_behind_and_what_was_mapped_stays_re
         await client.match([1])
 
     assert not any(map(os.path.exists, files))
-    assert k[lease.slots].unique().tolist() == [3.0]  # by whoever keeps tensors of it: the pool itself lets go
+    assert k[lease.slots].unique().tolist() == [3.0]  # through tensors that the caller keeps: the pool itself is closed
     with pytest.raises(FileNotFoundError):
         attached_pool.map_pool(handle)
     await lease.release()
@@ -234,21 +236,21 @@ async def test_a_killed_cache_leaves_no_file_behind_and_what_was_mapped_stays_re
 
 
 def shared_memory_files(pid: int) -> set[str]:
-    """The files in /dev/shm that a process has open or mapped; Ray's own are deleted by then."""
+    """Return the files in /dev/shm that a process has open or mapped; Ray's own are deleted by then."""
     opened = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
     return {path for path in opened if path.startswith("/dev/shm/")} | set(
         re.findall(r"/dev/shm/[^\n]*", Path(f"/proc/{pid}/maps").read_text())
     )
 
 
-# ---------------------------------------------------------------- where it cannot be mapped
+# ---------------------------------------------------------------- a pool that cannot be mapped
 
 
 @pytest.fixture
 async def far_client(
     running_cache: Callable[[CacheConfig], Any], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[PrefixCacheClient]:
-    """A client that takes the cache to be on another node."""
+    """Return a client that takes the cache to be on another node."""
     pool_handle = RayTransport.pool_handle
 
     async def moved(transport: RayTransport) -> Any:
@@ -261,13 +263,15 @@ async def far_client(
 
 
 @pytest.mark.ray
-async def test_who_insists_on_mapping_a_pool_elsewhere_is_told_why_it_cannot_be(far_client: PrefixCacheClient) -> None:
+async def test_a_client_that_insists_on_mapping_a_remote_pool_gets_the_reason_why_it_cannot(
+    far_client: PrefixCacheClient,
+) -> None:
     with pytest.raises(CacheUnavailable, match="cannot be mapped from here: it lies on node elsewhere, this is node"):
         await far_client.attach_pool(mapped=True)
 
 
 @pytest.mark.ray
-async def test_who_does_not_insist_copies_and_the_log_says_so(
+async def test_a_client_that_does_not_insist_copies_and_logs_it(
     far_client: PrefixCacheClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     k, v = random_kv(10, "bfloat16", seed=2)
@@ -404,7 +408,7 @@ async def test_a_large_copy_goes_in_pieces_and_comes_out_whole(
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("mapped", [None, False])
 async def test_a_pool_without_v_is_written_and_read(page_size: int, mapped: bool | None) -> None:
-    """As of engines that keep one latent row of a token."""
+    """Such as pools of engines that keep one latent row per token."""
     pool_config = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=6, v_head_dim=0, device="cpu")
     k, v = torch.rand(2, 10, 1, 6).bfloat16(), torch.empty(2, 10, 1, 0)
     async with LocalPrefixCache(CacheConfig(page_size=page_size, pool=pool_config)) as cache:
@@ -431,8 +435,8 @@ HEADS = {"num_kv_heads": 1, "head_dim": 4}
     "pool",
     [
         {},  # an index alone
-        {"num_layers": 2, **HEADS},  # layers, and none of them with states
-        {"num_layers": 1, **HEADS, "layer_kinds": ("state",), "state_shapes": ((), (3,))},  # one number is a state, too
+        {"num_layers": 2, **HEADS},  # layers without states
+        {"num_layers": 1, **HEADS, "layer_kinds": ("state",), "state_shapes": ((), (3,))},  # a scalar is a state, too
     ],
 )
 @pytest.mark.parametrize("validate", [False, True])
@@ -478,7 +482,7 @@ async def test_a_copy_of_many_megabytes_through_an_actor_is_whole(ray_cluster: N
 @pytest.mark.ray
 async def test_workers_on_the_same_card_map_the_pool_and_see_each_others_writes(processes: Workers) -> None:
     k, v = random_kv(len(PROMPT), "bfloat16", seed=8)
-    cache = start_cache(config_of("bfloat16", "cuda"), num_gpus=0)  # sees the cards, reserves none
+    cache = start_cache(config_of("bfloat16", "cuda"), num_gpus=0)  # sees the GPUs, reserves none
     handle = await cache.pool_handle.remote()
     assert (handle.device_type, handle.path) == ("cuda", None)
     assert handle.gpu_uuid is not None
@@ -492,7 +496,7 @@ async def test_workers_on_the_same_card_map_the_pool_and_see_each_others_writes(
         assert await reader.read.remote(8, True) == bits(k[:, :8], v[:, :8])
         assert await reader.read.remote(8, False) == bits(k[:, :8], v[:, :8])
         await writer.poke.remote(own[9], 5.0)
-        assert await reader.peek.remote(own[9]) == 5.0  # the same memory, not a copy of it
+        assert await reader.peek.remote(own[9]) == 5.0  # the same memory, not a copy
     shutdown_cache(cache)
 
 

@@ -1,4 +1,4 @@
-"""Kind "slots": a lease owns one row of the pool; a prefix is reused where it lies, or copied. In process and on Ray.
+"""Kind "slots": a lease owns one row of the pool; a prefix is reused in place, or copied. In process and on Ray.
 
 The cache has three rows of 8 slots, in pages of 2.
 """
@@ -32,13 +32,13 @@ def config_of(dtype: str = "float32", device: str = "cpu", **options: Any) -> Ca
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def start(request: pytest.FixtureRequest) -> Callable[[CacheConfig], Any]:
-    """What makes a cache of a configuration, or finds the one of that configuration on Ray."""
+    """Return a function that makes a cache of a configuration, or finds the one of that configuration on Ray."""
     return LocalPrefixCache if request.param == "local" else request.getfixturevalue("running_cache")
 
 
 @asynccontextmanager
 async def opened(cache: Any) -> AsyncIterator[PrefixCacheClient]:
-    """A session, after which nothing may be left of it."""
+    """Open a session; afterwards check that it left nothing behind."""
     async with PrefixCacheClient(cache) as client:
         yield client
     async with PrefixCacheClient(cache) as auditor:
@@ -65,7 +65,7 @@ async def typed_client(
 
 
 def random_kv(num_slots: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any bits at all, those of NaN and infinity among them."""
+    """Return random bits, NaN and infinity included."""
     generator = np.random.default_rng(seed)
 
     def rows(dim: int) -> torch.Tensor:
@@ -81,14 +81,14 @@ def bits(*tensors: torch.Tensor) -> list[bytes]:
 
 
 async def publish(client: PrefixCacheClient, *tokens: int) -> int:
-    """Have these tokens in a released row; returns it."""
+    """Publish these tokens in a released row; return the row."""
     async with await client.acquire(list(tokens)) as lease:
         await lease.insert(list(tokens))
         return row_of(lease)
 
 
 def row_of(lease: Lease) -> int:
-    """The row whose first slots are the lease's."""
+    """Return the row that begins with the lease's slots."""
     row, first = divmod(int(lease.slots[0]), ROW)
     assert first == 0
     assert lease.slots.tolist() == list(range(row * ROW, row * ROW + len(lease)))
@@ -96,12 +96,12 @@ def row_of(lease: Lease) -> int:
 
 
 async def rows(client: PrefixCacheClient) -> tuple[int, int, int]:
-    """Free, private and cached rows."""
+    """Return the numbers of free, private and cached rows."""
     return rows_of(await client.stats())
 
 
 async def until(client: PrefixCacheClient, reached: Callable[[CacheStats], bool]) -> CacheStats:
-    """Wait until the statistics say so. Looks again after each answer; there is no event to wait for."""
+    """Wait until the statistics match. Asks again after each answer, as there is no event to wait for."""
     async with asyncio.timeout(60):
         while not reached(stats := await client.stats()):  # noqa: ASYNC110 -- a cache tells of itself when asked
             await asyncio.sleep(0.001)
@@ -156,7 +156,7 @@ async def wipe(client: PrefixCacheClient) -> None:
         tensor.zero_()
 
 
-async def test_a_row_that_nobody_owns_is_reused_where_it_lies(client: PrefixCacheClient) -> None:
+async def test_a_released_row_is_reused_in_place(client: PrefixCacheClient) -> None:
     pool = await client.attach_pool(mapped=False)
     kv = random_kv(6, torch.float32, 0)
     async with await client.acquire([1, 2, 3, 4, 5, 6]) as lease:
@@ -174,7 +174,7 @@ async def test_a_row_that_nobody_owns_is_reused_where_it_lies(client: PrefixCach
     await wipe(client)
 
 
-async def test_what_is_published_can_be_written_no_more_nor_what_the_lease_does_not_cover(
+async def test_neither_published_slots_nor_slots_beyond_the_lease_can_be_written(
     client: PrefixCacheClient,
 ) -> None:
     pool = await client.attach_pool(mapped=False)
@@ -225,7 +225,7 @@ async def test_a_cache_without_tensors_keeps_the_same_books() -> None:
             assert (await client.attach_pool()).by_sequence()[0].shape[:3] == (NUM_ROWS, ROW, 0)
 
 
-# ---------------------------------------------------------------- the books
+# ---------------------------------------------------------------- accounting
 
 
 async def test_a_lease_is_a_row_and_grows_within_it(client: PrefixCacheClient) -> None:
@@ -254,7 +254,9 @@ async def test_a_lock_takes_a_row(client: PrefixCacheClient) -> None:
                 await client.lock([1, 2])
 
 
-async def test_what_is_too_long_for_a_row_is_refused_at_once_however_full_the_cache(client: PrefixCacheClient) -> None:
+async def test_a_prompt_too_long_for_a_row_is_refused_immediately_however_full_the_cache(
+    client: PrefixCacheClient,
+) -> None:
     exhausted = (await client.stats()).exhausted  # by other tests of the same cache
     held = [await client.acquire([number]) for number in range(NUM_ROWS)]
     waiting = asyncio.ensure_future(client.acquire([9]))
@@ -274,7 +276,7 @@ async def test_what_is_too_long_for_a_row_is_refused_at_once_however_full_the_ca
     await (await waiting).release()
 
 
-async def test_who_finds_every_row_leased_waits_for_one(client: PrefixCacheClient) -> None:
+async def test_a_request_that_finds_every_row_leased_waits_for_one(client: PrefixCacheClient) -> None:
     held = [await client.acquire([number, number]) for number in range(NUM_ROWS)]
     await held[1].insert([1, 1])
     with pytest.raises(PoolExhausted) as caught:
@@ -332,7 +334,7 @@ async def test_namespaces_never_meet(client: PrefixCacheClient) -> None:
     assert (await client.match([1, 2], lora_id="a")).prefix_len == 2
 
 
-async def test_closing_a_client_frees_its_rows_and_keeps_what_it_published(client: PrefixCacheClient) -> None:
+async def test_closing_a_client_frees_its_rows_and_keeps_its_published_prefixes(client: PrefixCacheClient) -> None:
     cache = client._cache
     async with PrefixCacheClient(cache) as other:
         lease = await other.acquire([1, 2])
@@ -370,7 +372,7 @@ async def test_a_model_computes_the_same_from_a_reused_and_from_a_copied_row(map
         expected, generated = continuation(model, prompt, 32, num_new=5)
 
         in_place = await worker.generate(prompt, 5, return_logits=True)
-        async with await cache.acquire(prompt[:32]):  # now the row is taken
+        async with await cache.acquire(prompt[:32]):  # now the row is leased
             copied = await worker.generate(prompt, 5, return_logits=True)
 
     for generation in (in_place, copied):
