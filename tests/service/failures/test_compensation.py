@@ -1,4 +1,4 @@
-"""Whatever fails or is given up at whatever moment: nobody is left waiting, and nothing is left behind."""
+"""Failed and cancelled requests at any moment: no caller is left waiting, and no lease is left behind."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ async def test_a_session_whose_closing_is_cancelled_is_closed_all_the_same(cache
         task.cancel()
         await asyncio.wait((task,))
 
-        await leaving.close()  # waits for what goes on already
+        await leaving.close()  # waits for the close that already runs
         if ticks == 0:
-            continue  # it was cancelled before it began
+            continue  # the task was cancelled before it began
         stats = await cache1.client.stats()
         assert (stats.open_sessions, stats.open_leases) == (1, 0), f"cancelled after {ticks} ticks"
 
@@ -67,7 +67,7 @@ async def test_a_first_verb_cancelled_after_any_number_of_ticks_leaves_no_lease(
         await asyncio.wait((task,))
 
         if task.cancelled() or verb == "match":
-            await client.match([1])  # which is executed after what was given up
+            await client.match([1])  # executed after the cancelled request
             assert (await cache1.client.stats()).open_leases == 0, f"cancelled after {ticks} ticks"
         await client.close()
     assert await cache1.pages() == Pages(free=8)
@@ -98,12 +98,12 @@ async def test_window_kv_given_up_by_a_caller_who_was_cancelled_is_no_longer_the
         assert expected[:4] == [0, 0, 0, 0]
 
 
-# ---------------------------------------------------------------- faults of the way
+# ---------------------------------------------------------------- faults in transit
 
 
 @pytest.fixture
 def ray_cache(running_cache: Callable[[CacheConfig], Any]) -> Any:
-    """A cache whose clients beat often, but may be late, as they share no process with it."""
+    """A cache with a short heartbeat interval. Its clients run in other processes, so beats may be late."""
     leases = LeaseConfig(session_ttl_s=3, quarantine_grace_s=300)
     return running_cache(small_config().model_copy(update={"leases": leases}))
 
@@ -128,7 +128,7 @@ async def test_a_fault_in_sending_fails_the_requests_and_leaves_nobody_waiting(
 
 
 class LossyHandle:
-    """An actor's handle of which the answers to batches are lost, or cannot be read, while it is told so."""
+    """An actor's handle that, while `lossy`, loses answers to batches, or truncates them if `error` is CacheError."""
 
     def __init__(self, actor: Any, error: type[CacheError] = CacheUnavailable) -> None:
         self._actor = actor
@@ -170,19 +170,19 @@ async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the
                 await client.acquire([3, 4])
         else:
             execute._actor = Unreachable(ray_cache, error)  # type: ignore[attr-defined]
-        with suppress(CacheError):  # what is no want of an answer is told
+        with suppress(CacheError):  # `release` raises every error but a lost answer
             await lease.release()
         assert client.session._undos or lost == "the grant"
         execute._actor, handle.lossy = handle, False  # type: ignore[attr-defined]
 
         async with asyncio.timeout(300):
-            while (await witness.stats()).open_leases or client.session._undos:  # noqa: ASYNC110 -- with the next heartbeat
+            while (await witness.stats()).open_leases or client.session._undos:  # noqa: ASYNC110 -- until the next heartbeat
                 await asyncio.sleep(0.01)
         assert (await witness.stats()).free_slots == 8
 
 
 class Unreachable(LossyHandle):
-    """An actor's handle whose batches never arrive."""
+    """An actor's handle that loses every batch before the cache gets it."""
 
     def __getattr__(self, method: str) -> Any:
         return Never(self.error) if method == "execute" else getattr(self._actor, method)
@@ -196,7 +196,7 @@ class Never:
         raise self._error("the batch was lost")
 
 
-# ---------------------------------------------------------------- dropped without a close
+# ---------------------------------------------------------------- garbage-collected without a close
 
 
 async def test_a_local_cache_dropped_without_a_close_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,16 +229,16 @@ async def test_a_client_dropped_without_a_close_expires() -> None:
         gc.collect()
 
         async with asyncio.timeout(60):
-            while (stats := await cache.stats()).open_sessions > 1:  # noqa: ASYNC110 -- the cache sees to it in time
+            while (stats := await cache.stats()).open_sessions > 1:  # noqa: ASYNC110 -- until the reaper runs
                 await asyncio.sleep(0.01)
         assert (stats.quarantined_slots, stats.tree_slots, stats.free_slots) == (2, 1, 5)
 
 
-# ---------------------------------------------------------------- back after an expiry
+# ---------------------------------------------------------------- clients that return after an expiry
 
 
 async def silenced(cache: LocalPrefixCache) -> tuple[PrefixCacheClient, Lease]:
-    """A client that went silent for so long that its lease expired."""
+    """Return a client that let its session expire, and its expired lease."""
     client = PrefixCacheClient(cache)
     lease = await client.acquire([1, 2])
     await silent(cache, client)
@@ -247,12 +247,12 @@ async def silenced(cache: LocalPrefixCache) -> tuple[PrefixCacheClient, Lease]:
 
 
 async def silent(cache: LocalPrefixCache, client: PrefixCacheClient) -> None:
-    """Let a client say nothing until its leases have expired."""
+    """Stop the heartbeats of a client until its leases have expired."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client.session._timer, "schedule", lambda delay_s: None)
         client.session._timer.stop()
         async with asyncio.timeout(60):
-            while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- the cache sees to it in time
+            while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- until the reaper runs
                 await asyncio.sleep(0.01)
 
 
@@ -316,7 +316,7 @@ async def test_a_session_that_the_cache_has_forgotten_is_lost() -> None:
 
         client.session._timer.schedule(0.0)  # the next beat
         async with asyncio.timeout(60):
-            while client.session.transport.lost is None:  # noqa: ASYNC110 -- with that
+            while client.session.transport.lost is None:  # noqa: ASYNC110 -- until that beat is answered
                 await asyncio.sleep(0.01)
 
         assert (await client.match([1])).prefix_len == 0
@@ -352,12 +352,12 @@ async def test_what_is_mapped_stays_withheld_until_whoever_may_write_it_knows(en
         lease = await client.acquire([1, 2])
         await silent(cache, client)
 
-        again = await client.acquire([3])  # another coroutine of the same client, which is back with it
+        again = await client.acquire([3])  # another coroutine of the client opens a session
 
         assert pool.mapped and (await cache.stats()).quarantined_slots == 2
         await end(lease)
         async with asyncio.timeout(60):
-            while (await cache.stats()).quarantined_slots:  # noqa: ASYNC110 -- with the next heartbeat
+            while (await cache.stats()).quarantined_slots:  # noqa: ASYNC110 -- until the next heartbeat
                 await asyncio.sleep(0.01)
         await again.release()
         await client.close()
@@ -399,14 +399,14 @@ async def test_a_client_that_has_nothing_more_to_ask_is_back_as_soon_as_nobody_w
         lease = await client.acquire([1, 2])
         await silent(cache, client)
 
-        client.session._timer.schedule(0.0)  # its loop goes on
+        client.session._timer.schedule(0.0)  # its heartbeats resume
 
         if pool.mapped:
             await asyncio.sleep(3 * client.session._beat_s)
             assert (await cache.stats()).quarantined_slots == 2
             await refused(lease.insert([1]))
         async with asyncio.timeout(60):
-            while (stats := await cache.stats()).quarantined_slots:  # noqa: ASYNC110 -- with a beat
+            while (stats := await cache.stats()).quarantined_slots:  # noqa: ASYNC110 -- until the next heartbeat
                 await asyncio.sleep(0.01)
         assert (stats.free_slots, stats.open_sessions) == (8, 1)
         await client.match([1, 2])

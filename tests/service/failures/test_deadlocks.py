@@ -1,4 +1,4 @@
-"""Leases that wait for each other's slots: the cache refuses the youngest, and preemption lets all finish."""
+"""Leases that wait for each other's slots: the cache rejects the youngest, and preemption lets all finish."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig, PoolExhausted, TenantConfig, UnknownLease
 
 PAGE = 16
-NEVER_S = 3600.0  # a test that waits so long fails by its own time limit
+NEVER_S = 3600.0  # longer than the time limit of a test
 
 
 async def fill(cache: CacheUnderTest, *sizes: int) -> list[Lease]:
-    """Leases of these many slots each, which hold nothing that could be evicted."""
+    """Acquire one lease per size, with that number of slots. None of the slots can be evicted."""
     return [await cache.client.acquire([100 + number] * size) for number, size in enumerate(sizes)]
 
 
@@ -52,14 +52,14 @@ async def test_a_preemption_with_other_tokens_is_refused_and_changes_nothing(cac
     assert len(await lease.extend(1)) == 1
 
 
-# ---------------------------------------------------------------- the youngest is refused
+# ---------------------------------------------------------------- the youngest is rejected
 
 
 async def test_the_youngest_of_leases_that_all_wait_is_refused_at_once(cache1: CacheUnderTest) -> None:
     before = (await cache1.client.stats()).deadlocks
     leases = await fill(cache1, 3, 2, 3)
 
-    tasks = growing(leases[2], leases[0], leases[1])  # the order in line does not matter
+    tasks = growing(leases[2], leases[0], leases[1])  # the order in the queue does not matter
     with pytest.raises(PoolExhausted, match="every lease that holds some waits for more: preempt") as refusal:
         await tasks[0]
 
@@ -79,7 +79,7 @@ async def test_the_next_youngest_is_refused_if_the_first_freed_too_little(cache1
     with pytest.raises(PoolExhausted):
         await youngest
 
-    await leases[2].preempt([])  # one slot: the oldest needs three
+    await leases[2].preempt([])  # frees one slot, but the oldest needs three
     with pytest.raises(PoolExhausted) as refusal:
         await young
     assert refusal.value.deadlocked
@@ -106,7 +106,7 @@ async def test_a_lease_that_ends_may_leave_only_waiting_ones(cache1: CacheUnderT
     leases = await fill(cache1, 4, 3, 1)
     tasks = await cache1.in_line(leases[0].extend(2), leases[1].extend(2))
 
-    await leases[2].release()  # one slot, and two are needed
+    await leases[2].release()  # frees one slot, but each extend needs two
 
     with pytest.raises(PoolExhausted) as refusal:
         await tasks[1]
@@ -156,10 +156,10 @@ async def test_what_is_in_quarantine_may_come_free() -> None:
 
         tasks = growing(*leases)
         async with asyncio.timeout(60):
-            while (await cache.stats()).waiters < 2:  # noqa: ASYNC110 -- a cache says so when asked
+            while (await cache.stats()).waiters < 2:  # noqa: ASYNC110 -- there is no event for it
                 await asyncio.sleep(0.001)
         assert (await cache.stats()).deadlocks == 0
-        service.reaper.close(dead.session.session_id)  # it came back
+        service.reaper.close(dead.session.session_id)  # its client came back
 
         await asyncio.gather(*tasks)
 
@@ -168,7 +168,7 @@ async def test_a_share_is_deadlocked_by_itself() -> None:
     tenants = (TenantConfig(name="a", lora_id="a", cap_slots=4),)
     config = CacheConfig(pool=PoolConfig(num_slots=16, device="cpu"), tenants=tenants)
     async with LocalPrefixCache(config) as cache:
-        other = await cache.acquire([9] * 4)  # another tenant's, which computes
+        other = await cache.acquire([9] * 4)  # a lease outside the tenant that does not wait
         leases = [await cache.acquire([number] * 2, lora_id="a") for number in range(2)]
 
         tasks = growing(*leases)
@@ -199,14 +199,14 @@ async def test_window_slots_are_a_pool_of_their_own() -> None:
 
 
 class Load:
-    """Requests of one shape that decode page by page, as `examples/worker.md` does, and the tokens they compute."""
+    """Requests that decode like `examples/worker.md`: page by page, or with all slots reserved if `reserve`."""
 
     def __init__(self, client: PrefixCacheClient | LocalPrefixCache, reserve: bool) -> None:
         self.client = client
         self.reserve = reserve
         self.computed = 0
         self.preempted: list[int] = []
-        self.running: dict[int, float] = {}  # by request, when its present lease was granted
+        self.running: dict[int, float] = {}  # request: the time at which its current lease was granted
 
     async def serve(self, number: int, num_prompt: int = 200, num_new: int = 200) -> None:
         tokens = [number * 1000 + at for at in range(num_prompt)]

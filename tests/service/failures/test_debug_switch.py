@@ -1,4 +1,4 @@
-"""With `validate=True` a CPU pool shows who reads slots that are free, and who writes to what was published."""
+"""`validate=True` on a CPU pool: free slots hold NaN, and a write to published pages is an error at the next hit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def attach(cache: CacheUnderTest) -> AttachedPool:
 
 
 async def published(cache: CacheUnderTest, *pages: int) -> list[int]:
-    """Pages that can be hit and hold KV; returns the slots."""
+    """Publish pages with KV in them and return their slots."""
     tokens = cache.tokens(*pages)
     lease = await cache.client.acquire(tokens)
     await compute(cache, await attach(cache), lease, tokens, 0)
@@ -46,7 +46,7 @@ async def published(cache: CacheUnderTest, *pages: int) -> list[int]:
 
 
 def rows_of(cache: CacheUnderTest, pool: AttachedPool, lease_slots: list[int], kind: str = "full") -> torch.Tensor:
-    """Which of these slots hold poison alone, in all layers of a kind, `[n]`."""
+    """Return a bool tensor `[n]`: whether a slot holds only NaN in all layers of a kind."""
     layers = [layer for layer, each in enumerate(cache.kind.layer_kinds) if each == kind]
     tensors = [tensor for layer in layers for tensor in (pool.k[layer], pool.v[layer])]
     return torch.stack([tensor[lease_slots].isnan().flatten(1).all(1) for tensor in tensors]).all(0)
@@ -65,7 +65,7 @@ async def test_a_lease_begins_with_poison_in_a_fresh_pool_as_in_a_used_one(cache
 
 
 async def private_slots_are_poisoned(cache: CacheUnderTest) -> None:
-    """A claim that a planted fault must break."""
+    """Assert a claim that a planted fault must break."""
     tokens = cache.tokens(1, 2)
     lease = await cache.client.acquire(tokens)
     pool = await attach(cache)
@@ -130,18 +130,18 @@ async def test_a_row_is_poisoned_where_nothing_of_it_can_be_found(cache_of: Call
     row = list(range(first, first + 32))
     assert rows_of(cache, pool, row).tolist() == [False] * 12 + [True] * 20
 
-    lease = await cache.client.acquire(cache.tokens(1, 7))  # in place: 2 3 is forgotten
+    lease = await cache.client.acquire(cache.tokens(1, 7))  # reuses the row: pages 2 and 3 are no longer cached
 
     assert lease.slots.tolist() == row[:8]
     assert rows_of(cache, pool, row).tolist() == [False] * 4 + [True] * 28
     await lease.release()
 
 
-# ---------------------------------------------------------------- what was published
+# ---------------------------------------------------------------- published pages
 
 
 async def a_writer_is_found_out(cache: CacheUnderTest) -> None:
-    """A claim that a planted fault must break."""
+    """Assert a claim that a planted fault must break."""
     rows = await published(cache, 1, 2)
     pool, before = await attach(cache), await cache.client.stats()
     layer = cache.kind.layer_kinds.index("full")
@@ -156,7 +156,7 @@ async def a_writer_is_found_out(cache: CacheUnderTest) -> None:
             await cache.client.acquire(cache.tokens(1, 2, 3))
         with pytest.raises(CacheError, match=where):
             await cache.client.lock(cache.tokens(1, 2))
-    assert await cache.matched(1, 2) == cache.reusable(2)  # a probe reads nothing
+    assert await cache.matched(1, 2) == cache.reusable(2)  # a probe reads no KV
     assert (await cache.pages()).leases == 0
     assert (await cache.client.stats()).free_slots == before.free_slots
 
@@ -191,7 +191,7 @@ async def test_whoever_writes_to_a_published_state_is_found_out(cache: CacheUnde
     await published(cache, 1, 2)
     pool, layer = await attach(cache), cache.kind.layer_kinds.index("state")
 
-    pool.state(layer)[1][1:] += 1  # one of them is the published one
+    pool.state(layer)[1][1:] += 1  # all states, so also the published one
 
     before = await cache.pages()
     with pytest.raises(CacheError, match=rf"\(state slot \d+\), state tensor 1 of layer {layer}"):
@@ -236,7 +236,7 @@ async def test_a_row_that_is_copied_is_checked_before_and_after(cache_of: Callab
 
 @pytest.fixture
 async def cache_of() -> Callable[[KindUnderTest], CacheUnderTest]:
-    """An empty local cache of a kind."""
+    """Return a factory of empty local caches."""
     return lambda kind: CacheUnderTest.reached("local", kind.cache_config(), None, kind)
 
 
@@ -272,11 +272,11 @@ async def test_a_check_that_does_nothing_is_noticed(
         await claim(cache)
 
 
-# ---------------------------------------------------------------- a rule that is broken
+# ---------------------------------------------------------------- broken invariants
 
 
 async def in_the_cache(cache: CacheUnderTest, work: Callable[[Any], None]) -> None:
-    """Do something to the core of a cache, wherever it lives."""
+    """Call `work` with the core of a local cache or an actor."""
     if isinstance(cache.cache, LocalPrefixCache):
         work(cache.cache._host.service.core)
     else:
@@ -305,6 +305,6 @@ async def test_while_a_rule_is_broken_every_caller_gets_a_typed_error_and_afterw
         assert type(outcome) is CacheError
         assert str(outcome).startswith("a rule of the cache is broken: rule 3")
     await client.check_invariants()
-    assert (await client.match([1, 2])).prefix_len == 2  # what was asked for was done
+    assert (await client.match([1, 2])).prefix_len == 2  # the insert took effect
     await lease.release()
-    assert await cache1.pages() == Pages(free=6, evictable=2)  # what nobody got was given back
+    assert await cache1.pages() == Pages(free=6, evictable=2)  # the lease of the failed acquire was released

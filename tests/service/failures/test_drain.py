@@ -1,4 +1,4 @@
-"""A cache that drains takes nothing new; what is open goes on to its end, and then the cache ends."""
+"""A draining cache rejects new leases, serves the open ones, and shuts down after the last of them."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from raydix.schemas import CacheUnavailable, InvalidRequest
 
 
 class Drained:
-    """A cache of eight slots of its own, and how it is ended."""
+    """A cache of eight slots, and the calls that shut it down."""
 
     def __init__(self, access: Access) -> None:
         self.cache: Any = start_cache(small_config()) if access == "ray" else LocalPrefixCache(small_config())
         self.client: PrefixCacheClient = self.cache if access == "local" else PrefixCacheClient(self.cache)
 
     def shut_down(self, drain_s: float) -> asyncio.Task[None]:
-        """Begin to end it."""
+        """Start the shutdown of the cache in a task."""
         if isinstance(self.cache, LocalPrefixCache):
             return asyncio.create_task(self.cache.close(drain_s=drain_s))
         return asyncio.create_task(asyncio.to_thread(shutdown_cache, self.cache, drain_s=drain_s))
 
     async def drain(self) -> asyncio.Task[None]:
-        """Begin to end it, with 500 s for open leases. There must be one that fills the pool."""
+        """Start a shutdown with 500 s for open leases. The open leases must fill the pool."""
         waiter = asyncio.create_task(self.client.acquire([99] * 8))
         async with asyncio.timeout(300):
             while not (await self.client.stats()).waiters:  # noqa: ASYNC110 -- there is no event for it
                 await asyncio.sleep(0.001)
         ending = self.shut_down(500)
         with pytest.raises(CacheUnavailable, match="is draining"):
-            await waiter  # whoever waits is refused at once
+            await waiter  # queued requests fail immediately
         return ending
 
     async def close(self) -> None:
-        """End it, whatever the test has done."""
+        """Shut the cache down. A second shutdown has no effect."""
         if isinstance(self.cache, LocalPrefixCache):
             await self.cache.close()
         else:
@@ -69,7 +69,7 @@ async def refuses(verb: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def takes_nothing_new(client: PrefixCacheClient, lease: Lease) -> None:
-    """The claim that a planted fault must break."""
+    """Assert the claim that a planted fault must break."""
     await refuses(lambda: client.acquire([1, 2], timeout_s=0))
     await refuses(lambda: client.lock([1]))
     await refuses(lambda: client.extend(lease, 1))
@@ -89,13 +89,13 @@ async def test_a_draining_cache_takes_nothing_new_and_ends_with_its_last_lease(d
     assert (stats.open_leases, stats.waiters, ending.done()) == (1, 0, False)
 
     assert (await long.insert([3, 4], release=True)).num_inserted == 2
-    async with asyncio.timeout(300):  # not the time that leases have
+    async with asyncio.timeout(300):  # less than `drain_s`
         await ending
     with pytest.raises((CacheUnavailable, InvalidRequest)):
         await client.match([1])
 
 
-@pytest.mark.parametrize("access", ["client", *ON_RAY], indirect=True)  # a local cache is its own only client here
+@pytest.mark.parametrize("access", ["client", *ON_RAY], indirect=True)  # with `local` there is no other client
 async def test_leases_in_flight_to_another_client_arrive(drained: Drained) -> None:
     other = PrefixCacheClient(drained.cache)
     await other.open()
@@ -143,7 +143,7 @@ async def test_a_local_cache_is_closed_even_if_the_caller_is_cancelled(drain_s: 
     await asyncio.wait((closing,))
 
     async with asyncio.timeout(20):
-        while cache._host.service.stats().open_leases:  # noqa: ASYNC110 -- nobody waits for it any more
+        while cache._host.service.stats().open_leases:  # noqa: ASYNC110 -- no task waits for the close
             await asyncio.sleep(0.01)
 
     with pytest.raises(CacheUnavailable, match="shut down"):
@@ -177,7 +177,7 @@ async def test_a_drain_that_lets_a_lease_in_is_noticed(monkeypatch: pytest.Monke
 
 @pytest.mark.ray
 async def test_a_cache_killed_while_it_drains_does_not_come_back(ray_cluster: None) -> None:
-    """It would be restarted otherwise; its pool, which has no name anywhere, goes with its process."""
+    """Ray must not restart it. Its pool is an unnamed file and is freed with its process."""
     cache = Drained("ray")
     await cache.client.acquire([1] * 8)
     handle = await cache.cache.pool_handle.remote()

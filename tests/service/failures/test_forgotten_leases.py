@@ -1,4 +1,4 @@
-"""A lease that is garbage-collected while it is open warns; one that has ended, in whatever way, does not."""
+"""A lease that is garbage-collected while it is open warns; a lease that has ended does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ End = Callable[[LocalPrefixCache, PrefixCacheClient, Lease], Awaitable[object]]
 
 
 def warnings_of(lease_id: str) -> list[warnings.WarningMessage]:
-    """Collect garbage; the warnings that name a lease."""
+    """Collect garbage and return the warnings that name a lease."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gc.collect()

@@ -1,6 +1,4 @@
-"""Answers that are lost, or overtake each other: afterwards a client knows what the cache knows, or says that it does
-not.
-"""
+"""Lost and reordered answers: afterwards a lease has the slots that the cache has recorded, or raises an error."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ PROMPT = [1, 2, 3, 4]
 
 
 class Unsteady(HandleInProcess):
-    """A handle one of whose methods gets no answer, or gets it late."""
+    """A handle that can lose or delay the answers of a method."""
 
     def __init__(self, cache: LocalPrefixCache) -> None:
         super().__init__(cache, Random(0))
         self.lost: set[str] = set()  # methods
-        self.held_back: dict[str, asyncio.Event] = {}  # the next answer of a method waits for it
+        self.held_back: dict[str, asyncio.Event] = {}  # the next answer of a method waits for its event
 
     def __getattr__(self, method: str) -> Any:
         answering = super().__getattr__(method)
@@ -42,7 +40,7 @@ class _Unsteady:
         self._take_held_back = take_held_back
 
     def remote(self, *arguments: Any) -> Awaitable[Any]:
-        """Call, and be answered late or not at all."""
+        """Call the method. Its answer is lost, or waits for an event."""
         return self._answered(self._method.remote(*arguments), self._take_held_back())
 
     @staticmethod
@@ -74,14 +72,14 @@ async def client(handle: Unsteady) -> AsyncIterator[PrefixCacheClient]:
 
 
 async def overtaken(client: PrefixCacheClient, cache: LocalPrefixCache, prompt: list[int]) -> Lease:
-    """A lease whose prompt another one has published meanwhile."""
+    """Return a lease, after another client has published the same prompt."""
     lease = await client.acquire(prompt, new_tokens=2)
     await (await cache.acquire(prompt)).insert(prompt, release=True)
     return lease
 
 
 async def unanswered(handle: Unsteady, method: str, verb: Awaitable[Any]) -> None:
-    """Have a verb fail, as the answers of a method are lost that it calls."""
+    """Await a verb and lose the answer of the method that it calls."""
     handle.lost = {method}
     with pytest.raises(CacheUnavailable):
         await verb
@@ -89,7 +87,7 @@ async def unanswered(handle: Unsteady, method: str, verb: Awaitable[Any]) -> Non
 
 
 def check_slots(cache: LocalPrefixCache, lease: Lease) -> LeaseRecord:
-    """What the lease's holder knows of its slots is what the cache knows; the cache's record."""
+    """Check that a lease and the cache agree on its slots, and return the cache's record."""
     core = cache._host.service.core
     record = core.leases.get(lease.lease_id, lease.transport.session_id)
     assert lease.slots.tolist() == record.starts.tolist()
@@ -153,7 +151,7 @@ async def test_a_growth_asked_for_before_an_insert_was_lost_tells_of_its_slots(
     handle.lost = {"execute"}
     inserting = asyncio.create_task(lease.insert(PROMPT))
     await asyncio.sleep(0)
-    client.session.transport._pump(asyncio.get_running_loop())  # the insert is on its way
+    client.session.transport._pump(asyncio.get_running_loop())  # sends the insert
     handle.lost.clear()
     growing = asyncio.create_task(lease.extend(2))
     with pytest.raises(CacheUnavailable):
@@ -171,9 +169,9 @@ async def test_an_insert_answered_while_a_growth_stood_in_line_is_not_undone_by_
     late = handle.held_back["wait"] = asyncio.Event()
     async with await cache.lock(PROMPT), await cache.acquire([7] * 22):
         growing = asyncio.create_task(lease.extend(4))
-        while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend stands in line then
+        while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend is in the queue then
             await asyncio.sleep(0)
-    while cache._host.service.wait_queue._by_ticket:  # noqa: ASYNC110 -- it is served, and its answer is on its way then
+    while cache._host.service.wait_queue._by_ticket:  # noqa: ASYNC110 -- the extend is served and its answer sent then
         await asyncio.sleep(0)
 
     await lease.insert(PROMPT)
@@ -198,7 +196,7 @@ async def test_of_two_inserts_the_answer_to_the_first_may_come_last(
     lease = await overtaken(client, cache, PROMPT)
     late = handle.held_back["execute"] = asyncio.Event()
     first = asyncio.create_task(lease.insert(PROMPT[:2]))
-    while handle.held_back:  # noqa: ASYNC110 -- the first is on its way then
+    while handle.held_back:  # noqa: ASYNC110 -- the first is sent then
         await asyncio.sleep(0)
 
     await lease.insert(PROMPT)
@@ -213,10 +211,10 @@ async def test_a_window_given_up_while_the_lease_stood_in_line_stays_given_up(ca
     lease = await cache.acquire(PROMPT)
     other = await cache.acquire([7] * 28)
     growing = asyncio.create_task(lease.extend(2))
-    while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend stands in line then
+    while not (await cache.stats()).waiters:  # noqa: ASYNC110 -- the extend is in the queue then
         await asyncio.sleep(0)
 
-    await other.release()  # it has room now; its coroutine has not gone on yet
+    await other.release()  # the extend is served, but its coroutine has not resumed yet
     await lease.release_window(4)
     await growing
 
@@ -232,7 +230,7 @@ async def test_a_window_whose_release_was_not_answered_is_not_given_until_anothe
     for heal in (lambda: lease.release_window(5), lambda: lease.extend(1), lambda: lease.insert(PROMPT)):
         await unanswered(handle, "execute", lease.release_window(5))
 
-        assert len(lease.slots) == len(lease)  # they are as they were
+        assert len(lease.slots) == len(lease)  # `release_window` does not change them
         with pytest.raises(CacheUnavailable, match=r"release_window of lease .* was not answered"):
             lease.swa_slots  # noqa: B018
         await heal()
@@ -246,13 +244,13 @@ async def test_an_adoption_that_was_lost_with_its_undoing_does_not_end_one_made_
     handle.loss = 1.0
     with pytest.raises(CacheUnavailable):
         await client.adopt(grant)
-    while client.session._compensations:  # noqa: ASYNC110 -- what was to undo it is lost, too
+    while client.session._compensations:  # noqa: ASYNC110 -- until its abort is also lost
         await asyncio.sleep(0)
     handle.loss = 0.0
 
     lease = await client.adopt(grant)
     async with asyncio.timeout(20):
-        while client.session._undos or client.session._compensations:  # noqa: ASYNC110 -- until the next beat
+        while client.session._undos or client.session._compensations:  # noqa: ASYNC110 -- until the next heartbeat
             await asyncio.sleep(0.01)
 
     assert (await lease.insert(PROMPT)).num_inserted == 4
@@ -267,7 +265,7 @@ async def test_a_client_whose_opening_was_not_answered_may_come_back_after_any_t
     client = PrefixCacheClient(handle)
     await unanswered(handle, "open_session", client.match(PROMPT))
     async with asyncio.timeout(60):
-        while cache._host.service.stats().open_sessions > 1:  # noqa: ASYNC110 -- the one that it does not know of
+        while cache._host.service.stats().open_sessions > 1:  # noqa: ASYNC110 -- the session it does not know of
             await asyncio.sleep(0.01)
 
     assert (await client.match(PROMPT)).prefix_len == 0
@@ -304,7 +302,7 @@ async def test_a_session_whose_last_requests_are_not_answered_is_closed_all_the_
     with pytest.raises(CacheUnavailable, match=r"has not answered for 0\.02 s"):
         await asked
     async with asyncio.timeout(20):
-        while (stats := await cache.stats()).open_sessions > 1:  # noqa: ASYNC110 -- the call is on its way
+        while (stats := await cache.stats()).open_sessions > 1:  # noqa: ASYNC110 -- until the close arrives
             await asyncio.sleep(0)
 
     assert (stats.expired_sessions, stats.quarantined_slots, stats.free_slots) == (0, 0, 32)
@@ -321,7 +319,7 @@ async def test_what_an_opening_failed_with_is_not_told_to_whoever_comes_later(
     await asyncio.wait((first,))
     opening = client.session._opening
     assert opening is not None
-    await asyncio.wait((opening,))  # it has failed then, and nobody was left to hear of it
+    await asyncio.wait((opening,))  # it fails, and no caller waits for it
     handle.lost.clear()
 
     assert (await client.match(PROMPT)).prefix_len == 0

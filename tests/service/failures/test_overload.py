@@ -1,6 +1,6 @@
-"""Far more requests than the pool and its line can take: each is answered, nothing grows, and then all is as before.
+"""More requests than the pool and its queue can take: all are answered, memory stays bounded, and throughput recovers.
 
-`make bench` keeps it up for thirty seconds and judges how fast the cache is afterwards; elsewhere that is printed.
+`make bench` runs the overload for 30 s and asserts the throughput afterwards; other runs only print it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NUM_SAMPLES = 4
 SAMPLE_S = RECOVERY_S / NUM_SAMPLES
 
 PAGE_SIZE = 4
-TOKENS = 2 * PAGE_SIZE  # of a request; it shares the first page
-CAPACITY = 16  # requests that the pool holds at a time, at most
+TOKENS = 2 * PAGE_SIZE  # of a request, which shares its first page with others
+CAPACITY = 16  # most requests that the pool can hold at the same time
 MAX_WAITERS = 16
 NUM_CLIENTS = 4
 NUM_COROUTINES = 5 * (CAPACITY + MAX_WAITERS) // NUM_CLIENTS  # of each client
@@ -58,18 +58,18 @@ def cache(ray_cluster: None) -> Iterator[Any]:
 
 
 class Load:
-    """Requests of prompts that share a first page, and what became of them."""
+    """Requests for prompts that share a first page, and counts of their outcomes."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
-        self.largest: Counter[str] = Counter()  # of what was seen to be held or waited for
+        self.largest: Counter[str] = Counter()  # highest value of each statistic
         self._rng = Random(5)
         self._numbers = count()
         self._running = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Go on for so long, and end with the request under way."""
+        """Let the requests run inside the block. After it each coroutine ends with its current request."""
         self._running = True
         try:
             yield
@@ -77,7 +77,7 @@ class Load:
             self._running = False
 
     async def keep_asking(self, client: PrefixCacheClient, patient: bool) -> None:
-        """One request after another, as soon as the last is answered, even if that says to come back later."""
+        """Send a request as soon as the previous one is answered, without regard to `retry_after_s`."""
         while self._running:
             self.outcomes["asked"] += 1
             try:
@@ -99,7 +99,7 @@ class Load:
             await lease.insert(tokens)
 
     async def watch(self, cache: Any) -> None:
-        """Look at what is held and waited for, while the load is on."""
+        """Record the highest statistics while the requests run."""
         while self._running:
             stats: CacheStats = await cache.stats.remote()
             for name in ("waiters", "open_leases", "open_sessions", "private_slots"):
@@ -108,7 +108,7 @@ class Load:
 
 
 async def served_in(seconds: float, client: PrefixCacheClient) -> float:
-    """Requests a second that a client has served, of as many at a time as the pool holds."""
+    """Return the requests per second of one client that keeps `CAPACITY` requests in flight."""
     load = Load()
     with load.running():
         asking = [asyncio.create_task(load.keep_asking(client, patient=True)) for _ in range(CAPACITY)]
@@ -119,7 +119,7 @@ async def served_in(seconds: float, client: PrefixCacheClient) -> float:
 
 
 async def overload(cache: Any, clients: list[PrefixCacheClient], seconds: float) -> Load:
-    """Five times as many requests as the cache can hold and have wait, all the time; ends when all are answered."""
+    """Keep five times as many requests in flight as the pool and the queue take. Returns when all are answered."""
     load = Load()
     with load.running():
         watching = asyncio.create_task(load.watch(cache))
@@ -135,7 +135,7 @@ async def overload(cache: Any, clients: list[PrefixCacheClient], seconds: float)
 
 
 async def process_of(cache: Any) -> int:
-    """The process of a cache whose pool lies in shared memory."""
+    """Return the process id of a cache, from the path of its pool in shared memory."""
     return int((await cache.pool_handle.remote()).path.split("/")[2])
 
 
@@ -144,10 +144,10 @@ def resident_bytes(pid: int) -> int:
 
 
 def kept(actor: Any) -> dict[str, int]:
-    """What the cache's process remembers of requests: run there."""
+    """Count the requests that the cache still remembers. Runs in the cache's process."""
     service = actor._host.service
     return {
-        "outcomes that nobody collected": len(service.wait_queue._by_ticket),
+        "uncollected outcomes": len(service.wait_queue._by_ticket),
         "ended leases": len(service.core.leases.ended),
         "batches awaited": sum(len(service.sessions.find(each).batch_order) for each in service.sessions.ids),
     }
@@ -157,7 +157,7 @@ async def test_an_overloaded_cache_answers_every_call_and_recovers(cache: Any) -
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(PrefixCacheClient(cache)) for _ in range(NUM_CLIENTS)]
         before = [await served_in(SAMPLE_S, clients[0]) for _ in range(NUM_SAMPLES)]
-        await overload(cache, clients, seconds=1)  # so that whatever is kept for good is there
+        await overload(cache, clients, seconds=1)  # allocates the memory that the cache never frees
         pid = await process_of(cache)
         bytes_before = resident_bytes(pid)
 
@@ -168,7 +168,7 @@ async def test_an_overloaded_cache_answers_every_call_and_recovers(cache: Any) -
         assert (stats.waiters, stats.open_leases, stats.private_slots, stats.protected_slots) == (0, 0, 0, 0)
         assert stats.free_slots + stats.evictable_slots == stats.num_slots
         for client in clients:
-            await (await client.acquire([7] * stats.num_slots, timeout_s=0)).abort()  # all of it, at once
+            await (await client.acquire([7] * stats.num_slots, timeout_s=0)).abort()  # the whole pool
         after = [await served_in(SAMPLE_S, clients[0]) for _ in range(NUM_SAMPLES)]
         await clients[0].check_invariants()
 
@@ -185,4 +185,4 @@ async def test_an_overloaded_cache_answers_every_call_and_recovers(cache: Any) -
         assert remembered.pop("ended leases") <= CONFIG.leases.remembered_leases * (NUM_CLIENTS + 1)
         assert not any(remembered.values()), remembered
         assert bytes_after - bytes_before < MAX_GROWTH_BYTES
-        assert not GATED or max(after) > 0.7 * median(before)  # others use the machine, too
+        assert not GATED or max(after) > 0.7 * median(before)  # other processes may slow it down

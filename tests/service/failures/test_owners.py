@@ -1,4 +1,7 @@
-"""Nothing is lost when a client's process ends, is stopped, or hands its lease over; killed, see `tests/promises`."""
+"""No slot is lost when a client's process ends, is stopped, or hands its lease over.
+
+`tests/promises` has the tests of killed processes.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from raydix.schemas import CacheConfig, InvalidRequest, LeaseConfig, LeaseExpire
 
 pytestmark = pytest.mark.ray
 
-PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # so that nothing but a death frees anything
-HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=300)  # other processes may hold up a beat for a second
+PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # only a death frees slots
+HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=300)  # a busy machine can delay a beat by a second
 HASTIEST = LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=0.2)
 
 Start = Callable[[LeaseConfig], Any]
@@ -36,7 +39,7 @@ def start(running_cache: Callable[[CacheConfig], Any]) -> Start:
 
 @pytest.fixture
 async def patient(start: Start) -> AsyncIterator[tuple[Any, PrefixCacheClient]]:
-    """A cache that is told of deaths, and a client that looks on."""
+    """A cache that frees slots only after a death, and a client that reads its statistics."""
     cache = start(PATIENT)
     async with PrefixCacheClient(cache) as client:
         yield cache, client
@@ -47,7 +50,7 @@ async def patient(start: Start) -> AsyncIterator[tuple[Any, PrefixCacheClient]]:
 
 @pytest.fixture
 async def hasty(start: Start) -> AsyncIterator[tuple[Any, PrefixCacheClient]]:
-    """A cache that waits for nobody long, and a client that looks on."""
+    """A cache with sessions that expire after 2 s, and a client that reads its statistics."""
     cache = start(HASTY)
     async with PrefixCacheClient(cache) as client:
         yield cache, client
@@ -140,7 +143,7 @@ async def test_a_client_in_an_actor_that_is_not_watched_logs_how_long_its_slots_
 async def test_only_actors_made_for_it_can_be_owners(patient: tuple[Any, PrefixCacheClient]) -> None:
     class Synchronous:
         def raydix_park(self) -> None:
-            """It would block its actor."""
+            """Block the actor, as a synchronous method does."""
 
     bare, synchronous = start_client(watched=False), ray.remote(Synchronous).remote()
 
@@ -173,7 +176,7 @@ async def test_a_process_that_stands_still_loses_its_lease_but_its_slots_are_wit
     os.kill(pid, signal.SIGCONT)
 
     assert await process.insert.remote([1, 2]) == "LeaseExpired"
-    assert await process.match.remote([1, 2]) == 1  # the next verb opens a session
+    assert await process.match.remote([1, 2]) == 1  # opens another session
     stats = await client.stats()
     assert (stats.quarantined_slots, stats.free_slots) == (0, 7)
     assert len(await process.acquire.remote([1, 2])) == 2
@@ -181,7 +184,7 @@ async def test_a_process_that_stands_still_loses_its_lease_but_its_slots_are_wit
 
 
 async def standing_still(cache: Any, client: PrefixCacheClient) -> tuple[Any, int]:
-    """A client's process, and its id, that was stopped for so long that its two slots are withheld."""
+    """Return a client's actor and process id, stopped until its two slots are in quarantine."""
     pid = await (process := start_client(watched=False)).open.remote(cache)
     await process.acquire.remote([1, 2])
     os.kill(pid, signal.SIGSTOP)
@@ -204,7 +207,7 @@ async def test_a_process_that_stood_still_gives_its_slots_back_even_if_it_asks_f
 async def test_a_process_that_dies_while_its_slots_are_withheld_gives_them_back(
     hasty: tuple[Any, PrefixCacheClient],
 ) -> None:
-    _process, pid = await standing_still(*hasty)  # its handle keeps Ray from ending it
+    _process, pid = await standing_still(*hasty)  # without a handle Ray would end it
 
     os.kill(pid, signal.SIGKILL)
 
@@ -233,7 +236,7 @@ async def test_a_client_that_only_waits_beats(hasty: tuple[Any, PrefixCacheClien
     before = (await client.stats()).expired_sessions
     os.kill(pid, signal.SIGKILL)
 
-    await until(client, lambda stats: stats.expired_sessions > before)  # so long it has said nothing but that it lives
+    await until(client, lambda stats: stats.expired_sessions > before)  # it has only sent heartbeats since
 
     assert await process.insert.remote([1, 2]) == "2"
     await process.close.remote()
@@ -254,11 +257,11 @@ async def test_a_lease_is_handed_from_process_to_process(patient: tuple[Any, Pre
 
     assert adopted == (0, 2, slots)
     assert await scheduler.insert.remote([1, 2, 3]) == "UnknownLease"
-    await scheduler.release.remote()  # no effect
+    await scheduler.release.remote()  # has no effect
     ray.kill(scheduler)
     assert await worker.insert.remote([1, 2, 3]) == "1"
     assert (await client.stats()).open_leases == 1
-    ray.kill(worker)  # the writer's death is what counts
+    ray.kill(worker)  # the death of the adopter ends the lease
 
 
 async def test_a_lease_nobody_adopts_ends_with_its_granter(patient: tuple[Any, PrefixCacheClient]) -> None:

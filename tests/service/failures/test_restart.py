@@ -1,6 +1,6 @@
-"""A cache that restarts is empty: its clients notice, and go on with it.
+"""A restarted cache is empty; its clients detect the restart and go on with it.
 
-That nothing of before has any effect is in `tests/promises/test_4_the_past_has_no_effect.py`.
+`tests/promises/test_4_the_past_has_no_effect.py` tests that earlier leases and messages have no effect.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def cache(ray_cluster: None) -> Any:
 
 
 async def restart(cache: Any) -> None:
-    """Crash the cache's process; Ray starts it anew."""
+    """Kill the cache's process. Ray starts it again."""
     ray.kill(cache, no_restart=False)
 
 
 async def when_available(verb: Callable[[], Awaitable[Any]]) -> Any:
-    """What a client gets that tries again while the cache restarts."""
+    """Retry a verb until the cache has restarted, and return its result."""
     async with asyncio.timeout(300):
         while True:
             try:
@@ -60,7 +60,7 @@ async def when(true: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def held(cache: Any) -> AsyncIterator[tuple[PrefixCacheClient, Lease, AttachedPool]]:
-    """A client with a lease, of which one token is published, and the pool mapped."""
+    """Yield a client, its lease with one published token, and its mapped pool."""
     async with PrefixCacheClient(cache) as client:
         lease = await client.acquire([1, 2, 3])
         await lease.insert([1])
@@ -71,7 +71,7 @@ async def test_after_its_process_was_killed_clients_go_on_with_an_empty_cache_an
     async with held(cache) as (client, lease, pool):
         path = (await cache.pool_handle.remote()).path
 
-        os.kill(int(path.split("/")[2]), signal.SIGKILL)  # as the kernel does where memory runs out
+        os.kill(int(path.split("/")[2]), signal.SIGKILL)  # like the kernel's out-of-memory killer
 
         await when_available(lambda: fresh(client, lease.epoch))
         with pytest.raises(StaleEpoch) as caught:
@@ -104,7 +104,7 @@ async def test_a_client_that_bound_a_model_before_a_restart_must_bind_it_again(c
         async with other.acquire([1, 2, 3], lora_id="x") as lease:
             await lease.insert([1, 2, 3])
 
-        with pytest.raises(ConfigMismatch, match="Bind again"):  # its first call since: in a session that it opens anew
+        with pytest.raises(ConfigMismatch, match="Bind again"):  # its first call since then opens another session
             await when_available(lambda: worker.acquire([1, 2, 3], lora_id="x"))
         with pytest.raises(ConfigMismatch, match="the weights differ"):
             await worker.bind_model(old, lora_id="x")
@@ -156,7 +156,7 @@ async def test_a_cache_in_this_process_was_never_restarted() -> None:
 
 
 async def fresh(client: PrefixCacheClient, old_epoch: str) -> None:
-    """Ask until another life of the cache answers: a kill takes effect a little after it was ordered."""
+    """Raise CacheUnavailable while the cache still has the old epoch: `ray.kill` returns before the process ends."""
     if (await client.stats()).epoch == old_epoch:
         raise CacheUnavailable("it still runs")
 
@@ -188,14 +188,14 @@ async def test_a_client_that_asks_nothing_notices_too_and_lets_go_of_the_pool(ca
         await restart(cache)
 
         await when(lambda: pool.lost)
-        assert not mapped(epoch)  # nor is it anywhere else: its process is gone
+        assert not mapped(epoch)  # the cache's process, which has also mapped it, is gone
         with pytest.raises((StaleEpoch, CacheUnavailable)):
             pool.write(0, lease.slots, torch.zeros(3, 1, 2), torch.zeros(3, 1, 1))
         await when(lambda: not client.session.ready)
 
 
 def mapped(epoch: str) -> bool:
-    """Whether this process maps the pool of that life of the cache."""
+    """Return whether this process maps the pool of an epoch."""
     with open("/proc/self/maps") as maps:
         return any(f"raydix-{epoch}" in line for line in maps)
 
@@ -225,14 +225,14 @@ async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: N
             with pytest.raises(CacheUnavailable, match="dead"):
                 while True:
                     await client.match([1])
-        await when(lambda: pool.lost)  # its memory is nobody's
+        await when(lambda: pool.lost)  # the client then drops its mapping
         assert not mapped(pool.epoch)
     with pytest.raises(CacheUnavailable):
         await PrefixCacheClient(cache).match([1])
 
 
 async def test_a_restart_is_no_end_to_a_client_that_was_made_of_the_name(ray_cluster: None) -> None:
-    """It would look for another cache of that name otherwise."""
+    """The client must keep the actor that it found first, and not look up the name again."""
     name = f"kv-{uuid4().hex[:8]}"
     cache = start_cache(LONG, name=name)
     async with PrefixCacheClient(name) as client:

@@ -1,4 +1,4 @@
-"""A cache that stands still: who waits for it is told so in time, and once it goes on nothing is lost."""
+"""A stopped cache: waiting callers get an error in time, and no slot is lost when the cache resumes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from raydix.schemas import CacheConfig, CacheUnavailable, LeaseConfig, LeaseExpi
 
 pytestmark = pytest.mark.ray
 
-HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=0.2)  # other processes may hold up a beat for a second
+HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=0.2)  # a busy machine can delay a beat by a second
 
 
 @pytest.fixture
 async def hasty(running_cache: Callable[[CacheConfig], Any]) -> AsyncIterator[tuple[Any, PrefixCacheClient]]:
-    """A cache that can be stopped, and a client that does not wait for it for long."""
+    """A cache with sessions that expire after 2 s, and a client of it."""
     cache = running_cache(small_config().model_copy(update={"leases": HASTY}))
     async with PrefixCacheClient(cache) as client:
         yield cache, client
@@ -42,7 +42,7 @@ def standing_still(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
     try:
         while not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
-            time.sleep(0.01)  # a signal is sent before it is obeyed: a thread that runs may still answer
+            time.sleep(0.01)  # until it stops, a running thread may still answer
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -51,7 +51,7 @@ def standing_still(pid: int) -> Iterator[None]:
 def _is_stopped(thread: Path) -> bool:
     try:
         status = (thread / "status").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
         return True
     return "\nState:\tT" in status
 
@@ -82,14 +82,14 @@ async def test_who_waits_for_a_cache_that_stands_still_is_told_so(
         assert isinstance(outcome, CacheUnavailable)
         assert "the cache has not answered for" in str(outcome)
     await held.release()
-    await until(client, all_free)  # whatever the cache still did of what it was asked
+    await until(client, all_free)  # the resumed cache may have served requests that had failed
 
 
 @pytest.mark.parametrize("way", ["socket", "calls"])
 def test_a_client_whose_own_loop_stood_still_does_not_blame_the_cache(
     running_cache: Callable[[CacheConfig], Any], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while a model loads: its session expires meanwhile, and its first verb opens another."""
+    """A blocked loop, such as during a model load, lets the session expire. The next verb opens another one."""
     if way == "calls":
         over_calls(monkeypatch)
     cache = running_cache(small_config().model_copy(update={"leases": HASTY}))
@@ -97,7 +97,7 @@ def test_a_client_whose_own_loop_stood_still_does_not_blame_the_cache(
     async def load_a_model() -> None:
         async with PrefixCacheClient(cache) as client:
             lease = await client.acquire([1, 2])
-            await asyncio.sleep(0.05)  # a beat is on its way
+            await asyncio.sleep(0.05)  # a beat is in flight
             stand_still()
             asked = [client.match([1]), client.acquire([3]), client.stats()]
             async with asyncio.timeout(60):
@@ -113,7 +113,7 @@ def test_a_client_whose_own_loop_stood_still_does_not_blame_the_cache(
     def stand_still() -> None:
         time.sleep(3 * HASTY.session_ttl_s)
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "time", lambda: time.monotonic() + 60)  # and for a minute more, by its own clock
+        monkeypatch.setattr(loop, "time", lambda: time.monotonic() + 60)  # the loop's clock jumps a minute ahead
 
     with asyncio.Runner() as runner:
         runner.run(load_a_model())
