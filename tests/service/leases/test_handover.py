@@ -1,4 +1,4 @@
-"""A lease is handed from one client to another: it has one owner at any time, and a grant is good once."""
+"""A lease is handed from one client to another: it always has one owner, and a grant can be adopted once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_an_adopted_lease_goes_on_where_it_was(cache: CacheUnderTest) -> N
     assert (grant.prefix_len, grant.published_len) == (lease.prefix_len, lease.published_len)
     assert (adopted.slots.tolist(), adopted.state_slot) == (lease.slots.tolist(), lease.state_slot)
     assert len(adopted) == grant.num_slots == 4 * cache.page_size
-    await cache.insert(adopted, 1, 2, 3, 4)  # it knows what the cache has seen
+    await cache.insert(adopted, 1, 2, 3, 4)  # it knows the published tokens
     await adopted.release()
     assert await cache.matched(1, 2, 3, 4) == cache.reusable(4)
     assert (await cache.pages()).private == 0
@@ -253,7 +253,7 @@ async def test_a_cancelled_grant_takes_its_offer_back(cache1: CacheUnderTest) ->
         await asyncio.wait((task,))
 
         if task.cancelled():
-            await asyncio.sleep(0.03)  # an offer that stood would end the lease
+            await asyncio.sleep(0.03)  # an offer left open would end the lease
             assert len(await lease.extend(1)) == 1, f"cancelled after {ticks} ticks"
             await lease.release()
         else:
@@ -266,7 +266,7 @@ async def test_a_thousand_hand_overs_cancelled_before_their_adoption_leave_nothi
     async def hand_over(number: int) -> None:
         async with scheduler.acquire([number], timeout_s=60) as lease:
             grant = await lease.grant(timeout_s=0.02)
-        await asyncio.Event().wait()  # most are cancelled here, the others before
+        await asyncio.Event().wait()  # most tasks are cancelled here, the others earlier
         await worker.adopt(grant)
 
     for first in range(0, 1000, 100):
@@ -313,6 +313,6 @@ async def test_an_adoption_cancelled_after_any_number_of_ticks_leaves_no_lease_b
             await task.result().release()
 
         await scheduler.close()
-        await worker.match([1])  # what it sends is executed in order
+        await worker.match([1])  # the cache executes requests in order
         assert await cache1.pages() == Pages(free=8), f"cancelled after {ticks} ticks"
         await worker.close()

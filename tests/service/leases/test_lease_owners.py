@@ -1,4 +1,4 @@
-"""Statistics and refusals tell whose leases hold the pool."""
+"""`stats().owners` and `PoolExhausted` name the owners of the leases that hold the pool."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ async def test_who_finds_no_room_is_told_who_has_it(cache1: CacheUnderTest) -> N
         await named_client(cache1, f"worker-{number}").acquire([number] * (number + 1 if number < 3 else 1))
     await cache1.client.acquire([9])
 
-    for timeout_s in (0, 0.01):  # refused at once, and in line
+    for timeout_s in (0, 0.01):  # without and with a wait in the queue
         with pytest.raises(
             PoolExhausted, match="held by 5 leases, shared prefixes counted once: worker-2 3 slots by 1, up to"
         ) as caught:
             await cache1.client.acquire([5], timeout_s=timeout_s)
 
         assert [(each.owner, each.slots) for each in caught.value.owners[:2]] == [("worker-2", 3), ("worker-1", 2)]
-        assert len(caught.value.owners) == 3  # not everybody
+        assert len(caught.value.owners) == 3  # only the largest owners
 
 
 async def test_an_owner_without_a_name_is_its_process(cache1: CacheUnderTest) -> None:

@@ -1,4 +1,4 @@
-"""The tensors that a lease gives are copies: what a caller does to them changes neither the lease nor the pool."""
+"""A lease returns copies of its tensors: changes to them affect neither the lease nor the pool."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_lease_writes_where_it_holds_whatever_its_callers_do_to_its_slot
             theirs = first.slots
         async with cache.acquire([5, 6, 7, 8]) as second:
             rows = second.slots
-            rows -= rows - theirs  # row numbers of another table, say, computed in place
+            rows -= rows - theirs  # in-place arithmetic, for example to index another table
             pool.write(0, second.slots, torch.zeros(4, 1, 2), torch.zeros(4, 1, 2))
 
         assert pool.gather(0, theirs)[0].eq(1).all()

@@ -1,4 +1,4 @@
-"""`acquire` gives an object that is awaited or entered, once; whichever way is cancelled, nothing is left behind."""
+"""`acquire` returns an object to await or enter once. If the task is cancelled, no lease is left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raydix.schemas import InvalidRequest
 
 @pytest.fixture(params=["plain", "traced"])
 def traced(request: Any) -> Any:
-    """Without and with spans."""
+    """Run the test without and with tracing spans."""
     if request.param == "plain":
         yield
         return

@@ -1,4 +1,4 @@
-"""Tenants: what a floor keeps, what a cap refuses, and that nobody waits for what another lacks."""
+"""Tenants: floors limit eviction, caps limit slots, and a tenant at its cap does not block other requests."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ NOISY = TenantConfig(name="noisy", extra_key="n", cap_slots=5)
 
 @pytest.fixture
 async def cache(reached: Reached) -> AsyncIterator[CacheUnderTest]:
-    """Eight slots: one tenant has a floor of 3, one a cap of 5."""
+    """A cache of eight slots. One tenant has a floor of 3 slots, another a cap of 5."""
     async with reached(replace(radix(1), config={"tenants": (QUIET, NOISY)})) as cache:
         yield cache
 
 
 async def held(cache: CacheUnderTest) -> list[int]:
-    """Slots that the quiet one, the noisy one and the rest hold."""
+    """Return the slots held by the quiet tenant, the noisy tenant and the rest."""
     return [tenant.held_slots for tenant in (await cache.client.stats()).tenants]
 
 
 async def flood(cache: CacheUnderTest, namespace: str | None) -> None:
-    """More prompts than the pool has room for, each published and left."""
+    """Publish and release more prompts than the pool can hold."""
     for number in range(100, 120):
         await cache.publish(number, number + 100, number + 200, number + 300, extra_key=namespace)
 
@@ -113,7 +113,7 @@ async def test_what_a_floor_keeps_is_told_to_who_is_refused(cache: CacheUnderTes
 
 
 async def test_who_is_at_its_cap_evicts_its_own_first(cache: CacheUnderTest) -> None:
-    await cache.publish(1, 2)  # the least recently used, but the rest's
+    await cache.publish(1, 2)  # the least recently used pages, but not the tenant's
     await cache.publish(3, 4, 5, extra_key="n")
 
     await cache.publish(6, 7, 8, extra_key="n")
@@ -160,7 +160,7 @@ async def test_a_cap_bounds_what_is_published_and_private_together(cache: CacheU
     assert await held(cache) == [0, 5, 0]
 
 
-# ---------------------------------------------------------------- the line
+# ---------------------------------------------------------------- the queue
 
 
 async def test_who_waits_at_its_cap_holds_up_nobody_else(cache: CacheUnderTest) -> None:
@@ -196,9 +196,9 @@ async def test_who_stays_within_its_floor_waits_for_nobody(cache: CacheUnderTest
 
     lease = await cache.client.acquire([3] * 3, extra_key="q", timeout_s=0)
     with pytest.raises(PoolExhausted):
-        await cache.client.acquire([4], extra_key="q", timeout_s=0)  # beyond its floor it waits like others
+        await cache.client.acquire([4], extra_key="q", timeout_s=0)  # beyond its floor it queues like the others
     with pytest.raises(PoolExhausted):
-        await cache.client.acquire([5], timeout_s=0)  # there is room for it, but others wait for it
+        await cache.client.acquire([5], timeout_s=0)  # there is room, but earlier requests wait for it
 
     await lease.release()
     await rest.release()

@@ -1,4 +1,4 @@
-"""Who finds no room waits in one line: first in, first out, each with a deadline, and nobody is left in it."""
+"""Requests that find no room wait in one FIFO queue, each with a deadline, and none is left in it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def empty(stats: CacheStats) -> bool:
 
 
 async def fill(cache: CacheUnderTest, *sizes: int) -> list[Lease]:
-    """Leases of these many slots each, which hold nothing that could be evicted."""
+    """Acquire one lease per size, with that number of slots. None of the slots can be evicted."""
     return [await cache.client.acquire([100 + number] * size) for number, size in enumerate(sizes)]
 
 
@@ -175,7 +175,7 @@ async def test_who_waited_hits_what_was_published_meanwhile(cache1: CacheUnderTe
     assert await cache1.pages() == Pages(free=3, private=1, protected=4, leases=2)
 
 
-# ---------------------------------------------------------------- what can never fit
+# ---------------------------------------------------------------- requests that can never fit
 
 
 async def test_who_turns_out_never_to_fit_is_told_so_in_turn_and_holds_up_nobody(reached: Reached) -> None:
@@ -184,7 +184,7 @@ async def test_who_turns_out_never_to_fit_is_told_so_in_turn_and_holds_up_nobody
         (held,) = await fill(cache, 2)
         first, vast, last = await cache.in_line(
             cache.client.acquire([1, 1]),
-            cache.client.acquire([2] * 5, max_prefix_len=0),  # with the prefix, it could have fitted
+            cache.client.acquire([2] * 5, max_prefix_len=0),  # would fit with the prefix
             cache.client.acquire([3, 3]),
         )
 
@@ -211,7 +211,7 @@ async def test_what_does_not_fit_beside_the_window_of_its_own_prefix_never_fits(
         assert len(await cache.client.acquire([1, 2, 3, 4])) == 4
 
 
-# ---------------------------------------------------------------- how room comes about
+# ---------------------------------------------------------------- events that free slots
 
 
 async def release(cache: CacheUnderTest, lease: Lease) -> None:
@@ -314,7 +314,7 @@ async def test_a_lease_that_grew_in_vain_is_as_before(cache1: CacheUnderTest) ->
 async def test_when_the_first_gives_up_those_behind_are_served(cache1: CacheUnderTest) -> None:
     await fill(cache1, 6)
     asked = cache1.client.acquire([1] * 3, timeout_s=0.3), cache1.client.acquire([2] * 2, timeout_s=300)
-    large, small = map(asyncio.ensure_future, asked)  # they travel together
+    large, small = map(asyncio.ensure_future, asked)  # both are sent in one batch
 
     with pytest.raises(PoolExhausted):
         await large
@@ -427,7 +427,7 @@ async def test_beyond_the_bound_of_the_line_the_cache_is_busy(cache1: CacheUnder
     await cache1.client.acquire([9])
 
 
-# ---------------------------------------------------------------- giving up
+# ---------------------------------------------------------------- cancellation
 
 
 async def test_cancelling_one_who_waits_takes_it_out_of_line(cache1: CacheUnderTest) -> None:
@@ -476,7 +476,7 @@ async def test_a_lease_grows_by_what_the_last_extend_asked_for_after_another_was
     await asyncio.wait((cancelled,))
 
     growth = asyncio.create_task(growing.extend(3))
-    await asyncio.sleep(0)  # it has asked
+    await asyncio.sleep(0)  # the request is queued for sending
     await held.release()
 
     assert len(await growth) == 3
@@ -578,7 +578,7 @@ async def test_who_waits_when_the_cache_shuts_down_is_told_so() -> None:
 
 
 async def end_session(cache: CacheUnderTest, client: PrefixCacheClient) -> None:
-    """For the sake of the next test: what a close should have done."""
+    """Close a client's session at the cache, in case its close did not. The next test uses the same cache."""
     message = CloseSession(session_id=client.session.session_id)
     if isinstance(cache.cache, LocalPrefixCache):
         cache.cache._host.service.close_session(message)
@@ -602,7 +602,7 @@ async def test_a_client_closes_with_requests_that_are_not_sent_yet(cache1: Cache
 
 
 async def closed_within_reason(client: PrefixCacheClient) -> None:
-    """Close a client, but not for ever: a close that spins would never let the loop look at its clock."""
+    """Close a client, and fail if the close spins. A timeout would never fire, as the loop would not run its timers."""
     from raydix.actors.transport import ray_transport
 
     turns = 0
@@ -671,7 +671,7 @@ async def test_whole_requests_cancelled_at_random_moments_leave_nothing_private(
             try:
                 await lease.extend(1)
             except PoolExhausted as error:
-                assert error.deadlocked  # the others wait for it, too
+                assert error.deadlocked  # the other tasks also wait to grow
                 return
             await lease.insert(tokens)
 
@@ -689,7 +689,7 @@ async def test_whole_requests_cancelled_at_random_moments_leave_nothing_private(
 
 
 async def end_of(task: asyncio.Task[Any]) -> None:
-    """Wait for a task that may have been too quick to be cancelled: what it got is given back."""
+    """Wait for a cancelled task. If it finished before the cancellation, release its lease."""
     await asyncio.wait((task,))
     if not task.cancelled() and isinstance(lease := task.result(), Lease):
         await lease.release()
