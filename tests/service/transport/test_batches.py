@@ -1,4 +1,4 @@
-"""Requests of one client travel together, are executed in order, and fail one by one."""
+"""Requests of one client are sent in batches, executed in order, and fail independently."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ NUM_OPERATIONS = 2000
 
 @pytest.fixture(params=[pytest.param("socket", marks=pytest.mark.ray), pytest.param("calls", marks=pytest.mark.ray)])
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Only an actor's client makes batches."""
+    """Only clients of actors send batches."""
     return over_calls(monkeypatch) if request.param == "calls" else "ray"
 
 
 async def num_batches(cache: CacheUnderTest) -> int:
-    """Batches executed so far, the one that asks among them."""
+    """Return the number of batches executed so far, including the one of this request."""
     return (await cache.client.stats()).batches
 
 
@@ -92,7 +92,7 @@ async def test_two_thousand_mixed_operations_of_one_client_are_executed_in_order
             elif kind == "lock":
                 operations.append(client.lock(tokens[: published + 1]))
             else:
-                operations.append(client.evict(1))  # all there is, is held
+                operations.append(client.evict(1))  # all pages are locked
             expected.append(0 if kind == "evict" else published)
 
         answers = await asyncio.gather(*operations)
@@ -104,7 +104,7 @@ async def test_two_thousand_mixed_operations_of_one_client_are_executed_in_order
 
 
 def how_much(answer: Any) -> int:
-    """How many tokens were published when the answer was given."""
+    """Return the number of tokens that had been published at the answer; for an evict, the number evicted."""
     match type(answer).__name__:
         case "InsertResponse":
             return answer.prefix_len + answer.num_inserted
@@ -142,7 +142,7 @@ async def test_what_is_asked_at_once_travels_in_batches_that_a_cache_takes_and_i
     *_, stats = await asyncio.gather(*probes, cache1.client.stats())
 
     assert ray_transport.MAX_BATCH_REQUESTS <= MAX_REQUESTS
-    assert stats.probes >= 2 * MAX_REQUESTS  # it was asked last
+    assert stats.probes >= 2 * MAX_REQUESTS  # executed last
     assert await num_batches(cache1) == before + 2 * MAX_REQUESTS // ray_transport.MAX_BATCH_REQUESTS + 2
 
 
@@ -153,7 +153,7 @@ async def test_long_prompts_asked_for_at_once_do_not_all_travel_together(cache1:
     answers = await asyncio.gather(*(cache1.client.match(prompt) for _ in range(12)))
 
     assert [answer.prefix_len for answer in answers] == [0] * 12
-    assert await num_batches(cache1) == before + 5  # of three prompts at most
+    assert await num_batches(cache1) == before + 5  # of at most three prompts each
 
 
 async def test_at_most_two_batches_are_on_their_way(cache1: CacheUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(cache1: CacheUnderTes
 
     assert isinstance(refused, PoolExhausted)
     assert (first.prefix_len, lease.prefix_len, last.prefix_len) == (1, 2, 2)
-    assert await num_batches(cache1) == before + 2  # they did travel together
+    assert await num_batches(cache1) == before + 2  # all four in one batch
     assert await cache1.pages() == Pages(free=5, private=1, protected=2, leases=1)
 
 
@@ -234,11 +234,11 @@ async def test_a_request_given_up_before_it_was_sent_is_not_sent(cache1: CacheUn
     assert (await cache1.client.stats()).probes == before.probes + 1
 
 
-# ---------------------------------------------------------------- cancelled on the way
+# ---------------------------------------------------------------- cancelled in flight
 
 
 async def cancelled_on_its_way(request: Coroutine[Any, Any, Any]) -> None:
-    """Send a request and give up on it before it is answered."""
+    """Send a request and cancel it before it is answered."""
     task = asyncio.create_task(request)
     for _ in range(3):
         await asyncio.sleep(0)
@@ -248,9 +248,9 @@ async def cancelled_on_its_way(request: Coroutine[Any, Any, Any]) -> None:
 
 
 async def all_answered(client: Any) -> None:
-    """Wait until nothing of a client is on its way."""
+    """Wait until no batch of a client is in flight."""
     async with asyncio.timeout(60):
-        while getattr(client.session.transport, "_in_flight", None):  # noqa: ASYNC110 -- nobody tells
+        while getattr(client.session.transport, "_in_flight", None):  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.001)
 
 
@@ -263,7 +263,7 @@ async def test_an_insert_cancelled_on_its_way_takes_effect_and_the_lease_knows_o
 
     await cancelled_on_its_way(lease.insert([1, 2], release=release))
     pages = await cache1.pages()
-    await all_answered(cache1.client)  # Ray may bring a later answer first
+    await all_answered(cache1.client)  # Ray may deliver a later answer first
 
     if release:
         assert pages == Pages(free=6, evictable=2)
@@ -274,7 +274,7 @@ async def test_an_insert_cancelled_on_its_way_takes_effect_and_the_lease_knows_o
         assert lease.published_len == 2
         assert (await lease.insert([1, 2, 3])).num_inserted == 1
         found = await cache1.client.acquire([1, 2, 3])
-        assert found.slots.tolist() == lease.slots.tolist()  # the tree's slot of token 1 among them
+        assert found.slots.tolist() == lease.slots.tolist()  # including the tree's slot of token 1
 
 
 async def test_an_acquire_cancelled_on_its_way_is_undone(cache1: CacheUnderTest) -> None:
@@ -293,14 +293,14 @@ async def test_after_an_extend_cancelled_on_its_way_the_next_ones_slots_follow_o
     await cancelled_on_its_way(lease.extend(2))
     generated = [slot for _ in range(3) for slot in (await lease.extend(1)).tolist()]
 
-    assert lease.slots[1:4].tolist() == generated  # so that insert publishes the KV that was written
+    assert lease.slots[1:4].tolist() == generated  # insert publishes the KV of these slots
 
 
-# ---------------------------------------------------------------- a handle that refuses
+# ---------------------------------------------------------------- a handle that raises
 
 
 class RefusingHandle:
-    """Looks like an actor's handle; each call but the handshake and `open_session` raises where it is made."""
+    """An actor's handle on which only `handshake`, `open_session` and `heartbeat` can be called; other calls raise."""
 
     _actor_id = "refusing"
 
@@ -357,11 +357,11 @@ async def test_a_call_that_cannot_be_made_is_told_in_the_caches_terms(
         await client.attach_pool()
 
 
-# ---------------------------------------------------------------- the turns of numbered batches
+# ---------------------------------------------------------------- the order of numbered batches
 
 
 class SlowHandle(RefusingHandle):
-    """An actor that answers its batches when the test says so."""
+    """The handle of an actor that answers a batch when the test calls `answer`."""
 
     def __init__(self) -> None:
         super().__init__(RuntimeError("not asked for here"))
@@ -386,7 +386,7 @@ async def test_each_batch_names_the_one_that_must_go_before_it() -> None:
     client = PrefixCacheClient(handle)
     await client.open()
     resets: list[asyncio.Task[None]] = []
-    for _ in range(4):  # one in each of four ticks: two are sent, two wait until there is a place
+    for _ in range(4):  # one per tick: two are sent, two wait until a batch is answered
         resets.append(asyncio.create_task(client.reset()))
         await turns()
     assert len(handle.batches) == 2
@@ -441,7 +441,7 @@ async def test_a_batch_whose_predecessor_was_executed_does_not_wait(
     monkeypatch.setattr(cache_service, "_TURN_TIMEOUT_S", 500)
     await service.execute_in_turn(batch(service, 1, 0, PROBE))
 
-    async with asyncio.timeout(60):  # less than a batch waits for its turn
+    async with asyncio.timeout(60):  # less than `_TURN_TIMEOUT_S`
         answer = await service.execute_in_turn(batch(service, 2, 1, LOOK))
 
     assert answer.responses[0].probes == 1
@@ -517,7 +517,7 @@ async def test_a_batch_that_fails_as_a_whole_still_ends_its_turn(
     with pytest.raises(TypeError):
         await service.execute_in_turn(broken)
 
-    async with asyncio.timeout(60):  # less than a batch waits for its turn
+    async with asyncio.timeout(60):  # less than `_TURN_TIMEOUT_S`
         await next_one
 
 
@@ -526,6 +526,6 @@ def test_a_batch_travels_in_parts_that_ray_carries_within_the_call(service: Cach
 
     parts = batch_codec.in_parts(batch_codec.pack(sent))
 
-    assert len(parts) == 9  # of 720 KB and a little
+    assert len(parts) == 9  # 720 KB and a few bytes
     assert max(map(len, parts)) <= batch_codec.MAX_PART_BYTES
     assert batch_codec.unpack(*parts) == sent

@@ -1,4 +1,4 @@
-"""Clients and caches of different protocols refuse each other, with both versions, before they send anything else."""
+"""Clients and caches of different protocols reject each other before any request. The error names both versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OWN = rf"protocol {PROTOCOL} \(raydix {handshake()[2]}\)"
 OLD_CACHE = rf"the cache speaks protocol 0 \(raydix unknown\), but this client speaks {OWN}: restart the cache with"
 OLD_CLIENT = rf"the client speaks protocol 0 \(raydix unknown\), but this cache speaks {OWN}: install raydix"
 NEXT = ("raydix", PROTOCOL + 1, "9.9.9")
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets exist only on Linux")
 
 
 # ---------------------------------------------------------------- the handshake
@@ -88,7 +88,7 @@ async def test_the_first_calls_of_an_old_client_raise_what_it_understands(listen
         await method(*pickle.loads(call.arguments))
 
     assert_plain(pickle.dumps(raised.value))
-    assert (await listening.cache.stats()).open_sessions == 2  # the fixture's, and the cache's own
+    assert (await listening.cache.stats()).open_sessions == 2  # of the fixture and of the local cache
 
 
 @on_linux
@@ -109,7 +109,7 @@ async def test_every_frame_of_an_old_client_is_answered_with_an_error_that_it_un
 
 
 class OldUnpickler(pickle.Unpickler):
-    """Reads what a release of protocol 0 surely knows: the class of the error."""
+    """An unpickler that finds only the class `ConfigMismatch`, which every release of protocol 0 has."""
 
     def find_class(self, module: str, name: str) -> Any:
         assert (module, name) == ("raydix.schemas.errors", "ConfigMismatch")
@@ -117,7 +117,7 @@ class OldUnpickler(pickle.Unpickler):
 
 
 def assert_plain(pickled: bytes) -> None:
-    """Check that an error is pickled as its class's name and one string."""
+    """Check that an error is pickled as its class name and one string."""
     error = OldUnpickler(io.BytesIO(pickled)).load()
     assert list(map(type, error.args)) == [str]
 
@@ -138,7 +138,7 @@ async def test_a_client_of_a_later_protocol_gets_the_handshake_and_is_served_not
 
 
 class RecordedHandle:
-    """The handle of a recorded cache: it has the methods of that cache, which answer as they were recorded."""
+    """The handle of a recorded cache. Its methods return the recorded answers."""
 
     _actor_id = "recorded"
 
@@ -154,7 +154,7 @@ class RecordedMethod:
         self._name = name
 
     async def remote(self, *arguments: Any) -> Any:
-        """Answer as the recorded cache did."""
+        """Return or raise the recorded answer."""
         self._handle.called.append(self._name)
         call = next(call for call in recorded_calls() if call.method == self._name)
         if call.error is not None:

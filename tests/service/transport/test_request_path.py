@@ -1,4 +1,4 @@
-"""One warm `acquire` over the Unix socket runs through the files that `CacheService`'s module names, in that order."""
+"""A warm `acquire` over the Unix socket calls the files that the `CacheService` module docstring names, in order."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from raydix.cache_core.kernels import COMPILED
 from raydix.schemas import CacheConfig, PoolConfig
 
 PACKAGES = Path(raydix.actors.__file__).parents[1]
-OURS = tuple(f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas"))  # nothing else that lies beside
+OURS = tuple(f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas"))
 CONFIG = CacheConfig(page_size=16, pool=PoolConfig(num_slots=1024, device="cpu"))
 PROMPT = list(range(64))
 MAX_FILES = 26
 
 
 @pytest.mark.figures
-@pytest.mark.skipif(not COMPILED, reason="the plain kernels are files, too")
-@pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
+@pytest.mark.skipif(not COMPILED, reason="the plain kernels add files of their own")
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets exist only on Linux")
 async def test_an_acquire_runs_through_the_files_that_the_service_names() -> None:
     files = await files_of_an_acquire()
 
@@ -37,7 +37,7 @@ async def test_an_acquire_runs_through_the_files_that_the_service_names() -> Non
 
 
 async def files_of_an_acquire() -> list[str]:
-    """Return the files of ours whose functions one warm `acquire` calls, in the order of their first calls."""
+    """Return the project files that a warm `acquire` calls into, in the order of their first calls."""
     files: dict[str, None] = {}
 
     def profile(frame: Any, event: str, _: Any) -> None:
@@ -62,5 +62,5 @@ async def files_of_an_acquire() -> list[str]:
 
 
 def named_files() -> list[str]:
-    """Return the files that the docstring names, in order."""
+    """Return the files that the module docstring names, in order."""
     return re.findall(r"[a-z_]+(?:/[a-z_]+)+\.py", cache_service.__doc__ or "")

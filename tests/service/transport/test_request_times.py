@@ -1,4 +1,4 @@
-"""How long requests took and waited, and how large batches were, by a clock that the test sets."""
+"""Histograms of acquire latencies, wait times and batch sizes, by a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def acquire(lease_id: str, num_tokens: int, timeout_s: float | None = None) -> A
 
 
 def counts(stats: CacheStats) -> tuple[tuple[int, float], tuple[int, float], int]:
-    """How many acquires were answered after how long in all, and how many requests waited for how long; ever."""
+    """Return count and sum (s) of acquire latencies, count and sum (s) of waits, and the requests that have waited."""
     latency, wait = stats.acquire_latency, stats.wait_time
     return (latency.count, latency.sum), (wait.count, wait.sum), stats.waited
 
@@ -51,7 +51,7 @@ async def test_an_acquire_is_counted_with_its_answer_and_with_its_wait(scene: Sc
     scene.execute("a", ReleaseRequest(lease_id="first"))
 
     assert counts(scene.service.stats()) == ((2, 3.0), (1, 3.0), 1)
-    assert scene.service.stats().wait_time.quantile(1.0) == 5.0  # of the bucket from 2.5 to 5 s
+    assert scene.service.stats().wait_time.quantile(1.0) == 5.0  # upper bound of the bucket from 2.5 to 5 s
 
 
 async def test_a_refusal_is_an_answer_and_a_withdrawal_is_none(scene: Scene) -> None:
@@ -69,7 +69,7 @@ async def test_a_refusal_is_an_answer_and_a_withdrawal_is_none(scene: Scene) -> 
 
     scene.execute("b", acquire("late", 4, timeout_s=0.001))
     scene.clock.now += 4.0
-    while scene.service.stats().waiters:  # noqa: ASYNC110 -- a timer of the loop
+    while scene.service.stats().waiters:  # noqa: ASYNC110 -- until the loop's timer fires
         await asyncio.sleep(0.001)
     assert counts(scene.service.stats()) == ((4, 4.0), (2, 6.0), 2)
 
@@ -104,7 +104,7 @@ async def test_batches_are_counted_by_their_size(scene: Scene) -> None:
 
     stats = scene.service.stats()
 
-    assert stats.batch_size.counts[:3] == (1, 0, 1)  # at most 1, 2, 4
+    assert stats.batch_size.counts[:3] == (1, 0, 1)  # buckets up to 1, 2 and 4
     assert (stats.batches, stats.requests) == (stats.batch_size.count, stats.batch_size.sum) == (2, 4)
     assert stats.acquire_latency.count == 3
     with pytest.raises(InvalidRequest):

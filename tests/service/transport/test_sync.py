@@ -1,4 +1,4 @@
-"""`client.sync`: the same verbs as plain calls, in process and on Ray, also beside a loop that runs."""
+"""`client.sync`: the verbs as blocking calls, in process and on Ray, also in a thread that runs an event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def cache(request: pytest.FixtureRequest) -> Iterator[SyncClient]:
-    """A client of an empty cache, which must be left with nothing held."""
+    """A client of an empty cache. At the end the test must have released all leases."""
     if request.param == "local":
         client: PrefixCacheClient = LocalPrefixCache(CONFIG)
     else:
@@ -118,13 +118,13 @@ def test_the_pool_is_read_and_written(cache: SyncClient) -> None:
 def interrupt_when(
     cache: SyncClient, reached: Callable[[Any], bool], by: signal.Signals = signal.SIGINT
 ) -> threading.Thread:
-    """Ctrl-C, or another signal, as soon as the statistics say so."""
+    """Send a signal, by default that of Ctrl-C, to the main thread once `reached(stats)` is true."""
     main = threading.main_thread().ident or 0
 
     def watch() -> None:
         while not reached(cache.stats()):
             time.sleep(0.001)
-        signal.pthread_kill(main, by)  # Ray has threads of its own that a signal could reach
+        signal.pthread_kill(main, by)  # the main thread, as Ray's threads could get a signal to the process
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -225,7 +225,7 @@ def test_a_local_cache_is_used_on_one_loop_at_a_time() -> None:
     assert first.match(PROMPT).prefix_len == 0
 
     first.close()
-    assert second.match(PROMPT).prefix_len == 0  # the loop before has ended
+    assert second.match(PROMPT).prefix_len == 0  # the first client's loop has ended
     second.close()
     cache.sync.thread.stop()
 
@@ -241,7 +241,7 @@ def test_a_local_cache_whose_loop_has_ended_evicts_and_expires_on_the_next() -> 
                 await lease.insert(PROMPT)
             cache._host.service.open_session(OpenSession(session_id=f"silent {expired}", owner="test"))
             async with asyncio.timeout(20):
-                while (stats := await client.stats()).expired_sessions == expired:  # noqa: ASYNC110 -- in time
+                while (stats := await client.stats()).expired_sessions == expired:  # noqa: ASYNC110 -- no event
                     await asyncio.sleep(0.01)
             assert stats.eviction_task.alive
 
@@ -257,13 +257,13 @@ def test_who_stood_in_line_on_a_loop_that_was_closed_is_in_nobodys_way() -> None
         client = PrefixCacheClient(cache)
         await client.acquire([1] * 32)
         await client.session.transport.submit(AcquireRequest(lease_id="2", tokens=TokenIds.pack([2])))
-        queue._queue[0].outcome.add_done_callback(lambda _: None)  # somebody waits for it
+        queue._queue[0].outcome.add_done_callback(lambda _: None)  # as if a caller waited for it
 
     async def go_on() -> None:
         async with PrefixCacheClient(cache) as client:
             assert (await client.stats()).waiters == 0
             async with asyncio.timeout(20):
-                while not (stats := await client.stats()).expired_sessions:  # noqa: ASYNC110 -- in time
+                while not (stats := await client.stats()).expired_sessions:  # noqa: ASYNC110 -- no event
                     await asyncio.sleep(0.01)
             assert (stats.open_leases, stats.quarantined_slots) == (0, 32)
 

@@ -1,4 +1,4 @@
-"""Batches of clients on the cache's machine go by a socket, as whole, as ordered and as safe as calls."""
+"""Clients on the cache's machine send batches over a Unix socket, with the guarantees of Ray calls."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from raydix.schemas.message import receive
 from raydix.schemas.protocol import packed_handshake
 from raydix.schemas.requests import MAX_REQUESTS
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets exist only on Linux")
 
 PROBE, LOOK = MatchRequest(tokens=TokenIds.pack([1])), StatsRequest()
-HEADER = struct.Struct("<QI")  # of a frame: the number of the batch, and the bytes that follow
+HEADER = struct.Struct("<QI")  # of a frame: batch number, payload bytes
 NOBODY = 65534
 
 
 class Listening:
-    """A cache of this process that listens on a Unix socket, with one session."""
+    """A cache in this process that listens on a Unix socket, with one open session."""
 
     def __init__(self, cache: LocalPrefixCache) -> None:
         self.cache = cache
@@ -66,14 +66,14 @@ class Listening:
         return address
 
     async def connected(self) -> socket.socket:
-        """A bare socket, as a client's, which has sent nothing."""
+        """Return a connected socket that has sent nothing."""
         peer = socket.socket(socket.AF_UNIX)
         peer.setblocking(False)
         await asyncio.get_running_loop().sock_connect(peer, await self.address())
         return peer
 
     async def admitted(self) -> socket.socket:
-        """A bare socket, as a client's, after the handshake."""
+        """Return a connected socket after the handshake."""
         peer = await self.connected()
         await asyncio.get_running_loop().sock_sendall(peer, framed(0, packed_handshake()))
         assert await asyncio.wait_for(next_payload(peer), 30) == (0, packed_handshake())
@@ -97,7 +97,7 @@ def framed(number: int, payload: bytes) -> bytes:
 
 
 async def next_frame(peer: socket.socket) -> tuple[int, Any]:
-    """The number of a batch, and what has become of it."""
+    """Return the number of a batch and its unpacked answer."""
     number, payload = await next_payload(peer)
     return number, batch_codec.unpack(payload)
 
@@ -174,7 +174,7 @@ async def test_a_frame_larger_than_any_batch_ends_its_connection_and_no_other(
     monkeypatch.setattr("raydix.actors.service.unix_socket_server.MAX_FIRST_FRAME_BYTES", 4096)
     large, small = await listening.connected(), await listening.admitted()
 
-    await asyncio.get_running_loop().sock_sendall(large, framed(1, bytes(4097))[:100])  # it is not waited for
+    await asyncio.get_running_loop().sock_sendall(large, framed(1, bytes(4097))[:100])  # the rest is never sent
     await asyncio.get_running_loop().sock_sendall(small, framed(1, batch_codec.pack(listening.batch(1, 0, LOOK))))
 
     with pytest.raises((AssertionError, ConnectionError)):
@@ -224,7 +224,7 @@ async def test_between_the_batches_of_one_client_others_are_served(listening: Li
     batches = [batch_codec.pack(listening.batch(seq, seq - 1, *[PROBE] * 20, LOOK)) for seq in range(1, 31)]
     stream = b"".join(framed(seq, packed) for seq, packed in enumerate(batches, 1))
 
-    assert greedy.send(stream) == len(stream)  # both can be read in the next turn
+    assert greedy.send(stream) == len(stream)  # the server can read both sockets in its next turn
     other.send(framed(1, batch_codec.pack(Batch(session_id="s", epoch=listening.service.epoch, requests=(LOOK,)))))
     _, answer = await asyncio.wait_for(next_frame(other), 30)
 
@@ -246,7 +246,7 @@ async def test_of_a_client_that_does_not_read_its_answers_no_more_is_taken_until
     sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(peer, stream))
 
     executed = turns = 0
-    while turns < 100:  # until it stays as it is, turn for turn of the loop
+    while turns < 100:  # until the count is unchanged for 100 turns
         await asyncio.sleep(0.001)
         before, executed = executed, listening.service.stats().requests
         turns = turns + 1 if 0 < executed == before else 0
@@ -264,7 +264,7 @@ async def test_many_clients_connect_while_the_cache_is_busy(listening: Listening
     for _ in range(300):
         peers.append(socket.socket(socket.AF_UNIX))
         peers[-1].setblocking(False)
-        peers[-1].connect(address)  # no connection is taken meanwhile
+        peers[-1].connect(address)  # the server accepts none before the loop runs
     for peer in peers:
         await asyncio.get_running_loop().sock_sendall(peer, framed(1, packed_handshake()))
     for peer in peers:
@@ -292,11 +292,11 @@ async def test_a_client_that_comes_when_too_many_connect_is_told_so_and_calls(
         peer.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
 async def test_another_users_process_is_refused(listening: Listening) -> None:
     await listening.address()
 
-    os.seteuid(NOBODY)  # the kernel notes who it is that connects
+    os.seteuid(NOBODY)  # the kernel records the user that connects
     try:
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(await listening.address())
@@ -317,7 +317,7 @@ async def test_another_users_process_is_refused(listening: Listening) -> None:
 
 
 class CountingHandle(HandleInProcess):
-    """The handle of a cache in this process, which counts the calls that bring batches."""
+    """The handle of a cache in this process that counts calls of `execute`."""
 
     num_calls = 0
 
@@ -350,7 +350,7 @@ async def test_a_client_that_cannot_reach_the_socket_calls(
 ) -> None:
     await listening.address()
     if why == "another machine":
-        listening.server.close()  # no such address is known there
+        listening.server.close()  # the address does not exist on another machine
     elif why == "switched off":
         over_calls(monkeypatch)
     else:
@@ -375,7 +375,7 @@ async def test_batches_and_answers_may_be_longer_than_a_first_frame(
         small = asyncio.create_task(lease.insert([1], release=True))
         stats = await asyncio.gather(*[client.stats() for _ in range(100)])
 
-        assert len(batch_codec.pack(BatchResponse(epoch="e", responses=tuple(stats)))) > 2 * 2 * 2048  # in two frames
+        assert len(batch_codec.pack(BatchResponse(epoch="e", responses=tuple(stats)))) > 2 * 2 * 2048  # in two answers
         assert ((await large).prefix_len, (await small).num_inserted) == (0, 1)
         there = socket_of(client)
         assert there is not None and there.is_open
@@ -410,7 +410,7 @@ async def test_when_the_connection_breaks_what_was_on_its_way_fails_and_the_sess
             await asking
         with pytest.raises(LeaseExpired, match="the connection to the cache broke, and its session ended with it"):
             await lease.insert([1])
-        assert (await client.match([1])).prefix_len == 0  # by another session
+        assert (await client.match([1])).prefix_len == 0  # in another session
         assert client.session.session_id != session_id
         assert session_id not in listening.service.sessions
         assert (await client.stats()).open_leases == 0
@@ -429,7 +429,7 @@ async def test_a_client_that_asks_nothing_notices_that_its_connection_broke(
         there._transport.abort()
 
         async with asyncio.timeout(60):
-            while not isinstance(transport.lost, LeaseExpired):  # noqa: ASYNC110 -- with the next heartbeat
+            while not isinstance(transport.lost, LeaseExpired):  # noqa: ASYNC110 -- until the next heartbeat
                 await asyncio.sleep(0.01)
 
 
@@ -448,7 +448,7 @@ async def test_whenever_a_connection_breaks_nothing_is_left_behind() -> None:
                 )
                 assert sum(served[1:]) > 0
                 async with asyncio.timeout(60):
-                    while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- with the next heartbeat
+                    while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- until the next heartbeat
                         await asyncio.sleep(0.01)
             await cache.check_invariants()
             stats = await cache.stats()
@@ -466,7 +466,7 @@ async def breaking(client: PrefixCacheClient, rng: Random) -> int:
 
 
 async def some_requests(client: PrefixCacheClient, rng: Random) -> int:
-    """How many requests were served from beginning to end."""
+    """Return the number of requests that were served completely."""
     served = 0
     for _ in range(10):
         tokens = [rng.randrange(4) for _ in range(6)]
@@ -488,12 +488,12 @@ async def test_a_client_dropped_without_a_close_leaves_no_connection(listening: 
     gc.collect()
 
     async with asyncio.timeout(60):
-        while num_sockets(await listening.address()) != 1:  # noqa: ASYNC110 -- the kernel tells nobody
+        while num_sockets(await listening.address()) != 1:  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.01)
 
 
 def num_sockets(address: str) -> int:
-    """Sockets of an address, seen from the kernel: the listening one, and one for each connection."""
+    """Return the number of sockets of an address in the kernel's table: the listening one and one per connection."""
     with open("/proc/net/unix") as table:
         return sum(line.rstrip().endswith(address.replace("\0", "@")) for line in table)
 

@@ -1,4 +1,4 @@
-"""Unix sockets work whatever event loop client and cache run on: Ray puts actors on uvloop where that is installed."""
+"""Unix sockets work on asyncio and uvloop, at both ends. Ray runs actors on uvloop if it is installed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from raydix.actors.transport.unix_socket import UnixSocketClient
 from raydix.schemas import Batch, BatchResponse, OpenSession, StatsRequest
 
 uvloop = pytest.importorskip("uvloop")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are such sockets on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets exist only on Linux")
 
-# An actor on one loop, a client on another: what a user sees of it is how fast it is.
+# An actor and its client on different loops. Without the socket the client would fall back to Ray calls.
 CLIENT = """
 import asyncio, ray, uvloop
 from raydix.actors import PrefixCacheClient, start_cache
@@ -50,7 +50,7 @@ def test_a_batch_is_answered_on_every_loop(new_loop: Callable[[], asyncio.Abstra
             server = UnixSocketServer(service)
             service.open_session(OpenSession(session_id="s", owner="test"))
             client = await UnixSocketClient.open(await server.address(), cache)
-            assert client is not None, "it cannot connect"
+            assert client is not None, "the client cannot connect"
             batch = Batch(session_id="s", epoch=service.epoch, requests=(StatsRequest(),), seq=1, after=0)
             told: asyncio.Future[object] = asyncio.get_running_loop().create_future()
             client.ask(1, batch_codec.pack(batch), lambda answer: told.set_result(batch_codec.unpack(answer)))
