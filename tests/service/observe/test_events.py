@@ -216,7 +216,7 @@ async def test_a_reader_that_stops_leaves_nothing_behind(cache: CacheUnderTest) 
     assert len((await the_next(cache.client, seq)).events) == 1
 
 
-# ---------------------------------------------------------------- tests with a cache of their own
+# ---------------------------------------------------------------- tests on a cache that starts without events
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ async def test_events_between_the_gap_and_the_snapshot_may_be_applied_again(own_
         await own_cache.publish(7)
         batch = await anext(events)
 
-    assert batch.seq > snapshot.seq > batch.seq - len(batch.events)  # half of it is in the snapshot already
+    assert batch.seq > snapshot.seq > batch.seq - len(batch.events)  # the snapshot has the batch's first events
     hashes = held_by(snapshot)
     for event in batch.events:
         if isinstance(event, BlockStored):
@@ -290,7 +290,7 @@ async def test_no_slow_reader_stops_the_cache(own_cache: CacheUnderTest) -> None
     service = own_cache.cache._host.service
     async with aclosing(own_cache.client.events()) as events:
         await own_cache.publish(1)
-        await anext(events)  # and never again
+        await anext(events)  # then the reader stops reading
         service.feed._max_events = 3
         for page in range(2, 40):
             await own_cache.publish(page)

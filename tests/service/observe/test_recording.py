@@ -52,9 +52,9 @@ def service(clock: Clock) -> CacheService:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Wait for a condition that another process makes true."""
+    """Poll until a condition holds that another thread or process makes true."""
     async with asyncio.timeout(300):
-        while not holds():  # noqa: ASYNC110 -- it tells nobody
+        while not holds():  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.01)
 
 
