@@ -256,7 +256,7 @@ def failing_evict(num_tokens: int) -> int:
 async def until(cache: LocalPrefixCache | PrefixCacheClient, reached: Callable[[CacheStats], bool]) -> None:
     """Wait until the task has acted, after a back-off or in another process."""
     async with asyncio.timeout(60):
-        while not reached(await cache.stats()):  # noqa: ASYNC110 -- a cache tells of itself when asked
+        while not reached(await cache.stats()):  # noqa: ASYNC110 -- a cache has no event to wait for
             await asyncio.sleep(0.01)
 
 

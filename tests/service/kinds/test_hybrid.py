@@ -1,6 +1,6 @@
 """Caches for models with sliding-window layers and states: the additional contract. See `test_contract_match`.
 
-A hit ends at a published state whose last window is live; the lease then has KV, window KV and a state.
+A hit ends at a published state with a live last window; the lease then has KV, window KV and a state.
 """
 
 from __future__ import annotations

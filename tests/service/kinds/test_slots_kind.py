@@ -103,7 +103,7 @@ async def rows(client: PrefixCacheClient) -> tuple[int, int, int]:
 async def until(client: PrefixCacheClient, reached: Callable[[CacheStats], bool]) -> CacheStats:
     """Wait until the statistics match. Asks again after each answer, as there is no event to wait for."""
     async with asyncio.timeout(60):
-        while not reached(stats := await client.stats()):  # noqa: ASYNC110 -- a cache tells of itself when asked
+        while not reached(stats := await client.stats()):  # noqa: ASYNC110 -- a cache has no event to wait for
             await asyncio.sleep(0.001)
     return stats
 

@@ -43,6 +43,7 @@ DONE = (
     "tests/examples",
     "tests/promises",
     "tests/property",
+    "tests/service",
     "tests/support",
     "tests/unit",
 )
