@@ -148,9 +148,8 @@ async def a_writer_is_found_out(cache: CacheUnderTest) -> None:
     slot = rows[cache.page_size - 1]  # of the first page
     pool.k[layer][slot, 0, 1] += 1
 
-    where = (
-        rf"without a lease: page {slot // cache.page_size} \(slots? {slot - cache.page_size + 1}.*K of layer {layer}"
-    )
+    page, first = slot // cache.page_size, slot - cache.page_size + 1
+    where = rf"published page {page} \(slots? {first}.*K of layer {layer}, was overwritten"
     for _ in range(2):
         with pytest.raises(CacheError, match=where):
             await cache.client.acquire(cache.tokens(1, 2, 3))

@@ -80,7 +80,7 @@ def found(cache: RowCache, *ids: int, ns: str | None = None) -> list[int]:
     ("num_slots", "max_seq_len", "page_size"), [(0, 6, 2), (17, 6, 2), (18, 6, 4), (18, 0, 1), (6, 12, 2), (6, 6, 0)]
 )
 def test_a_pool_is_whole_rows_and_a_row_whole_pages(num_slots: int, max_seq_len: int, page_size: int) -> None:
-    with pytest.raises(ValueError, match="whole"):
+    with pytest.raises(ValueError, match="must be a multiple of"):
         RowCache(num_slots, max_seq_len, page_size)
 
 
