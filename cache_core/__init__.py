@@ -2,7 +2,7 @@
 
 The folders, from the ground up; each imports only those above it in this list:
 
-    kernels      the inner loops: compiled C, or plain Python
+    kernels      the inner loops: Python, compiled by Cython where there is a C compiler
     tree         the structure of a radix tree: keys, nodes, packed slots, hashes of pages
     eviction     which node is evicted next: policies, queues, tenants' shares, the history of evictions
     pool         the tensors of KV and states, and the allocators of their pages
@@ -40,7 +40,6 @@ from raydix.cache_core.errors import (
     StaleNodeError,
     UnknownLeaseError,
 )
-from raydix.cache_core.kernels import use_huge_pages
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
@@ -95,5 +94,4 @@ __all__ = [
     "hash_bytes",
     "hash_to_int64",
     "hash_token_ids",
-    "use_huge_pages",
 ]

@@ -13,7 +13,6 @@ from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.explanation import Explanation
-from raydix.cache_core.kernels import maker
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.tree.packed_slots import Starts
@@ -66,10 +65,6 @@ class EvictResult:
     full_evicted: int = 0  # tokens
     swa_evicted: int = 0  # tokens
     mamba_evicted: int = 0  # states
-
-
-# For the hot paths: these take every field, by position.
-match_result, insert_result, evict_result = maker(MatchResult), maker(InsertResult), maker(EvictResult)
 
 
 class PageMatch(NamedTuple):

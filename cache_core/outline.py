@@ -89,7 +89,7 @@ def outline(tops: Collection[Any], describe: Describe, limits: OutlineLimits, no
 
     def newest(above: OutlineNode, num_seen: int) -> Iterable[Any]:
         children, limit = above.node.children, max(0, min(_MAX_CHILDREN_SEEN, _MAX_SEEN - num_seen))
-        return islice(reversed(children.values()), limit) if isinstance(children, dict) else children.last(limit)
+        return islice(reversed(children.values()), limit)
 
     level = _visit(islice(tops, _MAX_SEEN), describe, newest)[: limits.max_width]
     nodes: list[OutlineNode] = []
@@ -114,8 +114,7 @@ def sample(tops: Collection[Any], describe: Describe, max_nodes: int, now: int) 
         share, num_children = shares[above.parent], above.num_children
         count = min(num_children, share // 2)
         shares[above] = share - 1 if num_children == 1 else share // max(1, count)
-        first: Iterable[Any] = above.node.children.first(count)
-        return first
+        return islice(above.node.children.values(), count)
 
     namespaces = _visit(chosen, describe, oldest, estimate=True)
     _merge_chains(namespaces)

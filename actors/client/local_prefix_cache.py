@@ -39,6 +39,7 @@ class LocalPrefixCache(PrefixCacheClient):
         super().__init__(LocalConnector(self._host), owner="local")
         self._shutdowns: set[asyncio.Task[None]] = set()
         weakref.finalize(self, self._host.service.eviction_task.abandon).atexit = False
+        self._host.log_start()
 
     def report(self) -> CacheReport:
         """Return the cache's counts and history, for `raydix.actors.report.page.render`. O(1): a few ms."""

@@ -54,7 +54,7 @@ class TrafficRecorder:
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Record a request that can never fit. Callers repeat other refused requests."""
         if not can_ever_fit and (since := self._since_begun()) is not None:
-            self._writer.take(Recorded(round(1000 * since), key.kept(), num_tokens - len(key)))
+            self._writer.take(Recorded(round(1000 * since), key, num_tokens - len(key)))
 
     def _since_begun(self) -> float | None:
         """Count a request and return the seconds since the start; None if the recording is full or over."""

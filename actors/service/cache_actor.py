@@ -21,8 +21,6 @@ from raydix.actors.service.past_lives import restarts_of_this_actor
 from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.actors.sessions.death_watch import DeathWatch
 from raydix.actors.sessions.watched_actor import check_watchable
-from raydix.cache_core import use_huge_pages
-from raydix.cache_core.kernels import CORE
 from raydix.schemas import (
     CacheConfig,
     CacheReport,
@@ -70,7 +68,6 @@ class PrefixCacheActor:
 
     def __init__(self, config: CacheConfig) -> None:
         torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
-        use_huge_pages()  # the process is the cache's alone
         node_id = ray.get_runtime_context().get_node_id()
         has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # others' GPUs may be visible
         device = local_device(config) if has_gpu else torch.device("cpu")
@@ -84,7 +81,7 @@ class PrefixCacheActor:
         self._metrics = self._make_metrics(config)
         gc.collect()
         gc.freeze()  # modules and tables stay: collections need not visit them
-        logger.info("cache ready: epoch %s, core %s, %s", self._host.service.epoch, CORE, config)
+        self._host.log_start()
 
     def _make_metrics(self, config: CacheConfig) -> MetricsPublisher | None:
         if config.metrics is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import uuid
 
@@ -15,6 +16,7 @@ from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.pool_memory import ExportedPool, check_layers_alike, may_lie_on_gpu
 from raydix.actors.transport.validation import checked_message
 from raydix.cache_core import UnknownLeaseError
+from raydix.cache_core.kernels import CORE
 from raydix.cache_core.pool.kv_pool import wait_for_device
 from raydix.schemas import (
     CacheConfig,
@@ -24,6 +26,8 @@ from raydix.schemas import (
     ReadKV,
     WriteKV,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class CacheHost:
@@ -42,6 +46,10 @@ class CacheHost:
         self.service = CacheService(config, epoch, self.exported.pool, medium, restarts=restarts)
         self._loop: asyncio.AbstractEventLoop | None = None  # of all its calls
         self._loop_lock = threading.Lock()
+
+    def log_start(self) -> None:
+        """Log the epoch, the form of the core and the configuration, once the cache is ready."""
+        logger.info("cache ready: epoch %s, core %s, %s", self.service.epoch, CORE, self.service.config)
 
     def stay_on_loop(self) -> None:
         """Bind this cache to the running loop, until that is closed.

@@ -22,12 +22,12 @@ from raydix.cache_core.components.component import Component
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.eviction.queue import EvictionQueue
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
-from raydix.cache_core.kernels import Holdings, Victims
+from raydix.cache_core.kernels import LockAccounting, Victims
 from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.tree.tree_node import Namespace, TreeNode
 
 
-class FullKV(Holdings):
+class FullKV(LockAccounting):
     """Locks, sizes and eviction order of the full KV, by tenant.
 
     Where the rest is the only tenant, no node is counted by tenant, and the compiled loops do all of the work.
@@ -54,33 +54,33 @@ class FullKV(Holdings):
         self.tenants, self.is_divided, self._queue = tenants, True, tenants
         tenants.rank_by(self.policy.rank)
         # set on the instance, so that a tree without tenants keeps the compiled methods
-        self.add, self.lock, self.unlock = self._add, self._lock, self._unlock  # type: ignore[method-assign]
+        self.add, self.lock, self.unlock = self._add, self._lock, self._unlock  # type: ignore[method-assign,assignment]
 
     # ---------------------------------------------------------------- counts by tenant
 
     def _add(self, leaf: TreeNode) -> None:
         before = self.evictable
         super().add(leaf)
-        self._count(leaf.space, self.evictable - before, self.evictable - before)
+        self._count(leaf.namespace, self.evictable - before, self.evictable - before)
 
     def _lock(self, node: TreeNode) -> None:
         before = self.evictable
         super().lock(node)
-        self._count(node.space, self.evictable - before, 0)
+        self._count(node.namespace, self.evictable - before, 0)
 
     def _unlock(self, node: TreeNode) -> bool:
         before = self.evictable
         was_locked = super().unlock(node)
-        self._count(node.space, self.evictable - before, 0)
+        self._count(node.namespace, self.evictable - before, 0)
         return was_locked
 
-    def _count(self, space: Namespace, evictable: int, cached: int) -> None:
+    def _count(self, namespace: Namespace, evictable: int, cached: int) -> None:
         """Add to the evictable and cached tokens of a namespace."""
-        tenant = self.tenants.of(space.extra_key)
+        tenant = self.tenants.of(namespace.extra_key)
         tenant.cached += cached
         tenant.evictable += evictable
-        space.evictable += evictable
-        if not space.live:
+        namespace.evictable += evictable
+        if not namespace.live:
             tenant.dead += evictable
 
     def may_take(self, leaf: TreeNode) -> bool:
@@ -90,7 +90,7 @@ class FullKV(Holdings):
         tenant = self.tenants.of_node(leaf)
         return (
             tenant is self.tenants.caller
-            or not leaf.space.live
+            or not leaf.namespace.live
             or tenant.held - tenant.dead - len(leaf) >= tenant.floor
         )
 
@@ -110,9 +110,9 @@ class FullKV(Holdings):
                 self._remove(leaf, victims)
             return
         try:
-            self.fell(num_tokens, self._tree.page_size, victims)
+            self.evict_leaves(num_tokens, victims)
         except OverflowError:  # the compiled loop cannot count to it; nothing has happened yet
-            self.fell(self.at_most(num_tokens), self._tree.page_size, victims)
+            self.evict_leaves(self.at_most(num_tokens), victims)
 
     def evict_own(self, tenant: Tenant, num_tokens: int, victims: Victims) -> None:
         """`evict` from the nodes of one tenant, for the tenant itself. It must have that many unlocked tokens."""
@@ -140,7 +140,7 @@ class FullKV(Holdings):
     def _remove(self, leaf: TreeNode, victims: Victims) -> None:
         if self.is_divided:
             self._cut_to_spare(leaf)
-        parent, live = leaf.parent, leaf.space.live
+        parent, live = leaf.parent, leaf.namespace.live
         assert parent is not None
         for component in self._aux:
             component.on_remove(leaf)
@@ -148,10 +148,10 @@ class FullKV(Holdings):
         victims.add(leaf, self._tree.remove_leaf(leaf), num_tokens)
         self.evictable -= num_tokens
         if self.is_divided:
-            self._count(leaf.space, -num_tokens, -num_tokens)
+            self._count(leaf.namespace, -num_tokens, -num_tokens)
             self.tenants.of_node(leaf).evicted += num_tokens if live else 0
         if not parent.children:
-            self._left_bare(parent)
+            self._on_last_child_removed(parent)
 
     def _cut_to_spare(self, leaf: TreeNode) -> None:
         """Where a floor keeps a part of a leaf, split it, so that the tail alone goes."""
@@ -161,19 +161,19 @@ class FullKV(Holdings):
             for component in self._aux:
                 component.on_split(above, leaf)
 
-    def _offer(self, leaf: TreeNode) -> None:
+    def _add_candidate(self, leaf: TreeNode) -> None:
         """Queue an unlocked leaf, by the policy or among the retired."""
-        if leaf.space.live:
+        if leaf.namespace.live:
             self._queue.push(leaf)
         else:
             self.tenants.of_node(leaf).retired.offer(leaf)
 
-    def _left_bare(self, node: TreeNode) -> None:
+    def _on_last_child_removed(self, node: TreeNode) -> None:
         """Handle a node without children: remove a top, queue any other node if it is unlocked."""
         if not node.data:
             self._tree.remove_top(node)
         elif not node.lock_ref:
-            self._offer(node)
+            self._add_candidate(node)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -188,8 +188,8 @@ class FullKV(Holdings):
         nodes = list(nodes)
         leaves = {node for node in nodes if not node.lock_ref and not node.children}
         retired = set(self.tenants.known_retired())
-        assert all(leaf in retired for leaf in leaves if not leaf.space.live), "rule 3: a retired leaf is lost"
-        self._queue.check({leaf for leaf in leaves if leaf.space.live or leaf in self._queue})
+        assert all(leaf in retired for leaf in leaves if not leaf.namespace.live), "rule 3: a retired leaf is lost"
+        self._queue.check({leaf for leaf in leaves if leaf.namespace.live or leaf in self._queue})
         for node in nodes:
             below = sum(child.lock_ref for child in node.children.values())
             assert node.lock_ref == node.own_locks + below, f"rule 2 at {node}: {node.own_locks=}, {below=}"
@@ -207,7 +207,9 @@ class FullKV(Holdings):
             where = f"rule 4 at tenant {tenant.name!r}"
             assert tenant.cached == sum(map(len, mine)), f"{where}: {tenant.cached=}"
             assert tenant.evictable == sum(map(len, unlocked)), f"{where}: {tenant.evictable=}"
-            assert tenant.dead == sum(len(node) for node in unlocked if not node.space.live), f"{where}: {tenant.dead=}"
-        for space in {id(node.space): node.space for node in nodes}.values():
-            evictable = sum(len(node) for node in nodes if node.space is space and not node.lock_ref)
-            assert space.evictable == evictable, f"rule 5 at {space.extra_key!r}: {space.evictable=}"
+            assert tenant.dead == sum(len(node) for node in unlocked if not node.namespace.live), (
+                f"{where}: {tenant.dead=}"
+            )
+        for namespace in {id(node.namespace): node.namespace for node in nodes}.values():
+            evictable = sum(len(node) for node in nodes if node.namespace is namespace and not node.lock_ref)
+            assert namespace.evictable == evictable, f"rule 5 at {namespace.extra_key!r}: {namespace.evictable=}"

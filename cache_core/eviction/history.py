@@ -55,12 +55,12 @@ class EvictionHistory:
         """Record nodes that have left their tree, but for those of retired namespaces: the retirement is recorded."""
         now, cause = self.clock(), self.cause
         for node in nodes:
-            space, parent = node.space, node.parent
+            namespace, parent = node.namespace, node.parent
             assert parent is not None
-            if space.live:
+            if namespace.live:
                 departure = EvictionRecord(now, cause, node.own_access_time, node.end - parent.end)
                 self._latest.append(departure)
-                page = node.data[: page_size * space.unit]
+                page = node.data[: page_size * namespace.unit]
                 self._note(self._evicted, (place_of(parent), hash(page)), departure)
 
     def record_retired(self, extra_key: str | None) -> None:
@@ -89,4 +89,4 @@ class EvictionHistory:
 
 def place_of(node: TreeNode) -> Hashable:
     """Return the place of a node in the records. A namespace may get another top, so a top's place is not its id."""
-    return node.id if node.data else (node.space.extra_key, node.space.arity)
+    return node.id if node.data else (node.namespace.extra_key, node.namespace.arity)

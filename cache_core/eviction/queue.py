@@ -90,7 +90,7 @@ class LateNodes:
             yield from run
 
 
-class EvictionQueue(kernels.Ranking):
+class EvictionQueue(kernels.RankedQueue):
     """The candidates for eviction of a tree, in rank order. A node is in one queue of this class at most.
 
     `push`, `discard`, `touch` and `pop` are those of the ranking. It hands late nodes to the hooks below. Compiled, a

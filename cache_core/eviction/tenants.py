@@ -140,7 +140,7 @@ class Tenants:
 
     def of_node(self, node: TreeNode) -> Tenant:
         """Return the tenant of a node's namespace. O(1)."""
-        return self._by_key.get(node.space.extra_key, self.rest)
+        return self._by_key.get(node.namespace.extra_key, self.rest)
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._all)
@@ -207,7 +207,7 @@ class Tenants:
         """Add a retired namespace: no floor keeps it from now on. O(1)."""
         tenant = self.of_node(top)
         tenant.retired.add(top)
-        tenant.dead += top.space.evictable
+        tenant.dead += top.namespace.evictable
 
     def pop_retired(self) -> TreeNode | None:
         """Take out an unlocked leaf of a retired namespace, of any tenant; None if there is none."""

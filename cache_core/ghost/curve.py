@@ -95,7 +95,7 @@ class GhostCurve:
         if can_ever_fit:
             self.tokens_requested += len(key)
             return
-        use = self._look_up(key.kept(), num_tokens, None)
+        use = self._look_up(key, num_tokens, None)
         use.stores = True
         self._add(use)
 

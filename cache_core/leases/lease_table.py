@@ -58,7 +58,7 @@ class LeaseRecord:
         self.lease_id = lease_id
         self.session_id = session_id
         self.since = monotonic()  # time of the grant, in seconds of `monotonic`
-        self.key = key.kept()
+        self.key = key
         self.node = node  # the locked node at the end of the published pages; without any, the root or None
         self.receipt = receipt  # of the lock on that node; the unlock needs it
         self.prefix_len = prefix_len  # cached tokens at the grant; never changes

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
-from raydix.cache_core.kernels import take_back
+from raydix.cache_core.kernels import free_pages
 from raydix.cache_core.tree.packed_slots import Starts
 
 
@@ -116,7 +116,7 @@ class TokenToKVPoolAllocator:
         num_pages = len(starts)
         if not num_pages:
             return
-        fault = take_back(starts, self._marks, self._stack, self._num_free, self.page_size)
+        fault = free_pages(starts, self._marks, self._stack, self._num_free, self.page_size)
         if fault is not None:
             self._refuse(fault)
         self._num_free += num_pages

@@ -19,8 +19,10 @@ def format_tree(tops: Iterable[TreeNode], line: Callable[[TreeNode, Use], str]) 
     """
     lines: list[str] = []
     for top in tops:
-        space = top.space
-        lines.append(f"namespace {space.extra_key!r}" + (f", tuples of {space.arity}" if space.arity else ""))
+        namespace = top.namespace
+        lines.append(
+            f"namespace {namespace.extra_key!r}" + (f", tuples of {namespace.arity}" if namespace.arity else "")
+        )
         uses = uses_in(top)
         lines += ["  " * depth + line(node, uses[node]) for depth, node in walk_down(top)]
     return "\n".join(lines)
@@ -51,12 +53,14 @@ def first_ids(node: TreeNode) -> list[int]:
     """Return the first few token ids of a node; of tuples, their first ids."""
     if not node.data:
         return []
-    space = node.space
-    first = RadixKey.from_packed(node.data[: SHOWN * space.unit], space.width, space.extra_key, space.arity)
+    namespace = node.namespace
+    first = RadixKey.from_packed(
+        node.data[: SHOWN * namespace.unit], namespace.width, namespace.extra_key, namespace.arity
+    )
     return [each[0] if isinstance(each, tuple) else each for each in first.token_ids]
 
 
 def outline_node(node: TreeNode) -> OutlineNode:
     """Describe a node in an outline."""
-    used_at, extra_key = node.own_access_time, node.space.extra_key
+    used_at, extra_key = node.own_access_time, node.namespace.extra_key
     return OutlineNode(node, len(node), node.lock_ref, node.own_hits, used_at, extra_key, first_ids)

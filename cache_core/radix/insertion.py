@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInsert, Starts, insert_result
+from raydix.cache_core.base_prefix_cache import NO_SLOTS, InsertResult, PageInsert, Starts
 from raydix.cache_core.errors import InvalidKeyError
-from raydix.cache_core.kernels import compact, gather, is_row, leads_to, walk
+from raydix.cache_core.kernels import gather, is_on_path, is_row, pack_slots, walk
 from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.tree.packed_slots import Row, as_slots
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
@@ -53,10 +53,12 @@ def insert_slots(
             resumed_key(parts, key, from_node, False)
         return InsertResult(0, root)
 
-    prefix_len, found, last_node = _insert(parts, key, from_node, slots, compact, prev_prefix_len, fresh_from, priority)
+    prefix_len, found, last_node = _insert(
+        parts, key, from_node, slots, pack_slots, prev_prefix_len, fresh_from, priority
+    )
     if found and prefix_len > prev_prefix_len:
-        return insert_result(prefix_len, last_node, False, duplicates(parts, slots, prev_prefix_len, prefix_len, found))
-    return insert_result(prefix_len, last_node, False, NO_SLOTS)
+        return InsertResult(prefix_len, last_node, False, duplicates(parts, slots, prev_prefix_len, prefix_len, found))
+    return InsertResult(prefix_len, last_node, False, NO_SLOTS)
 
 
 def insert_pages(
@@ -150,16 +152,16 @@ def resumed_key(parts: TreeParts, key: RadixKey, node: TreeNode, is_trusted: boo
         StaleNodeError: the node cannot be matched any more.
     """
     try:
-        space = node.space
+        namespace = node.namespace
     except AttributeError:
         check_node(node)
         raise
-    if node.slots is None or space.tree is not parts.tree:  # a call more would cost as much as the check
+    if node.slots is None or namespace.tree is not parts.tree:  # a call more would cost as much as the check
         parts.check_live(node)
-    if space.extra_key != key.extra_key or space.arity != key.arity:
+    if namespace.extra_key != key.extra_key or namespace.arity != key.arity:
         raise _off_path(key, node)
-    there = key if key.width == space.width else key[: key.num_narrow()].with_width(space.width)
-    if node.end > there.num_tokens if is_trusted else not leads_to(there, node):
+    there = key if key.width == namespace.width else key[: key.num_narrow()].with_width(namespace.width)
+    if node.end > there.num_tokens if is_trusted else not is_on_path(there, node):
         raise _off_path(key, node)
     return key if there is key else parts.tree.ensure_namespace(key, parts.clock)[1]
 
@@ -185,8 +187,8 @@ def _beyond(prev_prefix_len: int, end: int) -> InvalidKeyError:
 
 
 def _off_path(key: RadixKey, node: TreeNode) -> InvalidKeyError:
-    space = repr(node.space.extra_key)
-    return InvalidKeyError(f"{node} of namespace {space} does not end a prefix of {key}: match it first")
+    namespace = repr(node.namespace.extra_key)
+    return InvalidKeyError(f"{node} of namespace {namespace} does not end a prefix of {key}: match it first")
 
 
 def _take_pages(pages: tuple[Starts, int], page_size: int, start: int, stop: int) -> Row:

@@ -7,7 +7,7 @@ from operator import index
 
 from raydix.cache_core.components.component import Component
 from raydix.cache_core.explanation import Reason
-from raydix.cache_core.kernels import reach, walk
+from raydix.cache_core.kernels import walk, walk_and_split
 from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.tree_node import TreeNode
@@ -35,7 +35,7 @@ def match(
         if path and path[-1].end > end:
             path[-1] = parts.split(path[-1], end)
     else:
-        path, end, _ = reach(tree.node_type, tree.ids, top, key, parts.page_size, num_tokens)
+        path, end, _ = walk_and_split(tree.node_type, tree.ids, top, key, parts.page_size, num_tokens)
         full_end = end
     if not path:
         return tree.root, path, 0, full_end

@@ -23,8 +23,6 @@ from raydix.cache_core.base_prefix_cache import (
     PageInsert,
     PageMatch,
     Starts,
-    evict_result,
-    match_result,
 )
 from raydix.cache_core.components.recurrent_state import RecurrentState
 from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
@@ -123,7 +121,7 @@ class PrefixCache(BasePrefixCache):
         node, path, end, full_end = match(self.parts, key, None, priority)
         indices = gather(path, self.page_size) if path else NO_SLOTS
         branching = None if end == full_end else self._branching(end, full_end)
-        return match_result(indices, node, end, branching, full_end)
+        return MatchResult(indices, node, end, branching, full_end)
 
     def match_pages(self, key: RadixKey, limit: int | None = None, priority: int = 0) -> PageMatch:
         """`match_prefix` of the first `limit` tokens, in pages.
@@ -195,7 +193,7 @@ class PrefixCache(BasePrefixCache):
         parts, receipt = self.parts, None
         if node is not self.root:
             try:
-                if node.slots is None or node.space.tree is not parts.tree:  # a call would cost as much as the lock
+                if node.slots is None or node.namespace.tree is not parts.tree:  # a call would cost as much as the lock
                     parts.check_live(node)
             except AttributeError:
                 check_node(node)
@@ -222,7 +220,7 @@ class PrefixCache(BasePrefixCache):
             self._check_receipt(node, receipt)
         try:
             if node is not self.root and (
-                node.slots is None or node.space.home is not parts.tree or not parts.full.unlock(node)
+                node.slots is None or node.namespace.home is not parts.tree or not parts.full.unlock(node)
             ):
                 raise self._not_locked(node)
         except AttributeError:
@@ -241,7 +239,7 @@ class PrefixCache(BasePrefixCache):
     def _not_locked(self, node: TreeNode) -> StaleNodeError | LockError:
         if node.slots is None:
             return StaleNodeError(f"{node} is no longer in the tree")
-        if node.space.home is not self.parts.tree:
+        if node.namespace.home is not self.parts.tree:
             return LockError(f"{node} is a node of another cache")
         return LockError(f"{node} is not locked" + (" itself, only a node below it" if node.lock_ref else ""))
 
@@ -288,9 +286,9 @@ class PrefixCache(BasePrefixCache):
                 freed = full.free_leaves(num_tokens, self.page_size, free, self._refuse)
             except OverflowError:  # the compiled loop cannot count to it; nothing has happened yet
                 freed = full.free_leaves(full.at_most(num_tokens), self.page_size, free, self._refuse)
-            return evict_result(freed, 0, 0)
+            return EvictResult(freed, 0, 0)
         if not parts.components:
-            return evict_result(self._release(partial(full.evict, num_tokens)).num_tokens, 0, 0)
+            return EvictResult(self._release(partial(full.evict, num_tokens)).num_tokens, 0, 0)
         num_tokens, swa_num_tokens, num_states = index(num_tokens), index(swa_num_tokens), index(num_states)
         if parts.window is None:
             tokens, states = self._evict(num_tokens, [max(swa_num_tokens, num_states)])
@@ -414,7 +412,7 @@ class PrefixCache(BasePrefixCache):
 
     def _retire(self, top: TreeNode) -> None:
         if self.parts.history is not None:
-            self.parts.history.record_retired(top.space.extra_key)
+            self.parts.history.record_retired(top.namespace.extra_key)
         self.parts.tree.detach(top)
         self.parts.full.tenants.retire(top)
 

@@ -74,13 +74,13 @@ class TreeParts:
 
     def check_live(self, node: TreeNode) -> None:
         """Raise StaleNodeError unless the node can be matched in this tree."""
-        if node.slots is None or node.space.tree is not self.tree:
+        if node.slots is None or node.namespace.tree is not self.tree:
             raise StaleNodeError(f"{node} is no longer in the tree: match again")
 
     def check_in_tree(self, node: TreeNode) -> None:
         """Raise StaleNodeError unless the node is in this tree, matchable or retired."""
         try:
-            if node.slots is not None and node.space.home is self.tree:
+            if node.slots is not None and node.namespace.home is self.tree:
                 return
         except AttributeError:
             check_node(node)

@@ -274,8 +274,8 @@ class PrefixCacheManager:
 
         Returns the number of these namespaces, and their slots.
         """
-        meant = [row for row in self._index.rows.values() if is_meant(row.tail.space.extra_key)]
-        namespaces = {row.tail.space.extra_key for row in meant}
+        meant = [row for row in self._index.rows.values() if is_meant(row.tail.namespace.extra_key)]
+        namespaces = {row.tail.namespace.extra_key for row in meant}
         for row in meant:
             self.forget(row.slot)
         return len(namespaces), [row.slot for row in meant]

@@ -33,7 +33,7 @@ def path_up(node: TreeNode | None) -> Iterator[TreeNode]:
 def prefix_of(node: TreeNode) -> RadixKey:
     """Return the tokens from the root to the end of a node. O(their number)."""
     parts = [above.data for above in path_up(node)]
-    return RadixKey.from_packed(b"".join(reversed(parts)), node.space.width, node.space.extra_key)[:]
+    return RadixKey.from_packed(b"".join(reversed(parts)), node.namespace.width, node.namespace.extra_key)[:]
 
 
 class Row:

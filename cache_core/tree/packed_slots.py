@@ -13,7 +13,7 @@ from raydix.cache_core.tree.radix_key import RadixKey
 Slots = NDArray[np.int64]
 Starts = NDArray[np.int64]  # the first slot of each page, in token order
 NO_STARTS: Starts = np.empty(0, np.int64)
-# A slot per token, or the first of each page where all pages are runs; `kernels.compact` packs it, as small as it can.
+# A slot per token, or the first of each page where all pages are runs; `kernels.pack_slots` chooses the smallest form.
 Row = bytes
 
 _INT64 = torch.int64
@@ -49,7 +49,7 @@ def meet(row: Row, other: Row, num_tokens: int) -> bool:
 
 def join_slots(rows: list[Row]) -> Slots:
     """Return the slots of rows, one after the other; always a copy."""
-    return np.frombuffer(join(rows), np.int64)
+    return join(rows)
 
 
 def as_slots(key: RadixKey, value: torch.Tensor | None, needed: int) -> torch.Tensor:

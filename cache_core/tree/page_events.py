@@ -59,8 +59,8 @@ class KVEventPublisher:
 
     def removed(self, nodes: Iterable[TreeNode]) -> None:
         """Publish that nodes have left the tree, but for those of retired namespaces: these are published already."""
-        for space, group in groupby(nodes, key=lambda node: node.space):
-            if space.live:
+        for namespace, group in groupby(nodes, key=lambda node: node.namespace):
+            if namespace.live:
                 rows = [short_hashes(chain_hashes(node, self._page_size)[::-1]) for node in group]
                 self._sink.removed(np.concatenate(rows))
 
@@ -72,11 +72,11 @@ class KVEventPublisher:
 def page_run(node: TreeNode, page_size: int) -> PageRun:
     """Return the pages of a node. Computes its hashes, and those of its ancestors, if they are missing."""
     hashes = short_hashes(chain_hashes(node, page_size))
-    parent, space = node.parent, node.space
+    parent, namespace = node.parent, node.namespace
     assert parent is not None
     parent_hash = int(short_hashes(chain_hashes(parent, page_size)[-1:])[0]) if parent.data else None
-    ids = np.frombuffer(node.data, f"<u{space.width}")
-    return PageRun(hashes, parent_hash, ids[:: space.arity or 1], space.extra_key)
+    ids = np.frombuffer(node.data, f"<u{namespace.width}")
+    return PageRun(hashes, parent_hash, ids[:: namespace.arity or 1], namespace.extra_key)
 
 
 def short_hashes(digests: list[str]) -> Hashes:

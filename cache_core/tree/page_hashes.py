@@ -19,13 +19,13 @@ def chain_hashes(node: TreeNode, page_size: int) -> list[str]:
         node = node.parent
     if not chain:
         return node.hash_values or []
-    space = chain[0].space
-    prior = bytes.fromhex(node.hash_values[-1]) if node.hash_values else namespace_seed(space.extra_key)
-    page = page_size * space.unit
+    namespace = chain[0].namespace
+    prior = bytes.fromhex(node.hash_values[-1]) if node.hash_values else namespace_seed(namespace.extra_key)
+    page = page_size * namespace.unit
     for each in reversed(chain):
         hashes: list[str] = []
         for at in range(0, len(each.data), page):
-            prior = hash_page(each.data[at : at + page], space.width, space.arity, prior)
+            prior = hash_page(each.data[at : at + page], namespace.width, namespace.arity, prior)
             hashes.append(prior.hex())
         each.hash_values = hashes
     return chain[0].hash_values or []

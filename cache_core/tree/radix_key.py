@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +32,7 @@ class RadixKey(Key):
         extra_key: the namespace: keys of different namespaces never share a node. None: the default namespace, or that
             of the other key.
 
-    The ids are packed into a copy, in one pass in C. A contiguous numpy array of 32-bit integers is packed already:
-    the key reads it where it is. Leave such an array unchanged while its key is in use, or call `kept`. A cache copies
-    the ids that it keeps.
+    The ids are packed into a copy, in one pass. A list of ints and an int32 array take the least time.
 
     Raises:
         InvalidKeyError: an id is negative, fractional or too large, tuples differ in length, or `extra_key` is not a
@@ -43,7 +41,7 @@ class RadixKey(Key):
 
     __slots__ = ()
 
-    data: bytes  # little-endian ids; a borrowed array is copied when this is first read
+    data: bytes  # little-endian ids
     width: int  # bytes an id
     arity: int  # ids of a tuple; 0: plain ids
     unit: int  # bytes of one element
@@ -53,11 +51,6 @@ class RadixKey(Key):
     @staticmethod
     def _pack_slowly(token_ids: Any) -> tuple[bytes, int, int]:
         return _pack(token_ids)
-
-    def kept(self) -> Self:
-        """Return this key after copying its ids, so that it can outlive the array that it was made of."""
-        _ = self.data
-        return self
 
     @property
     def ids(self) -> NDArray[Any]:

@@ -18,7 +18,7 @@ from itertools import count
 
 import numpy as np
 
-from raydix.cache_core.kernels import Children, cut, grow, top_of, uproot
+from raydix.cache_core.kernels import add_leaf, detach_leaf, namespace_root, rekey_children, split_node
 from raydix.cache_core.tree.packed_slots import Row, unpack
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
 from raydix.cache_core.tree.tree_node import Namespace, TreeNode
@@ -53,23 +53,23 @@ class RadixTree:
         A key with wide ids is cut before the first of them if the namespace has none.
         """
         try:
-            top: TreeNode | None = top_of(self.tops, key, self.page_size)
+            top: TreeNode | None = namespace_root(self.tops, key)
         except (AttributeError, TypeError):
             check_key(key)
             raise
-        if top is not None and key.width != top.space.width:
-            if top.space.width == 4:  # wide ids cannot be there: only the ids before them can match
+        if top is not None and key.width != top.namespace.width:
+            if top.namespace.width == 4:  # wide ids cannot be there: only the ids before them can match
                 key = key[: key.num_narrow()]
-            key = key.with_width(top.space.width)
+            key = key.with_width(top.namespace.width)
         return top, key
 
     def ensure_namespace(self, key: RadixKey, now: int) -> tuple[TreeNode, RadixKey]:
         """Return the top that an insert of `key` starts at, made or widened if need be; and the key at its width."""
         top = self.tops.get((key.extra_key, key.arity))
         if top is None:
-            space = Namespace(key.extra_key, key.arity, key.width, key.unit, self)
-            top = self.node_type(next(self.ids), self.root, space, b"", _NO_SLOTS, 0, now)
-        elif key.width != top.space.width:
+            namespace = Namespace(key.extra_key, key.arity, key.width, key.unit, self)
+            top = self.node_type(next(self.ids), self.root, namespace, b"", _NO_SLOTS, 0, now)
+        elif key.width != top.namespace.width:
             if key.width == 8:
                 self._widen(top)
             key = key.with_width(8)
@@ -81,16 +81,16 @@ class RadixTree:
         The suffix keeps its identity and its uses, which so count for the prefix, too; locks are copied to the prefix,
         hashes are shared out.
         """
-        above: TreeNode = cut(self.node_type, self.ids, self.page_size, node, end)
+        above: TreeNode = split_node(self.node_type, self.ids, self.page_size, node, end)
         return above
 
     def add_leaf(self, parent: TreeNode, key: RadixKey, stop: int, slots: Row, now: int, priority: int) -> TreeNode:
         """Add the tokens of `key` from the end of `parent` to `stop` below it, with slots that become the tree's."""
-        leaf: TreeNode = grow(self.node_type, self.ids, self.page_size, parent, key, stop, slots, now)
+        leaf: TreeNode = add_leaf(self.node_type, self.ids, self.page_size, parent, key, stop, slots, now)
         if priority:
             leaf.own_priority = priority
         if parent.parent is self.root:  # the namespace is there from its first run on
-            self.tops[parent.space.extra_key, parent.space.arity] = parent
+            self.tops[parent.namespace.extra_key, parent.namespace.arity] = parent
         return leaf
 
     def remove_leaf(self, leaf: TreeNode) -> Row:
@@ -98,33 +98,32 @@ class RadixTree:
 
         The caller removes a top that has no children then.
         """
-        return uproot(leaf, self.page_size * leaf.space.unit)
+        return detach_leaf(leaf)
 
     def remove_top(self, top: TreeNode) -> None:
         """Forget a namespace without nodes."""
         top.slots = None
-        if top.space.live:
-            del self.tops[top.space.extra_key, top.space.arity]
+        if top.namespace.live:
+            del self.tops[top.namespace.extra_key, top.namespace.arity]
         else:
             del self.detached[top]
 
     def detach(self, top: TreeNode) -> None:
         """Make a namespace unmatchable. O(1): its nodes live on until they are removed."""
-        top.space.tree = None
-        del self.tops[top.space.extra_key, top.space.arity]
+        top.namespace.tree = None
+        del self.tops[top.namespace.extra_key, top.namespace.arity]
         self.detached[top] = None
 
     def _widen(self, top: TreeNode) -> None:
         """Give every id of a namespace 8 bytes. O(its tokens), once in its life, when its first wide id comes."""
-        space = top.space
+        namespace = top.namespace
         for node in list(self.nodes_below(top)):
             node.data = np.frombuffer(node.data, "<u4").astype("<u8").tobytes()
-        space.width, space.unit = 8, space.unit * 2
-        page = self.page_size * space.unit
+        namespace.width, namespace.unit = 8, namespace.unit * 2
+        page = self.page_size * namespace.unit
         for node in (top, *self.nodes_below(top)):
-            children, node.children = node.children.values(), Children()
-            for child in children:
-                node.children[child.data[:page]] = child
+            if node.children:
+                rekey_children(node, page)
 
     @staticmethod
     def nodes_below(top: TreeNode) -> Iterator[TreeNode]:
@@ -140,15 +139,15 @@ class RadixTree:
 
     def check_structure(self, top: TreeNode) -> None:
         """Raise AssertionError if a rule of the module docstring is broken below `top`."""
-        space, page = top.space, self.page_size
+        namespace, page = top.namespace, self.page_size
         assert not top.data and top.parent is self.root, f"rule 1 at {top}"
-        assert top.children or not space.live, f"rule 5 at {top} of {space}"
+        assert top.children or not namespace.live, f"rule 5 at {top} of {namespace}"
         for node in self.nodes_below(top):
             parent = node.parent
-            assert parent is not None and node.space is space, f"foreign namespace at {node}"
+            assert parent is not None and node.namespace is namespace, f"foreign namespace at {node}"
             assert len(node) > 0 and len(node) % page == 0, f"rule 1 at {node}"
-            assert len(node.data) == len(node) * space.unit, f"rule 1 at {node}"
-            assert parent.children.get(node.data[: page * space.unit]) is node, f"rule 2 at {node}"
+            assert len(node.data) == len(node) * namespace.unit, f"rule 1 at {node}"
+            assert parent.children.get(node.data[: page * namespace.unit]) is node, f"rule 2 at {node}"
             assert node.end == parent.end + len(node), f"rule 3 at {node}"
             assert node.slots is not None, f"rule 4 at {node}: evicted, yet in the tree"
             sizes = (len(node), len(node) // page) if self.holds_slots else (0,)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from raydix.cache_core.kernels import Children, Node, join
@@ -51,11 +50,11 @@ class TreeNode(Node):
 
     id: int
     parent: TreeNode | None
-    space: Namespace
+    namespace: Namespace
     data: bytes  # packed ids of this run
     slots: Row | None
     end: int  # tokens from the root to the end of this run
-    children: Children  # by the packed ids of their first page; read-only as long as there are none
+    children: Children  # leaves share one object
     lock_ref: int  # locks on this node and below
     own_locks: int  # of those, the ones taken on this very node
     own_access_time: int  # ticks of the cache's own clock
@@ -73,7 +72,7 @@ class TreeNode(Node):
         """The tokens of this run; None for a root."""
         if not self.data:
             return None
-        return RadixKey.from_packed(self.data, self.space.width, self.space.extra_key, self.space.arity)[:]
+        return RadixKey.from_packed(self.data, self.namespace.width, self.namespace.extra_key, self.namespace.arity)[:]
 
     @property
     def value(self) -> torch.Tensor | None:
@@ -126,7 +125,7 @@ _slots_of: Callable[[TreeNode], Row] = attrgetter("slots")
 
 def join_slots_of(nodes: Iterable[TreeNode]) -> Slots:
     """Return the slots of nodes in the tree, one node's after the other's, as a copy."""
-    return np.frombuffer(join(list(map(_slots_of, nodes))), np.int64)
+    return join(list(map(_slots_of, nodes)))
 
 
 class Use(NamedTuple):

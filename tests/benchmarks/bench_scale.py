@@ -26,14 +26,14 @@ from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from numpy.typing import NDArray
 
 from raydix.actors import LocalPrefixCache
-from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator, use_huge_pages
+from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.leases.lease_table import EndedLeases
 from raydix.schemas import CacheConfig, LeaseConfig, PoolConfig
 
 PAGE = 16
 HALF = 32  # tokens of a template, of its continuation, and of a request's addition
 FANOUT = 8  # continuations of each template
-MAX_GROWTH = 1.5  # of a request's cost, from the smallest tree to the largest
+MAX_GROWTH = 2.0  # of a request's cost, from the smallest tree to the largest
 ROUNDS = 5  # in which the trees take turns
 MAX_TOKEN_BYTES = 12.0
 WARM_UP = 20_000  # requests
@@ -101,7 +101,6 @@ def _ids(rng: np.random.Generator, *shape: int) -> Tokens:
 def size_figures(largest: int, num_requests: int) -> list[Figure]:
     """Return figures of match and insert, from a thousand nodes to `largest`, in pages of the size that a cache's actor
     has."""
-    use_huge_pages()
     sizes = [size for size in (1_000, 10_000, 100_000, 1_000_000) if size <= largest]
     found = []
     with no_collection():

@@ -10,10 +10,10 @@ from benchmarks.core_runs import run_in_turns
 from benchmarks.core_workloads import WORKLOADS, known_workloads
 from benchmarks.figures import Figure
 
-MAX_PER_FLOOR = {"chat": 3.0, "documents": 2.5, "short": 3.0, "traced": 3.5, "pressed": 4.0, "chains": 4.0}
+MAX_PER_FLOOR = {"chat": 3.5, "documents": 2.8, "short": 4.0, "traced": 3.5, "pressed": 5.5, "chains": 5.3}
 GATES = {"chat": 4.5, "documents": 3.5, "short": 4.5, "traced": 5.0, "pressed": 6.0, "chains": 7.0}
 MAX_PACKINGS = {"traced": 2.0}
-MAX_TAIL = 5.0  # p99 of a match, as a ratio to its median
+MAX_TAIL = 6.0  # p99 of a match, as a ratio to its median
 WINDOW, MAX_WINDOWED, MAX_SHORT = (
     1_024,
     5.0,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.faults.faults import Catalogue, Fault, Patch, around
-from support.faults.split_faults import after_cuts, reach
+from support.faults.split_faults import after_cuts, walk_and_split
 from support.traffic.radix import TrafficFailed, run_random_traffic
 
 from raydix.cache_core import EvictResult, RadixCache, RadixKey
@@ -18,7 +18,7 @@ from raydix.cache_core.eviction.queue import EvictionQueue
 from raydix.cache_core.eviction.tenants import Tenants
 from raydix.cache_core.radix import insertion, lookup, prefix_cache
 from raydix.cache_core.radix.tree_parts import TreeParts
-from raydix.cache_core.tree import page_hashes
+from raydix.cache_core.tree import page_hashes, radix_tree
 from raydix.cache_core.tree.radix_tree import RadixTree
 
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
@@ -72,13 +72,13 @@ def a_peek_splits(patch: Patch) -> None:
 def removed_without(patch: Patch, use: str) -> None:
     """Have leaves leave the tree without telling their parents of this use."""
 
-    def fell(original: Any, full: FullKV, num_tokens: int, page_size: int, victims: Any) -> None:
+    def evict_leaves(original: Any, full: FullKV, num_tokens: int, victims: Any) -> None:
         known = {node: getattr(node, use) for top in full._tree.tops.values() for node in top.subtree()}
-        original(full, num_tokens, page_size, victims)
+        original(full, num_tokens, victims)
         for node in victims.nodes:
             setattr(node.parent, use, known.get(node.parent, 0))
 
-    around(patch, FullKV, "fell", fell)
+    around(patch, FullKV, "evict_leaves", evict_leaves)
 
 
 @fault
@@ -140,15 +140,15 @@ def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
         if not node.data:
             original(full, node)
 
-    around(patch, FullKV, "_left_bare", left_bare)
+    around(patch, FullKV, "_on_last_child_removed", left_bare)
 
 
 @fault
 def an_unlocked_leaf_never_becomes_a_candidate_again(patch: Patch) -> None:
     def unlock(original: Any, full: FullKV, node: Any) -> Any:
-        offer, full._offer = full._offer, lambda parent: None  # type: ignore[method-assign]
+        offer, full._add_candidate = full._add_candidate, lambda parent: None  # type: ignore[method-assign]
         was_locked = original(full, node)
-        full._offer = offer  # type: ignore[method-assign]
+        full._add_candidate = offer  # type: ignore[method-assign]
         return was_locked
 
     around(patch, FullKV, "unlock", unlock)
@@ -208,7 +208,7 @@ def a_retirement_spares_the_default_namespace(patch: Patch) -> None:
 def a_retired_namespace_can_still_be_matched(patch: Patch) -> None:
     def detach(original: Any, tree: RadixTree, top: Any) -> None:
         original(tree, top)
-        tree.tops[top.space.extra_key, top.space.arity] = top
+        tree.tops[top.namespace.extra_key, top.namespace.arity] = top
 
     around(patch, RadixTree, "detach", detach)
 
@@ -216,10 +216,10 @@ def a_retired_namespace_can_still_be_matched(patch: Patch) -> None:
 @fault
 def what_is_unlocked_after_its_retirement_is_forgotten(patch: Patch) -> None:
     def offer(original: Any, full: FullKV, leaf: Any) -> None:
-        if leaf.space.live:
+        if leaf.namespace.live:
             original(full, leaf)
 
-    around(patch, FullKV, "_offer", offer)
+    around(patch, FullKV, "_add_candidate", offer)
 
 
 # ---------------------------------------------------------------- pages, keys and namespaces
@@ -233,7 +233,7 @@ def a_match_ends_within_a_page(patch: Patch) -> None:
 
     for module in (lookup, insertion):
         around(patch, module, "walk", walk)
-    patch.setattr(lookup, "reach", reach)
+    patch.setattr(lookup, "walk_and_split", walk_and_split)
 
 
 @fault
@@ -277,12 +277,7 @@ def tuples_are_the_ids_they_begin_with(patch: Patch) -> None:
 
 @fault
 def a_widened_namespace_keeps_its_old_children_keys(patch: Patch) -> None:
-    def widen(original: Any, tree: RadixTree, top: Any) -> None:
-        old = top.children
-        original(tree, top)
-        top.children = old
-
-    around(patch, RadixTree, "_widen", widen)
+    patch.setattr(radix_tree, "rekey_children", lambda node, page_bytes: None)
 
 
 # ---------------------------------------------------------------- owners of slots
@@ -324,7 +319,7 @@ def an_insert_frees_its_duplicates(patch: Patch) -> None:
 def slots_are_adopted_without_a_copy(patch: Patch) -> None:
     adopted: dict[int, tuple[bytes, torch.Tensor]] = {}  # a row for a caller's tensor, and the adopted part
 
-    def compact(original: Any, slots: Any, page_size: int, start: int, stop: int) -> bytes:
+    def pack_slots(original: Any, slots: Any, page_size: int, start: int, stop: int) -> bytes:
         row: bytes = original(slots, page_size, start, stop)
         adopted[id(row)] = row, slots[start:stop]
         return row
@@ -335,7 +330,7 @@ def slots_are_adopted_without_a_copy(patch: Patch) -> None:
                 node.slots = adopted[id(node.slots)][1].numpy().tobytes()
         return original(path, *rest)
 
-    around(patch, insertion, "compact", compact)
+    around(patch, insertion, "pack_slots", pack_slots)
     around(patch, prefix_cache, "gather", gather)
 
 
@@ -347,7 +342,7 @@ def a_match_hands_out_the_slots_of_the_tree_itself(patch: Patch) -> None:
         with warnings.catch_warnings(action="ignore"):  # that it cannot be written to is no obstacle
             return torch.frombuffer(path[0].slots, dtype=torch.int64)
 
-    patch.setattr(insertion, "compact", lambda slots, _, start, stop: slots[start:stop].numpy().tobytes())
+    patch.setattr(insertion, "pack_slots", lambda slots, _, start, stop: slots[start:stop].numpy().tobytes())
     around(patch, prefix_cache, "gather", gather)
 
 
@@ -468,7 +463,7 @@ def stale_nodes_are_accepted(patch: Patch) -> None:
 @fault
 def nodes_of_other_namespaces_are_resumed_at(patch: Patch) -> None:
     def resumed(original: Any, parts: TreeParts, key: RadixKey, node: Any, is_trusted: bool) -> RadixKey:
-        renamed = RadixKey.from_packed(key.data, key.width, node.space.extra_key, node.space.arity)
+        renamed = RadixKey.from_packed(key.data, key.width, node.namespace.extra_key, node.namespace.arity)
         there: RadixKey = original(parts, renamed, node, is_trusted)
         return there
 

@@ -335,7 +335,8 @@ def a_leaf_is_cut_within_a_page(patch: Patch) -> None:
 
     around(patch, WindowKV, "__init__", init)
     patch.setattr(
-        "raydix.cache_core.radix.insertion.compact", lambda slots, start, stop, _: slots[start:stop].numpy().tobytes()
+        "raydix.cache_core.radix.insertion.pack_slots",
+        lambda slots, start, stop, _: slots[start:stop].numpy().tobytes(),
     )
 
 

@@ -27,7 +27,7 @@ from support.claims.images import (
 from support.reference.keys import image_id, page_hashes, pairs
 
 from raydix.cache_core import InvalidKeyError, RadixKey, hash_bytes, hash_token_ids
-from raydix.cache_core.kernels import Children
+from raydix.cache_core.kernels import rekey_children
 from raydix.cache_core.leases import kv_cache
 from raydix.cache_core.tree import page_events
 from raydix.cache_core.tree import page_hashes as hashes_of_nodes
@@ -121,13 +121,12 @@ def widening_forgets_a_childs_key(patch: Patch) -> None:
     original = RadixTree._widen
 
     def widen(tree: RadixTree, top: Any) -> None:
-        first, *others = top.children.values()
-        narrow_page = first.data[: tree.page_size * top.space.unit]
+        first = next(iter(top.children.values()))
+        narrow_page = first.data[: tree.page_size * top.namespace.unit]
         original(tree, top)
-        top.children = Children()
-        top.children[narrow_page] = first
-        for node in others:
-            top.children[node.data[: tree.page_size * top.space.unit]] = node
+        wide, first.data = first.data, narrow_page
+        rekey_children(top, tree.page_size * top.namespace.unit)
+        first.data = wide
 
     patch.setattr(RadixTree, "_widen", widen)
 
@@ -137,11 +136,8 @@ def widening_forgets_what_lies_deeper(patch: Patch) -> None:
     def widen(tree: RadixTree, top: Any) -> None:
         for node in tree.nodes_below(top):
             node.data = np.frombuffer(node.data, "<u4").astype("<u8").tobytes()
-        top.space.width, top.space.unit = 8, top.space.unit * 2
-        page = tree.page_size * top.space.unit
-        children, top.children = top.children.values(), Children()
-        for child in children:
-            top.children[child.data[:page]] = child
+        top.namespace.width, top.namespace.unit = 8, top.namespace.unit * 2
+        rekey_children(top, tree.page_size * top.namespace.unit)
 
     patch.setattr(RadixTree, "_widen", widen)
 
@@ -170,7 +166,7 @@ def keys_are_compared_as_bytes(patch: Patch) -> None:
 
     def find_namespace(tree: RadixTree, key: RadixKey) -> Any:
         top = tree.tops.get((key.extra_key, key.arity))
-        if top is not None and top.space.width == 4 and key.width == 8:
+        if top is not None and top.namespace.width == 4 and key.width == 8:
             key = RadixKey.from_packed(key.data, 4, key.extra_key, key.arity)
         return original(tree, key)
 

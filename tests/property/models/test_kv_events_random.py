@@ -231,7 +231,7 @@ def parents_are_removed_before_their_children(patch: Patch) -> None:
 
 @fault
 def namespaces_share_an_event(patch: Patch) -> None:
-    patch.setattr(page_events, "groupby", lambda nodes, key: [(nodes[0].space, nodes)] if nodes else [])
+    patch.setattr(page_events, "groupby", lambda nodes, key: [(nodes[0].namespace, nodes)] if nodes else [])
 
 
 @fault
@@ -259,7 +259,7 @@ def the_namespace_is_not_told(patch: Patch) -> None:
 def the_second_ids_of_pairs_are_told(patch: Patch) -> None:
     def page_run(original: Any, node: Any, page_size: int) -> Any:
         run = original(node, page_size)
-        return run._replace(token_ids=node.key.ids[1::2]) if node.space.arity else run
+        return run._replace(token_ids=node.key.ids[1::2]) if node.namespace.arity else run
 
     around(patch, page_events, "page_run", page_run)
 
@@ -282,12 +282,12 @@ def a_reset_is_not_told(patch: Patch) -> None:
 @fault
 def what_was_cleared_is_removed_once_more(patch: Patch) -> None:
     def removed(original: Any, teller: KVEventPublisher, nodes: list[Any]) -> None:
-        spaces = {node.space for node in nodes if not node.space.live}
-        for space in spaces:
-            space.tree = object()
+        spaces = {node.namespace for node in nodes if not node.namespace.live}
+        for namespace in spaces:
+            namespace.tree = object()
         original(teller, nodes)
-        for space in spaces:
-            space.tree = None
+        for namespace in spaces:
+            namespace.tree = None
 
     around(patch, KVEventPublisher, "removed", removed)
 

@@ -107,16 +107,16 @@ def _split_without(name: str, value: int) -> Callable[[Patch], None]:
 
 
 def _what_is_evicted_has_no_priority(patch: Patch) -> None:
-    original = FullKV.fell
+    original = FullKV.evict_leaves
 
-    def fell(full: FullKV, num_tokens: int, page_size: int, victims: Victims) -> None:
+    def evict_leaves(full: FullKV, num_tokens: int, victims: Victims) -> None:
         known = {node: node.own_priority for top in full._tree.tops.values() for node in top.subtree()}
-        original(full, num_tokens, page_size, victims)
+        original(full, num_tokens, victims)
         for node in victims.nodes:
             assert node.parent is not None
             node.parent.own_priority = known.get(node.parent, 0)  # retired nodes are in no ranking any more
 
-    patch.setattr(FullKV, "fell", fell)
+    patch.setattr(FullKV, "evict_leaves", evict_leaves)
 
 
 def _inserts_have_no_priority(patch: Patch) -> None:

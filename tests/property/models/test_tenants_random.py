@@ -11,7 +11,7 @@ from support.traffic.tenants import TenantTraffic, make_cache
 
 from raydix.cache_core.components.full_kv import FullKV
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
-from raydix.cache_core.kernels import Holdings
+from raydix.cache_core.kernels import LockAccounting
 from raydix.cache_core.leases import kv_cache
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.radix.prefix_cache import PrefixCache
@@ -108,15 +108,15 @@ def victims_are_chosen_by_tenant_before_rank(patch: Patch) -> None:
 def what_is_evicted_goes_on_counting(patch: Patch) -> None:
     count = FullKV._count
 
-    def count_what_comes(full: FullKV, space: Any, evictable: int, cached: int) -> None:
+    def count_what_comes(full: FullKV, namespace: Any, evictable: int, cached: int) -> None:
         if cached >= 0:
-            count(full, space, evictable, cached)
+            count(full, namespace, evictable, cached)
 
     patch.setattr(FullKV, "_count", count_what_comes)
 
 
 def locks_are_not_counted(patch: Patch) -> None:
-    patch.setattr(FullKV, "_lock", lambda full, node: Holdings.lock(full, node))
+    patch.setattr(FullKV, "_lock", lambda full, node: LockAccounting.lock(full, node))
 
 
 def a_retired_namespace_is_kept_by_its_floor(patch: Patch) -> None:
@@ -215,7 +215,7 @@ def test_a_state_must_not_take_a_leaf_below_a_floor(monkeypatch: Patch) -> None:
 def test_what_was_retired_must_not_count_for_a_floor(unhurried: TenantTraffic, monkeypatch: Patch) -> None:
     def may_take(component: FullKV, leaf: TreeNode) -> bool:
         tenant = component.tenants.of_node(leaf)
-        return tenant is component.tenants.caller or not leaf.space.live or tenant.held - len(leaf) >= tenant.floor
+        return tenant is component.tenants.caller or not leaf.namespace.live or tenant.held - len(leaf) >= tenant.floor
 
     monkeypatch.setattr(FullKV, "may_take", may_take)
 

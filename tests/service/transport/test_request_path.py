@@ -26,7 +26,7 @@ MAX_FILES = 26
 
 
 @pytest.mark.figures
-@pytest.mark.skipif(not COMPILED, reason="the plain kernels add files of their own")
+@pytest.mark.skipif(not COMPILED, reason="interpreted kernels add files of their own")
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets exist only on Linux")
 async def test_an_acquire_runs_through_the_files_that_the_service_names() -> None:
     files = await files_of_an_acquire()

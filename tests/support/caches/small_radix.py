@@ -33,7 +33,7 @@ def row(*slots: int) -> torch.Tensor:
 
 def edges(cache: RadixCache, ns: str | None = None) -> set[str]:
     """Every node as the runs from the root to it: {"1 2", "1 2|3 4"}."""
-    return {"|".join(runs(node)) for node in cache.parts.tree.nodes() if node.space.extra_key == ns}
+    return {"|".join(runs(node)) for node in cache.parts.tree.nodes() if node.namespace.extra_key == ns}
 
 
 def runs(node: TreeNode) -> list[str]:

@@ -123,7 +123,9 @@ class CheckedRadixCache:
         self.page_size = page_size
         self.told: list[int] = []
         self._make(num_pages, rng, paged_pool)
-        self.cache.parts.full._queue.reach = 64 if paged_pool else 1  # leaves are few: beyond that they come late
+        self.cache.parts.full._queue.search_limit = (
+            64 if paged_pool else 1
+        )  # leaves are few: beyond that they come late
         self._page_of_hash: dict[str, Page] = {}
         self._hash_of_page: dict[Page, str] = {}
 
@@ -332,7 +334,7 @@ class CheckedRadixCache:
                 assert node.key is not None and node.value is not None
                 prefix = prefixes.get(node.parent, ()) + tuple(node.key)
                 prefixes[node] = prefix
-                generation = self.model.generation(node.key.extra_key) if top.space.live else RETIRED
+                generation = self.model.generation(node.key.extra_key) if top.namespace.live else RETIRED
                 place = Place(node.key.extra_key, prefix, generation)
                 num_pages = len(node) // self.page_size
                 slots = tuple(node.value.tolist())

@@ -1,4 +1,4 @@
-"""Small trees of the nodes of either twin, grown kernel by kernel."""
+"""Small trees that grow by the kernels alone, with the accounting of their locks."""
 
 from __future__ import annotations
 
@@ -8,93 +8,155 @@ from typing import Any
 
 import torch
 
-from raydix.cache_core.kernels import plain_kernels
+from raydix.cache_core.kernels import (
+    Key,
+    LockAccounting,
+    Node,
+    Victims,
+    add_leaf,
+    gather,
+    pack_slots,
+    walk_and_split,
+)
 
-FIELDS = [name for name in plain_kernels.Node.__slots__ if name not in ("parent", "children", "space")]
+FIELDS = (
+    "creation_time",
+    "data",
+    "end",
+    "hash_values",
+    "lock_ref",
+    "own_access_time",
+    "own_hits",
+    "own_locks",
+    "own_priority",
+    "slots",
+    "swa_access_time",
+    "swa_boundary_id",
+    "swa_lock_ref",
+    "swa_tombstone",
+)
 
 
-class Branch:
-    """A tree of one twin's nodes, grown by keys of single bytes."""
+class Tree:
+    """A tree of keys with ids of `unit` bytes. The slot of token i is `first + i * step`; a page's hash is its prefix.
 
-    def __init__(self, kernel: Any, page_size: int, unit: int = 1, first: int = 0, step: int = 1) -> None:
-        self.kernel, self.page_size, self.unit, self.first, self.step = kernel, page_size, unit, first, step
-        self.space = SimpleNamespace(unit=unit)
-        self.root = kernel.Node(0, None, self.space, b"", b"", 0, 0)
-        self.top = kernel.Node(1, self.root, self.space, b"", b"", 0, 0)
-        self.nodes = [self.top]
-        self.ids = count(1)  # places in `nodes`
+    Attributes:
+        nodes: all nodes that ever were in the tree; a node's id is its place.
+        accounting: the locks on the tree.
+    """
 
-    def insert(self, data: bytes) -> Any:
-        """Hang what is new of a key below what it goes through, cutting where it leaves a run; the node it ends at."""
-        key = self.kernel.Key.from_packed(data, self.unit)
-        num_tokens = key.num_tokens // self.page_size * self.page_size
-        path, end, _ = self.kernel.reach(type(self.top), self.ids, self.top, key, self.page_size, num_tokens)
+    def __init__(
+        self, page_size: int = 1, unit: int = 1, first: int = 0, step: int = 1, node_type: type[Node] = Node
+    ) -> None:
+        self.page_size, self.unit, self.first, self.step, self.node_type = page_size, unit, first, step, node_type
+        self.namespace = SimpleNamespace(unit=unit)
+        self.root = node_type(0, None, self.namespace, b"", b"", 0, 0)
+        self.top = node_type(0, self.root, self.namespace, b"", b"", 0, 0)
+        self.nodes: list[Any] = [self.top]
+        self.ids = count(1)
+        self.accounting = FirstInFirstOut()
+
+    def insert(self, data: bytes, now: int = 7) -> Any:
+        """Insert the whole pages of a key; return the node at its end."""
+        key, page = Key.from_packed(data, self.unit), self.page_size
+        num_tokens = key.num_tokens // page * page
+        path, end, _ = walk_and_split(self.node_type, self.ids, self.top, key, page, num_tokens)
         node = path[-1] if path else self.top
-        if path and node.id == len(self.nodes):  # it was cut off
-            self._added(node)
+        if node.id == len(self.nodes):
+            self.nodes.append(node)
         if end < num_tokens:
-            all_slots = torch.arange(num_tokens) * self.step + self.first
-            slots = self.kernel.compact(all_slots, 1, end, num_tokens)
-            leaf = self.kernel.grow(type(self.top), self.ids, self.page_size, node, key, num_tokens, slots, 7)
-            if leaf.id % 2:
-                leaf.hash_values = [f"{leaf.id}/{page}" for page in range((num_tokens - end) // self.page_size)]
-            node = self._added(leaf)
+            slots = pack_slots(torch.arange(num_tokens) * self.step + self.first, page, end, num_tokens)
+            node = add_leaf(self.node_type, self.ids, page, node, key, num_tokens, slots, now)
+            node.hash_values = [data[: stop * self.unit] for stop in range(end + page, num_tokens + 1, page)]
+            self.nodes.append(node)
+            self.accounting.add(node)
         return node
 
-    def _added(self, node: Any) -> Any:
-        self.nodes.append(node)
-        return node
+    def prefix(self, node: Any) -> bytes:
+        """Return the packed ids from the root to the end of a node."""
+        return b"" if node.parent is None else self.prefix(node.parent) + node.data
 
     def facts(self) -> list[tuple[Any, ...]]:
-        """All there is to know of every node, in the order in which they were made."""
+        """Return all fields of all nodes, and the sums of the accounting."""
+        sums = (self.accounting.evictable, self.accounting.protected, len(self.accounting.leaves))
         return [
-            (
-                *(getattr(node, name) for name in FIELDS),
-                node.parent.id,
-                node.space is self.space,
-                [child.id for child in node.children.values()],
-            )
-            for node in self.nodes
+            sums,
+            *((*(getattr(node, name) for name in FIELDS), node.parent, list(node.children)) for node in self.nodes),
         ]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the nodes, their slots, their hashes and the accounting agree."""
+        known = [node for node in self.nodes[1:] if node.slots is not None]
+        for node in known:
+            tokens = torch.arange(node.parent.end, node.end)
+            prefix, page = self.prefix(node), self.page_size * self.unit
+            assert len(node) == len(tokens) > 0 and len(node) % self.page_size == 0
+            assert len(prefix) == node.end * self.unit
+            assert node.parent.children.get(node.data[:page]) is node and node.namespace is self.namespace
+            assert gather([node], self.page_size).tolist() == (tokens * self.step + self.first).tolist()
+            stops = range(node.parent.end * self.unit + page, len(prefix) + 1, page)
+            assert node.hash_values == [prefix[:stop] for stop in stops]
+            assert node.lock_ref == node.own_locks + sum(child.lock_ref for child in node.children)
+        assert sum(len(node.children) for node in (self.top, *known)) == len(known)
+        assert self.accounting.evictable == sum(len(node) for node in known if not node.lock_ref)
+        assert self.accounting.protected == sum(len(node) for node in known if node.lock_ref)
+        leaves = [node for node in known if not node.children and not node.lock_ref]
+        assert sorted(node.id for node in self.accounting.leaves) == [node.id for node in leaves]
+
+    def evict(self, num_tokens: int) -> tuple[int, list[int]]:
+        """Evict leaves until so many tokens are evicted; return the tokens and the ids of the nodes."""
+        victims = Victims()
+        self.accounting.evict_leaves(num_tokens, victims)
+        return victims.num_tokens, [node.id for node in victims.nodes]
 
 
 class ListQueue:
-    """The simplest queue: first in, first out. It records its calls."""
+    """A queue that evicts the leaf first that came first.
+
+    Attributes:
+        touched: the ids of the nodes that were touched.
+    """
 
     def __init__(self, leaves: list[Any]) -> None:
         self.leaves = leaves
-        self.told: list[tuple[str, int]] = []
+        self.touched: list[int] = []
 
     def push(self, leaf: Any) -> None:
-        self.told.append(("push", leaf.id))
+        """Add a leaf."""
         self.leaves.append(leaf)
 
     def discard(self, leaf: Any) -> None:
-        self.told.append(("discard", leaf.id))
+        """Take a leaf out, if it is here."""
         if leaf in self.leaves:
             self.leaves.remove(leaf)
 
     def touch(self, leaf: Any) -> None:
-        self.told.append(("touch", leaf.id))
+        """Note a use of a leaf."""
+        self.touched.append(leaf.id)
 
     def pop(self) -> Any:
+        """Take out the first leaf; None if there is none."""
         return self.leaves.pop(0) if self.leaves else None
 
 
-def held_by(kernel: Any, *leaves: Any) -> Any:
-    """Holdings of a twin, over a queue of these leaves."""
+class FirstInFirstOut(LockAccounting):
+    """Accounting over a `ListQueue`.
 
-    class Heir(kernel.Holdings):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(ListQueue([*leaves]))
-            self.bare: list[int] = []
+    Attributes:
+        leaves: the leaves that stand in the queue.
+        childless: the ids of the nodes that lost their last child.
+    """
 
-        def _offer(self, leaf: Any) -> None:
-            self._queue.push(leaf)
+    def __init__(self) -> None:
+        self.leaves: list[Any] = []
+        self.queue = ListQueue(self.leaves)
+        self.childless: list[int] = []
+        super().__init__(self.queue)
 
-        def _left_bare(self, node: Any) -> None:
-            self.bare.append(node.id)
-            if node.data and not node.lock_ref:
-                self._queue.push(node)
+    def _add_candidate(self, leaf: Any) -> None:
+        self.queue.push(leaf)
 
-    return Heir()
+    def _on_last_child_removed(self, node: Any) -> None:
+        self.childless.append(node.id)
+        if node.data and not node.lock_ref:
+            self.queue.push(node)

@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 
-def run_fresh(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+def run_fresh(program: str, stdin: str | None = None, **environ: str) -> "subprocess.CompletedProcess[str]":
     """Run a program to its end; return its output and exit status."""
     return subprocess.run(
         [sys.executable, "-c", program],
+        input=stdin,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environ,
         capture_output=True,
         text=True,

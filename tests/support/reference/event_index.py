@@ -83,9 +83,9 @@ def resident_blocks(tree: PrefixCache) -> dict[int, Block]:
             for start in range(before, len(paths[node]), tree.page_size):
                 pages = _pages(paths[node][: start + tree.page_size], tree.page_size)
                 ids = tuple(each[0] if isinstance(each, tuple) else each for each in pages[-1])
-                parent = _chained(pages[:-1], top.space.extra_key)
-                found[_as_int(_chained(pages, top.space.extra_key))] = Block(
-                    None if len(pages) == 1 else _as_int(parent), top.space.extra_key, ids
+                parent = _chained(pages[:-1], top.namespace.extra_key)
+                found[_as_int(_chained(pages, top.namespace.extra_key))] = Block(
+                    None if len(pages) == 1 else _as_int(parent), top.namespace.extra_key, ids
                 )
     return found
 

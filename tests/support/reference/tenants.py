@@ -42,7 +42,7 @@ class Shares:
         self.free = cache.free_slots
         self.nodes: list[Node] = []
         for top in cache.tree.parts.tops():  # type: ignore[attr-defined]
-            self._copy(top, None, cache.tenants.of(top.space.extra_key))
+            self._copy(top, None, cache.tenants.of(top.namespace.extra_key))
         self.dead = Counter[Tenant]()
         self.held = Counter[Tenant]()
         for node in self.nodes:
@@ -57,7 +57,7 @@ class Shares:
         if node.data and node.slots is not None:
             slots = expand_slots(node.slots, len(node)).tolist()
             uses = (node.own_access_time, node.own_hits, node.own_priority, node.creation_time)
-            copied = Node(node.id, tenant, slots, node.lock_ref > 0, node.space.live, *uses, parent)
+            copied = Node(node.id, tenant, slots, node.lock_ref > 0, node.namespace.live, *uses, parent)
             self.nodes.append(copied)
             if parent is not None:
                 parent.children.append(copied)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from raydix.cache_core import LRUList, MambaTreeNode
-from raydix.cache_core.kernels import Children
+from raydix.cache_core.kernels.tree import add_child
 from raydix.cache_core.tree.tree_node import Namespace
 
 SPACE = Namespace(None, 0, 4, 4)
@@ -19,10 +19,7 @@ def node(node_id: int, parent: MambaTreeNode | None = None) -> MambaTreeNode:
 
 
 def hang(parent: MambaTreeNode, child: MambaTreeNode) -> None:
-    children = Children()
-    for each in (*parent.children.values(), child):
-        children[bytes([each.id % 256])] = each
-    parent.children = children
+    add_child(parent, bytes([child.id % 256]), child)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 MAY_IMPORT = {
     # pydantic_core is pydantic's own compiled half: a type with a schema of its own takes it from there
     "schemas": STDLIB | {"numpy", "pydantic", "pydantic_core", "raydix.schemas"},
-    "cache_core": (STDLIB - {"asyncio"}) | {"numpy", "torch", "raydix.cache_core"},
+    "cache_core": (STDLIB - {"asyncio"}) | {"cython", "numpy", "torch", "raydix.cache_core"},
 }
 
 

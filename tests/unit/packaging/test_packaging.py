@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("actors", "cache_core", "schemas")
+KERNELS = "raydix/cache_core/kernels/"
+WARNING = "the core will be interpreted"
 
 
 def setuptools_is_new_enough() -> bool:
@@ -32,55 +34,72 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the working tree."""
-    return build(tmp_path_factory.mktemp("packaging"))
+    wheel, printed = build(tmp_path_factory.mktemp("packaging"), "wheel")
+    assert (WARNING in printed) == (not compiled_in(wheel))
+    return wheel
 
 
-def build(folder: Path, **environ: str) -> Path:
-    """Build a wheel from a copy, so that no build files are left in the working tree."""
+def build(folder: Path, kind: str, **environ: str) -> tuple[Path, str]:
+    """Build a "wheel" or an "sdist" from a copy, so that no build files are left in the working tree.
+
+    Return it, and the text that setuptools printed.
+    """
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
 
-    program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    program = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
-        cwd=source,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program], cwd=source, env=os.environ | environ, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
-    return built
+    return folder / done.stdout.splitlines()[-1], done.stdout + done.stderr
 
 
-def test_every_source_is_compiled() -> None:
-    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    core = ROOT / "cache_core" / "kernels" / "c"
-
-    assert extension["sources"] == sorted(path.relative_to(ROOT).as_posix() for path in core.glob("*.c"))
-    assert extension["depends"] == sorted(path.relative_to(ROOT).as_posix() for path in core.glob("*.h"))
-
-
-def test_the_wheel_holds_exactly_our_packages_with_their_types_and_data(wheel: Path) -> None:
-    expected = {
-        f"raydix/{path.relative_to(ROOT).as_posix()}"
+def our_files() -> set[str]:
+    """The paths below the root that an installation needs."""
+    return {
+        path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
         if path.suffix in (".py", ".pyi", ".html", ".json") or path.name == "py.typed"
     }
+
+
+def compiled_in(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
+
+
+def test_the_wheel_holds_exactly_our_packages_with_their_types_and_data(wheel: Path) -> None:
+    expected = {f"raydix/{name}" for name in our_files()}
     assert {f"raydix/{package}/py.typed" for package in PACKAGES} <= expected
 
     names = set(zipfile.ZipFile(wheel).namelist())
 
-    compiled = {name for name in names if name.endswith(".so")}
-    assert {name for name in names if ".dist-info/" not in name} - compiled == expected
-    assert all(name.startswith("raydix/cache_core/kernels/_compiled.") for name in compiled)
+    assert {name for name in names if ".dist-info/" not in name} - compiled_in(wheel) == expected
     assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_the_wheel_has_all_kernels_compiled_or_none(wheel: Path) -> None:
+    modules = {path.stem for path in (ROOT / "cache_core" / "kernels").glob("[!_]*.py")}
+
+    compiled = compiled_in(wheel)
+
+    assert all(name.startswith(KERNELS) for name in compiled)
+    assert {Path(name).name.partition(".")[0] for name in compiled} in (modules, set())
+
+
+def test_a_source_distribution_holds_what_a_build_needs_and_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+    sdist, _ = build(tmp_path, "sdist")
+
+    with tarfile.open(sdist) as archive:
+        names = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
+
+    assert {*our_files(), "pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
+    assert [name for name in names if name.endswith((".c", ".so")) or name.startswith("build/")] == []
 
 
 def test_the_wheel_works_beside_a_users_own_packages_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
@@ -108,8 +127,9 @@ def test_the_wheel_works_beside_a_users_own_packages_of_the_same_names(wheel: Pa
     assert done.stdout.split() == [str(installed / "raydix" / name / "__init__.py") for name in PACKAGES]
 
 
-def test_without_a_compiler_the_wheel_has_the_plain_kernels_alone(tmp_path: Path) -> None:
-    built = build(tmp_path, CC="there-is-no-compiler", LDSHARED="there-is-no-compiler")
+def test_without_a_compiler_the_kernels_are_interpreted(tmp_path: Path) -> None:
+    built, printed = build(tmp_path, "wheel", CC="there-is-no-compiler", LDSHARED="there-is-no-compiler")
+    assert WARNING in printed
     zipfile.ZipFile(built).extractall(tmp_path / "installed")
     program = (
         "import sys\n"  # an editable installation would lend it the compiled ones of the working tree
@@ -127,3 +147,15 @@ def test_without_a_compiler_the_wheel_has_the_plain_kernels_alone(tmp_path: Path
     )
 
     assert done.stdout.split() == ["False"], done.stderr
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: install it")
+def test_if_one_module_cannot_be_compiled_none_is(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *page_lists.c*) exit 1;; esac\nexec gcc "$@" -O0\n')
+    compiler.chmod(0o755)
+
+    built, printed = build(tmp_path, "wheel", CC=str(compiler), LDSHARED="gcc -shared")
+
+    assert WARNING in printed
+    assert compiled_in(built) == set()

@@ -241,9 +241,9 @@ def test_a_namespace_is_not_widened_for_a_key_that_is_refused(cache: RadixCache,
     with pytest.raises(InvalidKeyError, match="does not end a prefix"):
         cache.insert(key(*ids), row(20, 21, 22), from_node=node)
 
-    assert node.space.width == 4
+    assert node.namespace.width == 4
     assert cache.insert(key(1, 2, WIDE), row(10, 11, 12), from_node=node).prefix_len == 2
-    assert node.space.width == 8
+    assert node.namespace.width == 8
 
 
 # ---------------------------------------------------------------- a lookup without effects

@@ -111,7 +111,7 @@ def test_widening_one_namespace_leaves_the_others_as_they_are(cache: RadixCache)
     cache.insert(key(1, ns="a"), row(10))
     cache.insert(key(WIDE, ns="b"), row(20))
 
-    assert {node.space.extra_key: node.space.width for node in cache.parts.tree.nodes()} == {"a": 4, "b": 8}
+    assert {node.namespace.extra_key: node.namespace.width for node in cache.parts.tree.nodes()} == {"a": 4, "b": 8}
 
 
 def test_nodes_and_locks_outlive_the_widening(cache: RadixCache) -> None:

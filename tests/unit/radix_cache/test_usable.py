@@ -21,11 +21,11 @@ NODES = st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.booleans()), max
 
 def path_of(kinds: list[tuple[int, bool, bool]]) -> list[Any]:
     """Nodes below each other: how long each is, whether it is a tombstone, whether it has a state."""
-    space, ids = Namespace(None, 0, 4, 4), count()
-    node = MambaTreeNode(next(ids), None, space, b"", b"", 0, 0)
+    namespace, ids = Namespace(None, 0, 4, 4), count()
+    node = MambaTreeNode(next(ids), None, namespace, b"", b"", 0, 0)
     path = []
     for length, is_tombstone, has_state in kinds:
-        node = MambaTreeNode(next(ids), node, space, bytes(4 * length), b"", node.end + length, 0)
+        node = MambaTreeNode(next(ids), node, namespace, bytes(4 * length), b"", node.end + length, 0)
         node.swa_tombstone, node.mamba_value = is_tombstone, 7 if has_state else None
         path.append(node)
     return path

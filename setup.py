@@ -1,0 +1,57 @@
+"""Compile the modules of `cache_core/kernels` by Cython if there is a C compiler; otherwise they are interpreted."""
+
+from __future__ import annotations
+
+from contextlib import chdir
+from hashlib import sha256
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+PACKAGE = "raydix.cache_core.kernels"
+DIRECTIVES = {"binding": False, "nonecheck": True}
+
+
+class BuildKernels(build_ext):
+    """Compiles all of the modules, or none."""
+
+    def build_extensions(self) -> None:
+        """Translate and compile the modules. If one fails, remove the others and log a warning."""
+        for extension in self.extensions:
+            extension.sources = [self._translated(Path(extension.sources[0]))]
+        self.parallel = True
+        super().build_extensions()
+        compiled = [Path(path) for path in self.get_outputs()]
+        if not all(path.exists() for path in compiled):
+            for path in compiled:
+                path.unlink(missing_ok=True)
+            self.warn("the core will be interpreted, and is slower: its modules could not be compiled; install gcc")
+
+    def _translated(self, source: Path) -> str:
+        """Return the path of the C source that Cython makes of a copy of a module.
+
+        The copy ends with the hash of the module, which `kernels/__init__.py` compares. Tracebacks name its path below
+        the build folder.
+        """
+        copy = Path(*PACKAGE.split("."), source.name)
+        text = f'{source.read_text()}\nSOURCE_HASH = "{sha256(source.read_bytes()).hexdigest()}"\n'
+        folder = Path(self.build_temp)
+        (folder / copy.parent).mkdir(parents=True, exist_ok=True)
+        with chdir(folder):
+            if not copy.exists() or copy.read_text() != text:
+                copy.write_text(text)
+            extension = Extension(f"{PACKAGE}.{source.stem}", [str(copy)])
+            (extension,) = cythonize(extension, compiler_directives=DIRECTIVES)
+        return str(folder / extension.sources[0])
+
+
+sources = sorted(Path("cache_core/kernels").glob("[!_]*.py"))
+setup(
+    ext_modules=[
+        Extension(f"{PACKAGE}.{source.stem}", [str(source)], extra_compile_args=["-O3"], optional=True)
+        for source in sources
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)
