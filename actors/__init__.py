@@ -10,6 +10,8 @@ The folders, from the ground up:
     metrics       the counts as metrics of Ray, and a dashboard for Grafana
     service       the cache actor, the dispatch of requests, the background tasks
     client        `PrefixCacheClient`, its leases, the mapped pool, the plain form for threads
+    engines       the common parts of engines' connectors: look-ups, copies, weights
+    fleet         the router of requests to several caches, and a simulation of it
     huggingface   the parts of `TransformersWorker`
     report        the report page
     cli           the command `raydix`
@@ -25,18 +27,25 @@ if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
     from raydix.actors.client.local_prefix_cache import LocalPrefixCache
     from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+    from raydix.actors.client.rank_leases import acquire_ranks
     from raydix.actors.deploy import connect, shutdown_cache, start_cache, start_cache_async
+    from raydix.actors.fleet.fleet import Fleet, connect_fleet
+    from raydix.actors.fleet.route import Route
     from raydix.actors.service.cache_actor import PrefixCacheActor
     from raydix.actors.sessions.watched_actor import WatchedActor
 
 __all__ = [
     "AttachedPool",
+    "Fleet",
     "Lease",
     "LocalPrefixCache",
     "PrefixCacheActor",
     "PrefixCacheClient",
+    "Route",
     "WatchedActor",
+    "acquire_ranks",
     "connect",
+    "connect_fleet",
     "shutdown_cache",
     "start_cache",
     "start_cache_async",
@@ -44,12 +53,16 @@ __all__ = [
 
 _HOMES = {
     "AttachedPool": "client.attached_pool",
+    "Fleet": "fleet.fleet",
     "Lease": "client.lease",
     "LocalPrefixCache": "client.local_prefix_cache",
     "PrefixCacheActor": "service.cache_actor",
     "PrefixCacheClient": "client.prefix_cache_client",
+    "Route": "fleet.route",
     "WatchedActor": "sessions.watched_actor",
+    "acquire_ranks": "client.rank_leases",
     "connect": "deploy",
+    "connect_fleet": "fleet.fleet",
     "shutdown_cache": "deploy",
     "start_cache": "deploy",
     "start_cache_async": "deploy",

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 import ray
+import ray.util
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raydix.actors.service.cache_actor import PrefixCacheActor
@@ -268,6 +270,25 @@ def find(name: str, namespace: str) -> ActorHandle[Any] | None:
     except ValueError:
         return None
     return actor
+
+
+def find_caches(pattern: str = "*", namespace: str = NAMESPACE) -> dict[str, ActorHandle[Any]]:
+    """Return the handles of the running caches with names that match a pattern, by name. It asks Ray and waits.
+
+    Args:
+        pattern: as of a shell: `*`, `?` and `[...]`; upper and lower case differ.
+    """
+    found: dict[str, ActorHandle[Any]] = {}
+    for actor in cast(list[dict[str, str]], ray.util.list_named_actors(all_namespaces=True)):
+        if actor["namespace"] != namespace or not fnmatchcase(actor["name"], pattern):
+            continue
+        try:
+            handle: ActorHandle[Any] = ray.get_actor(actor["name"], namespace=namespace)
+        except ValueError:  # it ended after the listing
+            continue
+        if hasattr(handle, "pool_handle") and hasattr(handle, "open_session"):
+            found[actor["name"]] = handle
+    return found
 
 
 def check_handle(cache: Any) -> None:

@@ -43,6 +43,7 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     options: Iterable[str] = (),
     name: str | None = None,
+    defaults: Mapping[Key, Any] | None = None,
 ) -> Settings:
     """Return the combined settings of a file, the environment and options.
 
@@ -51,6 +52,7 @@ def load_settings(
         environ: variables, of which `RAYDIX_*` are read; None takes those of this process.
         options: "key=value", with dots in the key; the value is YAML.
         name: base name of the caches; it overrides the other sources. None takes theirs.
+        defaults: values by key, such as ("pool", "num_slots"); the other sources override them.
 
     Raises:
         SettingsError: the file cannot be read, or a key or value is wrong; the message names the place.
@@ -58,6 +60,7 @@ def load_settings(
     tree: dict[str, Any] = {}
     places: dict[Key, str] = {}
     layers = (
+        [(key, value, "the defaults") for key, value in (defaults or {}).items()],
         read_yaml(Path(path), SECTIONS) if path is not None else (),
         _from_environment(os.environ if environ is None else environ),
         _from_options(options),

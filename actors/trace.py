@@ -7,8 +7,10 @@ token ids of its block, so that equal prefixes stay equal.
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,14 +62,14 @@ class TracedRequest(BaseModel):
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TracedRequest]:
-    """Return the first `limit` requests of a trace, or all.
+    """Return the first `limit` requests of a trace, or all. A name that ends in `.gz` means a gzip file.
 
     Raises:
         TraceError: the file cannot be read, or a line has another format; the message names the line and the cause.
     """
     trace: list[TracedRequest] = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with _opened(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if len(trace) == limit:
                     break
@@ -78,13 +80,17 @@ def read_trace(path: Path, limit: int | None = None) -> list[TracedRequest]:
                         raise TraceError(
                             f"{path}, line {number}: block_size must be the same on all lines; it is {sizes}"
                         )
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from None
+    except (OSError, EOFError, zlib.error) as error:  # the last two: the gzip file is cut off or damaged
+        raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8: {error.reason}") from None
     if not trace:
         raise TraceError(f"{path}: the trace has no requests")
     return trace
+
+
+def _opened(path: Path) -> TextIO:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
 
 def _parse(line: str, where: str) -> TracedRequest:

@@ -12,6 +12,7 @@ The folders, from the ground up; each imports only those above it in this list:
     rows         caches in which each sequence occupies one row of a tensor (kind "slots")
     trie         the nodes of `RadixTrie`, which takes any hashable tokens (kind "trie")
     ghost        the miss-ratio curve, estimated from a sample of prefixes
+    fleet_index  which caches hold a prefix, from their events, for routers: `PageIndex`
 
 How a request runs, inside the core:
 
@@ -40,6 +41,8 @@ from raydix.cache_core.errors import (
     StaleNodeError,
     UnknownLeaseError,
 )
+from raydix.cache_core.fleet_index.page_hashes import page_hashes
+from raydix.cache_core.fleet_index.page_index import Applied, PageIndex
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.mamba_radix_cache import MambaRadixCache
@@ -58,6 +61,7 @@ from raydix.cache_core.tree.tree_node import TreeNode
 from raydix.cache_core.trie.trie_node import TrieNode
 
 __all__ = [
+    "Applied",
     "BasePrefixCache",
     "ChunkCache",
     "ContentError",
@@ -77,6 +81,7 @@ __all__ = [
     "MambaTreeNode",
     "MatchResult",
     "OutOfSlotsError",
+    "PageIndex",
     "PoolLayout",
     "PrefixCacheManager",
     "RadixCache",
@@ -94,4 +99,5 @@ __all__ = [
     "hash_bytes",
     "hash_to_int64",
     "hash_token_ids",
+    "page_hashes",
 ]

@@ -259,8 +259,10 @@ class BasePrefixCache(ABC):
         """Return the size of each namespace and of its branches, estimated from about `max_nodes` nodes."""
         return Outline([], 0, 0)
 
-    def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- without pages, no events
-        """Publish to `sink` which pages are stored and removed from now on."""
+    def publish_events_to(  # noqa: B027 -- without pages, no events
+        self, sink: KVEventSink, stride: int | None = None
+    ) -> None:
+        """Publish to `sink` which pages are stored and removed from now on: all, or every `stride`-th of a path."""
 
     def resident_pages(self) -> Iterable[PageRun]:
         """Return the matchable pages, as stored events name them, parents before children. O(n)."""

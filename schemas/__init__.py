@@ -24,7 +24,14 @@ from raydix.schemas.events import (
     NextEvents,
 )
 from raydix.schemas.explain import ExplainRequest, ExplainResponse
-from raydix.schemas.fingerprint import BindModelRequest, BindModelResponse, ModelFingerprint
+from raydix.schemas.fingerprint import (
+    BindModelRequest,
+    BindModelResponse,
+    ModelFingerprint,
+    SetWeightsRequest,
+    WeightsRequest,
+    WeightsResponse,
+)
 from raydix.schemas.leases import LeaseGrant, LeaseOwner
 from raydix.schemas.message import Message
 from raydix.schemas.namespace import frame_namespace, namespaces_of, unframe_namespace
@@ -74,6 +81,14 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
+from raydix.schemas.routing import FleetCacheStats, FleetStats, RouteCandidate, RouteConfig, RouteExplanation
+from raydix.schemas.slim_events import (
+    CacheLoad,
+    PackedEvents,
+    SlimEvent,
+    SlimEventBatch,
+    SlimEventSnapshot,
+)
 from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, Histogram, PoolStats, TenantStats, TooLarge
 from raydix.schemas.tenants import TenantConfig
 from raydix.schemas.tokens import TokenIds
@@ -97,6 +112,7 @@ __all__ = [
     "CacheBusy",
     "CacheConfig",
     "CacheError",
+    "CacheLoad",
     "CacheReport",
     "CacheStats",
     "CacheUnavailable",
@@ -112,6 +128,8 @@ __all__ = [
     "ExplainResponse",
     "ExtendRequest",
     "ExtendResponse",
+    "FleetCacheStats",
+    "FleetStats",
     "GhostConfig",
     "GhostStats",
     "GrantRequest",
@@ -138,6 +156,7 @@ __all__ = [
     "NamespaceStats",
     "NextEvents",
     "OpenSession",
+    "PackedEvents",
     "PoolConfig",
     "PoolExhausted",
     "PoolHandle",
@@ -152,8 +171,15 @@ __all__ = [
     "RetireResponse",
     "RevokeRequest",
     "RevokeResponse",
+    "RouteCandidate",
+    "RouteConfig",
+    "RouteExplanation",
     "SessionRef",
     "SessionResponse",
+    "SetWeightsRequest",
+    "SlimEvent",
+    "SlimEventBatch",
+    "SlimEventSnapshot",
     "StaleEpoch",
     "StartRecording",
     "StatsRequest",
@@ -169,6 +195,8 @@ __all__ = [
     "UnknownLease",
     "WaitRequest",
     "WaitingResponse",
+    "WeightsRequest",
+    "WeightsResponse",
     "WindowResponse",
     "WithdrawRequest",
     "WriteKV",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from raydix.schemas.tenants import TenantConfig, check_tenants
 
 MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
 
 
+_STRIDE_TOKENS = 512
 _Count = Annotated[int, Field(ge=0)]
 KVShape = tuple[_Count, _Count, _Count]  # num_kv_heads, head_dim, v_head_dim of a layer
 
@@ -85,8 +86,9 @@ class PoolConfig(_Config):
         for layer, (kind, shape) in enumerate(zip(kinds, self.kv_shapes, strict=True)):
             if kind == "state" and any(shape):
                 raise ValueError(f"kv_shapes of layer {layer}, which keeps a state, must be (0, 0, 0), not {shape}")
-            if kind != "state" and not all(shape):
-                raise ValueError(f"kv_shapes of layer {layer} must be numbers of at least 1, not {shape}")
+            if kind != "state" and not all(shape[:2]):
+                wanted = "num_kv_heads and head_dim of at least 1"
+                raise ValueError(f"kv_shapes of layer {layer} must be {wanted}, not {shape}")
         _check_shapes_differ(shape for shape in self.kv_shapes if any(shape))
         return self
 
@@ -215,8 +217,15 @@ with warnings.catch_warnings():
         tenants: tuple[TenantConfig, ...] = Field(
             default=(), description="namespaces with a floor or a cap of slots; kinds radix and mamba"
         )
-        events: bool = Field(
-            default=False, description="publish events of stored and removed blocks; costs a hash of each page inserted"
+        events: Literal["full", "slim", False] = Field(
+            default=False,
+            description="publish events of stored and removed pages; costs a hash of each page inserted. full, which "
+            "True means, too: with token ids, as vLLM's; slim: for routers, hashes alone, pending pages and the load",
+        )
+        events_stride_tokens: int = Field(
+            default=_STRIDE_TOKENS,
+            ge=1,
+            description="slim events name the pages at multiples of it: a multiple of page_size; page_size if larger",
         )
         ghost: GhostConfig | None = Field(
             default=None, description="estimate the hit rates of other pool sizes; kinds radix, mamba and trie"
@@ -286,6 +295,24 @@ with warnings.catch_warnings():
                 raise ValueError(f"kind {self.kind!r} evicts by 'lru' only, not by {self.eviction.policy!r}")
             return self
 
+        @field_validator("events", mode="before")
+        @classmethod
+        def _true_is_full(cls, events: Any) -> Any:
+            return "full" if events is True else events
+
+        @model_validator(mode="after")
+        def _stride_is_whole_pages(self) -> Self:
+            stride, page = self.events_stride_tokens, self.page_size
+            if self.events != "slim":
+                if stride != _STRIDE_TOKENS:
+                    raise ValueError("events_stride_tokens is for events='slim': leave it out")
+            elif stride > page and stride % page:
+                raise ValueError(
+                    f"events_stride_tokens must be a multiple of page_size ({page}), not {stride}: "
+                    f"set it to {-(-stride // page) * page}, say"
+                )
+            return self
+
         @model_validator(mode="after")
         def _kind_publishes_events(self) -> Self:
             if self.events and self.kind not in ("radix", "mamba", "chunk"):
@@ -306,6 +333,11 @@ with warnings.catch_warnings():
             return self
 
         @property
+        def stride_tokens(self) -> int:
+            """The tokens of a stride of slim events: `events_stride_tokens`, or `page_size` if that is larger."""
+            return max(self.events_stride_tokens, self.page_size)
+
+        @property
         def run_len(self) -> int:
             """Slots that are allocated together, one after the other: a page, or with kind "slots" a whole row."""
             return self.page_size if self.max_seq_len is None else self.max_seq_len
@@ -316,4 +348,6 @@ with warnings.catch_warnings():
             A field that is added with a default changes no digest. A default that changes gets a new protocol number:
             see `raydix.schemas.protocol`.
             """
-            return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()[:16]
+            dumped = self if self.events != "full" else self.model_copy(update={"events": True})  # its only name once
+            fields = dumped.model_dump_json(exclude_defaults=True, warnings=False)
+            return hashlib.sha256(fields.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""`ModelFingerprint`: which model computes KV; the request that binds a session to one, and its response."""
+"""`ModelFingerprint`: which model computes KV; the requests that bind sessions and name weights; their responses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _plain(name: str, value: Any) -> FieldValue:
 
 
 Fields = Annotated[dict[str, Any], BeforeValidator(_checked_fields)]
-Checksum = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_encodable)]
+Checksum = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_encodable)]
+Label = Annotated[str, Field(min_length=1, max_length=MAX_NAME, strict=True), AfterValidator(_encodable)]
 LoraId = Annotated[str, Field(max_length=MAX_FIELD_LENGTH), AfterValidator(_encodable)]
 
 
@@ -73,7 +74,7 @@ class ModelFingerprint(PydanticMessage):
     model_config = ConfigDict(revalidate_instances="always")  # its dict could have been changed since
 
     fields: Fields = Field(repr=False, description="the configuration, by name: texts, numbers, bools and None")
-    weights: Checksum = Field(description="a checksum or a version of all weights")
+    weights: Checksum = Field(description="a checksum, a version or a label of all weights; empty: they have no name")
 
     def __str__(self) -> str:
         fields = json.dumps({name: _canonical(value) for name, value in sorted(self.fields.items())})
@@ -121,3 +122,22 @@ class BindModelResponse(PydanticAnswer):
     """The session is bound."""
 
     generation: int = Field(description="of that `lora_id`; the cache uses each number once")
+
+
+class SetWeightsRequest(PydanticMessage):
+    """Begin the next generation of the base and of every `lora_id`, unless the base has this label already."""
+
+    label: Label
+
+
+class WeightsRequest(PydanticMessage):
+    """Ask for the label of the base's weights."""
+
+
+class WeightsResponse(PydanticAnswer):
+    """The weights of the base model's generation."""
+
+    label: str | None = Field(
+        description="of `set_weights`, or of the first session that bound the base; None: none yet"
+    )
+    generation: int = Field(description="of the base; the cache uses each number once; 0: none has begun")

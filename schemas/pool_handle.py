@@ -22,7 +22,7 @@ class PoolHandle(PydanticMessage):
     device_type: Literal["cpu", "cuda"]
     node_id: str = Field(description="the Ray node of the cache")
     path: str | None = Field(default=None, description="CPU pools: the file to map, valid on that node")
-    liveness_path: str | None = Field(default=None, description="a file that the cache's process locks, and its id")
+    liveness_path: str | None = Field(default=None, description="a file that the cache's process has open, and its id")
     num_bytes: int = Field(default=0, description="size of the whole pool")
     gpu_uuid: str | None = Field(default=None, description="GPU pools: the UUID of the card")
     ipc_handle: bytes | None = Field(default=None, description="GPU pools: the pickled CUDA IPC handle")

@@ -68,7 +68,7 @@ class OpenSession(PydanticMessage):
     )
     config_digest: str | None = Field(default=None, description="the cache must have this configuration; None: any")
     replaces: LeaseId | None = Field(default=None, description="an earlier session of this client, which ends")
-    liveness_path: str | None = Field(default=None, description="a file that the client's process locks, and its id")
+    liveness_path: str | None = Field(default=None, description="a file that the client's process has open, and its id")
     bound: tuple[LoraId | None, ...] = Field(
         default=(), max_length=MAX_BOUND, description="the `lora_id`s that this client bound before, the latest last"
     )

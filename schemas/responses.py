@@ -19,6 +19,7 @@ class SessionResponse(PydanticAnswer):
 
     epoch: str = Field(description="this life of the cache; a restarted cache has another")
     config: CacheConfig
+    sees_process: bool = Field(default=False, description="the cache sees when the client's process ends")
     socket_address: str | None = Field(default=None, description="of the Unix socket for clients on its machine")
 
 

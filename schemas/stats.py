@@ -126,9 +126,10 @@ class CacheStats(PydanticMessage):
     model_fingerprint: str = Field(
         default="", description="`str()` of the base model's ModelFingerprint; empty: none is bound"
     )
+    weights: str | None = Field(default=None, description="the label of the base model's weights; None: none yet")
     waiters: int
     expired_sessions: int = Field(description="clients that sent nothing for too long")
-    dead_sessions: int = Field(description="clients with an owner that died")
+    dead_sessions: int = Field(description="clients with a process or an owner that died")
     acquires: int = Field(description="requests granted by acquire or lock, a lease each")
     hits: int = Field(description="of those, the ones that found a prefix")
     tokens_requested: int = Field(description="prompt tokens of acquires and locks, of refused ones, too")

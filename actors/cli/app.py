@@ -16,6 +16,7 @@ from raydix.actors.cli import (
     demo,
     describe,
     explain,
+    fleet,
     record,
     replay,
     report,
@@ -23,6 +24,7 @@ from raydix.actors.cli import (
     stats,
     stop,
     tree,
+    weights,
 )
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.output import report_failure
@@ -36,12 +38,16 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tree": tree.tree,
     "explain": explain.explain,
     "dashboard": dashboard.dashboard,
+    "weights": weights.weights,
     "check": check.check,
     "stop": stop.stop,
     "record": record.record,
     "replay": replay.replay,
     "report": report.report,
 }
+
+
+GROUPS: dict[str, typer.Typer] = {"fleet": fleet.app}
 
 
 class Commands(TyperGroup):
@@ -89,3 +95,5 @@ def _options(
 
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+for _name, _group in GROUPS.items():
+    app.add_typer(_group, name=_name)

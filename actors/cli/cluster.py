@@ -191,16 +191,6 @@ def _named_actors() -> list[dict[str, str]]:
 
 def _caches(namespace: str) -> dict[str, ActorHandle[Any]]:
     """Return the caches among the named actors of a namespace, by name."""
-    import ray
+    from raydix.actors.deploy import find_caches
 
-    found: dict[str, ActorHandle[Any]] = {}
-    for actor in _named_actors():
-        if actor["namespace"] != namespace:
-            continue
-        try:
-            handle: ActorHandle[Any] = ray.get_actor(actor["name"], namespace=namespace)
-        except ValueError:  # it ended after the listing
-            continue
-        if hasattr(handle, "pool_handle") and hasattr(handle, "open_session"):
-            found[actor["name"]] = handle
-    return found
+    return find_caches(namespace=namespace)

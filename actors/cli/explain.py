@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from raydix.schemas import ExplainResponse
 
 
+TokensFile = Annotated[
+    str,
+    typer.Option("--tokens", metavar="FILE", help="The prompt's token ids: a JSON list, a .npy file, or - for stdin."),
+]
+
+
 def explain(
     name: CacheName,
-    tokens: Annotated[
-        str,
-        typer.Option(
-            "--tokens", metavar="FILE", help="The prompt's token ids: a JSON list, a .npy file, or - for stdin."
-        ),
-    ],
+    tokens: TokensFile,
     extra_key: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
     lora_id: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
@@ -38,7 +39,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Print how much of a prompt is cached, and the reason for the rest: never stored, evicted, retired, and so on."""
-    ids = _read_tokens(tokens)
+    ids = read_tokens(tokens)
     join(address, namespace)
     fields = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
     answer = asyncio.run(_explain(cache_handle(name, namespace), ids, fields))
@@ -52,7 +53,7 @@ async def _explain(cache: ActorHandle[Any], ids: Any, fields: dict[str, str | No
         return await client.explain(ids, **fields)
 
 
-def _read_tokens(source: str) -> Any:
+def read_tokens(source: str) -> Any:
     """Return the token ids of a file: a .npy array, or a JSON list.
 
     Raises:

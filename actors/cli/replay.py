@@ -66,7 +66,7 @@ def replay(
     if ghost:
         configs = [config.model_copy(update={"ghost": GhostConfig()}) for config in configs]
     if plot is not None:
-        _check_can_plot(plot)
+        check_can_plot(plot)
     if on_ray:
         join(address, "raydix")
     replays = _replay_all(requests, configs, on_ray)
@@ -132,7 +132,7 @@ def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: 
     return replays
 
 
-def _check_can_plot(path: Path) -> None:
+def check_can_plot(path: Path) -> None:
     """Raise CommandError before the replay if its picture could not be drawn afterwards."""
     try:
         from raydix.actors.replay_plot import check_can_draw
@@ -141,10 +141,10 @@ def _check_can_plot(path: Path) -> None:
     except ImportError:
         raise CommandError("--plot needs matplotlib", "pip install 'raydix[plot]'", USAGE) from None
     except (OSError, ValueError) as error:
-        raise _cannot_plot(path, error) from None
+        raise cannot_plot(path, error) from None
 
 
-def _cannot_plot(path: Path, error: OSError | ValueError) -> CommandError:
+def cannot_plot(path: Path, error: OSError | ValueError) -> CommandError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return CommandError(f"{path}: {reason}", "--plot rates.png", USAGE)
 
@@ -155,7 +155,7 @@ def _plot(path: Path, replays: list[Replay], trace: list[TracedRequest]) -> None
     try:
         plot(path, replays, trace)
     except (OSError, ValueError) as error:
-        raise _cannot_plot(path, error) from None
+        raise cannot_plot(path, error) from None
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -1,24 +1,74 @@
-"""`raydix start`: detached caches, one on each GPU."""
+"""`raydix start`: detached caches, one on each GPU, or those that fit an engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group
 from rich.text import Text
 
-from raydix.actors.cli.cluster import Address, Namespace, ask, cache_names, join
-from raydix.actors.cli.failures import CommandError
-from raydix.actors.cli.output import AsJson, show, table_of
+from raydix.actors.cli.cluster import Address, Namespace, cache_names, join
+from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.output import AsJson, show
+from raydix.actors.cli.start_for import EngineWishes, check_engine, start_for_engine
+from raydix.actors.cli.start_one import start_one, table_of_started
 from raydix.actors.settings import load_settings
 
-if TYPE_CHECKING:
-    from raydix.schemas import CacheConfig
+_OF_ENGINES = "Of the engine"
 
 
 def start(
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL [-- OPTION...]]",
+            help="With --for: the engine's model, and after -- more options of the engine's command line.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="vllm",
+            help="Start what fits this engine, and print its command line.",
+            rich_help_panel=_OF_ENGINES,
+        ),
+    ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS|GiB",
+            help="Size of a rank's pool, such as 200_000, 1.5M or 8GiB; rounded down to whole blocks.",
+            rich_help_panel=_OF_ENGINES,
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel",
+            "--tensor-parallel-size",
+            min=1,
+            help="Ranks; each has a cache, NAME-tp0 and so on.",
+            rich_help_panel=_OF_ENGINES,
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="dtype of its KV cache, such as fp8.", rich_help_panel=_OF_ENGINES)
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of its blocks.", rich_help_panel=_OF_ENGINES)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="dtype of the model, such as bfloat16.", rich_help_panel=_OF_ENGINES)
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Stamp saved pages and verify loaded ones, for tests.", rich_help_panel=_OF_ENGINES
+        ),
+    ] = False,
     file: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file with the fields of CacheConfig.")
     ] = None,
@@ -29,7 +79,9 @@ def start(
     name: Annotated[
         str | None,
         typer.Option(
-            envvar="RAYDIX_NAME", help="Name the caches NAME-0, NAME-1, ... Default: the name in the file, or kv."
+            envvar="RAYDIX_NAME",
+            help="Name the caches NAME-0, NAME-1, ... Default: the name in the file, or kv. "
+            "With --for, the cache is NAME, by default kv-0.",
         ),
     ] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Number of caches. Default: one per GPU, else one.")] = None,
@@ -47,7 +99,20 @@ def start(
 
     The sources of a setting are, in order: `--set`, the environment (`RAYDIX_POOL_NUM_SLOTS`), the file, the default.
     A cache that already runs with the same settings is left as it is.
+
+    `raydix start --for vllm MODEL --capacity 8GiB` reads vLLM's configuration of the model, so it runs in the engine's
+    environment. It starts a cache that fits, one for each rank, and prints the command line of the engine. The other
+    sources of settings can add to it, as `--set pool.device=cpu`; settings that do not fit the engine are refused.
     """
+    wishes = EngineWishes(
+        engine, tuple(model or ()), capacity, tensor_parallel, kv_cache_dtype, block_size, dtype, check
+    )
+    check_engine(wishes)
+    if engine is not None:
+        if count is not None:
+            raise CommandError("--count does not go with --for: each rank has one cache", "--tensor-parallel N", USAGE)
+        start_for_engine(wishes, file, options or (), name, worker_cpus, timeout_s, address, namespace, as_json)
+        return
     settings = load_settings(file, options=options or (), name=name)
     join(address, namespace)
     from raydix.actors.placement import num_gpus
@@ -58,49 +123,12 @@ def start(
     started = []
     for number in range(count or (num_gpus() if on_gpu else 1)):
         each = f"{settings.name}-{number}"
-        facts = _start_one(settings.config, each, namespace, on_gpu, worker_cpus, timeout_s)
+        facts = start_one(settings.config, each, namespace, on_gpu, worker_cpus, timeout_s)
         started.append(facts | {"reused": each in there})
     show(started, as_json, lambda: _report(started, namespace))
 
 
-def _start_one(
-    config: CacheConfig, name: str, namespace: str, on_gpu: bool, worker_cpus: int, timeout_s: float
-) -> dict[str, Any]:
-    from raydix.actors.deploy import start_cache
-    from raydix.actors.placement import start_on_own_gpu
-    from raydix.schemas import CacheUnavailable
-
-    try:
-        if on_gpu:
-            cache = start_on_own_gpu(config, name, namespace=namespace, worker_cpus=worker_cpus, timeout_s=timeout_s)
-        else:
-            cache = start_cache(config, name=name, namespace=namespace, lifetime="detached", timeout_s=timeout_s)
-    except CacheUnavailable as error:  # exit status 1: the cluster answered
-        raise CommandError(f"{name}: {error}") from error
-    handle = ask(cache.pool_handle.remote())
-    return {
-        "name": name,
-        "namespace": namespace,
-        "epoch": handle.epoch,
-        "device": handle.device_type,
-        "gpu_uuid": handle.gpu_uuid,
-        "node_id": handle.node_id,
-        "num_slots": config.pool.num_slots,
-        "num_bytes": handle.num_bytes,
-    }
-
-
 def _report(started: list[dict[str, Any]], namespace: str) -> Group:
-    table = table_of("cache", "device", "node", ">slots", ">pool", "")
-    for each in started:
-        table.add_row(
-            each["name"],
-            each["device"],
-            each["node_id"][:8],
-            f"{each['num_slots']:,}",
-            f"{each['num_bytes'] / 2**20:,.0f} MiB",
-            "ran already" if each["reused"] else "started",
-        )
     first = started[0]["name"]
     cache = f'"{first}"' if namespace == "raydix" else f'connect("{first}", namespace="{namespace}")'
     on_gpu = "num_gpus=0.9, " if started[0]["device"] == "cuda" else ""
@@ -110,4 +138,4 @@ def _report(started: list[dict[str, Any]], namespace: str) -> Group:
         f"watch:    raydix stats {first} --watch",
         f"end:      raydix stop {' '.join(each['name'] for each in started)}",
     )
-    return Group(table, Text("\n".join(lines)))
+    return Group(table_of_started(started), Text("\n".join(lines)))

@@ -175,6 +175,8 @@ def _add_health(table: Table, now: Snapshot) -> None:
     stats, task = now.stats, now.stats.eviction_task
     gone = f"{stats.dead_sessions:,} died, {stats.expired_sessions:,} fell silent"
     table.add_row("sessions", f"{stats.open_sessions:,} open, {gone}")
+    if stats.weights is not None:
+        table.add_row("weights", shown(stats.weights) or "(no name)")
     if not task.enabled:
         state = "off"
     elif not task.started:

@@ -155,7 +155,7 @@ class ClientSession:
         self._look_due = now + self._beat_s
         self._clock.schedule(self._beat_s)
         self._timer.schedule(0.0)
-        self.connector.on_open(self.config)
+        self.connector.on_open(self.config, response.sees_process)
 
     def _renew_id(self) -> None:
         self._past_ids.add(self.session_id)

@@ -34,7 +34,7 @@ class LocalConnector:
 
         return LocalTransport(self.host)
 
-    def on_open(self, config: CacheConfig) -> None:
+    def on_open(self, config: CacheConfig, sees_process: bool) -> None:
         """Do nothing: a cache in this process dies with its clients."""
 
 
@@ -74,7 +74,11 @@ class RayConnector:
         check_handle(self._cache)
         return RayTransport(self._cache, owner)
 
-    def on_open(self, config: CacheConfig) -> None:
-        """Log, once in a process, how long slots stay held if this process is an actor that is killed unwatched."""
-        if self._owner is None:
+    def on_open(self, config: CacheConfig, sees_process: bool) -> None:
+        """Log, once in a process, how long slots stay held if this process is an actor that is killed unseen.
+
+        Args:
+            sees_process: the cache sees when this process ends.
+        """
+        if self._owner is None and not sees_process:
             warn_if_unwatched(config.leases)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from raydix.schemas import CacheError, InvalidRequest, KVEventBatch, LeaseExpired, StaleEpoch
+from raydix.schemas import (
+    CacheError,
+    InvalidRequest,
+    KVEventBatch,
+    LeaseExpired,
+    PackedEvents,
+    SlimEventBatch,
+    StaleEpoch,
+)
 from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
@@ -14,7 +22,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 10.0  # a reader asks again after this time, so that no call waits at a cache forever
 
 
-async def read_events(session: ClientSession, after_seq: int | None) -> AsyncIterator[KVEventBatch]:
+async def read_events(session: ClientSession, after_seq: int | None) -> AsyncIterator[KVEventBatch | SlimEventBatch]:
     """Yield the events after a number, as `PrefixCacheClient.events` documents; end when the session is closed."""
     seq = 0 if after_seq is None else after_seq
     if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
@@ -34,6 +42,11 @@ async def read_events(session: ClientSession, after_seq: int | None) -> AsyncIte
             if not isinstance(error, LeaseExpired):
                 raise
             await session.open()  # the next session reads the same events
+            continue
+        if isinstance(batch, PackedEvents):
+            for each in batch.unpack():
+                seq = each.seq
+                yield each
             continue
         seq = batch.seq
         if batch.events or batch.gap:

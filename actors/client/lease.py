@@ -70,6 +70,8 @@ class Lease:
         published_len: tokens in the tree, held by this lease; grows with `insert`.
         state_slot: the lease's own row of the state tensors, which holds a copy of the state after the prefix (zeros
             where there is none); None for kinds without states.
+        on_change: called after the lease has published pages or has ended; None: there is nothing to call. For the
+            parts of this package.
     """
 
     _ended = True  # until `__init__` is done: `__del__` runs also if it raises
@@ -83,6 +85,7 @@ class Lease:
         self._dtype: np.dtype[Any] | None = None  # of the caller's array, if `_tokens` has its bytes
         self._held = LeaseSlots(response.page_starts, response.swa_page_starts, response.num_slots, run_len)
         self.state_slot = response.state_slot
+        self.on_change: Callable[[], None] | None = None
         self._ended = False
         self._has_raised_loss = False  # a caller has seen that the lease ended with its session
         self._extending = False
@@ -250,6 +253,11 @@ class Lease:
             raise type(lost)(*lost.args)
 
     @property
+    def ended(self) -> bool:
+        """Whether the lease was released, aborted or granted to another client."""
+        return self._ended
+
+    @property
     def may_write(self) -> bool:
         """Whether a caller may still write its slots: the lease has not ended, and no verb has raised its loss."""
         return not self._ended and not self._has_raised_loss
@@ -269,6 +277,7 @@ class Lease:
     def mark_ended(self) -> bool:
         """Mark the lease as ended. Return False if it had ended already, or was lost with its session."""
         was_open, self._ended = not self._ended and self.transport.lost is None, True
+        self._note_change()
         return was_open
 
     def remember_packed(self, tokens: Any) -> None:
@@ -321,6 +330,11 @@ class Lease:
         if outcome.swa_page_starts:
             self._held.set_window(number, outcome.swa_page_starts)
         self.published_len = max(self.published_len, outcome.published_len)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def on_window_release(self, mark: RequestMark, outcome: Outcome) -> None:
         """Update the lease after a release of its window; any later response also has its window slots."""

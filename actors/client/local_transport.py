@@ -19,6 +19,7 @@ from raydix.schemas import (
     Message,
     NextEvents,
     OpenSession,
+    PackedEvents,
     PoolHandle,
     ReadKV,
     SessionResponse,
@@ -78,7 +79,7 @@ class LocalTransport:
         with self._recording_loss():
             return await self._host.service.wait(request)
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
+    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch | PackedEvents:
         request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
         with self._recording_loss():
             return await self._host.service.next_events(request)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,6 +55,19 @@ class LoopThread:
             if undo is not None and tasks and not tasks[0].cancelled() and tasks[0].exception() is None:
                 self.run(undo(tasks[0].result()))
             raise
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine without waiting for it; its result or error goes to the future.
+
+        Coroutines start in the order of the calls.
+        """
+        with self._lock:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._ensure_loop())
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function on the loop, without waiting for it, in the order of the calls."""
+        with self._lock:
+            self._ensure_loop().call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
         """End the loop with its tasks, and the thread. Idempotent; a later `run` starts another."""

@@ -68,6 +68,9 @@ from raydix.schemas import (
     RetireResponse,
     RevokeRequest,
     RevokeResponse,
+    SetWeightsRequest,
+    SlimEventBatch,
+    SlimEventSnapshot,
     StaleEpoch,
     StatsRequest,
     TakeBackRequest,
@@ -75,6 +78,8 @@ from raydix.schemas import (
     TreeResponse,
     UnknownLease,
     WaitingResponse,
+    WeightsRequest,
+    WeightsResponse,
     WindowResponse,
     WithdrawRequest,
 )
@@ -106,8 +111,9 @@ class PrefixCacheClient:
             one that restarts; a handle stays with one actor.
         owner: a name that logs show for this client; None: host and process. Or the handle of an actor with the mixin
             `WatchedActor`: when that actor dies, the leases of this client are freed immediately. Inside such an actor
-            the default is the actor itself. The cache keeps the handle until this client closes. Inside another actor,
-            opening a client logs once how long its slots stay held if the actor is killed.
+            the default is the actor itself. The cache keeps the handle until this client closes. Inside another actor
+            with a process that the cache does not see, opening a client logs once how long its slots stay held if the
+            actor is killed.
 
     Attributes:
         session: the client's session, for the parts of this package.
@@ -487,10 +493,11 @@ class PrefixCacheClient:
         """Bind this session to the model that computes the KV of a `lora_id`; None: of the base model.
 
         The first session sets the fingerprint of a generation, which outlives that session; sessions with an equal one
-        join. `retire(lora_id=...)` begins the next generation, without a fingerprint; `reset()` begins that of every
-        `lora_id` and of the base. A session that is bound to an earlier generation gets ConfigMismatch from `acquire`,
-        `lock` and `adopt` in that `lora_id` (of the base: everywhere) until it has bound again. So does a client
-        that has lost its session: the next one is bound to nothing yet. Sessions that bind nothing are not checked.
+        join. `retire(lora_id=...)` begins the next generation, without a fingerprint; `reset()` and `set_weights` begin
+        that of every `lora_id` and of the base. A session that is bound to an earlier generation gets ConfigMismatch
+        from `acquire`, `lock` and `adopt` in that `lora_id` (of the base: everywhere) until it has bound again. So does
+        a client that has lost its session: the next one is bound to nothing yet. Sessions that bind nothing are not
+        checked.
 
         If weights are replaced under one `lora_id`: stop requests, push to every worker, retire, bind again.
 
@@ -524,8 +531,35 @@ class PrefixCacheClient:
         return await self._ask(make_request(EvictRequest, num_tokens=num_tokens), EvictResponse)
 
     async def reset(self) -> None:
-        """Make everything unmatchable and free it; running leases keep their slots, but can no longer publish."""
+        """Make everything unmatchable and free it; running leases keep their slots, but can no longer publish.
+
+        The label of the base's weights is forgotten.
+        """
         await self.session.ask(ResetRequest())
+
+    async def set_weights(self, label: str) -> int:
+        """Name the base's new weights and `reset`, in one step. No effect if the base has this label already.
+
+        For weights that are replaced in every worker: stop requests, push to every worker, `set_weights`, bind again.
+        A session that binds the base next must have this label in `ModelFingerprint.weights`. Without `set_weights`
+        the first session that binds the base sets the label.
+
+        Args:
+            label: 1 to 256 characters, such as the number of a training step. Use each label for one set of weights.
+
+        Returns:
+            The number of the base's generation, as `bind_model` returns it.
+
+        Raises:
+            ConfigMismatch: the cache is configured for one base (`CacheConfig.fingerprint`).
+            InvalidRequest: `label` is empty, too long or no valid text.
+        """
+        request = make_request(SetWeightsRequest, label=label)
+        return (await self._ask(request, WeightsResponse)).generation
+
+    async def weights(self) -> WeightsResponse:
+        """Return the label and the number of the base's generation: a probe."""
+        return await self._ask(WeightsRequest(), WeightsResponse)
 
     async def retire(
         self, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
@@ -589,14 +623,16 @@ class PrefixCacheClient:
 
     # ---------------------------------------------------------------- KV events
 
-    def events(self, after_seq: int | None = None) -> AsyncIterator[KVEventBatch]:
+    def events(self, after_seq: int | None = None) -> AsyncIterator[KVEventBatch | SlimEventBatch]:
         """Yield stored and removed pages in batches, as it happens; end when this client is closed.
 
-        Needs `CacheConfig(events=True)`. Applied in order to an empty index, from the beginning, or to one made of
-        `event_snapshot()`, the events give exactly the cached pages. Readers do not slow the cache down: it keeps its
-        latest events for all readers (10,000 of them, up to 64 MiB). A reader that falls behind gets a batch with
-        `gap=True`, without events. Then replace the index by a new snapshot and go on with the same iterator. Batches
-        up to the snapshot's `seq` need not be applied, but may be.
+        Needs `CacheConfig(events="full")`, which yields `KVEventBatch`, or `"slim"`, which yields `SlimEventBatch`.
+        Applied in order to an empty index, from the beginning, or to one made of `event_snapshot()`, the events give
+        exactly the cached pages. Readers do not slow the cache down: it keeps its latest events for all readers (10,000
+        of them, up to 64 MiB; of slim ones 16 MiB). A reader that falls behind gets a batch with `gap=True`, without
+        events. Then replace the index by a new snapshot and go on with the same iterator. Batches up to the snapshot's
+        `seq` need not be applied, but may be. A slim batch may begin before the number that was asked for: skip its
+        first events, as `PageIndex.apply` does.
 
             following = True
             while following:
@@ -624,8 +660,10 @@ class PrefixCacheClient:
         """
         return read_events(self.session, after_seq)
 
-    async def event_snapshot(self) -> KVEventSnapshot:
+    async def event_snapshot(self) -> KVEventSnapshot | SlimEventSnapshot:
         """Return all cached pages as events, and the number to go on after: `events(snapshot.seq)`.
+
+        With `events="slim"` it is a `SlimEventSnapshot`: the hashes of the pages.
 
         It includes the results of this client's requests before. The cache does nothing else while it walks its tree:
         about 10 us a node, and 0.1 us a page.
@@ -633,7 +671,10 @@ class PrefixCacheClient:
         Raises:
             InvalidRequest: the cache publishes no events.
         """
-        return await self._ask(EventSnapshotRequest(), KVEventSnapshot)
+        response = (await self.session.ask(EventSnapshotRequest()))[0]
+        if isinstance(response, SlimEventSnapshot):
+            return response
+        return checked_response(KVEventSnapshot, response)
 
 
 def _make_plain(
@@ -704,6 +745,8 @@ class SyncClient:
     evict = _make_plain(PrefixCacheClient.evict)
     reset = _make_plain(PrefixCacheClient.reset)
     retire = _make_plain(PrefixCacheClient.retire)
+    set_weights = _make_plain(PrefixCacheClient.set_weights)
+    weights = _make_plain(PrefixCacheClient.weights)
     explain = _make_plain(PrefixCacheClient.explain)
     stats = _make_plain(PrefixCacheClient.stats)
     tree = _make_plain(PrefixCacheClient.tree)
@@ -714,11 +757,11 @@ class SyncClient:
         """`PrefixCacheClient.attach_pool`."""
         return SyncPool(self, self.run(self.client.attach_pool(mapped)))
 
-    def events(self, after_seq: int | None = None) -> Iterator[KVEventBatch]:
+    def events(self, after_seq: int | None = None) -> Iterator[KVEventBatch | SlimEventBatch]:
         """`PrefixCacheClient.events`, as an iterator that waits for each batch."""
         batches = self.client.events(after_seq)
 
-        async def read_next() -> KVEventBatch | None:
+        async def read_next() -> KVEventBatch | SlimEventBatch | None:
             return await anext(batches, None)
 
         while (batch := self.run(read_next())) is not None:

@@ -19,13 +19,17 @@ class Connector(Protocol):
 
     @property
     def liveness_path(self) -> str | None:
-        """The file that this process holds locked while it lives; None: the death of another process counts."""
+        """The file that this process has open while it lives; None: the death of another process counts."""
 
     def make_transport(self) -> Transport:
         """Return the transport of a new session."""
 
-    def on_open(self, config: CacheConfig) -> None:
-        """Log advice on a session that has just opened, if there is any."""
+    def on_open(self, config: CacheConfig, sees_process: bool) -> None:
+        """Log advice on a session that has just opened, if there is any.
+
+        Args:
+            sees_process: the cache sees when this process ends.
+        """
 
 
 class LeaseClient(Protocol):

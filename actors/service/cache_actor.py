@@ -32,6 +32,7 @@ from raydix.schemas import (
     Message,
     NextEvents,
     OpenSession,
+    PackedEvents,
     PoolHandle,
     ReadKV,
     RecordingStatus,
@@ -155,7 +156,7 @@ class PrefixCacheActor:
         """Wait for the outcome of a queued request."""
         return await self._host.service.wait(request)
 
-    async def next_events(self, request: NextEvents) -> KVEventBatch:
+    async def next_events(self, request: NextEvents) -> KVEventBatch | PackedEvents:
         """Wait for events."""
         return await self._host.service.next_events(request)
 

@@ -49,6 +49,7 @@ from raydix.actors.service.core_factory import build_core
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.eviction_task import EvictionTask
 from raydix.actors.service.request_handlers import NO_EVENTS, Answer, RequestHandlers
+from raydix.actors.service.slim_event_feed import SlimEventFeed
 from raydix.actors.service.stats import core_stats
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.deadlocks import Deadlocks
@@ -69,6 +70,7 @@ from raydix.schemas import (
     BatchResponse,
     BindModelRequest,
     CacheConfig,
+    CacheLoad,
     CacheReport,
     CacheStats,
     CacheUnavailable,
@@ -83,9 +85,11 @@ from raydix.schemas import (
     Message,
     NextEvents,
     OpenSession,
+    PackedEvents,
     ReleaseWindowRequest,
     SessionRef,
     SessionResponse,
+    SetWeightsRequest,
     StaleEpoch,
     WaitRequest,
 )
@@ -95,7 +99,15 @@ _DRAINING = "the cache is draining: it is shutting down, so leases may end but n
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
 _TAKING = (AcquireRequest, LockRequest, ExtendRequest)  # refused while the cache drains
-_NOT_LATE = (AdoptRequest, BindModelRequest, ExtendRequest, GrantRequest, InsertRequest, ReleaseWindowRequest)
+_NOT_LATE = (
+    AdoptRequest,
+    BindModelRequest,
+    ExtendRequest,
+    GrantRequest,
+    InsertRequest,
+    ReleaseWindowRequest,
+    SetWeightsRequest,
+)
 _NUM_OWNERS = 32  # in the statistics
 _TURN_TIMEOUT_S = 5.0  # that a batch waits for the one before it
 
@@ -152,8 +164,12 @@ class CacheService:
         timeout_s = config.leases.acquire_timeout_s
         self._admission = Admission(self.core, self.wait_queue, self._owners, self.bindings, timeout_s)
         self._deadlocks = Deadlocks(self.core, self.wait_queue, self._admission)
-        self.feed = EventFeed(epoch, config.page_size, medium) if config.events else None
-        if self.feed is not None:
+        self.feed: EventFeed | SlimEventFeed | None = None
+        if config.events == "slim":
+            self.feed = SlimEventFeed(epoch, config.page_size, config.stride_tokens, config.bigram, self._load)
+            self.core.publish_slim_events_to(self.feed, config.stride_tokens // config.page_size)
+        elif config.events:
+            self.feed = EventFeed(epoch, config.page_size, medium)
             self.core.publish_events_to(self.feed)
 
         self.core.use_clock(clock)
@@ -190,14 +206,14 @@ class CacheService:
                 "`raydix describe` prints it"
             )
         has_come_back = bool(request.bound) and request.session_id not in self.sessions
-        self.reaper.open(request)
+        session = self.reaper.open(request)
         if has_come_back:
             self.bindings.lapse(request.session_id, request.bound, request.bound_more)
         self.eviction_task.start()
         self.lag.start()
         self.insight.start()
         self.offers.start()
-        return SessionResponse(epoch=self.epoch, config=self.config)
+        return SessionResponse(epoch=self.epoch, config=self.config, sees_process=session.life is not None)
 
     def change_loop(self) -> None:
         """Stop the tasks of a loop that was closed: they start with the next session, on another loop."""
@@ -354,6 +370,8 @@ class CacheService:
         responses = tuple([dispatch(session.session_id, request) for request in requests])
         if self.wait_queue.waiting:
             self._serve_queue()
+        if isinstance(self.feed, SlimEventFeed):
+            self.feed.note_load()
         num_acquires = self._admission.num_acquires - num_acquires
         if num_acquires:
             self.wait_queue.acquire_latency.add(self.clock() - arrived_at, num_acquires)
@@ -385,7 +403,16 @@ class CacheService:
         session = self.session(checked_message(WaitRequest, request).session_id, request.epoch)
         return await self.wait_queue.outcome(session.session_id, request.ticket)
 
-    async def next_events(self, request: NextEvents) -> KVEventBatch:
+    def _load(self) -> CacheLoad:
+        """Return the load for slim events. O(leases and waiting requests)."""
+        leased = unpublished = 0
+        for lease in self.core.leases:
+            leased += lease.num_slots
+            if not lease.only_locks:
+                unpublished += max(0, len(lease.key) - max(lease.prefix_len, self.core.published_len(lease)))
+        return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots)
+
+    async def next_events(self, request: NextEvents) -> KVEventBatch | PackedEvents:
         """Return the events after those that a client has seen, or none after its timeout.
 
         Raises:
@@ -417,6 +444,7 @@ class CacheService:
             open_sessions=len(self.sessions),
             bindings=len(self.bindings),
             model_fingerprint="" if self.bindings.base is None else str(self.bindings.base),
+            weights=self.bindings.weights.label,
             waiters=len(self.wait_queue),
             expired_sessions=self.reaper.num_expired,
             dead_sessions=self.reaper.num_dead,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raydix.actors.service.event_feed import EventFeed
+from raydix.actors.service.slim_event_feed import SlimEventFeed
 from raydix.actors.service.stats import tree_response
 from raydix.actors.sessions.admission import Admission, key_of, packed
 from raydix.actors.sessions.lease_offers import LeaseOffers
@@ -47,12 +48,16 @@ from raydix.schemas import (
     RetireResponse,
     RevokeRequest,
     RevokeResponse,
+    SetWeightsRequest,
+    SlimEventSnapshot,
     StaleEpoch,
     StatsRequest,
     TakeBackRequest,
     TokenIds,
     TreeRequest,
     TreeResponse,
+    WeightsRequest,
+    WeightsResponse,
     WindowResponse,
     WithdrawRequest,
     namespaces_of,
@@ -91,7 +96,7 @@ class RequestHandlers:
         admission: Admission,
         offers: LeaseOffers,
         bindings: ModelBindings,
-        feed: EventFeed | None,
+        feed: EventFeed | SlimEventFeed | None,
         stats: Callable[[], CacheStats],
         unused_s: Callable[[int], float | None],
     ) -> None:
@@ -121,6 +126,8 @@ class RequestHandlers:
             EvictRequest: self._evict,
             ResetRequest: self._reset,
             RetireRequest: self._retire,
+            SetWeightsRequest: self._set_weights,
+            WeightsRequest: lambda session_id, request: self._weights(),
             ExplainRequest: self._explain,
             TreeRequest: self._tree,
             StatsRequest: lambda session_id, request: stats(),
@@ -212,6 +219,15 @@ class RequestHandlers:
             self._bindings.end_generation(request.lora_id)
         return RetireResponse(num_namespaces=self._core.retire(namespaces_of(*wanted)))
 
+    def _set_weights(self, session_id: str, request: SetWeightsRequest) -> WeightsResponse:
+        if self._bindings.set_weights(request.label):
+            self._core.reset()
+        return self._weights()
+
+    def _weights(self) -> WeightsResponse:
+        label, generation = self._bindings.weights
+        return WeightsResponse(label=label, generation=generation)
+
     def _explain(self, session_id: str, request: ExplainRequest) -> ExplainResponse:
         found = self._core.explain(key_of(request.tokens, request.namespace))
         other = found.elsewhere
@@ -236,9 +252,13 @@ class RequestHandlers:
         limits = OutlineLimits(request.max_nodes, request.max_depth, request.max_width)
         return tree_response(self._core.outline(limits), self._unused_s)
 
-    def _event_snapshot(self, session_id: str, request: EventSnapshotRequest) -> KVEventSnapshot | InvalidRequest:
+    def _event_snapshot(
+        self, session_id: str, request: EventSnapshotRequest
+    ) -> KVEventSnapshot | SlimEventSnapshot | InvalidRequest:
         if self._feed is None:
             return InvalidRequest(NO_EVENTS)
+        if isinstance(self._feed, SlimEventFeed):
+            return self._feed.snapshot(self._core.resident_pages(), self._core.pending_pages())
         return self._feed.snapshot(self._core.resident_pages())
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:

@@ -187,8 +187,9 @@ class Admission:
         timeout_s = self._acquire_timeout_s if request.timeout_s is None else request.timeout_s
         if timeout_s == 0 or not shortage.can_ever_fit or not self._wait_queue.max_waiters:
             raise refusal(shortage)
+        num_new = num_tokens - self._core.leases.get(request.lease_id, session_id).num_slots if grows else num_tokens
         position = Position(
-            self._core.tenant_of(key.extra_key), grows, partial(self._core.is_within_floor, key, num_tokens)
+            self._core.tenant_of(key.extra_key), grows, partial(self._core.is_within_floor, key, num_tokens), num_new
         )
         ticket, num_ahead = self._wait_queue.join(
             session_id,

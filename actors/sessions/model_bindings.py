@@ -5,6 +5,7 @@
     ├ A joins, B is refused                   ├ B joins, A is refused
     └ retire(lora_id="french") or reset() ──> └ sessions bound to 3 must bind again
 
+The generation of the base has a label, which names its weights: that of `set_weights`, or of the first bind.
 Sessions that have bound nothing are not checked.
 """
 
@@ -27,6 +28,16 @@ class _Binding(NamedTuple):
     fingerprint: ModelFingerprint
 
 
+class BaseWeights(NamedTuple):
+    """The weights of the base's generation."""
+
+    label: str | None  # None: nothing has named them yet
+    generation: int  # 0: none has begun
+
+
+_UNNAMED = BaseWeights(None, 0)
+
+
 class ModelBindings:
     """The bindings of a cache, and of its sessions.
 
@@ -35,6 +46,7 @@ class ModelBindings:
 
     Attributes:
         sessions: the bound models of each session that has bound any, by id.
+        weights: the label and number of the base's generation.
 
     Args:
         core: the cache.
@@ -43,6 +55,7 @@ class ModelBindings:
 
     def __init__(self, core: LeasedCache, configured: str) -> None:
         self.sessions: dict[str, BoundModels] = {}
+        self.weights = _UNNAMED
         self._core = core
         self._configured = configured
         self._numbers = count(LAPSED + 1)
@@ -63,14 +76,16 @@ class ModelBindings:
         """Bind a session to the current generation and return its number; set its fingerprint if it has none.
 
         Raises:
-            ConfigMismatch: the generation has another fingerprint, or the cache is configured for another base.
+            ConfigMismatch: the generation has another fingerprint or label, or the cache is configured for another
+                base.
         """
         self._check_configured(lora_id, fingerprint)
         binding = self._bindings.get(lora_id)
         if binding is None:
-            binding = self._bindings[lora_id] = _Binding(next(self._numbers), self._with_shared_fields(fingerprint))
+            generation = next(self._numbers) if lora_id is not None else self._begin_base(fingerprint.weights)
+            binding = self._bindings[lora_id] = _Binding(generation, self._with_shared_fields(fingerprint))
             self._drop_surplus()
-        elif difference := fingerprint.difference(binding.fingerprint):
+        elif difference := _difference(fingerprint, binding.fingerprint):
             raise ConfigMismatch(
                 f"{_name(lora_id)} is bound to another model in this cache: {difference}. If every worker has the "
                 f"new weights, call {_ending(lora_id)}; else use another cache, another lora_id, or "
@@ -146,9 +161,44 @@ class ModelBindings:
         self._outdate(namespaces_of(None, lora_id, None))
 
     def end_all(self) -> None:
-        """Begin the next generation of every `lora_id` and of the base."""
+        """Begin the next generation of every `lora_id` and of the base, without a label. The caller resets the core."""
         self._bindings.clear()
+        self.weights = _UNNAMED
         self._outdate(lambda _: True)
+
+    def set_weights(self, label: str) -> bool:
+        """Return whether the base has other weights so far; if so, `end_all` and name the new ones.
+
+        Raises:
+            ConfigMismatch: the cache is configured for one base.
+        """
+        if self._configured:
+            raise ConfigMismatch(
+                f"the cache is configured for the base model {brief(self._configured)} (CacheConfig.fingerprint), "
+                f"a hash that includes its weights: they cannot become {brief(label)}. Start the cache without a "
+                "fingerprint"
+            )
+        if label == self.weights.label:
+            return False
+        self.end_all()
+        self.weights = BaseWeights(label, next(self._numbers))
+        return True
+
+    def _begin_base(self, label: str) -> int:
+        """Return the number of the base's generation, which begins here unless `set_weights` has begun it.
+
+        Raises:
+            ConfigMismatch: `set_weights` has named other weights.
+        """
+        if self.weights.label is None:
+            self.weights = BaseWeights(label, next(self._numbers))
+        elif self.weights.label != label:
+            raise ConfigMismatch(
+                f"the base model has the weights {brief(self.weights.label)} in this cache (set_weights), not "
+                f"{brief(label)}: bind with those once this worker has them. If every worker has {brief(label)}, call "
+                f"{_ending(None)}"
+            )
+        return self.weights.generation
 
     def _outdate(self, is_meant: Callable[[str | None], bool]) -> None:
         for lease in self._core.leases:
@@ -173,8 +223,15 @@ def _name(lora_id: str | None) -> str:
     return "the base model" if lora_id is None else f"lora_id {brief(lora_id)}"
 
 
+def _difference(fingerprint: ModelFingerprint, bound: ModelFingerprint) -> str:
+    difference = fingerprint.difference(bound)
+    if fingerprint.weights == bound.weights:
+        return difference
+    return f"{difference}; the weights are {brief(fingerprint.weights)}, not {brief(bound.weights)}"
+
+
 def _ending(lora_id: str | None) -> str:
-    return "reset()" if lora_id is None else f"retire(lora_id={brief(lora_id)})"
+    return "set_weights(label) or reset()" if lora_id is None else f"retire(lora_id={brief(lora_id)})"
 
 
 def _binding(lora_id: str | None) -> str:

@@ -16,7 +16,7 @@ from raydix.schemas.shown import shown
 
 logger = logging.getLogger(__name__)
 
-_MAX_TICK_S = 1.0  # between two looks at the clock
+_MAX_TICK_S = 1.0  # between two looks at the clock and at the clients' processes
 _DEATH_TICK_S = 0.02  # while a process is about to end
 
 
@@ -41,7 +41,7 @@ class SessionReaper:
     ) -> None:
         self.sessions = SessionTable(config, clock)
         self.num_expired = 0  # sessions that were silent for too long
-        self.num_dead = 0  # sessions that ended because their owner died
+        self.num_dead = 0  # sessions that ended because their process or their owner died
         self.on_end: Callable[[str], None] | None = None  # called with each session that is gone
         self._core = core
         self._wait_queue = wait_queue
@@ -49,20 +49,21 @@ class SessionReaper:
         self._clock = clock
         self._ttl_s = config.session_ttl_s
         self._tick_s = min(_MAX_TICK_S, config.session_ttl_s / 4)
-        self._next_tick = clock()
+        self._next_tick = self._looked_at = clock()
         self._timer = LoopTimer(self._tick)
 
-    def open(self, request: OpenSession) -> None:
-        """Begin a session, or go on with it if it is open. Close the session that it replaces.
+    def open(self, request: OpenSession) -> Session:
+        """Begin a session, or go on with it if it is open; return it. Close the session that it replaces.
 
         Raises:
             LeaseExpired: the session was open and has expired.
         """
-        self.sessions.open(request)
+        session = self.sessions.open(request)
         if request.replaces is not None:
             self.close(request.replaces)
         if not self._timer.is_set:
             self._set_timer(self._tick_s)
+        return session
 
     def close(self, session_id: str, error: CacheError | None = None) -> None:
         """End a session's leases, and free its slots in quarantine. No effect if the session is gone.
@@ -108,10 +109,9 @@ class SessionReaper:
             return True
         if not is_dead and session.life is not None and not session.life.has_ended():
             return False
-        session.is_dead = True
         if session_id in self.sessions:
-            self.num_dead += 1
-            self._vanish(session, LeaseExpired(f"the owner of session {session_id!r} has died"))
+            self._die(session, "owner")
+        session.is_dead = True
         self.reap()
         if self.sessions.any_dead:
             self._set_timer(_DEATH_TICK_S)
@@ -124,6 +124,16 @@ class SessionReaper:
             self._vanish(session, LeaseExpired(f"session {session.session_id!r} was silent for {self._ttl_s:g} s"))
         for session_id in self.sessions.gone():
             self.close(session_id)
+
+    def _end_dead(self) -> None:
+        """End the sessions of processes that have ended. No process writes their slots, so `reap` frees them."""
+        for session in self.sessions.ended():
+            self._die(session, "process")
+
+    def _die(self, session: Session, dead: str) -> None:
+        self.num_dead += 1
+        session.is_dead = True
+        self._vanish(session, LeaseExpired(f"the {dead} of session {session.session_id!r} has died"))
 
     def _vanish(self, session: Session, error: LeaseExpired) -> None:
         about = {"session": session.session_id, "owner": session.owner}
@@ -138,6 +148,9 @@ class SessionReaper:
         late_s = self._clock() - self._next_tick
         if late_s > self._tick_s:
             self.sessions.put_off(late_s)  # messages may have come meanwhile that this loop has not seen
+        if self._clock() - self._looked_at >= self._tick_s / 2:  # seldom, though the clock is looked at often
+            self._looked_at = self._clock()
+            self._end_dead()
         self.reap()
         if not len(self.sessions) and not self.sessions.any_vanished:
             return None

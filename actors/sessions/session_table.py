@@ -1,7 +1,7 @@
 """`SessionTable`: the sessions of a cache, and those that have vanished.
 
     open ──── closes ─────────────────────────────> gone
-      └─ silent, or its owner died ─> vanished ───> gone: its process has ended, it came back, or a time has passed
+      └─ silent, or it has died ────> vanished ───> gone: its process has ended, it came back, or a time has passed
 
 A vanished session has no leases any more; slots that it could still be writing are in quarantine until it is gone.
 """
@@ -30,7 +30,7 @@ class Session:
     executed_seq: int = 0  # the last of its numbered batches that was executed
     batch_order: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by the batch that is waited for
     end: asyncio.Future[None] | None = None  # for its client, if it waits for the end
-    is_dead: bool = False  # its owner has died
+    is_dead: bool = False  # its process or its owner has died
 
     def notify_end(self) -> None:
         """Wake the session's client, if it waits for the end."""
@@ -121,6 +121,10 @@ class SessionTable:
         while len(self._expired) > _MAX_REMEMBERED:
             self._expired.popitem(last=False)
         session.notify_end()
+
+    def ended(self) -> list[Session]:
+        """Return the open sessions of processes that have ended. About 1 us for each open session."""
+        return [session for session in self._open.values() if session.life is not None and session.life.has_ended()]
 
     def overdue(self) -> list[Session]:
         """Return the open sessions that were silent for too long."""

@@ -29,6 +29,7 @@ class Position(NamedTuple):
     tenant: str | None
     urgent: bool  # a running lease grows: it goes before new ones, which wait for it to end
     is_within_floor: Callable[[], bool]  # whether its tenant need not wait for others
+    num_tokens: int = 0  # of the lease that is to begin, or that it is to grow by
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +78,10 @@ class WaitQueue:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def num_tokens(self) -> int:
+        """Return the tokens that the queued requests ask for. O(queue)."""
+        return sum([waiter.position.num_tokens for waiter in self._queue])
 
     def is_waiting(self, tenant: str | None) -> bool:
         """Return whether a request of that tenant is queued."""

@@ -21,6 +21,8 @@ _is_warned = False  # this process has logged that it is another actor's
 class WatchedActor:
     """Derive a Ray actor's class from it: when the actor dies, its clients' slots are free within about a second.
 
+    A cache sees that by itself where it sees the actor's process, as on its own node; this class is for other nodes.
+
     A client that is opened inside the actor is watched by itself; `PrefixCacheClient(cache, owner=handle)` names
     another actor. The cache keeps a call of `raydix_park` at the actor, so the actor is an async one.
     """
@@ -62,9 +64,10 @@ def warn_if_unwatched(config: LeaseConfig) -> None:
     if ray.get_runtime_context().get_actor_id() is not None:
         _is_warned = True
         logger.warning(
-            "this actor does not derive from raydix.actors.WatchedActor: if it is killed, what its clients hold stays "
-            "held for session_ttl_s (%g s), and private slots for up to quarantine_grace_s (%g s) more unless the "
-            "actor runs on the cache's node; derive it from WatchedActor, or name one as the client's owner",
+            "this actor does not derive from raydix.actors.WatchedActor, and the cache does not see its process (it "
+            "runs on another node, or does not share /proc): if it is killed, what its clients hold stays held for "
+            "session_ttl_s (%g s), and private slots for up to quarantine_grace_s (%g s) more; derive it from "
+            "WatchedActor, or name one as the client's owner",
             config.session_ttl_s,
             config.quarantine_grace_s,
         )

@@ -1,27 +1,25 @@
-"""Whether a process of this machine still lives: a lock that the kernel releases when it ends.
+"""Whether a process of this machine still lives, as the kernel reports by a pidfd.
 
-Each process locks a memfd, which others open through `/proc`, as they do a pool's: it has no name in any folder, so
-the kernel removes it with the process. If it cannot be opened (another node, another container), the state of the
-process is unknown. A path carries the name of its memfd: the same process and file number can be the lock of
-another process there.
+Each process opens a memfd with an id in its name, which others find through `/proc`, as they do a pool's. The path of
+the memfd names the process, and the id proves that it is the process which made the path: on another node, in another
+container or later, the same number can be that of another process. If the memfd cannot be found, the state of the
+process is unknown. Children that the process forked do not count: they inherit the memfd, but not the number.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import select
 import sys
 import uuid
 import weakref
 from typing import Self
 
-if sys.platform == "linux":
-    import fcntl
-
-_PATH = re.compile(r"(/proc/\d+/fd/\d+):([0-9a-f]{32})")  # where a memfd is open, and the id in its name
+_PATH = re.compile(r"(/proc/(\d{1,9})/fd/\d{1,9}):([0-9a-f]{32})")  # where a memfd is open, and the id in its name
 _NAME = "raydix-life-"
 
-_own: tuple[int, str] | None = None  # the process that locked it, and its path
+_own: tuple[int, str] | None = None  # the process that opened it, and its path
 
 
 def own_liveness_path() -> str | None:
@@ -31,41 +29,41 @@ def own_liveness_path() -> str | None:
         return None
     if _own is None or _own[0] != os.getpid():  # a forked child has a life of its own
         life_id = uuid.uuid4().hex
-        fd = os.memfd_create(f"{_NAME}{life_id}", os.MFD_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_EX)  # and never unlocked
+        fd = os.memfd_create(f"{_NAME}{life_id}", os.MFD_CLOEXEC)  # open until the process ends
         _own = os.getpid(), f"/proc/{os.getpid()}/fd/{fd}:{life_id}"
     return _own[1]
 
 
 class ProcessLiveness:
-    """The lock of another process, as seen from here. Get one by `find`."""
+    """The life of a process, as seen from here. Get one by `find`."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        weakref.finalize(self, os.close, fd)
+    def __init__(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+        weakref.finalize(self, os.close, pidfd)
 
     @classmethod
     def find(cls, path: str) -> Self | None:
-        """Return the lock at a path of `own_liveness_path`.
+        """Return the life of the process that made a path by `own_liveness_path`.
 
-        None if there is none, if it is another process's, or if no process holds it, as seen from here.
+        None if no process is found there, if it is another one, or if it has ended, as seen from here.
         """
         if sys.platform != "linux" or (match := _PATH.fullmatch(path)) is None:
             return None
-        where, life_id = match.groups()
+        where, pid, life_id = match.groups()
         try:
-            fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            life = cls(os.pidfd_open(int(pid)))  # first: the process seen below is then this one, not a later one
+            is_there = os.readlink(where) == f"/memfd:{_NAME}{life_id} (deleted)"
+            return life if is_there and life._has_number(int(pid)) else None
         except OSError:
             return None
-        life = cls(fd)
-        is_lock = os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:{_NAME}{life_id} (deleted)"
-        return life if is_lock and not life.has_ended() else None
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, with all children that it forked."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        return True
+        """Return whether the process has ended, with all of its threads."""
+        poll = select.poll()  # one for each call, as threads cannot share one
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _has_number(self, pid: int) -> bool:
+        """Return whether the process lives and has this number in `/proc`, which can be that of other containers."""
+        with open(f"/proc/self/fdinfo/{self._pidfd}") as facts:
+            return f"Pid:\t{pid}\n" in facts and not self.has_ended()

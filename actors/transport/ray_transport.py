@@ -41,6 +41,7 @@ from raydix.schemas import (
     Message,
     NextEvents,
     OpenSession,
+    PackedEvents,
     PoolHandle,
     ReadKV,
     ReleaseRequest,
@@ -297,9 +298,9 @@ class RayTransport:
         response: Message = await self._setting_lost(self._call(self._actor.wait, request))
         return response
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
+    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch | PackedEvents:
         request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
-        batch: KVEventBatch = await self._setting_lost(self._call(self._actor.next_events, request))
+        batch: KVEventBatch | PackedEvents = await self._setting_lost(self._call(self._actor.next_events, request))
         return batch
 
     async def pool_handle(self) -> PoolHandle:

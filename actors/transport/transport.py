@@ -14,6 +14,7 @@ from raydix.schemas import (
     LeaseExpired,
     Message,
     OpenSession,
+    PackedEvents,
     PoolHandle,
     ReadKV,
     SessionResponse,
@@ -57,7 +58,7 @@ class Transport(Protocol):
     async def wait(self, ticket: int) -> Message:
         """Return the outcome of a queued request."""
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch:
+    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch | PackedEvents:
         """Return the events after number `after_seq`; wait for one up to `timeout_s`."""
 
     async def pool_handle(self) -> PoolHandle:

@@ -20,7 +20,7 @@ from typing import Literal
 from warnings import warn
 
 _FOLDER = Path(__file__).parent
-_MODULES = ("packed_slots", "page_lists", "tree")
+_MODULES = ("packed_slots", "page_lists", "page_table", "tree")
 
 
 def _is_compiled() -> bool:
@@ -50,6 +50,7 @@ if not COMPILED:  # from now on, an import from this folder finds sources alone
 
 from raydix.cache_core.kernels.packed_slots import expand, is_row, join, pack_slots  # noqa: E402
 from raydix.cache_core.kernels.page_lists import free_pages  # noqa: E402
+from raydix.cache_core.kernels.page_table import NOTE, PENDING, PROMISED, STORED, PageTable  # noqa: E402
 from raydix.cache_core.kernels.tree import (  # noqa: E402
     Children,
     Key,
@@ -76,8 +77,13 @@ __all__ = [
     "Children",
     "Key",
     "LockAccounting",
+    "NOTE",
     "Node",
+    "PENDING",
+    "PROMISED",
+    "PageTable",
     "RankedQueue",
+    "STORED",
     "Victims",
     "add_leaf",
     "detach_leaf",

@@ -17,13 +17,15 @@ from raydix.cache_core.leases.kv_accounting import check_accounting
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.leased_cache import LeasedCache
+from raydix.cache_core.leases.pending_pages import PendingPages
 from raydix.cache_core.leases.results import PoolSizes, Published
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_checks import PoolChecks
+from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
-from raydix.cache_core.tree.page_events import KVEventSink, PageRun
+from raydix.cache_core.tree.page_events import Hashes, KVEventSink, PageRun, SlimEventSink
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
 
 _RECLAIMED_AT_ONCE = 4096  # retired slots that `retire`, `reset` and `release` free; `reclaim` frees the rest
@@ -78,6 +80,7 @@ class KVCache(LeasedCache):
         self.pools = LeaseAllocator(tree, allocator, states, self.tenants, self.counters, floors, on_pressure, checks)
         self._on_pressure = on_pressure
         self._bigram = bigram
+        self._pending: PendingPages | None = None
 
     # ---------------------------------------------------------------- requests
 
@@ -373,6 +376,15 @@ class KVCache(LeasedCache):
 
     def publish_events_to(self, sink: KVEventSink) -> None:
         self.tree.publish_events_to(sink)
+
+    def publish_slim_events_to(self, sink: SlimEventSink, stride: int) -> None:
+        self.tree.publish_events_to(sink, stride)
+        if isinstance(self.tree, PrefixCache):
+            self._pending = PendingPages(self.tree, self._tree_key, stride, sink)
+            self.observers.append(self._pending)
+
+    def pending_pages(self) -> Hashes:
+        return super().pending_pages() if self._pending is None else self._pending.hashes()
 
     def resident_pages(self) -> Iterable[PageRun]:
         return self.tree.resident_pages()

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from operator import index
 
+import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import MatchResult
@@ -24,7 +25,7 @@ from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.cache_core.leases.results import Counters, PoolSizes, Published
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
-from raydix.cache_core.tree.page_events import KVEventSink, PageRun
+from raydix.cache_core.tree.page_events import Hashes, KVEventSink, PageRun, SlimEventSink
 from raydix.cache_core.tree.radix_key import RadixKey
 
 
@@ -446,6 +447,16 @@ class LeasedCache(ABC):
 
     def publish_events_to(self, sink: KVEventSink) -> None:  # noqa: B027 -- optional
         """From now on, publish stored and removed pages to `sink`. No effect for a cache without pages."""
+
+    def publish_slim_events_to(self, sink: SlimEventSink, stride: int) -> None:  # noqa: B027 -- optional
+        """From now on, publish to `sink` every `stride`-th page that is stored, removed or pending.
+
+        No effect for a cache without pages.
+        """
+
+    def pending_pages(self) -> Hashes:
+        """Return the pages that slim events have named as pending and not ended, each once."""
+        return np.empty(0, np.int64)
 
     def resident_pages(self) -> Iterable[PageRun]:
         """Return the matchable pages as events describe them, parents before children. O(n)."""

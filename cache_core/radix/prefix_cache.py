@@ -453,13 +453,21 @@ class PrefixCache(BasePrefixCache):
             check_node(node)
             raise
 
-    def publish_events_to(self, sink: KVEventSink) -> None:
+    def publish_events_to(self, sink: KVEventSink, stride: int | None = None) -> None:
         """Publish to `sink` which pages come and go: see `page_events`. Every insert hashes its pages from now on."""
-        self.parts.events = KVEventPublisher(sink, self.page_size)
+        self.parts.events = KVEventPublisher(sink, self.page_size, stride)
 
     def resident_pages(self) -> Iterator[PageRun]:
         """The pages that can be matched, parents before children. O(n); hashes what has no hashes yet."""
-        return (page_run(node, self.page_size) for node in self.parts.tree.nodes())
+        publisher = self.parts.events
+        if publisher is None:
+            return (page_run(node, self.page_size) for node in self.parts.tree.nodes())
+        return (run for node in self.parts.tree.nodes() if (run := publisher.run(node)) is not None)
+
+    def digest_at(self, node: TreeNode) -> bytes | None:
+        """Return the digest of the last page of a node, to which the digest of the next page is chained."""
+        digests = chain_hashes(node, self.page_size)
+        return bytes.fromhex(digests[-1]) if digests else None
 
     def pretty_print(self) -> None:
         """Print the tree: one line per node with its tokens, slots, locks, hits and age."""

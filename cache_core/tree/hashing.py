@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raydix.cache_core.tree.radix_key import NARROW_LIMIT, RadixKey
 
@@ -40,6 +41,22 @@ def hash_page(ids: bytes, width: int, arity: int, prior: bytes | None) -> bytes:
     return digest.digest()
 
 
+def hash_pages(ids: bytes, page_bytes: int, width: int, arity: int, prior: bytes | None) -> list[bytes]:
+    """The digest of each of the whole pages in packed ids, each chained to the one before, the first to `prior`."""
+    digests: list[bytes] = []
+    if width == 8 or arity:
+        for at in range(0, len(ids), page_bytes):
+            prior = hash_page(ids[at : at + page_bytes], width, arity, prior)
+            digests.append(prior)
+        return digests
+    sha256 = hashlib.sha256
+    last = prior or b""
+    for at in range(0, len(ids), page_bytes):  # as `hash_page`, in one call a page
+        last = sha256(last + ids[at : at + page_bytes]).digest()
+        digests.append(last)
+    return digests
+
+
 def namespace_seed(extra_key: str | None) -> bytes | None:
     """Return the digest that the first page of a namespace is chained to; None for the default namespace."""
     if extra_key is None:
@@ -52,6 +69,11 @@ def namespace_seed(extra_key: str | None) -> bytes | None:
 def hash_to_int64(hex_str: str) -> int:
     """The first 16 hex characters as a signed 64-bit integer, as KV events carry them."""
     return int.from_bytes(bytes.fromhex(hex_str[:16]), "big", signed=True)
+
+
+def int64s(digests: list[bytes]) -> NDArray[np.int64]:
+    """The first 64 bits, signed, of each digest: `hash_to_int64` of them all."""
+    return np.frombuffer(b"".join([digest[:8] for digest in digests]), ">i8").astype(np.int64)
 
 
 def hash_bytes(data: bytes) -> int:

@@ -5,6 +5,8 @@ for the namespace. Nodes are hashed as they are inserted. Their parents have has
 of the new pages alone. Splits publish nothing, as the pages stay the same, and neither do window KV and states: the
 full KV of a page counts.
 
+With a stride s, only every s-th page of a path is published, without token ids: those that end at multiples of s pages.
+
 A reader that applies the events to an empty set of hashes, or from then on to those of `PrefixCache.resident_pages`,
 has exactly the pages that can be matched.
 """
@@ -22,14 +24,15 @@ from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.cache_core.tree.tree_node import TreeNode
 
 Hashes = NDArray[np.int64]
+_NO_IDS = np.empty(0, np.uint32)
 
 
 class PageRun(NamedTuple):
     """Pages of one namespace that follow one another."""
 
     hashes: Hashes
-    parent_hash: int | None  # of the page before the first of these; None: none is before it
-    token_ids: NDArray[Any]  # uint32 or uint64, one per token: of tuples the first id
+    parent_hash: int | None  # of the page before the first of these; None: none is before it, or with a stride
+    token_ids: NDArray[Any]  # uint32 or uint64, one per token: of tuples the first id; none with a stride
     extra_key: str | None  # the namespace
 
 
@@ -46,23 +49,56 @@ class KVEventSink(Protocol):
         """Every page of every namespace is gone."""
 
 
-class KVEventPublisher:
-    """Publishes the nodes of a tree to a sink, in pages."""
+class SlimEventSink(KVEventSink, Protocol):
+    """A receiver of slim events."""
 
-    def __init__(self, sink: KVEventSink, page_size: int) -> None:
+    def pending(self, hashes: Hashes) -> None:
+        """A lease was granted that will publish these pages, unless it ends first."""
+
+    def not_pending(self, hashes: Hashes) -> None:
+        """No open lease will publish these pages any more."""
+
+
+class KVEventPublisher:
+    """Publishes the nodes of a tree to a sink, in pages.
+
+    Args:
+        sink: receives the events.
+        page_size: tokens of a page.
+        stride: publish every `stride`-th page alone, without token ids; None: all pages, with theirs.
+    """
+
+    def __init__(self, sink: KVEventSink, page_size: int, stride: int | None = None) -> None:
         self._sink = sink
         self._page_size = page_size
+        self._stride = stride
 
     def stored(self, leaf: TreeNode) -> None:
         """Publish a new node. Costs SHA-256 of its pages."""
-        self._sink.stored(page_run(leaf, self._page_size))
+        run = self.run(leaf)
+        if run is not None:
+            self._sink.stored(run)
+
+    def run(self, node: TreeNode) -> PageRun | None:
+        """Return the pages of a node that are published; None if there are none."""
+        if self._stride is None:
+            return page_run(node, self._page_size)
+        run = strided_run(node, self._page_size, self._stride)
+        return run if len(run.hashes) else None
 
     def removed(self, nodes: Iterable[TreeNode]) -> None:
         """Publish that nodes have left the tree, but for those of retired namespaces: these are published already."""
         for namespace, group in groupby(nodes, key=lambda node: node.namespace):
             if namespace.live:
-                rows = [short_hashes(chain_hashes(node, self._page_size)[::-1]) for node in group]
-                self._sink.removed(np.concatenate(rows))
+                rows = [self._hashes(node) for node in group]
+                if self._stride is None or any(map(len, rows)):
+                    self._sink.removed(np.concatenate(rows))
+
+    def _hashes(self, node: TreeNode) -> Hashes:
+        """Return the hashes of a node's published pages, the last one first."""
+        if self._stride is None:
+            return short_hashes(chain_hashes(node, self._page_size)[::-1])
+        return strided_run(node, self._page_size, self._stride).hashes[::-1]
 
     def cleared(self) -> None:
         """Publish that no namespace can be matched any more."""
@@ -77,6 +113,13 @@ def page_run(node: TreeNode, page_size: int) -> PageRun:
     parent_hash = int(short_hashes(chain_hashes(parent, page_size)[-1:])[0]) if parent.data else None
     ids = np.frombuffer(node.data, f"<u{namespace.width}")
     return PageRun(hashes, parent_hash, ids[:: namespace.arity or 1], namespace.extra_key)
+
+
+def strided_run(node: TreeNode, page_size: int, stride: int) -> PageRun:
+    """Return the pages of a node that end at multiples of `stride` pages, without token ids."""
+    digests = chain_hashes(node, page_size)
+    num_before = node.end // page_size - len(digests)
+    return PageRun(short_hashes(digests[-(num_before + 1) % stride :: stride]), None, _NO_IDS, node.namespace.extra_key)
 
 
 def short_hashes(digests: list[str]) -> Hashes:

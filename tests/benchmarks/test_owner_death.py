@@ -1,7 +1,7 @@
 """How soon the slots of a killed client are free again: printed, and limited only loosely, as the machine may be busy.
 
-The promised medians: below 1 s for a watched actor, below 3 s for a restartable one, and the time to live plus one tick
-for any other process.
+The promised medians: below 1 s for a watched actor, below 3 s for a restartable one, and below 2 s for any other
+process on the cache's node.
 """
 
 from __future__ import annotations
@@ -22,26 +22,24 @@ from raydix.schemas import CacheConfig, LeaseConfig
 
 GATED = "RAYDIX_BENCH_GATE" in os.environ  # set by `make bench`: elsewhere the figures are printed, not judged
 NUM_KILLS = 20 if GATED else 2
-TTL_S = 1.0
 
 
 @pytest.mark.ray
 @pytest.mark.benchmark
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("watched", "max_restarts", "ttl_s", "promised_s"),
-    [(True, 0, 300.0, 1.0), (True, -1, 300.0, 3.0), (False, 0, TTL_S, TTL_S + 1.0)],
+    ("watched", "max_restarts", "promised_s"),
+    [(True, 0, 1.0), (True, -1, 3.0), (False, 0, 2.0)],
     ids=["watched actor", "restartable watched actor", "other process"],
 )
 async def test_the_slots_of_a_killed_client_are_soon_free(
     running_cache: Callable[[CacheConfig], Any],
     watched: bool,
     max_restarts: int,
-    ttl_s: float,
     promised_s: float,
     request: pytest.FixtureRequest,
 ) -> None:
-    leases = LeaseConfig(session_ttl_s=ttl_s, quarantine_grace_s=300)
+    leases = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)
     cache = running_cache(small_config().model_copy(update={"leases": leases}))
     times: list[float] = []
     async with PrefixCacheClient(cache) as client:

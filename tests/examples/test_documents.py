@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from pydantic.fields import FieldInfo
 from ray.scripts.scripts import cli as ray_commands
 from support.documents import DOCUMENTS, GUIDES, README, ROOT, RUN, anchors, blocks, commands, prose, transcript
 from support.processes.command_line import run
 
-from raydix.actors.cli.app import COMMANDS
+from raydix.actors.cli.app import COMMANDS, GROUPS
+from raydix.actors.engines.settings import EngineSettings
 
 FOLDERS = ("actors", "cache_core", "examples", "schemas", "tests")
 NOT_CODE = ("", "promql")  # diagrams, output and queries
@@ -51,10 +54,11 @@ def test_every_path_named_exists(path: Path) -> None:
 
 @each_document
 def test_every_command_named_in_passing_exists(path: Path) -> None:
-    for command, options in re.findall(r"`raydix ([a-z]+)([^`]*)`", prose(path)):
-        assert command in COMMANDS
-        shown = run(command, "--help").stdout
-        assert [each for each in re.findall(r"--[a-z-]+", options) if each not in shown] == []
+    for line in re.findall(r"`raydix ([a-z][^`]*)`", prose(path)):
+        command, *options = line.split()
+        assert command in COMMANDS or command in GROUPS
+        shown = run(command, *options[: command in GROUPS], "--help").stdout
+        assert [each for each in re.findall(r"--[a-z-]+", line) if each not in shown] == []
 
 
 @each_document
@@ -85,6 +89,16 @@ def test_every_program_compiles(path: Path) -> None:
 def test_a_guide_names_the_extra_of_an_option_that_needs_one_before_it(path: Path) -> None:
     before, option, _ = path.read_text().partition("\nraydix replay trace.jsonl --plot ")
     assert not option or re.search(r"pip install .*\[.*plot.*\]", before)
+
+
+def test_the_engines_guide_has_each_setting_with_its_default() -> None:
+    table = (ROOT / "examples/engines.md").read_text().partition("\n## Settings\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|(?: (.*?))? \| (.*) \|$", table, flags=re.MULTILINE)
+
+    def default_of(field: FieldInfo) -> str:
+        return "" if field.is_required() else f"`{json.dumps(field.default)}`"
+
+    assert rows == [(name, default_of(field), field.description) for name, field in EngineSettings.model_fields.items()]
 
 
 def test_the_readme_is_short_and_links_to_every_guide() -> None:

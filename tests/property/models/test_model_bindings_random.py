@@ -19,7 +19,7 @@ from raydix.schemas import CacheConfig, ConfigMismatch, LeaseGrant, ModelFingerp
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=4096, device="cpu"))
 OPERATIONS = dict(bind=5, acquire=7, lock=1, insert=7, release=4, grant=2, adopt=3)  # noqa: C408 -- a line each
-RARE = dict(retire=0.4, retire_salt=0.3, reset=0.15, push=0.4, lose_session=0.3)  # noqa: C408
+RARE = dict(retire=0.4, retire_salt=0.3, reset=0.15, push=0.4, set_weights=0.4, lose_session=0.3)  # noqa: C408
 NUM_WORKERS, MOST = 3, 3
 
 
@@ -48,7 +48,9 @@ class Traffic:
 
     async def check(self) -> None:
         await self.cache.check_invariants()
-        assert (await self.cache.stats()).bindings == len(self.reference.models)
+        stats, weights = await self.cache.stats(), await self.cache.weights()
+        assert (stats.bindings, stats.weights) == (len(self.reference.models), self.reference.label)
+        assert (weights.label, weights.generation) == (self.reference.label, self.reference.generation)
         for space, cached in self.reference.cached.items():
             tokens = max(cached, key=len)
             assert (await self.cache.match(tokens, lora_id=space[0], cache_salt=space[1])).prefix_len == len(tokens)
@@ -65,9 +67,9 @@ class Traffic:
         try:
             expected = self.reference.bind(self.plain[who], name)
         except Refused:
-            with pytest.raises(ConfigMismatch, match="weights"):
+            with pytest.raises(ConfigMismatch, match="weights") as refused:
                 await self.real[who].bind_model(fingerprint, lora_id=name)
-            self.seen["bind refused"] += 1
+            self.seen["label refused" if "(set_weights)" in str(refused.value) else "bind refused"] += 1
         else:
             generation = await self.real[who].bind_model(fingerprint, lora_id=name)
             assert generation == expected
@@ -161,16 +163,31 @@ class Traffic:
         """New weights for one worker, in the order that there is for it; others keep theirs."""
         name: Name = self.rng.choice(NAMES)
         client = self.plain[who]
-        for number in [number for number, held in client.leases.items() if held.space[0] == name]:
-            if number not in {offered for offered, _, _ in self.grants}:
-                await self.leases.pop(number).release()  # requests are stopped
-                del client.leases[number]
+        await self.stop_requests(who, name)
         client.weights[name] = self.rng.choice("012")
         if name is None:
             await self.reset(who)
         else:
             self.reference.retire(name, None)
             await self.real[who].retire(lora_id=name)
+
+    async def stop_requests(self, who: int, name: Name) -> None:
+        client = self.plain[who]
+        for number in [number for number, held in client.leases.items() if held.space[0] == name]:
+            if number not in {offered for offered, _, _ in self.grants}:
+                await self.leases.pop(number).release()
+                del client.leases[number]
+
+    async def set_weights(self, who: int) -> None:
+        """New weights of the base for some workers and, in one step, in the cache; the others keep theirs, behind."""
+        label = self.rng.choice("012")
+        if label != self.reference.label:
+            for each in self.rng.sample(range(NUM_WORKERS), self.rng.randint(0, NUM_WORKERS)):
+                await self.stop_requests(each, None)
+                self.plain[each].weights[None] = label
+        expected = self.reference.set_weights(label)
+        assert await self.real[who].set_weights(label) == expected
+        self.generations.add(expected)
 
     async def lose_session(self, who: int) -> None:
         """As if the client had been silent: its leases end, and it has bound nothing any more."""
@@ -190,6 +207,7 @@ def test_clients_bind_retire_and_serve_as_the_rules_say(seed: int, monkeypatch: 
 
     asyncio.run(traffic.run(3_000))
 
-    every = ("bind refused", "acquire refused", "lock refused", "adopt refused", "outdated", "served", "retired")
+    refused = ("label refused", "bind refused", "acquire refused", "lock refused", "adopt refused")
+    every = (*refused, "outdated", "served", "retired")
     assert all(traffic.seen[each] for each in every), traffic.seen
     assert bound_models.MAX_BINDINGS > len(NAMES)  # a session's own are not forgotten here

@@ -21,7 +21,7 @@ import ray
 from rich.console import Console
 from support.processes.command_line import run, run_json
 
-from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cache_async
+from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cache, start_cache_async
 from raydix.actors.cli.app import COMMANDS
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.start import _report
@@ -288,6 +288,45 @@ def test_tree_draws_the_cached_tokens(busy: list[str]) -> None:
     assert run("tree", *busy, "--depth", 0).stdout.splitlines()[-1] == "    └── 1 more"
 
 
+def test_weights_prints_the_label_and_names_another(namespace: str) -> None:
+    where = ["--namespace", namespace]
+    run("start", "--set", "pool.num_slots=64", *where)
+    assert run("weights", "kv-0", *where).stdout == "kv-0: no weights are named yet\n"
+    assert "weights" not in run("stats", "kv-0", *where).stdout
+    with PrefixCacheClient(connect("kv-0", namespace=namespace)).sync as cache:
+        with cache.acquire(PROMPT) as lease:
+            lease.insert(PROMPT)
+
+        (named,) = run_json("weights", "kv-0", "step-1", *where)
+
+        assert (named["name"], named["label"], named["generation"] > 0) == ("kv-0", "step-1", True)
+        assert cache.match(PROMPT).prefix_len == 0
+        assert run_json("weights", "kv-0", "step-1", *where) == run_json("weights", "kv-0", *where) == [named]
+    assert run("weights", "kv-0", *where).stdout == f"kv-0: weights 'step-1', generation {named['generation']}\n"
+    assert re.search("weights +step-1", run("stats", "kv-0", *where).stdout)
+    assert "label: " in run("weights", "kv-0", "", *where, exit_code=1).stderr
+
+
+def test_weights_acts_on_every_rank_of_a_name_in_order(namespace: str) -> None:
+    where = ["--namespace", namespace]
+    caches = [
+        start_cache(CacheConfig(pool=PoolConfig(num_slots=64, device="cpu")), name=name, namespace=namespace)
+        for name in ("kv-tp1", "kv-tp0", "kv-tpx", "other-tp0")
+    ]
+
+    done = run("weights", "kv", "step-1", *where).stdout
+
+    assert [line.partition(",")[0] for line in done.splitlines()] == [
+        "kv-tp0: weights 'step-1'",
+        "kv-tp1: weights 'step-1'",
+    ]
+    assert [row["label"] for row in run_json("weights", "other", *where)] == [None]
+    shutdown_cache(caches[1])
+    missing = run("weights", "kv", "step-2", *where, exit_code=3).stderr
+    assert "error: of the ranks of 'kv', up to kv-tp1, kv-tp0 does not run\n" in missing
+    assert [row["label"] for row in run_json("weights", "kv-tp1", *where)] == ["step-1"]
+
+
 def test_check_verifies_a_live_cache(busy: list[str]) -> None:
     assert run_json("check", *busy)["ok"] is True
     assert run("check", *busy).stdout.startswith("kv-0: every invariant holds, verified in ")
@@ -316,7 +355,7 @@ def test_check_reports_a_broken_rule(busy: list[str]) -> None:
 
 def test_a_cache_that_is_not_there_is_an_error_that_names_those_that_are(busy: list[str]) -> None:
     _, *where = busy
-    for command in ("stats", "check", "stop"):
+    for command in ("stats", "check", "weights", "stop"):
         result = run(command, "kv-9", *where, exit_code=3)
         assert f"error: no cache named 'kv-9' runs in namespace {where[1]!r}; there: kv-0\n" in result.stderr
         assert result.stdout == ""

@@ -21,7 +21,10 @@ NOT_RUN = {  # first word of a command, and the reason why no test runs it
     "export": "it is for the user's cluster",
     "ray": "the tests have a cluster of their own",
 }
-WITH_BLOCKS = [path for path in GUIDES if any(block.language in RUN for block in blocks(path))]
+WITH_ENGINES = {"engines.md"}  # tests/engines/test_vllm_app.py runs their commands
+WITH_BLOCKS = [
+    path for path in GUIDES if path.name not in WITH_ENGINES and any(block.language in RUN for block in blocks(path))
+]
 NO_SUCH_CACHE = 3  # exit status
 PRINTED = {  # the output that a guide's comments promise
     "worker.md": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 from pathlib import Path
@@ -237,3 +238,15 @@ def test_the_conversation_trace_gives_the_rates_of_a_whole_page_lru() -> None:
 
     assert [row["requests"] for row in rows] == [12_031] * 3
     assert [row["hit_rate_percent"] for row in rows] == [pytest.approx(rate, abs=0.3) for rate in (5.6, 18.8, 34.4)]
+
+
+def test_a_gzip_trace_is_read_as_it_is_and_a_broken_one_is_named(trace: Path, tmp_path: Path) -> None:
+    packed, cut = tmp_path / "trace.jsonl.gz", tmp_path / "cut.gz"
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    cut.write_bytes(packed.read_bytes()[:-20])
+
+    assert read_trace(packed) == read_trace(trace)
+    with pytest.raises(TraceError, match=r"cut.gz: Compressed file ended"):
+        read_trace(cut)
+    (tmp_path / "plain.gz").write_bytes(trace.read_bytes())
+    assert "plain.gz: Not a gzipped file" in run("replay", tmp_path / "plain.gz", exit_code=2).stderr

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from support.caches.cache_under_test import small_config
 from support.processes.client_processes import all_free, kill_while, start_client, until
 
 from raydix.actors import PrefixCacheClient, WatchedActor
+from raydix.actors.client import connectors
 from raydix.schemas import CacheConfig, InvalidRequest, LeaseConfig, LeaseExpired
 
 pytestmark = pytest.mark.ray
@@ -114,13 +117,18 @@ async def test_the_death_of_one_actor_leaves_others_alone(patient: tuple[Any, Pr
     await lives.close.remote()
 
 
-@pytest.mark.parametrize(("watched", "named"), [(False, False), (True, False), (False, True)])
-async def test_a_client_in_an_actor_that_is_not_watched_logs_how_long_its_slots_stay_held(
-    patient: tuple[Any, PrefixCacheClient], watched: bool, named: bool
+@pytest.mark.parametrize(
+    ("watched", "named", "seen"),
+    [(False, False, False), (False, False, True), (True, False, False), (False, True, False)],
+)
+async def test_a_client_in_an_actor_that_is_neither_watched_nor_seen_logs_how_long_its_slots_stay_held(
+    patient: tuple[Any, PrefixCacheClient], watched: bool, named: bool, seen: bool
 ) -> None:
     class Logging:
         async def open_two(self, cache: Any, owner: Any) -> list[str]:
             lines: list[str] = []
+            if not seen:  # as on another node
+                connectors.own_liveness_path = lambda: None  # type: ignore[attr-defined]
             handler = logging.Handler()
             handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
             logging.getLogger("raydix.actors.sessions.watched_actor").addHandler(handler)
@@ -135,7 +143,7 @@ async def test_a_client_in_an_actor_that_is_not_watched_logs_how_long_its_slots_
 
     lines = await process.open_two.remote(patient[0], owner)
 
-    assert len(lines) == (0 if watched or named else 1)
+    assert len(lines) == (0 if watched or named or seen else 1)
     for line in lines:
         assert "session_ttl_s (300 s)" in line and "quarantine_grace_s (300 s)" in line and "WatchedActor" in line
 
@@ -158,6 +166,47 @@ def test_parking_cannot_be_made_synchronous() -> None:
 
 
 # ---------------------------------------------------------------- plain processes
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a child that lives on"])
+async def test_a_plain_process_that_is_killed_holds_nothing_a_moment_later(start: Start, forks: bool) -> None:
+    cache = start(LeaseConfig())
+    async with PrefixCacheClient(cache) as client:
+        before = await client.stats()
+        process = start_client(watched=False)
+        pid = await process.open.remote(cache)
+        await process.acquire.remote([1] * 6)
+        child = await process.fork.remote() if forks else None
+        assert (await client.stats()).private_slots == 6
+
+        os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        after = await until(client, lambda stats: stats.free_slots == 8, timeout_s=30)
+        print(f"free again after {time.monotonic() - killed_at:.2f} s")
+
+        assert (after.dead_sessions - before.dead_sessions, after.expired_sessions) == (1, before.expired_sessions)
+        if child is not None:
+            os.kill(child, 0)  # it lives
+            os.kill(child, signal.SIGKILL)
+
+
+async def test_a_process_that_is_stopped_keeps_its_lease_within_its_time_to_live(
+    patient: tuple[Any, PrefixCacheClient],
+) -> None:
+    cache, client = patient
+    before = await client.stats()
+    process = start_client(watched=False)
+    pid = await process.open.remote(cache)
+    await process.acquire.remote([1, 2])
+
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(3)  # the cache looks at it every second
+    stats = await client.stats()
+    os.kill(pid, signal.SIGCONT)
+
+    assert (stats.open_leases, stats.private_slots, stats.dead_sessions) == (1, 2, before.dead_sessions)
+    assert await process.insert.remote([1, 2]) == "2"
+    await process.close.remote()
 
 
 async def test_a_process_that_stands_still_loses_its_lease_but_its_slots_are_withheld_until_it_is_back(
@@ -234,12 +283,13 @@ async def test_a_client_that_only_waits_beats(hasty: tuple[Any, PrefixCacheClien
     silent = start_client(watched=False)
     pid = await silent.open.remote(cache)
     before = (await client.stats()).expired_sessions
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGSTOP)
 
     await until(client, lambda stats: stats.expired_sessions > before)  # it has only sent heartbeats since
 
     assert await process.insert.remote([1, 2]) == "2"
     await process.close.remote()
+    os.kill(pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- handing over

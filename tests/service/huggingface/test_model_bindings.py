@@ -22,6 +22,7 @@ from raydix.schemas import (
     LeaseResponse,
     ModelFingerprint,
     OpenSession,
+    SetWeightsRequest,
 )
 
 BASE = {"model_type": "llama", "rope_theta": 1e4, "rms_norm_eps": 1e-6}
@@ -108,7 +109,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     (OLD.model_copy(update={"fields": BASE | {"b": float("nan")}}), None, r"fields: 'b' must be .* not nan"),
     (OLD.model_copy(update={"fields": {1: 2}}), None, "fields: a name must be a str of 1 to 256 characters, not 1"),
     (OLD.model_copy(update={"fields": {f"{n}": n for n in range(1025)}}), None, "fields: at most 1024 fields"),
-    (OLD.model_copy(update={"weights": ""}), None, "fingerprint.weights: .* at least 1"),
+    (OLD.model_copy(update={"weights": "x" * 257}), None, "fingerprint.weights: .* at most 256"),
     (OLD.model_copy(update={"weights": "\ud800"}), None, "fingerprint.weights: .* valid string.* unicode"),
     (OLD, 7, "lora_id must be a string or None, not int"),
     (OLD, "x" * 4097, "lora_id has 4097 characters"),
@@ -234,6 +235,162 @@ async def test_a_session_behind_the_base_is_refused_everywhere_and_others_only_w
         await adapter.acquire([1], lora_id="x")
     await both.bind_model(OLD)
     assert await hit(both, 1, lora_id="x") == await hit(both, 1, lora_id="y") == 0
+
+
+# ---------------------------------------------------------------- labels of the base's weights
+
+
+async def weights_of(client: PrefixCacheClient) -> tuple[str | None, int]:
+    answer = await client.weights()
+    assert (await client.stats()).weights == answer.label
+    return answer.label, answer.generation
+
+
+async def test_the_first_bind_of_the_base_sets_the_label_and_reset_forgets_it(cache1: CacheUnderTest) -> None:
+    await cache1.client.reset()  # of the tests before
+    worker = cache1.another_client()
+    await worker.bind_model(NEW, lora_id="x")
+    assert await weights_of(worker) == (None, 0)
+
+    generation = await worker.bind_model(OLD)
+
+    assert await weights_of(worker) == ("old", generation)
+    await worker.retire(lora_id="x")
+    assert await weights_of(worker) == ("old", generation)
+    await cache1.client.reset()
+    assert await weights_of(worker) == (None, 0)
+
+
+async def test_new_weights_begin_the_next_generation_of_everything_in_one_step(cache1: CacheUnderTest) -> None:
+    worker, adapter, unbound, trainer = (cache1.another_client() for _ in range(4))
+    before = await worker.bind_model(OLD)
+    await adapter.bind_model(OLD, lora_id="x")
+    for lora_id in (None, "x"):
+        await publish(worker, 1, 2, lora_id=lora_id)
+    running = await unbound.acquire([1, 2, 3])
+    grant = await (await unbound.acquire([1, 2], lora_id="x")).grant()
+
+    generation = await trainer.set_weights("new")
+
+    assert generation > before
+    assert await weights_of(trainer) == ("new", generation)
+    assert [(await trainer.match([1, 2], lora_id=lora_id)).prefix_len for lora_id in (None, "x")] == [0, 0]
+    assert ((await trainer.stats()).bindings, (await trainer.stats()).model_fingerprint) == (0, "")
+    for client, lora_id in ((worker, None), (worker, "x"), (adapter, "x")):
+        with pytest.raises(ConfigMismatch, match=BIND_AGAIN):
+            await client.acquire([1, 2], lora_id=lora_id)
+    assert (running.prefix_len, (await running.insert([1, 2, 3])).retired) == (2, True)
+    await running.release()
+    assert await worker.bind_model(NEW) == generation
+    with pytest.raises(ConfigMismatch, match="Acquire again"):
+        await worker.adopt(grant)
+    await unbound.revoke(grant)
+    await publish(worker, 1, 2)
+    assert await hit(worker, 1, 2) == 2
+
+
+async def test_a_worker_that_is_behind_cannot_bind_the_base_before_or_after_the_first_to_have_the_weights(
+    cache1: CacheUnderTest,
+) -> None:
+    behind, ahead = cache1.another_client(), cache1.another_client()
+    await behind.bind_model(OLD)
+    generation = await ahead.set_weights("new")
+
+    with pytest.raises(ConfigMismatch, match=r"the weights 'new' in this cache \(set_weights\), not 'old'"):
+        await behind.bind_model(OLD)
+    assert await weights_of(ahead) == ("new", generation)
+    assert await ahead.bind_model(NEW) == generation
+    with pytest.raises(ConfigMismatch, match=r"differ; the weights are 'old', not 'new'\. .* set_weights\(label\)"):
+        await behind.bind_model(OLD)
+    other = FURTHER.model_copy(update={"weights": "\x1b" * 256})
+    with pytest.raises(ConfigMismatch) as refused:
+        await behind.bind_model(other)
+    assert r"rope_theta is 500000.0, not 10000.0; the weights are '\x1b" in str(refused.value)
+    assert len(str(refused.value)) < 1000
+    with pytest.raises(ConfigMismatch, match=BIND_AGAIN):
+        await behind.acquire([1])
+    await behind.bind_model(NEW)
+    assert await hit(behind, 1) == 0
+
+
+@pytest.mark.parametrize("by", ["set_weights", "bind_model"])
+async def test_the_current_label_changes_nothing(cache1: CacheUnderTest, by: str) -> None:
+    worker, trainer = cache1.another_client(), cache1.another_client()
+    await trainer.reset()
+    if by == "set_weights":
+        await trainer.set_weights("new")
+    generation = await worker.bind_model(NEW)
+    await publish(worker, 1, 2)
+    running = await worker.acquire([1, 2, 3])
+
+    assert await trainer.set_weights("new") == generation
+
+    assert await hit(worker, 1, 2) == 2
+    assert not (await running.insert([1, 2, 3])).retired
+    await running.release()
+
+
+async def test_weights_may_have_no_name_until_they_are_replaced(cache1: CacheUnderTest) -> None:
+    worker = cache1.another_client()
+    await worker.reset()
+    nameless = ModelFingerprint(fields=BASE, weights="")
+    generation = await worker.bind_model(nameless)
+
+    assert await weights_of(worker) == ("", generation)
+    assert await worker.set_weights("new") > generation
+    with pytest.raises(ConfigMismatch, match=r"the weights 'new' in this cache .*, not ''"):
+        await worker.bind_model(nameless)
+
+
+WRONG_LABELS: list[tuple[Any, str]] = [
+    ("", "label: .* at least 1"),
+    ("x" * 257, "label: .* at most 256"),
+    ("\ud800", "label: .* valid string"),
+    (None, "label: .* valid string"),
+    (7, "label: .* valid string"),
+]
+
+
+async def test_a_wrong_label_is_refused_and_changes_nothing(cache1: CacheUnderTest) -> None:
+    generation = await cache1.client.set_weights("v1")
+    await publish(cache1.client, 1, 2)
+
+    for label, fault in WRONG_LABELS:
+        with pytest.raises(InvalidRequest, match=fault):
+            await cache1.client.set_weights(label)
+
+    assert await weights_of(cache1.client) == ("v1", generation)
+    assert await hit(cache1.client, 1, 2) == 2
+
+
+async def test_a_cache_configured_for_a_base_model_takes_no_other_weights() -> None:
+    config = small_config().model_copy(update={"fingerprint": str(OLD)})
+    async with LocalPrefixCache(config) as cache:
+        generation = await cache.bind_model(OLD)
+        await publish(cache, 1, 2)
+
+        for label in ("new", "old"):
+            with pytest.raises(ConfigMismatch, match=r"CacheConfig.fingerprint\), a hash that includes its weights"):
+                await cache.set_weights(label)
+
+        assert await weights_of(cache) == ("old", generation)
+        assert await hit(cache, 1, 2) == 2
+
+
+async def test_new_weights_that_come_too_late_change_nothing(cache1: CacheUnderTest) -> None:
+    wire = Wire(cache1, await cache1.another_client().open())
+    await wire.execute(SetWeightsRequest(label="step-2"), seq=2, after=0)
+
+    (late,) = await wire.execute(SetWeightsRequest(label="step-1"), seq=1, after=0)
+
+    assert isinstance(late, CacheUnavailable)
+    assert (await cache1.client.weights()).label == "step-2"
+
+
+def test_plain_calls_name_the_weights() -> None:
+    with LocalPrefixCache(small_config()).sync as cache:
+        assert cache.set_weights("v1") == cache.bind_model(ModelFingerprint(fields=BASE, weights="v1"))
+        assert cache.weights().label == "v1"
 
 
 # ---------------------------------------------------------------- earlier leases

@@ -71,7 +71,7 @@ OTHERS: dict[str, tuple[Any, int, str]] = {
     "another rope_theta": (
         llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
         0,
-        r"rope_parameters.rope_theta is 500000.0, not 10000.0\. ",
+        r"rope_parameters.rope_theta is 500000.0, not 10000.0; the weights are ",  # they include its frequencies
     ),
     "another rms_norm_eps": (llama(rms_norm_eps=1e-2), 0, r"rms_norm_eps is 0.01, not 1e-06\. "),
     "another family": (

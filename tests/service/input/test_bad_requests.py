@@ -38,6 +38,7 @@ from raydix.schemas import (
     ReleaseWindowRequest,
     RetireRequest,
     RevokeRequest,
+    SetWeightsRequest,
     StaleEpoch,
     TakeBackRequest,
     TokenIds,
@@ -79,6 +80,7 @@ WHOLE: dict[type[Message], dict[str, Any]] = {  # a right request of each verb; 
     BindModelRequest: {"fingerprint": FINGERPRINT, "lora_id": "x"},
     EvictRequest: {"num_tokens": 1},
     RetireRequest: {"extra_key": None, "lora_id": "x", "cache_salt": None},
+    SetWeightsRequest: {"label": "v2"},
 }
 
 Row = tuple[type[Message], dict[str, Any], type[CacheError], str]
@@ -111,6 +113,10 @@ BAD_REQUESTS: list[Row] = [
     (BindModelRequest, {"fingerprint": None}, InvalidRequest, "fingerprint: .*ModelFingerprint"),
     (BindModelRequest, {"fingerprint": "0"}, InvalidRequest, "fingerprint: .*ModelFingerprint"),
     (BindModelRequest, {"fingerprint": MALFORMED}, InvalidRequest, "fingerprint: .*ModelFingerprint"),
+    (SetWeightsRequest, {"label": ""}, InvalidRequest, "label: .*at least 1"),
+    (SetWeightsRequest, {"label": "x" * 257}, InvalidRequest, "label: .*at most 256"),
+    (SetWeightsRequest, {"label": "\ud800"}, InvalidRequest, "label: .*unicode"),
+    (SetWeightsRequest, {"label": 7}, InvalidRequest, "label: .*string"),
     # numbers
     (AcquireRequest, {"new_tokens": -1}, InvalidRequest, "new_tokens: .*greater than or equal to 0"),
     (AcquireRequest, {"new_tokens": 1.5}, InvalidRequest, "new_tokens: .*valid integer"),

@@ -159,6 +159,7 @@ USES: dict[str, Use] = {
     "bind_model(a field of it)": lambda scene, bad: scene.cache.bind_model(
         FINGERPRINT.model_copy(update={"fields": {"rope_theta": bad}})
     ),
+    "set_weights(label)": of_client("set_weights", "label"),
     "evict(num_tokens)": of_client("evict", "num_tokens"),
     **{f"tree({name})": of_client("tree", name) for name in ("max_nodes", "max_depth", "max_width")},
     "attach_pool(mapped)": of_client("attach_pool", "mapped"),

@@ -14,12 +14,14 @@ TTL_S, GRACE_S = 10.0, 100.0
 
 
 class Life:
-    """Stands for another process's lock; the real one is tried below, and by the tests that kill processes."""
+    """Stands for another process's life; the real one is tried below, and by the tests that kill processes."""
 
     def __init__(self) -> None:
         self.ended = False
+        self.num_looks = 0
 
     def has_ended(self) -> bool:
+        self.num_looks += 1
         return self.ended
 
 
@@ -45,6 +47,11 @@ class Scene:
         """Let time pass, and the cache look at the clock."""
         self.clock.now += seconds
         self.service.reaper.reap()
+
+    def tick(self, seconds: float = 1.0) -> None:
+        """Let time pass, and the cache look at the clock and at its clients' processes."""
+        self.clock.now += seconds
+        self.service.reaper._tick()
 
     @property
     def counts(self) -> tuple[int, int, int]:

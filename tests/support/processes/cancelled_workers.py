@@ -170,6 +170,7 @@ class Worker:
             "evict": lambda: self.client.evict(self.rng.randint(1, 4 * self.floor.kind.page_size)),
             "retire": lambda: self.client.retire(lora_id="a"),
             "reset": lambda: self.client.reset(),
+            "set_weights": lambda: self.client.set_weights(f"{self.rng.random()}"),
             "stats": lambda: self.client.stats(),
         }[verb]
         return (await self.floor.attempt(operation(), cancel_at))[1]
@@ -260,6 +261,6 @@ class Worker:
 
 
 OF_A_LEASE = ("extend", "insert", "grant", "preempt", "release_window", "end", "leave")
-OTHERS = ("acquire", "lock", "adopt", "revoke", "match", "explain", "evict", "retire", "reset", "stats")
+OTHERS = ("acquire", "lock", "adopt", "revoke", "match", "explain", "evict", "retire", "reset", "set_weights", "stats")
 OFTEN = ("acquire",) * 5 + ("insert", "insert", "extend", "adopt", "end")
 VERBS = (*OF_A_LEASE, *OTHERS, *OFTEN, "fall silent")

@@ -67,6 +67,14 @@ def client_class() -> Any:
         async def release(self) -> None:
             await self._lease.release()
 
+        async def fork(self) -> int:
+            """Fork a child that sleeps, with all that this process has open; return its process id."""
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            return child
+
         async def close(self) -> None:
             await self._client.close()
 

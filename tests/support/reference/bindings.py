@@ -44,6 +44,8 @@ class ReferenceBindings:
         self.most = most
         self.clients = clients
         self.models: dict[Name, tuple[int, str]] = {}  # used least recently first
+        self.label: str | None = None  # of the base's generation
+        self.generation = 0  # of the base
         self.cached: dict[Space, dict[Tokens, str]] = {}
         self.ended: dict[Name, int] = {}  # when its last generation did
         self._numbers, self._times, self._leases = count(1), count(1), count(1)
@@ -52,7 +54,9 @@ class ReferenceBindings:
     def bind(self, client: Client, name: Name) -> int:
         """Bind it with the weights that it has."""
         if name not in self.models:
-            self.models[name] = next(self._numbers), client.weights[name]
+            if name is None:
+                self._name(client.weights[None])
+            self.models[name] = self.generation if name is None else next(self._numbers), client.weights[name]
             if len(self.models) > self.most:
                 self.retire(next(each for each in self.models if each is not None), None)
         generation, weights = self.models[name]
@@ -61,6 +65,12 @@ class ReferenceBindings:
         self._use(name)
         client.bound[name] = generation
         return generation
+
+    def _name(self, label: str) -> None:
+        if self.label not in (None, label):
+            raise Refused
+        if self.label is None:
+            self.label, self.generation = label, next(self._numbers)
 
     def _use(self, name: Name) -> None:
         self.models[name] = self.models.pop(name)
@@ -121,8 +131,16 @@ class ReferenceBindings:
         """`reset`."""
         self._retire(self._spaces())
         self.models.clear()
+        self.label, self.generation = None, 0
         self.now = next(self._times)
         self.ended = dict.fromkeys(NAMES, self.now)
+
+    def set_weights(self, label: str) -> int:
+        """`set_weights`; the base's generation."""
+        if label != self.label:
+            self.reset()
+            self._name(label)
+        return self.generation
 
     def _spaces(self) -> list[Space]:
         return [(name, salt) for name in NAMES for salt in SALTS]

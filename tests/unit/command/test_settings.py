@@ -79,7 +79,7 @@ def test_values_are_yaml_and_texts_are_texts() -> None:
 
     config = load_settings(environ={}, options=options).config
 
-    assert (config.fingerprint, config.events, config.sliding_window_size) == ("007", True, None)
+    assert (config.fingerprint, config.events, config.sliding_window_size) == ("007", "full", None)
     assert config.pool.layer_kinds == ("full", "full")
 
 

@@ -42,6 +42,11 @@ KERNEL_CALLS = [
     "kernels.pack_slots(torch.arange(4), 1, 0, {})",
     "kernels.expand([bytes(8)], {}, 2)",
     "kernels.expand([bytes(8)], 2, {})",
+    "sorted(page_index().longest_runs(np.array([7, 8]), {}))",
+    "page_index().longest_runs(np.array([7, 8]), 2, {})",
+    "page_index().holders({})",
+    "page_index().apply(1, 'e', {}, bytes(2), np.array([1, 1], np.int32), np.array([8, 9]))",
+    "page_index().apply_snapshot(1, 'e', {}, np.array([8, 9]))",
 ]
 SLOTS = [0, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 2, -1, -(2**31), -(2**63)]
 PROGRAM = """
@@ -49,7 +54,7 @@ import sys
 from array import array
 import numpy as np
 import torch
-from raydix.cache_core import RadixCache, RadixKey, TokenToKVPoolAllocator, kernels
+from raydix.cache_core import PageIndex, RadixCache, RadixKey, TokenToKVPoolAllocator, kernels
 
 KEY = RadixKey([1, 2, 3, 5])
 
@@ -62,6 +67,19 @@ def pool():
     allocator = TokenToKVPoolAllocator(8, 2)
     allocator.alloc(4)
     return allocator
+
+def page_index():
+    index = PageIndex()
+    for column in range(4):
+        index.add_column()
+        index.apply_snapshot(column, "e", 0, np.array([7, 8][:column]), np.array([8]))
+    return index
+
+def looked_up(page):
+    index = page_index()
+    index.apply(1, "e", 1, b"\\0", np.array([3], np.int32), np.array([page, 5, -page - 1]))
+    index.drop_column(2)
+    return index.prefix_runs(np.array([page, -page - 1, 7])), index.holders(page), sorted(index.pages(1)[0])
 
 def packed(ids):
     key = RadixKey(ids)
@@ -99,6 +117,7 @@ def calls() -> list[str]:
     return [
         *(f"packed({row})" for row in rows),
         *(f"matched([{each}])" for each in IDS),
+        *(f"looked_up({each})" for each in IDS if -(2**63) <= each < 2**63),
         *(f"adopted({each}, {page_size})" for each in SLOTS for page_size in (1, 2)),
         *(call.format(each) for call in CALLS for each in (*COUNTS, *BEYOND_64_BITS, "1.0", "1.5")),
         *(call.format(each) for call in KERNEL_CALLS for each in COUNTS),

@@ -85,7 +85,7 @@ def test_nobody_imports_a_package_by_its_bare_folder_name() -> None:
 # From the ground up. A folder imports only folders above it in its list.
 FOLDERS = {
     "cache_core": ["kernels", "tree", "eviction", "pool", "components", "radix", "leases", "rows"],
-    "actors": ["transport", "sessions", "service", "client", "huggingface", "report", "cli"],
+    "actors": ["transport", "sessions", "service", "client", "fleet", "huggingface", "report", "cli"],
 }
 
 

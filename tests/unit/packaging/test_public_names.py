@@ -13,6 +13,7 @@ PUBLIC = {
         "PrefixCacheActor",
         "PrefixCacheClient",
         "WatchedActor",
+        "acquire_ranks",
         "connect",
         "shutdown_cache",
         "start_cache",

@@ -62,7 +62,7 @@ def test_defaults_are_those_of_the_design() -> None:
         (PoolConfig, {"num_slots": 8, "kv_shapes": ()}, "none keeps KV"),
         (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 8), (2, 4, 4))}, r"kv_shapes\.1"),
         (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 8, -8), (2, 4, 4))}, r"kv_shapes\.1\.2"),
-        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 8, 0), (2, 4, 4))}, r"layer 1 must be .* not \(1, 8, 0\)"),
+        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 0, 8), (2, 4, 4))}, r"layer 1 must be .* not \(1, 0, 8\)"),
         (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (0, 0, 0), (1, 4, 4))}, r"layer 1 must be .* not \(0, 0, 0\)"),
         (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4),) * 3}, "alike: set num_kv_heads=2, head_dim=4 instead"),
         (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 6),) * 3}, "num_kv_heads=2, head_dim=4, v_head_dim=6 instead"),
@@ -169,6 +169,15 @@ def test_defaults_are_those_of_the_design() -> None:
             {"pool": POOL, "tenants": [{"name": n, "lora_id": n, "floor_slots": 33} for n in "ab"]},
             "floors add up to 66 slots, but num_slots is 64",
         ),
+        (CacheConfig, {"pool": POOL, "events": "thin"}, "events"),
+        (
+            CacheConfig,
+            {"pool": POOL, "page_size": 32, "events": "slim", "events_stride_tokens": 48},
+            r"multiple of page_size \(32\), not 48: set it to 64",
+        ),
+        (CacheConfig, {"pool": POOL, "events": "slim", "events_stride_tokens": 0}, "events_stride_tokens"),
+        (CacheConfig, {"pool": POOL, "events": True, "events_stride_tokens": 64}, "for events='slim': leave it out"),
+        (CacheConfig, {"pool": POOL, "kind": "trie", "events": "slim"}, "events need kind"),
         (CacheConfig, {"pool": POOL, "pagesize": 4}, "pagesize"),
         (CacheConfig, {"pool": {"num_slots": 0}}, "num_slots"),
     ],
@@ -178,6 +187,27 @@ def test_a_wrong_configuration_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValidationError, match=reason):
         model(**fields)
+
+
+def test_true_means_full_events_with_the_digest_that_it_had() -> None:
+    full = CacheConfig(page_size=4, pool=POOL, events="full")
+
+    assert CacheConfig(page_size=4, pool=POOL, events=True) == full  # type: ignore[arg-type]
+    assert full.events == "full"
+    assert full.digest() == CONFIG.model_copy(update={"events": True}).digest() == "f368eca6f783da6f"
+    assert CacheConfig.model_validate_json(full.model_dump_json()) == full
+    assert pickle.loads(pickle.dumps(full)) == full
+    digests = {each.digest() for each in (CONFIG, full, CacheConfig(page_size=4, pool=POOL, events="slim"))}
+    assert len(digests) == 3
+
+
+def test_a_stride_is_the_page_if_that_is_larger() -> None:
+    strides = [
+        CacheConfig(page_size=page, pool=PoolConfig(num_slots=4096), events="slim").stride_tokens
+        for page in (1, 16, 512, 1024)
+    ]
+
+    assert strides == [512, 512, 512, 1024]
 
 
 def test_what_is_handed_out_together_is_a_page_or_a_row() -> None:
@@ -250,7 +280,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "sliding_window_size": 16,
         "max_seq_len": 32,
         "bigram": True,
-        "events": True,
+        "events": "full",
+        "events_stride_tokens": 64,
         "ghost": GhostConfig(),
         "json_logs": True,
         "metrics": MetricsConfig(),
@@ -329,6 +360,7 @@ DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
             "leases": LeaseConfig(),
             "tenants": (),
             "events": False,
+            "events_stride_tokens": 512,
             "ghost": None,
             "json_logs": False,
             "metrics": None,

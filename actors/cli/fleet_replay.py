@@ -1,0 +1,197 @@
+"""`raydix fleet replay`: recorded traffic on several caches, with one router and another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.output import AsJson, console, show, table_of
+from raydix.actors.cli.replay import cannot_plot, check_can_plot, requests_of
+from raydix.actors.fleet.arrivals import Arrivals
+from raydix.actors.fleet.policies import ROUTERS
+from raydix.actors.fleet.simulation import LEFT_OUT, MEASURED_ERROR, FleetSetup, RouterResult, simulate
+from raydix.actors.report.units import percent
+from raydix.schemas import RouteConfig
+
+UNITS = {"": 1, "k": 1024, "M": 1_024_000}  # tokens
+MAX_CACHES = 10_000
+
+
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(envvar="RAYDIX_TRACE", help="Traffic in the Mooncake format, JSON lines, plain or .gz.")
+    ],
+    caches: Annotated[int, typer.Option(min=1, max=MAX_CACHES, metavar="N", help="Caches, each with a server.")] = 8,
+    capacity: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Of each cache; k is 1,024 tokens, M is 1,024,000.")
+    ] = "1M",
+    routers: Annotated[
+        str, typer.Option("--router", metavar="NAMES", help=f"Separated by commas: {', '.join(ROUTERS)}.")
+    ] = ",".join(ROUTERS),
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each router; the table has medians.")] = 5,
+    weight: Annotated[
+        float, typer.Option(help="Router ttft: weight of uncached tokens against pending ones.")
+    ] = RouteConfig().weight,
+    promise_ttl_s: Annotated[
+        float, typer.Option("--promise-ttl", metavar="SECONDS", help="Router ttft: longest life of a promise.")
+    ] = RouteConfig().promise_ttl_s,
+    num_random: Annotated[
+        int, typer.Option("--num-random", help="Router ttft: random candidates, beyond 16 caches.")
+    ] = RouteConfig().num_random,
+    num_routers: Annotated[
+        int, typer.Option("--routers", min=1, max=1024, metavar="N", help="Routers that share the requests.")
+    ] = 1,
+    event_delay_s: Annotated[
+        float, typer.Option("--event-delay", min=0, max=3600, metavar="SECONDS", help="From a cache to the routers.")
+    ] = 0.1,
+    load: Annotated[
+        float, typer.Option(min=1e-6, max=1e6, help="Share of the servers' time that the prompts need without hits.")
+    ] = 0.8,
+    prefill_rate: Annotated[
+        float | None, typer.Option(min=1e-3, help="Tokens a second of each server, in place of --load.")
+    ] = None,
+    copies: Annotated[
+        int, typer.Option(min=1, max=10_000, metavar="N", help="Repeat the trace at the same time, with other prompts.")
+    ] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the results: .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded traffic on several caches, on a virtual clock, and compare routers.
+
+    The table has hit rate, time to first token, waiting and balance. Router `ttft` is Raydix's own. `shared` is one
+    cache of all capacity for all servers, for comparison. The replay needs neither a GPU nor Ray.
+    """
+    names = _checked_routers(routers)
+    config = _checked_config(weight, promise_ttl_s, num_random)
+    arrivals = Arrivals(requests_of(trace, limit), copies=copies)
+    setups = [
+        FleetSetup(
+            router=name,
+            num_caches=caches,
+            capacity=_checked_capacity(capacity, arrivals.page_size),
+            config=config,
+            num_routers=num_routers,
+            event_delay_s=event_delay_s,
+            load=load,
+            prefill_rate=prefill_rate,
+        )
+        for name in names
+    ]
+    if plot is not None:
+        check_can_plot(plot)
+    results = _simulate_all(arrivals, setups, seeds)
+    if plot is not None:
+        _plot(plot, results)
+    document = {
+        "requests": len(arrivals),
+        "prompt_tokens": arrivals.tokens,
+        "caches": caches,
+        "capacity": setups[0].capacity * arrivals.page_size,
+        "route_config": config.model_dump(),
+        "routers": num_routers,
+        "event_delay_s": event_delay_s,
+        "load": None if prefill_rate else load,
+        "prefill_rate": prefill_rate,
+        "copies": copies,
+        "left_out": LEFT_OUT,
+        "measured_error": MEASURED_ERROR,
+        "results": [{"router": each.router, "medians": each.medians(), "seeds": each.by_seed} for each in results],
+    }
+    show(document, as_json, lambda: Group(_table(document, results), f"{LEFT_OUT} {MEASURED_ERROR}"))
+
+
+def _checked_routers(routers: str) -> list[str]:
+    """Return the names of routers in a list with commas."""
+    names = [name.strip() for name in routers.split(",")]
+    for name in names:
+        if name not in ROUTERS:
+            known = ",".join(ROUTERS)
+            raise CommandError(f"--router must be among {known}, not {name!r}", f"--router {known}", USAGE)
+    return list(dict.fromkeys(names))
+
+
+def _checked_config(weight: float, promise_ttl_s: float, num_random: int) -> RouteConfig:
+    try:
+        return RouteConfig(weight=weight, promise_ttl_s=promise_ttl_s, num_random=num_random)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CommandError(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "raydix fleet replay --help", USAGE
+        ) from None
+
+
+def _checked_capacity(capacity: str, page_size: int) -> int:
+    """Return the pages of a capacity such as 1M, 512k or 65536."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kM]?)", capacity)
+    tokens = float(match[1]) * UNITS[match[2]] if match else 0
+    if not tokens or tokens % page_size:
+        fitting = max(int(tokens) // page_size, 1) * page_size
+        raise CommandError(
+            f"--capacity must be a multiple of the trace's blocks, {page_size} tokens, not {capacity!r}",
+            f"--capacity {fitting}",
+            USAGE,
+        )
+    return int(tokens) // page_size
+
+
+def _simulate_all(arrivals: Arrivals, setups: list[FleetSetup], seeds: int) -> list[RouterResult]:
+    """Simulate one router after another, with a progress bar on stderr."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results = []
+    with Progress(*columns, console=console(stderr=True)) as bars:
+        for setup in setups:
+            bar = bars.add_task(setup.router, total=seeds * len(arrivals))
+            results.append(result := RouterResult(setup.router))
+            for seed in range(seeds):
+
+                def advance(done: int, bar: Any = bar, before: int = seed * len(arrivals)) -> None:
+                    bars.update(bar, completed=before + done)
+
+                result.add(simulate(arrivals, setup, seed, progress=advance))
+    return results
+
+
+def _plot(path: Path, results: list[RouterResult]) -> None:
+    from raydix.actors.fleet.simulation_plot import plot
+
+    try:
+        plot(path, results)
+    except (OSError, ValueError) as error:
+        raise cannot_plot(path, error) from None
+
+
+def _table(document: dict[str, Any], results: list[RouterResult]) -> Table:
+    table = table_of(
+        "router", ">hit rate", ">first token", ">p99", ">waiting", ">longest queue", ">busiest / mean", ">servers busy"
+    )
+    for each in results:
+        medians = each.medians()
+        table.add_row(
+            each.router,
+            percent(medians["hit_rate_percent"] / 100),
+            _seconds(medians["first_token_mean_s"]),
+            _seconds(medians["first_token_p99_s"]),
+            _seconds(medians["wait_mean_s"]),
+            f"{medians['max_queue']:.0f}",
+            f"{medians['busy_max_over_mean']:.2f}",
+            percent(medians["utilisation"]),
+        )
+    num_seeds = len(results[0].by_seed)
+    table.title = (
+        f"{document['requests']:,} requests, {document['caches']:,} caches of {document['capacity']:,} tokens, "
+        f"{'medians of ' if num_seeds > 1 else ''}{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    )
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 1 else f"{1000 * value:.0f} ms"

@@ -1,0 +1,65 @@
+"""`start_one`: a detached cache for `raydix start`, and the table of those that were started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from raydix.actors.cli.cluster import ask
+from raydix.actors.cli.failures import CommandError
+from raydix.actors.cli.output import table_of
+
+if TYPE_CHECKING:
+    from raydix.schemas import CacheConfig
+
+
+def start_one(
+    config: CacheConfig, name: str, namespace: str, on_gpu: bool, worker_cpus: int, timeout_s: float
+) -> dict[str, Any]:
+    """Start a cache that outlives this process, or find it running with the same configuration; return its facts.
+
+    Args:
+        on_gpu: it takes a whole GPU, with `worker_cpus` CPUs for its workers.
+
+    Raises:
+        CommandError: it did not start in `timeout_s`.
+        ConfigMismatch: a cache of that name runs with another configuration.
+    """
+    from raydix.actors.deploy import start_cache
+    from raydix.actors.placement import start_on_own_gpu
+    from raydix.schemas import CacheUnavailable
+
+    try:
+        if on_gpu:
+            cache = start_on_own_gpu(config, name, namespace=namespace, worker_cpus=worker_cpus, timeout_s=timeout_s)
+        else:
+            cache = start_cache(config, name=name, namespace=namespace, lifetime="detached", timeout_s=timeout_s)
+    except CacheUnavailable as error:  # exit status 1: the cluster answered
+        raise CommandError(f"{name}: {error}") from error
+    handle = ask(cache.pool_handle.remote())
+    return {
+        "name": name,
+        "namespace": namespace,
+        "epoch": handle.epoch,
+        "device": handle.device_type,
+        "gpu_uuid": handle.gpu_uuid,
+        "node_id": handle.node_id,
+        "num_slots": config.pool.num_slots,
+        "num_bytes": handle.num_bytes,
+    }
+
+
+def table_of_started(started: list[dict[str, Any]]) -> Table:
+    """Return a table of the facts of caches; `reused` says whether each ran already."""
+    table = table_of("cache", "device", "node", ">slots", ">pool", "")
+    for each in started:
+        table.add_row(
+            each["name"],
+            each["device"],
+            each["node_id"][:8],
+            f"{each['num_slots']:,}",
+            f"{each['num_bytes'] / 2**20:,.0f} MiB",
+            "ran already" if each["reused"] else "started",
+        )
+    return table

@@ -1,0 +1,76 @@
+"""`raydix weights`: the label of the weights that a cache's KV is of, and new ones."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, cache_names, join
+from raydix.actors.cli.failures import UNREACHABLE, CommandError
+from raydix.actors.cli.output import AsJson, show
+from raydix.schemas.shown import brief, shown
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+def weights(
+    name: CacheName,
+    label: Annotated[
+        str | None, typer.Argument(metavar="LABEL", help="Name of the new weights, which every worker has.")
+    ] = None,
+    address: Address = None,
+    namespace: Namespace = "raydix",
+    as_json: AsJson = False,
+) -> None:
+    """Print the label of the base model's weights; with LABEL, name new ones: all cached KV becomes unmatchable.
+
+    The label that a cache has already changes nothing. If there is no cache NAME, but NAME-tp0, NAME-tp1 and so on,
+    the command acts on all of them in that order. If it fails at one of them, it can be repeated.
+    """
+    join(address, namespace)
+    handles = [(each, cache_handle(each, namespace)) for each in _ranks_of(name, cache_names(namespace))]
+    rows = asyncio.run(_weights(handles, label))
+    show(rows, as_json, lambda: "\n".join(map(_sentence, rows)))
+
+
+def _ranks_of(name: str, names: list[str]) -> list[str]:
+    """Return `name`, or the caches of its ranks if there are any and none of that name.
+
+    Raises:
+        CommandError: a rank is missing.
+    """
+    found = [re.fullmatch(rf"{re.escape(name)}-tp(0|[1-9]\d{{0,5}})", each) for each in names]
+    ranks = sorted(int(each.group(1)) for each in found if each is not None)
+    if name in names or not ranks:
+        return [name]
+    missing = sorted(set(range(ranks[-1] + 1)) - set(ranks))
+    if missing:
+        raise CommandError(
+            f"of the ranks of {name!r}, up to {name}-tp{ranks[-1]}, {name}-tp{missing[0]} does not run",
+            "raydix list, or raydix start",
+            UNREACHABLE,
+        )
+    return [f"{name}-tp{rank}" for rank in ranks]
+
+
+async def _weights(handles: list[tuple[str, ActorHandle[Any]]], label: str | None) -> list[dict[str, Any]]:
+    from raydix.actors import PrefixCacheClient
+
+    rows: list[dict[str, Any]] = []
+    for name, cache in handles:
+        async with PrefixCacheClient(cache, owner="raydix weights") as client:
+            if label is None:
+                rows.append({"name": name, **(await client.weights()).model_dump()})
+            else:
+                rows.append({"name": name, "label": label, "generation": await client.set_weights(label)})
+    return rows
+
+
+def _sentence(row: dict[str, Any]) -> str:
+    if row["label"] is None:
+        return f"{shown(row['name'])}: no weights are named yet"
+    return f"{shown(row['name'])}: weights {brief(row['label'])}, generation {row['generation']}"

@@ -1,0 +1,219 @@
+"""`acquire_ranks`: leases of one prompt at the caches of several ranks, all with the same prefix, or none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Sequence
+from random import uniform
+from typing import Any, TypeVar
+
+from raydix.actors.client.lease import Lease
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.transport.validation import checked_namespace, checked_tokens, make_request
+from raydix.schemas import AcquireRequest, CacheBusy, CacheError, InvalidRequest, PoolExhausted
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.001, 0.01
+
+
+async def acquire_ranks(
+    clients: Sequence[PrefixCacheClient],
+    tokens: Any,
+    *,
+    extra_key: str | None = None,
+    lora_id: str | None = None,
+    cache_salt: str | None = None,
+    new_tokens: int = 0,
+    max_prefix_len: int | None = None,
+    priority: int = 0,
+    timeout_s: float | None = None,
+) -> list[Lease]:
+    """Acquire one lease per rank of a tensor-parallel engine, all with the same `prefix_len`, or none.
+
+    Each rank has a cache of its own. The smallest prefix that all of them have is the limit of an `acquire` at each,
+    in the order of `clients`. Slots are waited for at the first alone. If another rank refuses, or has lost a part of
+    that prefix, all leases are released, and the next attempt begins after a random pause of 1 to 10 ms. So callers
+    that name the same ranks in different orders all come to an end.
+
+    Nothing is guaranteed once this has returned. If the lease of one rank ends, also by the death of its cache, the
+    caller must end those of the other ranks.
+
+    Args:
+        clients: one client per rank, each of another cache, all on the running event loop; the caches have the same
+            `page_size`.
+        tokens: as in `PrefixCacheClient.acquire`, and so are the following.
+        timeout_s: seconds for all attempts together, from the time when all sessions are open; None:
+            `LeaseConfig.acquire_timeout_s` of the first cache; 0: one attempt without waiting. If a rank has lost a
+            part of the prefix after that time, another attempt with the shorter prefix follows without waiting.
+
+    Returns:
+        The leases in the order of `clients`; the caller ends each. If the caller is cancelled, all that were granted
+        are given back in the background.
+
+    Raises:
+        PoolExhausted: a rank had too few slots in every attempt; this is the last refusal. With `can_ever_fit=False`
+            it is raised immediately.
+        CacheBusy: as PoolExhausted, if the last refusal was that the queue of a cache is full.
+        CacheUnavailable: a cache is dead, silent or shutting down.
+        CacheError: any other error of `acquire` at a rank, also one that says that a lease has been lost meanwhile.
+        InvalidRequest: an argument is wrong, `clients` is empty or names a client twice, or the page sizes differ.
+    """
+    ranks = _checked_clients(clients)
+    packed = checked_tokens(tokens)
+    request = make_request(  # is checked here, and never sent: each client makes its own
+        AcquireRequest,
+        lease_id="ranks",
+        tokens=packed,
+        namespace=checked_namespace(extra_key, lora_id, cache_salt),
+        new_tokens=new_tokens,
+        max_prefix_len=max_prefix_len,
+        priority=priority,
+        timeout_s=timeout_s,
+    )
+    await _gather(client.open() for client in ranks)
+    if (time_s := request.timeout_s) is None:
+        time_s = ranks[0].session.config.leases.acquire_timeout_s
+    now = asyncio.get_running_loop().time
+    deadline = now() + time_s
+    namespace = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
+    attempts = _Attempts(ranks, request, namespace)
+    while True:
+        pause_s = uniform(_MIN_PAUSE_S, _MAX_PAUSE_S)
+        try:
+            if (leases := await attempts.run(max(0.0, deadline - now()))) is not None:
+                break
+        except PoolExhausted as error:
+            if not error.can_ever_fit or now() >= deadline:
+                raise
+        except CacheBusy as error:
+            if now() >= deadline:
+                raise
+            pause_s = max(pause_s, error.retry_after_s)
+        await asyncio.sleep(pause_s)
+    for lease in leases:
+        lease.remember_packed(tokens)
+    return leases
+
+
+class _Attempts:
+    """The attempts of one call to get a lease at each rank.
+
+    Args:
+        clients: one per rank.
+        request: the arguments for each rank; its limit of the prefix is that of the first attempt.
+        namespace: the parts of the namespace, as arguments of a verb.
+    """
+
+    def __init__(
+        self, clients: list[PrefixCacheClient], request: AcquireRequest, namespace: dict[str, str | None]
+    ) -> None:
+        self._clients = clients
+        self._request = request
+        self._namespace = namespace
+        limit = request.max_prefix_len
+        self._limit = len(request.tokens) if limit is None else limit  # shorter after each rank that lost its prefix
+
+    async def run(self, timeout_s: float) -> list[Lease] | None:
+        """Return a lease of each rank, all with the same prefix; None if a rank had lost a part of it.
+
+        After None the next attempt has a lower limit, so that caches with states or windows, which can end a prefix at
+        few places only, agree after some attempts. Unless leases are returned, none is held.
+
+        Args:
+            timeout_s: seconds to wait for slots at the first rank.
+        """
+        limit = min(self._limit, *await _gather(self._match(client) for client in self._clients))
+        _check_page_sizes(self._clients)
+        leases: list[Lease] = []
+        try:
+            for client in self._clients:
+                lease = await self._acquire(client, limit, 0.0 if leases else timeout_s)
+                leases.append(lease)
+                assert lease.prefix_len <= limit
+                if lease.prefix_len < limit and len(leases) > 1:
+                    break
+                limit = lease.prefix_len  # the first may round it down to a whole page, or have evicted some
+            else:
+                for client, lease in zip(self._clients, leases, strict=True):  # one may have been lost meanwhile
+                    client.check_lease(lease)
+                return leases
+        except Exception:
+            await _end_all(leases)
+            raise
+        except BaseException:
+            _end_all(leases)
+            raise
+        self._limit = lease.prefix_len
+        await _end_all(leases)
+        return None
+
+    async def _match(self, client: PrefixCacheClient) -> int:
+        return (await client.match(self._request.tokens, **self._namespace)).prefix_len
+
+    async def _acquire(self, client: PrefixCacheClient, limit: int, timeout_s: float) -> Lease:
+        request = self._request
+        return await client.acquire(
+            request.tokens,
+            **self._namespace,
+            new_tokens=request.new_tokens,
+            max_prefix_len=limit,
+            priority=request.priority,
+            timeout_s=timeout_s,
+        )
+
+
+def _checked_clients(clients: Any) -> list[PrefixCacheClient]:
+    """Return the clients as a list; InvalidRequest unless there is at least one, and each is another one."""
+    try:
+        ranks = list(clients)
+    except TypeError:
+        given = type(clients).__name__
+        raise InvalidRequest(f"clients must be a list of PrefixCacheClient, one per rank, not {given}") from None
+    if not ranks:
+        raise InvalidRequest("clients must have one PrefixCacheClient per rank, but is empty")
+    places: dict[int, int] = {}  # by the id of a client
+    for place, client in enumerate(ranks):
+        if not isinstance(client, PrefixCacheClient):
+            raise InvalidRequest(f"clients[{place}] must be a PrefixCacheClient, not {type(client).__name__}")
+        if (before := places.setdefault(id(client), place)) != place:
+            raise InvalidRequest(
+                f"clients[{before}] and clients[{place}] are the same client: each rank must have one of its own"
+            )
+    return ranks
+
+
+def _check_page_sizes(clients: list[PrefixCacheClient]) -> None:
+    """Raise InvalidRequest unless the caches of all clients have the same page size."""
+    sizes = [client.session.config.page_size for client in clients]
+    if len(set(sizes)) > 1:
+        raise InvalidRequest(
+            f"the caches of all ranks must have the same page_size, but in the order of clients they have {sizes}"
+        )
+
+
+async def _gather(steps: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """Return the results of all steps, which run concurrently. If one raises an error, the others are cancelled."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _end_all(leases: list[Lease]) -> asyncio.Future[Any]:
+    """Begin to release all leases, and return a future of the end, which the caller's cancellation does not stop."""
+    return asyncio.shield(asyncio.gather(*map(_end, leases)))
+
+
+async def _end(lease: Lease) -> None:
+    """Release a lease. Its client repeats a release that may have been lost, so an error is logged only."""
+    try:
+        await lease.release()
+    except CacheError as error:
+        about = {"lease": lease.lease_id, "epoch": lease.epoch}
+        logger.warning("lease %r could not be released: %s", lease.lease_id, error, extra=about)

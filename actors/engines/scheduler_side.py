@@ -1,0 +1,414 @@
+"""`SchedulerSide`: the half of a connector in an engine's scheduler: look-ups, promises, plans of steps, weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydix.actors.client.lease import Lease
+from raydix.actors.client.loop_thread import LoopThread
+from raydix.actors.engines.block_copies import make_stamps
+from raydix.actors.engines.cache_link import CacheLink
+from raydix.actors.engines.namespaces import CacheNamespace
+from raydix.actors.engines.settings import EngineSettings
+from raydix.actors.engines.step_messages import LoadPlan, SavePlan, StepPlan, StepReport
+from raydix.actors.engines.transfer_counts import TransferCounts
+from raydix.actors.engines.weights_state import WeightsState
+from raydix.schemas import CacheError, LeaseGrant
+
+logger = logging.getLogger(__name__)
+
+_GRANT_S = 600.0  # a waiting request's lease; an expired grant is a miss
+_IDLE_WAIT_S = 0.001  # for the answer of a look-up, while the engine computes nothing
+
+
+class ScheduledRequest(NamedTuple):
+    """A request in a step of the engine.
+
+    Attributes:
+        num_computed: tokens with known ids and with KV in its blocks once the step has ended.
+        block_ids: returns its blocks; called only if the step completes one.
+    """
+
+    request_id: str
+    num_computed: int
+    block_ids: Callable[[], Sequence[int]]
+
+
+class _LookUp:
+    """A look-up on its way, or its answer: the hit and a grant of each rank. It belongs to two threads."""
+
+    def __init__(self) -> None:
+        self.hit = 0
+        self.grants: list[LeaseGrant] | None = None  # None: no answer yet, or a miss without a lease
+        self.done = threading.Event()
+        self._lock = threading.Lock()
+        self._abandoned = False
+
+    def settle(self, hit: int, grants: list[LeaseGrant] | None) -> bool:
+        """Store the answer; return False if the engine waits for it no more."""
+        with self._lock:
+            if self._abandoned:
+                return False
+            self.hit, self.grants = hit, grants
+            self.done.set()
+            return True
+
+    def abandon(self) -> list[LeaseGrant]:
+        """Wait for the answer no more; return the grants to revoke."""
+        with self._lock:
+            self._abandoned = True
+            grants, self.grants = self.grants or [], None
+            return grants
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A request of the engine, from its arrival to its end."""
+
+    request_id: str
+    read_tokens: Callable[[int, int | None], Sequence[int]]
+    namespace: CacheNamespace
+    look_up: _LookUp | None = None
+    asked_at: float | None = None  # when the engine first asked for the hit and there was no answer
+    is_given_up: bool = False  # its leases have ended or failed, or it never gets any: it misses, and is not saved
+    is_counted: bool = False  # as one that is served without the cache because of its weights
+    in_worker: bool = False  # the workers have its grants
+    loading: LoadPlan | None = None
+    num_local: int = 0  # tokens that the engine's own cache had when it asked last
+    available: int = 0  # tokens that its leases hold in the tree, in whole blocks
+    planned: int = 0  # tokens that are saved, or will be by the steps planned so far
+    sent: int = 0  # tokens with ids that the workers know
+    saved: dict[int, int] = field(default_factory=dict)  # by rank, as reported
+
+
+class SchedulerSide:
+    """The leases and plans of an engine's requests. All methods are called by the engine's scheduler thread.
+
+    The engine promises itself only tokens that a lease holds. The look-up is a `lock`; its lease is granted to the
+    workers, which adopt it, so the process that writes owns it.
+
+    Args:
+        settings: of the connector.
+        links: to the cache of each rank; they run on `loop`.
+        block_size: tokens of a block of the engine.
+        reads: False: loaded KV would give wrong answers in this engine, so it neither loads nor saves any.
+        counts: where to count.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        links: Sequence[CacheLink],
+        loop: LoopThread,
+        block_size: int,
+        *,
+        reads: bool,
+        counts: TransferCounts,
+    ) -> None:
+        self.counts = counts
+        self._settings = settings
+        self._links = list(links)
+        self._loop = loop
+        self._block_size = block_size
+        self._reads = reads
+        self._requests: dict[str, _Request] = {}
+        self._num_waiting = 0  # requests with a look-up, and with grants that the workers do not have
+        self._load_numbers = count(1)
+        self._plan = StepPlan()
+        self._loads: list[LoadPlan] = []
+        self._is_idle = True
+        self._weights = WeightsState(links, loop, settings.weights, settings.reconnect_s, counts)
+
+    # ---------------------------------------------------------------- requests
+
+    def add_request(
+        self, request_id: str, read_tokens: Callable[[int, int | None], Sequence[int]], namespace: CacheNamespace
+    ) -> None:
+        """Begin the look-up of a request that has arrived.
+
+        Args:
+            read_tokens: returns the ids of a range of the request's tokens; an end of None: all from the start on.
+            namespace: from `namespace_of`.
+        """
+        if not self._reads:
+            return
+        request = self._requests[request_id] = _Request(request_id, read_tokens, namespace)
+        if self._num_waiting < self._settings.max_waiting_leases:
+            self._begin_look_up(request)
+
+    def find_hit(self, request_id: str, num_tokens: int, num_local: int) -> int | None:
+        """Return how many tokens the request can load behind its first `num_local`; None: ask again.
+
+        Args:
+            num_tokens: of the request, outputs included.
+            num_local: tokens that the engine's own cache holds, whole blocks.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        if self._must_wait(request):
+            return None
+        request.num_local = num_local
+        most = min(request.available, num_tokens - num_tokens % self._block_size)
+        return max(0, most - num_local)
+
+    def _must_wait(self, request: _Request) -> bool:
+        """Return whether the answer of the look-up may still come in time. If not, give the look-up up."""
+        if request.in_worker or request.is_given_up:
+            return False
+        if request.look_up is None:
+            self._begin_look_up(request)
+        look_up = request.look_up
+        if look_up is None:  # not connected, or weights are being changed
+            if self._weights.is_changing and self._has_time(request):
+                return True
+            if not request.is_counted:
+                request.is_counted = True
+                self._weights.count_request()
+            return False
+        if not look_up.done.is_set() and self._is_idle:
+            look_up.done.wait(_IDLE_WAIT_S)
+        if look_up.done.is_set():
+            self._take_answer(request, look_up)
+            return False
+        if self._has_time(request):
+            return True
+        self.counts.add("lookup_timeouts")
+        self._give_up(request)
+        return False
+
+    def _take_answer(self, request: _Request, look_up: _LookUp) -> None:
+        if look_up.grants is None:
+            self._give_up(request)
+            return
+        request.available = max(request.available, look_up.hit - look_up.hit % self._block_size)
+        request.planned = max(request.planned, request.available)
+
+    def _has_time(self, request: _Request) -> bool:
+        now = time.monotonic()
+        if request.asked_at is None:
+            request.asked_at = now
+        return now - request.asked_at < self._settings.lookup_timeout_ms / 1000
+
+    def allocate(self, request_id: str, num_loaded: int, block_ids: Sequence[int]) -> None:
+        """Load `num_loaded` tokens in the next step, behind the local ones of the latest `find_hit`.
+
+        Args:
+            block_ids: of the request, those of the local tokens first.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not num_loaded:
+            return
+        assert request.look_up is not None or request.in_worker, "only a leased hit is promised"
+        num_local = request.num_local
+        assert num_local % self._block_size == 0, num_local
+        first, last = num_local // self._block_size, -(-(num_local + num_loaded) // self._block_size)
+        stamps = None
+        if self._settings.check:
+            stamps = self._stamps(request, first * self._block_size, last * self._block_size)
+        blocks = list(block_ids[first:last])
+        request.loading = LoadPlan(request_id, next(self._load_numbers), num_local, blocks, stamps)
+        self._loads.append(request.loading)
+        self.counts.add("hit_tokens", num_loaded)
+
+    def finish_request(self, request_id: str) -> bool:
+        """End a request; return whether the engine must hold its blocks until the workers report its saves.
+
+        It is never True while a load is in flight.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        if not request.in_worker:
+            self._give_up(request)
+            return False
+        holds = request.loading is None and not request.is_given_up and request.available < request.planned
+        self._plan.ended[request_id] = holds
+        return holds
+
+    # ---------------------------------------------------------------- look-ups
+
+    def _begin_look_up(self, request: _Request) -> None:
+        if not self._weights.is_usable:
+            return
+        tokens = np.asarray(request.read_tokens(0, None), dtype=np.int64)
+        if len(tokens) < self._block_size:
+            request.is_given_up = True
+            return
+        request.look_up = _LookUp()
+        self._num_waiting += 1
+        self._loop.spawn(self._look_up(request.look_up, tokens, request.namespace))
+
+    async def _look_up(self, look_up: _LookUp, tokens: NDArray[np.int64], namespace: CacheNamespace) -> None:
+        started = time.perf_counter()
+        grants: list[LeaseGrant] = []
+        try:
+            leases = await self._lock_all(tokens, namespace)
+            try:
+                grants = list(await asyncio.gather(*(lease.grant(timeout_s=_GRANT_S) for lease in leases)))
+            except BaseException:
+                await _release_all(leases)
+                raise
+        except CacheError as error:
+            logger.debug("a look-up has failed: %s", error)
+            for link in self._links:
+                link.on_error(error)
+            look_up.settle(0, None)
+            return
+        self.counts.observe("lookup_s", time.perf_counter() - started)
+        self.counts.add("lookups")
+        if not look_up.settle(min(lease.prefix_len for lease in leases), grants):
+            await self._revoke(grants)
+
+    async def _lock_all(self, tokens: NDArray[np.int64], namespace: CacheNamespace) -> list[Lease]:
+        """Lock the prefix in the cache of each rank; all leases, or none."""
+        locks = [asyncio.ensure_future(link.client.lock(tokens, **namespace._asdict())) for link in self._links]
+        try:
+            return list(await asyncio.gather(*locks))
+        except BaseException:
+            await asyncio.wait(locks)
+            await _release_all([each.result() for each in locks if not each.cancelled() and not each.exception()])
+            raise
+
+    async def _revoke(self, grants: Sequence[LeaseGrant]) -> None:
+        for link, grant in zip(self._links, grants, strict=True):
+            try:
+                await link.client.revoke(grant)
+            except CacheError as error:  # the lease has ended with its session, or its grant expires
+                logger.debug("a grant was not revoked: %s", error)
+
+    def _give_up(self, request: _Request) -> None:
+        """End a lease that the workers do not have; a look-up on its way ends its lease itself."""
+        request.is_given_up = True
+        if request.look_up is not None and not request.in_worker:
+            self._num_waiting -= 1
+            if grants := request.look_up.abandon():
+                self._loop.spawn(self._revoke(grants))
+        request.look_up, request.available = None, 0
+
+    # ---------------------------------------------------------------- steps
+
+    def plan_step(self, scheduled: Sequence[ScheduledRequest], preempted: set[str], *, is_idle: bool) -> StepPlan:
+        """Return what the workers have to do in this step.
+
+        Args:
+            is_idle: the step computes nothing.
+        """
+        self._is_idle = is_idle
+        plan, self._plan = self._plan, StepPlan()
+        plan.preempted = preempted
+        plan.weights = self._weights.order
+        for load in self._loads:
+            if (request := self._requests.get(load.request_id)) is not None:
+                self._hand_over(request, plan)
+            plan.loads.append(load)
+        self._loads = []
+        for request_id in preempted:
+            if (request := self._requests.get(request_id)) is not None:
+                request.planned = request.available
+        for each in scheduled:
+            self._plan_save(each, plan)
+        return plan
+
+    def _plan_save(self, scheduled: ScheduledRequest, plan: StepPlan) -> None:
+        request = self._requests.get(scheduled.request_id)
+        if request is None or request.is_given_up or request.loading is not None:
+            return
+        end = scheduled.num_computed - scheduled.num_computed % self._block_size
+        if end <= request.planned:
+            return
+        if not request.in_worker:
+            look_up = request.look_up
+            if look_up is None or not look_up.done.is_set():
+                return
+            self._take_answer(request, look_up)
+            if request.is_given_up or end <= request.planned:
+                return
+        start = request.planned
+        tokens = np.asarray(request.read_tokens(request.sent, end), dtype=np.int64)
+        blocks = list(scheduled.block_ids()[start // self._block_size : end // self._block_size])
+        stamps = self._stamps(request, start, end) if self._settings.check else None
+        self._hand_over(request, plan)
+        plan.saves.append(SavePlan(request.request_id, start, blocks, request.sent, tokens, stamps))
+        request.planned = request.sent = end
+
+    def _hand_over(self, request: _Request, plan: StepPlan) -> None:
+        """Give the workers the grants, once."""
+        look_up = request.look_up
+        if request.in_worker or look_up is None or look_up.grants is None:
+            return
+        plan.grants[request.request_id] = look_up.grants
+        request.in_worker = True
+        self._num_waiting -= 1
+
+    def _stamps(self, request: _Request, start: int, end: int) -> list[bytes]:
+        tokens = np.asarray(request.read_tokens(0, end), dtype=np.int64)
+        return make_stamps(tokens, repr(request.namespace), self._links[0].client.config.page_size, start, end)
+
+    def read_report(self, report: StepReport) -> None:
+        """Note what the workers have saved, and which loads have failed."""
+        self._weights.read_report(report.bound)
+        for rank, of_rank in report.saved.items():
+            for request_id, saved in of_rank.items():
+                request = self._requests.get(request_id)
+                if request is None or request.is_given_up:
+                    continue
+                request.saved[rank] = saved
+                if len(request.saved) == len(self._links):
+                    request.available = max(request.available, min(request.saved.values()))
+        for request_id in report.refused:
+            if (request := self._requests.get(request_id)) is not None:
+                request.planned = max(request.available, min(request.saved.values(), default=0))
+        for request_id in report.failed:
+            if (request := self._requests.get(request_id)) is not None:
+                request.is_given_up, request.available = True, 0
+
+    def finish_loads(self, request_ids: set[str]) -> None:
+        """Note the loads that the workers of all ranks have reported, finished or failed."""
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                request.loading = None
+
+    # ---------------------------------------------------------------- weights and the end
+
+    def reset(self) -> None:
+        """Note that the engine's weights may have changed: all leases end, and nothing is promised until it is settled.
+
+        See `WeightsState`.
+        """
+        for request in self._requests.values():
+            if request.in_worker:
+                self._plan.ended[request.request_id] = False
+                request.is_given_up, request.available = True, 0
+            else:
+                self._give_up(request)
+                request.is_given_up, request.asked_at, request.planned = (
+                    False,
+                    None,
+                    0,
+                )  # it may look up again with the next weights
+        self._weights.reset()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def close(self) -> None:
+        """Close the clients, which ends the leases that no worker has."""
+        self._weights.close()
+
+
+async def _release_all(leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        await lease.release()

@@ -1,0 +1,87 @@
+"""Messages between the scheduler's and the worker's side of an engine: one `StepPlan` and one `StepReport` a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydix.schemas import LeaseGrant
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """Load cached pages into blocks: those of tokens [start, start + block_size * len(block_ids)).
+
+    Attributes:
+        number: of this load; each is reported once.
+        stamps: 16 bytes for each page, that identify the tokens up to its end; None: not checked.
+    """
+
+    request_id: str
+    number: int
+    start: int
+    block_ids: list[int]
+    stamps: list[bytes] | None = None
+
+
+@dataclass(slots=True)
+class SavePlan:
+    """Save blocks that this step completes: those of tokens [start, start + block_size * len(block_ids)).
+
+    Attributes:
+        tokens: ids [first, end of the last block); the worker knows the ids before them.
+        stamps: as for a load.
+    """
+
+    request_id: str
+    start: int
+    block_ids: list[int]
+    first: int
+    tokens: NDArray[np.int64]
+    stamps: list[bytes] | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The tasks of each rank's worker in a step.
+
+    Attributes:
+        grants: by request that the worker hears of for the first time: the grant of each rank.
+        ended: requests that have ended. True: the engine holds their blocks until their saves are reported.
+        preempted: requests that have lost their blocks.
+        weights: the number of the latest order about weights, and the label to bind; None: bind nothing.
+    """
+
+    grants: dict[str, list[LeaseGrant]] = field(default_factory=dict)
+    loads: list[LoadPlan] = field(default_factory=list)
+    saves: list[SavePlan] = field(default_factory=list)
+    ended: dict[str, bool] = field(default_factory=dict)
+    preempted: set[str] = field(default_factory=set)
+    weights: tuple[int, str | None] = (0, None)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """The results of the workers since their last reports.
+
+    Attributes:
+        saved: by rank and request: tokens that the request's lease has published.
+        refused: requests with a save that got no slots or was cancelled; it may be planned again.
+        failed: requests with a load that has failed, or a lease that has ended: no more is saved of them.
+        bound: by rank: the number of the order about weights that the worker has carried out.
+    """
+
+    saved: dict[int, dict[str, int]] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bound: dict[int, int] = field(default_factory=dict)
+
+    def merge(self, other: StepReport) -> StepReport:
+        """Return one report of the ranks of both."""
+        saved = {rank: dict(of_rank) for rank, of_rank in self.saved.items()}
+        for rank, of_rank in other.saved.items():
+            saved.setdefault(rank, {}).update(of_rank)
+        refused, failed = self.refused | other.refused, self.failed | other.failed
+        return StepReport(saved, refused, failed, self.bound | other.bound)

@@ -1,0 +1,65 @@
+"""`TransferCounts`: the counts and times of one side of a connector since they were last read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+COUNTS = {
+    "lookups": "look-ups answered",
+    "lookup_timeouts": "look-ups without an answer in time, which count as misses",
+    "hit_tokens": "tokens promised to requests from the cache",
+    "loads": "loads that were carried out",
+    "load_failures": "loads that failed; the engine has recomputed them",
+    "loaded_bytes": "bytes copied from the pool",
+    "saves": "saves that were published",
+    "saves_refused": "saves without private slots, or cancelled",
+    "saved_bytes": "bytes copied to the pool",
+    "detached_requests": "requests served while the engine was detached or behind the cache's weights",
+}
+SECONDS = {"lookup_s": "look-up", "load_s": "load", "save_s": "save"}
+
+
+class TransferCounts:
+    """Counts and times; safe for threads. `take` returns and resets them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._seconds: dict[str, list[float]] = {}
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Add to the count of that name, one of `COUNTS`."""
+        assert name in COUNTS, name
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + number
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Add a time to those of that name, one of `SECONDS`."""
+        assert name in SECONDS, name
+        with self._lock:
+            self._seconds.setdefault(name, []).append(seconds)
+
+    def take(self) -> dict[str, Any]:
+        """Return what was counted since the last call: integers, and lists of seconds, by name; {} if nothing was."""
+        with self._lock:
+            taken: dict[str, Any] = {**self._counts, **self._seconds}
+            self._counts, self._seconds = {}, {}
+        return taken
+
+
+def merge_counts(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the sums of counts, and all times."""
+    merged = dict(one)
+    for name, value in other.items():
+        merged[name] = merged[name] + value if name in merged else value
+    return merged
+
+
+def summarize_counts(data: dict[str, Any]) -> dict[str, int | float]:
+    """Return the counts, and the mean of each time in milliseconds, for a log line."""
+    summary: dict[str, int | float] = {name: data[name] for name in COUNTS if name in data}
+    for name, label in SECONDS.items():
+        if times := data.get(name):
+            summary[f"mean {label} ms"] = round(1000 * sum(times) / len(times), 3)
+    return summary

@@ -1,0 +1,435 @@
+"""`WorkerSide`: the half of a connector in a worker process: it owns the leases, loads pages and saves blocks.
+
+step                      engine's thread            loop thread                      copy thread
+before the step           cancel saves, or wait for
+                          a copy that has begun
+it begins                 hand over the plan ──────> adopt, then:
+                                                     loads                     ────>  pages to blocks
+                                                     extend (for the saves)
+the forward pass has run  mark the blocks as whole ──────────────────────────> ────>  blocks to pages
+                                                     insert
+any later step            report loads, saves  <──── done
+the request has ended     ─────────────────────────> release
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.actors.client.lease import Lease
+from raydix.actors.client.loop_thread import LoopThread
+from raydix.actors.engines.block_copies import BlockCopies, WrongPage
+from raydix.actors.engines.cache_link import CacheLink
+from raydix.actors.engines.settings import EngineSettings
+from raydix.actors.engines.step_messages import LoadPlan, SavePlan, StepPlan, StepReport
+from raydix.actors.engines.transfer_counts import TransferCounts
+from raydix.schemas import CacheError, CacheUnavailable, LeaseGrant, PoolExhausted
+
+logger = logging.getLogger(__name__)
+
+_NULL_BLOCK = 0  # stands for a block that a window has left
+_IDLE_WAIT_S = 0.002  # for a load, in a step that computes nothing
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """A load or a save. Only a "waiting" one can be cancelled, and only that begins to copy."""
+
+    request_id: str
+    state: str = "waiting"  # then "copying", then "done"; or "failed"
+    copied: threading.Event = field(default_factory=threading.Event)  # its blocks are used no more
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("done", "failed")
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A request with a lease that this process adopts. Used on the loop thread alone."""
+
+    request_id: str
+    grant: LeaseGrant
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of its verbs and copies
+    lease: Lease | None = None
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    is_lost: bool = False
+
+
+class _LeaseLost(CacheError):
+    """The lease of a request cannot be used any more."""
+
+
+class WorkerSide:
+    """The leases and copies of one rank. The engine's thread calls its methods.
+
+    No method waits for a reply of the cache.
+
+    Args:
+        settings: of the connector.
+        rank: of this worker.
+        link: to the cache of this rank; it runs on `loop`.
+        copies: between the engine's KV caches and the pool.
+        block_size: tokens of a block of the engine.
+        keeps_blocks: a running request keeps all its blocks; False: it loses those that a sliding window has left.
+        counts: where to count.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        rank: int,
+        link: CacheLink,
+        loop: LoopThread,
+        copies: BlockCopies,
+        block_size: int,
+        *,
+        keeps_blocks: bool,
+        counts: TransferCounts,
+    ) -> None:
+        self.counts = counts
+        self._settings = settings
+        self._rank = rank
+        self._link = link
+        self._loop = loop
+        self._copies = copies
+        self._block_size = block_size
+        self._keeps_blocks = keeps_blocks
+        self._attached_epoch: str | None = None
+        self._requests: dict[str, _Request] = {}  # used on the loop thread alone, as is the next
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="raydix-copy")
+        self._lock = threading.Lock()  # of all below
+        self._loads: dict[str, _LoadInFlight] = {}  # in flight or not reported, by request
+        self._saves: list[_Transfer] = []  # that have not ended
+        self._computed: list[_Save] = []  # saves of this step, until the forward pass has run
+        self._held: set[str] = set()  # ended requests with blocks that the engine holds
+        self._report = StepReport()
+        self._finished_saves: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._load_ended = threading.Event()
+        self._bound_reported = 0
+
+    # ---------------------------------------------------------------- the engine's thread
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Make sure that no copy reads or writes a block that its request has lost. It waits for copies that run."""
+        lost = plan.preempted | {each for each, held in plan.ended.items() if not held}
+        running: list[_Transfer] = []
+        with self._lock:
+            for save in self._saves.copy():
+                if save.request_id in lost or not self._keeps_blocks:
+                    if save.state == "waiting":
+                        self._end_save(save, "failed")
+                    else:
+                        running.append(save)
+        for each in running:
+            each.copied.wait()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Start the loads of a step, and ask for the slots of its saves, before its forward pass."""
+        saves: list[_Save] = []
+        loads: list[_LoadInFlight] = []
+        with self._lock:
+            for load in plan.loads:
+                assert load.request_id not in self._loads, "a request loads once at a time"
+                self._loads[load.request_id] = (load, _Transfer(load.request_id))
+                loads.append(self._loads[load.request_id])
+            for each in plan.saves:
+                save = _Save(each, _Transfer(each.request_id))
+                self._saves.append(save.transfer)
+                saves.append(save)
+            self._computed = saves
+            for request_id, is_held in plan.ended.items():
+                if is_held:
+                    self._held.add(request_id)
+                elif request_id in self._loads:
+                    self._fail_load(request_id)
+        self._loop.call(self._begin, plan, loads, saves, _record_event(self._copies))
+
+    def end_step(self, *, is_idle: bool) -> None:
+        """Let the saves of the step be copied: its forward pass has run.
+
+        Args:
+            is_idle: the step has computed nothing, so that the engine can wait for a load for some milliseconds.
+        """
+        saves, self._computed = self._computed, []
+        if saves:
+            self._loop.call(_mark_computed, saves, _record_event(self._copies))
+        elif is_idle and self._loads:
+            self._load_ended.wait(_IDLE_WAIT_S)
+
+    def take_results(self) -> tuple[set[str], set[str], set[int]]:
+        """Return the requests with ended saves, those with ended loads, and the blocks of failed loads. Each once."""
+        with self._lock:
+            self._load_ended.clear()
+            loaded = {each for each, (_, load) in self._loads.items() if load.has_ended}
+            for each in loaded:
+                del self._loads[each]
+            saved, self._finished_saves = self._finished_saves, set()
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return saved, loaded, failed
+
+    def take_report(self) -> StepReport | None:
+        """Return what has changed since the last call; None: nothing."""
+        with self._lock:
+            report, self._report = self._report, StepReport()
+        if self._link.order_done != self._bound_reported:
+            self._bound_reported = self._link.order_done
+            report.bound[self._rank] = self._bound_reported
+        return report if report != StepReport() else None
+
+    def close(self) -> None:
+        """Wait for the copy that runs, if any. The caller closes the link."""
+        self._copier.shutdown(wait=True, cancel_futures=True)
+
+    # ---------------------------------------------------------------- states; the caller holds the lock
+
+    def _end_save(self, save: _Transfer, state: str) -> None:
+        """End a save, if it has not ended: its blocks are used no more."""
+        if save.has_ended:
+            return
+        save.state = state
+        save.copied.set()
+        self._saves.remove(save)
+        if state == "failed":
+            self._report.refused.add(save.request_id)
+            self.counts.add("saves_refused")
+        self._report_if_held(save.request_id)
+
+    def _report_if_held(self, request_id: str) -> None:
+        """Report a request with held blocks, if no save of it is left."""
+        if request_id in self._held and not any(each.request_id == request_id for each in self._saves):
+            self._held.discard(request_id)
+            self._finished_saves.add(request_id)
+
+    def _fail_load(self, request_id: str) -> None:
+        """Fail a load that is not reported yet; one that copies ends first."""
+        plan, load = self._loads[request_id]
+        self._failed_blocks.update(plan.block_ids)
+        self._report.failed.add(request_id)
+        if load.state == "waiting":
+            load.state = "failed"
+            self._load_ended.set()
+        self.counts.add("load_failures")
+
+    # ---------------------------------------------------------------- the loop thread
+
+    def _begin(
+        self, plan: StepPlan, loads: list[_LoadInFlight], saves: list[_Save], event: torch.cuda.Event | None
+    ) -> None:
+        self._link.order(*plan.weights)
+        for request_id, grants in plan.grants.items():
+            self._requests[request_id] = _Request(request_id, grants[self._rank])
+        for load, transfer in loads:
+            self._start(self._load(load, transfer, event))
+        for save in saves:
+            self._start(self._save(save))
+        for request_id in plan.ended:
+            self._start(self._end_request(request_id))
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _adopt(self, request: _Request) -> Lease:
+        """Return the request's lease, which is adopted if it is not yet; attach the pool of its epoch.
+
+        Raises:
+            CacheError: the lease cannot be used any more.
+        """
+        if request.is_lost:
+            raise _LeaseLost(f"the lease of request {request.request_id!r} is lost")
+        if request.lease is None:
+            if not self._link.connected:
+                raise CacheUnavailable(f"cache {self._link.name!r} is not connected")
+            request.lease = await self._link.client.adopt(request.grant)
+        request.lease.check_open()
+        pool = self._link.pool
+        if pool is None or pool.lost or pool.epoch != request.lease.epoch:
+            raise _LeaseLost(f"the pool of epoch {request.lease.epoch!r} is gone")
+        if self._attached_epoch != pool.epoch:
+            self._copies.attach(pool.k, self._link.client.config.page_size)
+            self._attached_epoch = pool.epoch
+        return request.lease
+
+    async def _copy(self, transfer: _Transfer, name: str, copy: Callable[[], None]) -> bool:
+        """Copy in the copy thread, unless the transfer was cancelled; return whether it was copied."""
+        with self._lock:
+            if transfer.state != "waiting":
+                return False
+            transfer.state = "copying"
+        started = time.perf_counter()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._copier, copy)
+        finally:
+            transfer.copied.set()
+        self.counts.observe(name, time.perf_counter() - started)
+        return True
+
+    async def _load(self, plan: LoadPlan, transfer: _Transfer, event: torch.cuda.Event | None) -> None:
+        request = self._requests.get(plan.request_id)
+        timer = self._set_timer(self._give_up_load, plan.request_id, transfer)
+        try:
+            if request is None:
+                raise CacheUnavailable(f"request {plan.request_id!r} has no lease")
+            async with request.turn:
+                lease = await self._adopt(request)
+                pages = self._pages_of(lease, plan.start, len(plan.block_ids))
+                blocks = np.asarray(plan.block_ids, np.int64)
+                pages[np.repeat(blocks == _NULL_BLOCK, self._copies.pages_per_block)] = -1
+                load = partial(self._copies.load, pages, blocks, plan.stamps, event)
+                if await self._copy(transfer, "load_s", load):
+                    lease.check_open()  # if its session was lost meanwhile, the pages may have been another's
+                    self._finish_load(transfer, len(blocks))
+        except WrongPage as error:
+            logger.error("request %r was about to get wrong KV, and is recomputed: %s", plan.request_id, error)
+            self._lose(request)
+        except CacheError as error:
+            logger.debug("the load of request %r has failed: %s", plan.request_id, error)
+            self._link.on_error(error)
+            self._lose(request)
+        finally:
+            timer.cancel()
+            with self._lock:
+                if not transfer.has_ended:
+                    transfer.state = "waiting"
+                    self._fail_load(plan.request_id)
+
+    def _finish_load(self, transfer: _Transfer, num_blocks: int) -> None:
+        with self._lock:
+            transfer.state = "done"
+            self._load_ended.set()
+        self.counts.add("loads")
+        self.counts.add("loaded_bytes", num_blocks * self._copies.block_bytes)
+
+    def _set_timer(self, give_up: Callable[[str, _Transfer], None], *about: Any) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._settings.load_timeout_ms / 1000, give_up, *about)
+
+    def _give_up_load(self, request_id: str, transfer: _Transfer) -> None:
+        with self._lock:
+            if transfer.state == "waiting":
+                self._fail_load(request_id)
+
+    def _give_up_save(self, request_id: str, transfer: _Transfer) -> None:
+        with self._lock:
+            if transfer.state == "waiting":
+                self._end_save(transfer, "failed")
+
+    async def _save(self, save: _Save) -> None:
+        plan, transfer = save.plan, save.transfer
+        request = self._requests.get(plan.request_id)
+        timer: asyncio.TimerHandle | None = None
+        try:
+            if request is None:
+                raise CacheUnavailable(f"request {plan.request_id!r} has no lease")
+            request.tokens = np.concatenate([request.tokens[: plan.first], plan.tokens])
+            async with request.turn:
+                lease, blocks = await self._adopt(request), np.asarray(plan.block_ids, np.int64)
+                end = plan.start + self._block_size * len(blocks)
+                if lease.published_len < plan.start or not blocks.all():
+                    return  # an earlier save was not carried out, or a window has left a block: the null block is 0
+                if end > len(lease):
+                    await lease.extend(end - len(lease), timeout_s=0)
+                pages = self._pages_of(lease, plan.start, len(blocks))
+                pages[: max(0, lease.published_len - plan.start) // self._page_size] = -1  # the tree's
+                await save.computed.wait()
+                timer = self._set_timer(self._give_up_save, plan.request_id, transfer)
+                if await self._copy(
+                    transfer, "save_s", partial(self._copies.save, blocks, pages, plan.stamps, save.event)
+                ):
+                    with self._lock:
+                        self._end_save(transfer, "done")
+                    await self._publish(request, lease, end, len(blocks))
+        except PoolExhausted as error:
+            logger.debug("blocks of request %r are not saved: %s", plan.request_id, error)
+        except CacheError as error:
+            logger.debug("the save of request %r has failed: %s", plan.request_id, error)
+            self._link.on_error(error)
+            self._lose(request)
+        finally:
+            if timer is not None:
+                timer.cancel()
+            with self._lock:
+                self._end_save(transfer, "failed")
+
+    async def _publish(self, request: _Request, lease: Lease, end: int, num_blocks: int) -> None:
+        response = await lease.insert(request.tokens[:end])
+        if response.retired:
+            raise _LeaseLost("the weights have changed: the lease publishes nothing")
+        self.counts.add("saves")
+        self.counts.add("saved_bytes", num_blocks * self._copies.block_bytes)
+        with self._lock:
+            self._report.saved.setdefault(self._rank, {})[request.request_id] = lease.published_len
+
+    @property
+    def _page_size(self) -> int:
+        return self._block_size // self._copies.pages_per_block
+
+    def _pages_of(self, lease: Lease, start: int, num_blocks: int) -> NDArray[np.int64]:
+        first, step = start // self._page_size, self._copies.pages_per_block
+        pages: NDArray[np.int64] = lease.pages[first : first + num_blocks * step].numpy()
+        if len(pages) != num_blocks * step:
+            raise _LeaseLost("the lease covers fewer tokens than the plan")
+        return pages.copy()
+
+    def _lose(self, request: _Request | None) -> None:
+        """Save and load nothing more of a request."""
+        if request is not None:
+            request.is_lost = True
+            with self._lock:
+                self._report.failed.add(request.request_id)
+
+    async def _end_request(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        try:
+            if request is not None:
+                async with request.turn:
+                    if request.lease is not None:
+                        await request.lease.release()
+        except CacheError as error:
+            logger.debug("the lease of request %r has ended by itself: %s", request_id, error)
+        finally:
+            with self._lock:
+                self._report_if_held(request_id)
+
+
+@dataclass(eq=False, slots=True)
+class _Save:
+    """A save of the present step or an earlier one."""
+
+    plan: SavePlan
+    transfer: _Transfer
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
+    event: torch.cuda.Event | None = None  # of the forward pass, on a GPU
+
+
+_LoadInFlight = tuple[LoadPlan, _Transfer]
+
+
+def _mark_computed(saves: Iterable[_Save], event: torch.cuda.Event | None) -> None:
+    for save in saves:
+        save.event = event
+        save.computed.set()
+
+
+def _record_event(copies: BlockCopies) -> torch.cuda.Event | None:
+    """Return an event behind all work that the GPU has been given so far; None on a CPU."""
+    if not copies.on_gpu:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

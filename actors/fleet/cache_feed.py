@@ -1,0 +1,203 @@
+"""`CacheFeed`: one cache as a router sees it, kept up to date by a task that reads the cache's events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.fleet.cache_directory import CacheSource
+from raydix.actors.fleet.membership import CacheFacts, PageShape
+from raydix.actors.fleet.open_routes import OpenRoutes
+from raydix.cache_core import Applied, PageIndex
+from raydix.schemas import CacheError, CacheUnavailable, KVEventBatch, SlimEventBatch, SlimEventSnapshot, StaleEpoch
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.25  # after an error
+_RECHECK_S = 2.0  # a cache that is left out is asked again
+
+
+class CacheFeed:
+    """One cache of a fleet: its client, its column in the index while its events are read, and counts.
+
+    The task asks for the cache's facts, and the fleet decides whether the cache is in. If so, the task takes a snapshot
+    and applies the events that follow; after a gap it takes another snapshot. After an error, and after a restart of
+    the cache, the column is dropped immediately, and the task begins again.
+
+    Attributes:
+        name: of the cache.
+        identity: of the cache; another one of the same name has another identity.
+        client: for the requests of this process.
+        facts: as the cache has given them last; None: it has not answered yet.
+        verdict: why the fleet leaves the cache out; empty: it is in; None: this is not decided.
+        trouble: the last error, until the cache answers again; empty: none.
+        column: of the index; None: the cache gets no requests.
+        heard_at: loop time of the last batch or snapshot.
+        num_routes: requests that were routed here.
+        num_refused: of these, those that the cache refused, or that it did not answer.
+        missed_tokens: stored tokens that the index promised and the cache did not have, of all leases of the fleet.
+        num_batches, num_snapshots: of events, that were applied.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: CacheSource,
+        index: PageIndex,
+        routes: OpenRoutes,
+        decide: Callable[[], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """Begin to read. Needs a running loop.
+
+        Args:
+            decide: called with new facts; sets the verdicts of all feeds.
+            on_change: called after `column`, `facts` or `trouble` has changed.
+        """
+        self.name = name
+        self.identity = source.identity
+        self.client = PrefixCacheClient(source.cache)
+        self.facts: CacheFacts | None = None
+        self.verdict: str | None = None
+        self.trouble = ""
+        self.column: int | None = None
+        self.heard_at = 0.0
+        self.num_routes = self.num_refused = self.missed_tokens = self.num_batches = self.num_snapshots = 0
+        self._index = index
+        self._routes = routes
+        self._decide = decide
+        self._on_change = on_change
+        self._admitted = asyncio.Event()
+        self._task = asyncio.create_task(self._follow())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the cache is in, is left out, or has failed to answer."""
+        return self.column is not None or bool(self.verdict) or bool(self.trouble)
+
+    def set_verdict(self, verdict: str) -> None:
+        """Take the cache in (empty), or leave it out for a cause."""
+        if verdict and verdict != self.verdict:
+            logger.warning("cache %r is left out of the fleet: %s", self.name, verdict, extra={"cache": self.name})
+        self.verdict = verdict
+        if not verdict:
+            self._admitted.set()
+        elif self.column is not None:
+            self._begin_again()
+
+    def note_unavailable(self, error: CacheUnavailable) -> None:
+        """Send nothing here until the cache has given another snapshot: a request has failed."""
+        if self.column is not None:
+            self._note_trouble(error)
+            self._begin_again(_RETRY_S)
+
+    async def refresh(self) -> None:
+        """Ask the cache for its facts, and have the fleet decide."""
+        stats = await self.client.stats()
+        facts = CacheFacts.of(self.client.config, stats)
+        self.trouble = ""
+        if facts != self.facts or self.verdict is None:
+            self.facts = facts
+            self._decide()
+            self._on_change()
+
+    def stop(self) -> None:
+        """Forget the cache. The caller closes the client, which ends its leases."""
+        self._task.cancel()
+        self._drop()
+
+    # ---------------------------------------------------------------- the task
+
+    def _begin_again(self, pause_s: float = 0.0) -> None:
+        self._task.cancel()
+        self._drop()
+        self._task = asyncio.create_task(self._follow(pause_s))
+
+    async def _follow(self, pause_s: float = 0.0) -> None:
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = _RETRY_S
+            try:
+                await self._read()
+            except StaleEpoch as error:
+                self._note_trouble(error)
+                pause_s = 0.0
+            except CacheError as error:
+                self._note_trouble(error)
+            except Exception as error:
+                logger.exception("the events of cache %r could not be read", self.name)
+                self._note_trouble(error)
+            self._drop()
+
+    def _note_trouble(self, error: Exception) -> None:
+        if not self.trouble:
+            logger.info("cache %r gets no requests: %s", self.name, error, extra={"cache": self.name})
+        self.trouble = str(error)
+        self._on_change()
+
+    async def _read(self) -> None:
+        """Read one life of the cache, as long as it is in. Return if its epoch or its shape has changed."""
+        await self.refresh()
+        while self.verdict != "":
+            self._admitted.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RECHECK_S):
+                    await self._admitted.wait()
+            await self.refresh()
+        snapshot = await self._snapshot()
+        if snapshot is None:
+            return
+        epoch = snapshot.epoch
+        self.column = column = self._index.add_column()
+        self._routes.add_cache(column)
+        self._apply_snapshot(column, snapshot)
+        self._on_change()
+        async with aclosing(self.client.events(snapshot.seq)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                if batch.epoch != epoch:
+                    return
+                if not self._apply(column, batch):
+                    snapshot = await self._snapshot()
+                    if snapshot is None or snapshot.epoch != epoch:
+                        return
+                    self._apply_snapshot(column, snapshot)
+        raise CacheUnavailable(f"the client of cache {self.name!r} was closed")
+
+    async def _snapshot(self) -> SlimEventSnapshot | None:
+        """Return a snapshot; None if the cache has restarted with another configuration, so that it does not fit."""
+        snapshot = await self.client.event_snapshot()
+        if not isinstance(snapshot, SlimEventSnapshot) or self.facts is None:
+            return None
+        shape = PageShape(snapshot.page_size, snapshot.stride_tokens, snapshot.bigram)
+        return snapshot if shape == self.facts.shape else None
+
+    def _apply_snapshot(self, column: int, snapshot: SlimEventSnapshot) -> None:
+        stored, pending = snapshot.stored_hashes, snapshot.pending_hashes
+        self._index.apply_snapshot(column, snapshot.epoch, snapshot.seq, stored, pending)
+        self._routes.note_load(column, snapshot.load, stored)
+        self._routes.note_load(column, snapshot.load, pending)
+        self.num_snapshots += 1
+        self.heard_at = asyncio.get_running_loop().time()
+
+    def _apply(self, column: int, batch: KVEventBatch | SlimEventBatch) -> bool:
+        """Apply a batch. Return False if events are missing before it, so that a snapshot is needed."""
+        assert isinstance(batch, SlimEventBatch)
+        hashes = batch.page_hashes
+        if not batch.gap:
+            applied = self._index.apply(column, batch.epoch, batch.seq, batch.kinds, batch.page_counts, hashes)
+            if applied is not Applied.NEEDS_SNAPSHOT:
+                self._routes.note_load(column, batch.load, hashes)
+                self.num_batches += 1
+                self.heard_at = asyncio.get_running_loop().time()
+                return True
+        return False
+
+    def _drop(self) -> None:
+        if self.column is not None:
+            self._index.drop_column(self.column)
+            self._routes.drop_cache(self.column)
+            self.column = None
+            self._on_change()

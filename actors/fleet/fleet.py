@@ -1,0 +1,577 @@
+"""`Fleet`: a router of requests to several caches; `connect_fleet` makes one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
+from functools import partial
+from random import Random
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from raydix.actors.client.lease import Lease, make_pending
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.fleet.cache_directory import CacheDirectory, CacheSource, directory_of
+from raydix.actors.fleet.cache_feed import CacheFeed
+from raydix.actors.fleet.cost import MAX_ALL, NUM_LONGEST, Candidate, choose, considered, cost
+from raydix.actors.fleet.membership import PageShape, left_out_causes
+from raydix.actors.fleet.open_routes import OpenRoutes
+from raydix.actors.fleet.route import Route
+from raydix.actors.transport.validation import checked_namespace, checked_seconds, checked_tokens, make_request
+from raydix.cache_core import PageIndex, RadixKey, page_hashes
+from raydix.cache_core.fleet_index.page_hashes import Hashes
+from raydix.schemas import (
+    AcquireRequest,
+    CacheBusy,
+    CacheError,
+    CacheUnavailable,
+    FleetCacheStats,
+    FleetStats,
+    InvalidRequest,
+    ModelFingerprint,
+    PoolExhausted,
+    RouteCandidate,
+    RouteConfig,
+    RouteExplanation,
+    TokenIds,
+)
+from raydix.schemas.shown import brief
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # between looks for new caches and gone ones
+_REFRESH_S = 5.0  # between questions for a cache's fingerprint
+_GATHER_S = 2.0  # for the answers of all caches, before the first decision
+
+
+async def connect_fleet(
+    caches: Any,
+    *,
+    config: RouteConfig | None = None,
+    fingerprint: ModelFingerprint | str | None = None,
+    namespace: str = "raydix",
+    timeout_s: float = 60,
+) -> Fleet:
+    """Return a router of requests to several caches, as soon as one of them can get requests.
+
+    The router reads the slim events of each cache, and so knows which cache holds which prefixes. It looks for new
+    caches each second. Left out, with one warning that names the cause (`fleet.stats().left_out`), are: caches without
+    slim events, caches with another page size or stride than most, and caches that are bound to another base model.
+
+    Args:
+        caches: a pattern of the names of cache actors, such as "chat-*"; or a dict of caches by name, as
+            `PrefixCacheClient` takes them, which the caller may change later.
+        config: how a cache is chosen.
+        fingerprint: of the base model: caches that are bound to another one are left out. Or its `str()`. None: the one
+            of most caches. Caches that are bound to none stay in.
+        namespace: the Ray namespace of the names.
+        timeout_s: seconds to wait for a cache, now and in each later request while none is alive.
+
+    Returns:
+        The router, which belongs to the running event loop. Close it.
+
+    Raises:
+        CacheUnavailable: no cache could get requests within `timeout_s`; the message has the causes.
+        InvalidRequest: an argument is wrong; the message names it.
+    """
+    if config is None:
+        config = RouteConfig()
+    if not isinstance(config, RouteConfig):
+        raise InvalidRequest(f"config must be a RouteConfig, not {type(config).__name__}")
+    if not isinstance(fingerprint, (ModelFingerprint, str, type(None))):
+        raise InvalidRequest(f"fingerprint must be a ModelFingerprint, its str() or None, not {brief(fingerprint)}")
+    checked_seconds(timeout_s)
+    directory = directory_of(caches, namespace)
+    fleet = Fleet(directory, config, None if fingerprint is None else str(fingerprint), timeout_s)
+    try:
+        await fleet.open()
+    except BaseException:
+        await fleet.close()
+        raise
+    return fleet
+
+
+class _Prompt(NamedTuple):
+    """A prompt, as the index knows it."""
+
+    num_tokens: int
+    hashes: Hashes  # of the pages at the ends of strides
+
+
+class _Choice(NamedTuple):
+    """The candidates for a prompt."""
+
+    candidates: list[Candidate]
+    runs: dict[int, tuple[int, int]]  # by column: leading pages that are stored, and those that are also expected
+
+
+class Fleet:
+    """A router: sends each request to the cache that holds its prefix, or will soon, unless too much waits there.
+
+    Made by `connect_fleet`; belongs to one event loop. Several routers may serve the same caches: each sees the others'
+    requests in the caches' events. The knowledge of a router is a hint, which may be late by the delay of these events:
+    the cache's own `acquire` decides. A route makes no call to any actor.
+
+    Attributes:
+        index: the pages of the caches.
+        config: how a cache is chosen.
+    """
+
+    def __init__(
+        self, directory: CacheDirectory, config: RouteConfig, fingerprint: str | None, timeout_s: float
+    ) -> None:
+        """Make a router without caches; `open` finds them."""
+        self.config = config
+        self.index = PageIndex()
+        self._directory = directory
+        self._fingerprint = fingerprint
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._routes = OpenRoutes(self.index, config.promise_ttl_s, self._loop.time)
+        self._rng = Random()
+        self._feeds: dict[str, CacheFeed] = {}
+        self._by_column: dict[int, CacheFeed] = {}
+        self._columns: list[int] = []
+        self._shape: PageShape | None = None
+        self._may_decide = False
+        self._has_changed = asyncio.Event()  # set when a feed has changed
+        self._chores: set[asyncio.Task[None]] = set()
+        self._is_alive = asyncio.Event()  # set while a cache can get requests
+        self._num_routes = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    # ---------------------------------------------------------------- life
+
+    async def open(self) -> None:
+        """Find the caches, and wait until one can get requests, and until each has answered or two seconds are over.
+
+        Raises:
+            CacheUnavailable: no cache could within `timeout_s`.
+        """
+        self._looking = asyncio.create_task(self._keep_looking())
+        deadline = self._loop.time() + min(_GATHER_S, self._timeout_s)
+        await self._wait_until(self._has_answers, deadline)
+        self._may_decide = True
+        self._decide()
+        await self._wait_alive()
+        await self._wait_until(self._is_settled, deadline)
+
+    async def _wait_until(self, holds: Callable[[], bool], deadline: float) -> None:
+        """Wait until a condition on the feeds holds, or until a loop time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while not holds():
+                    self._has_changed.clear()
+                    await self._has_changed.wait()
+
+    def _is_settled(self) -> bool:
+        return all(feed.is_settled for feed in self._feeds.values())
+
+    def _has_answers(self) -> bool:
+        """Return whether every cache has answered or failed to."""
+        return bool(self._feeds) and all(feed.facts is not None or feed.trouble for feed in self._feeds.values())
+
+    async def close(self) -> None:
+        """Stop reading, and close all clients, which ends their leases. Idempotent."""
+        self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        feeds = list(self._feeds.values())
+        self._feeds.clear()
+        for feed in feeds:
+            self._end_feed(feed)
+        await asyncio.gather(*self._chores, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"Fleet({self._directory}, {len(self._columns)} caches, {len(self._left_out())} left out)"
+
+    # ---------------------------------------------------------------- caches that come and go
+
+    async def _keep_looking(self) -> None:
+        refresh_at = self._loop.time() + _REFRESH_S
+        while True:
+            self._note_caches(await self._directory.look())
+            self._routes.expire()
+            if self._loop.time() >= refresh_at:
+                refresh_at = self._loop.time() + _REFRESH_S
+                for feed in self._by_column.values():
+                    self._begin_chore(self._refresh(feed))
+            await asyncio.sleep(_LOOK_S if self._feeds else _LOOK_S / 10)
+
+    def _note_caches(self, found: dict[str, CacheSource]) -> None:
+        gone = [name for name, feed in self._feeds.items() if _identity(found.get(name)) != feed.identity]
+        for name in gone:
+            self._end_feed(self._feeds.pop(name))
+        for name, source in found.items():
+            if name not in self._feeds:
+                self._feeds[name] = CacheFeed(name, source, self.index, self._routes, self._decide, self._note_change)
+        if gone:
+            self._decide()
+
+    async def _refresh(self, feed: CacheFeed) -> None:
+        """Ask a cache for its facts. If it does not answer, the task that reads its events acts."""
+        with suppress(CacheError, TimeoutError):
+            async with asyncio.timeout(_REFRESH_S):
+                await feed.refresh()
+
+    def _end_feed(self, feed: CacheFeed) -> None:
+        feed.stop()
+        self._begin_chore(feed.client.close())
+
+    def _begin_chore(self, step: Coroutine[Any, Any, None]) -> None:
+        """Run a step that nothing waits for."""
+        chore = asyncio.create_task(step)
+        self._chores.add(chore)
+        chore.add_done_callback(self._note_chore)
+
+    def _note_chore(self, chore: asyncio.Task[None]) -> None:
+        self._chores.discard(chore)
+        if not chore.cancelled() and (error := chore.exception()) is not None:
+            logger.error("a background step of the fleet has failed", exc_info=error)
+
+    def _decide(self) -> None:
+        """Decide which caches are in."""
+        if not self._may_decide:
+            return
+        facts = {name: feed.facts for name, feed in sorted(self._feeds.items()) if feed.facts is not None}
+        shape, causes = left_out_causes(facts, self._shape, self._fingerprint)
+        self._shape = shape or self._shape
+        for name in facts:
+            self._feeds[name].set_verdict(causes.get(name, ""))
+
+    def _note_change(self) -> None:
+        self._has_changed.set()
+        self._by_column = {feed.column: feed for feed in self._feeds.values() if feed.column is not None}
+        self._columns = list(self._by_column)
+        if self._columns:
+            self._is_alive.set()
+        else:
+            self._is_alive.clear()
+
+    async def _wait_alive(self) -> None:
+        """Wait until a cache can get requests.
+
+        Raises:
+            CacheUnavailable: none could within `timeout_s`.
+            InvalidRequest: the router was closed, or another event loop runs.
+        """
+        if self._closed or self._loop is not asyncio.get_running_loop():
+            raise InvalidRequest("this fleet was closed, or belongs to another event loop: connect_fleet again")
+        if self._columns:
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._is_alive.wait()
+        except TimeoutError:
+            causes = "; ".join(f"{name}: {cause}" for name, cause in self._left_out().items())
+            raise CacheUnavailable(
+                f"no cache of {self._directory} could get requests within {self._timeout_s:g} s: "
+                f"{causes or 'none was found'}"
+            ) from None
+
+    def _left_out(self) -> dict[str, str]:
+        return {
+            name: feed.trouble or feed.verdict or "it has not answered yet"
+            for name, feed in sorted(self._feeds.items())
+            if feed.column is None
+        }
+
+    # ---------------------------------------------------------------- routes
+
+    async def route(
+        self, tokens: Any, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
+    ) -> Route:
+        """Choose a cache for a request, and count the request there until its first token.
+
+        It waits only while no cache is alive.
+
+        Args:
+            tokens: the ids of the prompt, as in `PrefixCacheClient.acquire`, and so are the following.
+
+        Raises:
+            CacheUnavailable: no cache was alive for `timeout_s`.
+            InvalidRequest: an argument is wrong, or the router was closed.
+        """
+        packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
+        await self._wait_alive()
+        return self._send(self._prompt(packed, namespace), ())
+
+    def client(self, route: Route) -> PrefixCacheClient:
+        """Return the client of a route's cache. It belongs to the router: do not close it.
+
+        Raises:
+            CacheUnavailable: the cache is gone: route again.
+        """
+        feed = self._feeds.get(route.cache)
+        if feed is None:
+            raise CacheUnavailable(f"cache {route.cache!r} is no longer one of the fleet: route again")
+        return feed.client
+
+    @make_pending
+    async def acquire(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+        new_tokens: int = 0,
+        max_prefix_len: int | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Lease:
+        """Route a request, and acquire a lease at its cache; if that cache refuses, at the next best.
+
+        First each cache is asked without waiting, 16 at most. If all have too few slots, the request waits at the best
+        one. The request counts as pending until the lease has published the prompt, or has ended.
+
+        Args:
+            tokens: as in `PrefixCacheClient.acquire`, and so are the following.
+            timeout_s: seconds to wait for slots; None: `LeaseConfig.acquire_timeout_s` of the cache; 0: do not wait.
+
+        Returns:
+            The lease, to be awaited or entered once. `lease.client` is the client of its cache.
+
+        Raises:
+            PoolExhausted: no cache had enough slots in time; this is the last refusal.
+            CacheBusy: as PoolExhausted, if the last refusal was that the queue of a cache is full.
+            CacheUnavailable: no cache has answered, or none was alive for `timeout_s` of `connect_fleet`.
+            InvalidRequest: an argument is wrong; the message says which and why.
+        """
+        packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
+        request = make_request(  # is checked here, and never sent: each client makes its own
+            AcquireRequest,
+            lease_id="fleet",
+            tokens=packed,
+            namespace=namespace,
+            new_tokens=new_tokens,
+            max_prefix_len=max_prefix_len,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+        await self._wait_alive()
+        names = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
+        prompt = self._prompt(packed, namespace)
+        deadline = self._loop.time() + self._timeout_s
+        while True:
+            try:
+                lease = await self._acquire_anywhere(prompt, request, names)
+                break
+            except CacheUnavailable:
+                if self._columns or self._loop.time() >= deadline:
+                    raise
+            await self._wait_alive()  # all caches were lost meanwhile
+        lease.remember_packed(tokens)
+        return lease
+
+    async def _acquire_anywhere(self, prompt: _Prompt, request: AcquireRequest, names: dict[str, str | None]) -> Lease:
+        """Ask one cache after the other, the best first, without waiting; then wait at the best."""
+        failed: CacheError | None = None
+        hopeless: set[str] = set()
+        for waits in (False, True) if request.timeout_s != 0 else (False,):
+            tried = set(hopeless)
+            while len(tried) < MAX_ALL and (columns := self._columns_without(tried)):
+                route = self._send(prompt, columns)
+                try:
+                    return await self._acquire_at(route, request, names, request.timeout_s if waits else 0.0)
+                except CacheUnavailable as error:
+                    failed = failed or error
+                except (PoolExhausted, CacheBusy) as error:
+                    failed = error
+                    if isinstance(error, PoolExhausted) and not error.can_ever_fit:
+                        hopeless.add(route.cache)
+                    elif waits:
+                        raise
+                tried.add(route.cache)
+        raise failed or CacheUnavailable(f"no cache of {self._directory} is alive")
+
+    async def _acquire_at(
+        self, route: Route, request: AcquireRequest, names: dict[str, str | None], timeout_s: float | None
+    ) -> Lease:
+        """Acquire a lease at a route's cache; the route ends with it. If the cache refuses, the route has ended."""
+        feed = self._feeds[route.cache]
+        try:
+            lease = await feed.client.acquire(
+                request.tokens,
+                **names,
+                new_tokens=request.new_tokens,
+                max_prefix_len=request.max_prefix_len,
+                priority=request.priority,
+                timeout_s=timeout_s,
+            )
+        except BaseException as error:
+            route.cancel()
+            if isinstance(error, (PoolExhausted, CacheBusy, CacheUnavailable)):
+                feed.num_refused += 1
+            if isinstance(error, CacheUnavailable):
+                feed.note_unavailable(error)
+            raise
+        feed.missed_tokens += max(0, min(route.prefix_len, _limit(request)) - lease.prefix_len)
+        whole = len(request.tokens) // feed.client.config.page_size * feed.client.config.page_size
+        lease.on_change = partial(_note_lease, lease, route, whole)
+        return lease
+
+    def _columns_without(self, names: Collection[str]) -> list[int]:
+        if not names:
+            return self._columns
+        return [column for column, feed in self._by_column.items() if feed.name not in names]
+
+    def _prompt(self, packed: TokenIds, namespace: str | None) -> _Prompt:
+        assert self._shape is not None, "a cache is alive, so its shape is known"
+        key = RadixKey.from_packed(packed.data, packed.width, namespace)
+        hashes = page_hashes(key, self._shape.page_size, self._shape.stride_tokens, namespace, self._shape.bigram)
+        return _Prompt(len(packed), hashes)
+
+    def _send(self, prompt: _Prompt, columns: Collection[int]) -> Route:
+        """Choose one of these columns (empty: of all), and count the request there, in one step."""
+        self._routes.expire()
+        candidates, runs = self._compare(prompt, list(columns) or self._columns)
+        best = choose(candidates, self.config.weight, self._rng)
+        stride = self._stride
+        stored, expected = runs.get(best.cache, (0, 0))
+        feed = self._by_column[best.cache]
+        feed.num_routes += 1
+        self._num_routes += 1
+        end = self._routes.add(best.cache, prompt.hashes, expected, int(best.uncached))
+        return Route(
+            feed.name,
+            prefix_len=stored * stride,
+            promised_len=expected * stride,
+            uncached_tokens=int(best.uncached),
+            pending_tokens=int(best.pending),
+            why=f"least cost of {len(candidates)}: {best.pending:.0f} pending + {self.config.weight:g} * "
+            f"{best.uncached:.0f} uncached tokens",
+            end=end,
+        )
+
+    @property
+    def _stride(self) -> int:
+        assert self._shape is not None
+        return self._shape.stride_tokens
+
+    def _compare(self, prompt: _Prompt, columns: list[int]) -> _Choice:
+        """Return the candidates among these columns."""
+        index, is_some = self.index, len(columns) < len(self._columns)
+        is_partial = len(columns) > MAX_ALL and not is_some
+        if is_partial:
+            found = index.longest_runs(prompt.hashes, NUM_LONGEST, self._rng.getrandbits(20))
+        else:
+            found = index.prefix_runs(prompt.hashes)
+        runs = {column: (stored, expected) for column, stored, expected in found}
+        if is_some:
+            runs = {column: runs[column] for column in columns if column in runs}
+        lengths = {column: expected for column, (_, expected) in runs.items()}
+        chosen = considered(lengths, columns, self.config.num_random, self._rng)
+        if is_partial and len(found) == NUM_LONGEST:  # the random ones may hold the prefix, too
+            runs = {column: (stored, expected) for column, stored, expected in index.prefix_runs(prompt.hashes)}
+        stride, pending = self._stride, self._routes.pending
+        candidates = []
+        for column in chosen:
+            expected = runs[column][1] if column in runs else 0
+            candidates.append(Candidate(column, pending(column), max(0, prompt.num_tokens - expected * stride)))
+        return _Choice(candidates, runs)
+
+    # ---------------------------------------------------------------- what the router knows
+
+    def explain(
+        self, tokens: Any, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
+    ) -> RouteExplanation:
+        """Return the caches that a route of a prompt would compare now, the cheapest first. Nothing is counted.
+
+        Args:
+            tokens: as in `route`, and so are the following.
+
+        Raises:
+            CacheUnavailable: no cache is alive.
+            InvalidRequest: an argument is wrong.
+        """
+        packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
+        if not self._columns:
+            raise CacheUnavailable(f"no cache of {self._directory} is alive")
+        self._routes.expire()
+        prompt = self._prompt(packed, namespace)
+        choice = self._compare(prompt, self._columns)
+        candidates = [
+            RouteCandidate(
+                cache=self._by_column[each.cache].name,
+                prefix_len=choice.runs.get(each.cache, (0, 0))[0] * self._stride,
+                promised_len=choice.runs.get(each.cache, (0, 0))[1] * self._stride,
+                uncached_tokens=int(each.uncached),
+                pending_tokens=int(each.pending),
+                cost=cost(each, self.config.weight),
+            )
+            for each in choice.candidates
+        ]
+        return RouteExplanation(
+            num_tokens=prompt.num_tokens,
+            stride_tokens=self._stride,
+            weight=self.config.weight,
+            candidates=tuple(sorted(candidates, key=lambda each: (each.cost, each.cache))),
+        )
+
+    def stats(self) -> FleetStats:
+        """Return what the router knows of each cache, and which caches are left out."""
+        self._routes.expire()
+        caches = [self._stats_of(column, feed) for column, feed in self._by_column.items()]
+        return FleetStats(
+            page_size=None if self._shape is None else self._shape.page_size,
+            stride_tokens=None if self._shape is None else self._shape.stride_tokens,
+            caches=tuple(sorted(caches, key=lambda each: each.cache)),
+            left_out=self._left_out(),
+            routes=self._num_routes,
+            open_routes=sum(each.open_routes for each in caches),
+            indexed_pages=self.index.num_pages(),
+            index_bytes=self.index.num_bytes,
+        )
+
+    def _stats_of(self, column: int, feed: CacheFeed) -> FleetCacheStats:
+        load = self._routes.load(column)
+        return FleetCacheStats(
+            cache=feed.name,
+            epoch=self.index.position(column)[0] or "",
+            pages=self.index.num_pages(column),
+            pending_tokens=self._routes.pending(column),
+            open_routes=self._routes.num_pending(column),
+            routes=feed.num_routes,
+            refused=feed.num_refused,
+            missed_tokens=feed.missed_tokens,
+            waiting_tokens=load.waiting_tokens,
+            leased_tokens=load.leased_tokens,
+            unpublished_tokens=load.unpublished_tokens,
+            private_slots=load.private_slots,
+            batches=feed.num_batches,
+            snapshots=feed.num_snapshots,
+            silent_s=self._loop.time() - feed.heard_at,
+        )
+
+    def columns(self) -> dict[str, int]:
+        """Return the column of each cache in `index`, by name."""
+        return {feed.name: column for column, feed in self._by_column.items()}
+
+
+def _identity(source: CacheSource | None) -> Any:
+    return None if source is None else source.identity
+
+
+def _limit(request: AcquireRequest) -> int:
+    return len(request.tokens) if request.max_prefix_len is None else request.max_prefix_len
+
+
+def _note_lease(lease: Lease, route: Route, whole: int) -> None:
+    """End a route as soon as its lease has published the prompt's whole pages, or has ended."""
+    if lease.published_len >= whole > lease.prefix_len or (lease.ended and lease.published_len > lease.prefix_len):
+        route.first_token()
+    elif lease.ended:
+        route.cancel()

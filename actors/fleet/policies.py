@@ -1,0 +1,120 @@
+"""Routers of a simulated fleet: to which server each sends a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple, Protocol
+
+from raydix.actors.fleet.arrivals import Arrival
+from raydix.actors.fleet.cost import Candidate, choose, considered
+from raydix.actors.fleet.router_view import RouterView
+from raydix.schemas import RouteConfig
+
+
+class Choice(NamedTuple):
+    """A server, and the tokens that it would have to compute, as the router estimates."""
+
+    server: int
+    uncached: float
+
+
+class RoutingPolicy(Protocol):
+    """How a request's server is chosen."""
+
+    def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
+        """Return the choice of a router, by its number, from its view."""
+
+
+class RandomServer:
+    """Any server, whatever it holds."""
+
+    def __init__(self, num_servers: int, rng: Random) -> None:
+        self._num_servers = num_servers
+        self._rng = rng
+
+    def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
+        """Return a server at random."""
+        return Choice(int(self._rng.random() * self._num_servers), arrival.tokens)
+
+
+class RoundRobin:
+    """The servers in turn."""
+
+    def __init__(self, num_servers: int) -> None:
+        self._num_servers = num_servers
+
+    def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
+        """Return the next server."""
+        return Choice(arrival.number % self._num_servers, arrival.tokens)
+
+
+class LeastLoaded:
+    """The server with the fewest pending tokens; among equals, a random one."""
+
+    def __init__(self, page_size: int, rng: Random, *, is_shared: bool) -> None:
+        """Make the policy.
+
+        Args:
+            page_size: tokens of a page.
+            is_shared: all servers use cache 0, instead of one for each server.
+        """
+        self._page_size = page_size
+        self._rng = rng
+        self._is_shared = is_shared
+
+    def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
+        """Return the least loaded server."""
+        pending = view.pending(router)
+        least = min(pending)
+        if pending.count(least) == 1:
+            server = pending.index(least)
+        else:
+            server = self._rng.choice([each for each, tokens in enumerate(pending) if tokens == least])
+        held = view.lengths(router, arrival.pages).get(0 if self._is_shared else server, 0)
+        return Choice(server, arrival.tokens - self._page_size * held)
+
+
+class LeastCost:
+    """The server with the least cost, of those that are considered: the rule of Raydix's own router."""
+
+    def __init__(self, num_servers: int, page_size: int, config: RouteConfig, rng: Random) -> None:
+        self._servers = range(num_servers)
+        self._page_size = page_size
+        self._config = config
+        self._rng = rng
+
+    def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
+        """Return the server with the least cost."""
+        lengths, pending = view.lengths(router, arrival.pages), view.pending(router)
+        tokens, size = arrival.tokens, self._page_size
+        servers = considered(lengths, self._servers, self._config.num_random, self._rng)
+        candidates = [Candidate(each, pending[each], tokens - size * lengths.get(each, 0)) for each in servers]
+        best = choose(candidates, self._config.weight, self._rng)
+        return Choice(best.cache, best.uncached)
+
+
+class RouterKind(NamedTuple):
+    """A router by name."""
+
+    about: str
+    make: Callable[[int, int, RouteConfig, Random], RoutingPolicy]  # of servers, page size, configuration
+    is_informed: bool  # it looks at what caches hold, or at pending tokens
+    has_promises: bool = False
+    is_shared: bool = False  # one cache, of all capacity, for all servers
+
+
+ROUTERS: dict[str, RouterKind] = {
+    "random": RouterKind("any cache", lambda n, size, config, rng: RandomServer(n, rng), False),
+    "round_robin": RouterKind("the caches in turn", lambda n, size, config, rng: RoundRobin(n), False),
+    "least": RouterKind(
+        "the least loaded cache", lambda n, size, config, rng: LeastLoaded(size, rng, is_shared=False), True
+    ),
+    "ttft": RouterKind("least pending + weight * uncached tokens, with promises", LeastCost, True, has_promises=True),
+    "shared": RouterKind(
+        "one cache of all capacity for all servers",
+        lambda n, size, config, rng: LeastLoaded(size, rng, is_shared=True),
+        True,
+        is_shared=True,
+    ),
+}

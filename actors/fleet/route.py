@@ -1,0 +1,72 @@
+"""`Route`: the way of one request to a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from raydix.schemas.shown import shown
+
+
+class Route:
+    """The cache that a router has chosen for a request, and why.
+
+    It counts as pending, so that later requests heed it, until `first_token`, the end of `async with route:`, the end
+    of the lease that was taken through it, or `RouteConfig.promise_ttl_s`, whichever is first. Each of them may follow
+    another, without effect.
+
+    Attributes:
+        cache: the name of the cache.
+        prefix_len: tokens of the prompt that are stored there, as the router knows; whole strides of the events.
+        promised_len: tokens that are stored there, or will be once earlier requests are computed; at least prefix_len.
+        uncached_tokens: the other tokens of the prompt, which the cache's worker has to compute.
+        pending_tokens: tokens that are computed there, or wait for it, without this request.
+        why: the reason for the choice, as text.
+    """
+
+    __slots__ = ("_end", "cache", "pending_tokens", "prefix_len", "promised_len", "uncached_tokens", "why")
+
+    def __init__(
+        self,
+        cache: str,
+        *,
+        prefix_len: int,
+        promised_len: int,
+        uncached_tokens: int,
+        pending_tokens: int,
+        why: str,
+        end: Callable[[bool], None],
+    ) -> None:
+        """Make a route.
+
+        Args:
+            end: called with whether the prompt was computed, perhaps more than once.
+        """
+        self.cache = cache
+        self.prefix_len = prefix_len
+        self.promised_len = promised_len
+        self.uncached_tokens = uncached_tokens
+        self.pending_tokens = pending_tokens
+        self.why = why
+        self._end = end
+
+    def first_token(self) -> None:
+        """Note that the prompt is computed: its tokens no longer wait. Idempotent."""
+        self._end(True)
+
+    def cancel(self) -> None:
+        """Note that the prompt will not be computed: its pages are promised no longer. Idempotent."""
+        self._end(False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(kind is None)
+
+    def __repr__(self) -> str:
+        lengths = f"prefix_len={self.prefix_len}, promised_len={self.promised_len}"
+        return f"Route({shown(self.cache)}, {lengths}, pending_tokens={self.pending_tokens}, why={self.why!r})"

@@ -1,0 +1,94 @@
+"""How a router chooses one of several caches, its knowledge of them, and the costs that it compares."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RouteConfig(BaseModel):
+    """The cost of a route is `pending + weight * uncached` tokens of a cache; the least cost wins.
+
+    For an invalid value, pydantic's `ValidationError` says which and why.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    weight: float = Field(
+        default=3.0,
+        ge=0,
+        le=1e6,
+        allow_inf_nan=False,
+        description="of the request's own uncached tokens, against those that wait at the cache",
+    )
+    promise_ttl_s: float = Field(
+        default=20.0,
+        gt=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="the pages of a routed request count as cached for so long, or until they are",
+    )
+    num_random: int = Field(
+        default=2,
+        ge=0,
+        le=1024,
+        description="random caches to consider, with the two of the longest prefix, if there are more than 16",
+    )
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class FleetCacheStats(_Facts):
+    """A router's knowledge of a cache that it sends requests to."""
+
+    cache: str = Field(description="the name")
+    epoch: str = Field(description="of the cache's present life")
+    pages: int = Field(description="that are stored, pending or promised, at the ends of strides")
+    pending_tokens: int = Field(
+        description="that wait or are computed, as the cache reports them, and of this router's routes"
+    )
+    open_routes: int = Field(description="of this router, without a first token")
+    routes: int = Field(description="of this router, since the cache came")
+    refused: int = Field(description="of these routes, those where acquire failed for want of slots or of an answer")
+    missed_tokens: int = Field(description="that the index had as stored and the cache no longer had, over all leases")
+    waiting_tokens: int = Field(description="of requests that wait for free slots, as the cache reported")
+    leased_tokens: int = Field(description="that open leases cover")
+    unpublished_tokens: int = Field(description="of prompts in open leases that are not computed yet")
+    private_slots: int = Field(description="that open leases may write")
+    batches: int = Field(description="of events, that were applied")
+    snapshots: int = Field(description="that were taken")
+    silent_s: float = Field(description="since the last batch or snapshot; an idle cache sends none")
+
+
+class FleetStats(_Facts):
+    """A router's knowledge of its fleet."""
+
+    page_size: int | None = Field(description="of the caches; None: there is none yet")
+    stride_tokens: int | None = Field(description="of the caches' events")
+    caches: tuple[FleetCacheStats, ...] = Field(description="that get requests, by name")
+    left_out: dict[str, str] = Field(description="caches that get no requests, each with the cause")
+    routes: int = Field(description="of this router, to all caches, also those that are gone")
+    open_routes: int = Field(description="without a first token")
+    indexed_pages: int = Field(description="of all caches; a page of several caches is counted for each")
+    index_bytes: int = Field(description="of memory, for these pages")
+
+
+class RouteCandidate(_Facts):
+    """A cache that a request may go to. All lengths are in tokens."""
+
+    cache: str = Field(description="the name")
+    prefix_len: int = Field(description="stored, as the router knows; whole strides")
+    promised_len: int = Field(description="stored, or to be stored for earlier requests")
+    uncached_tokens: int = Field(description="the rest of the prompt")
+    pending_tokens: int = Field(description="that wait at the cache, or are computed")
+    cost: float = Field(description="pending_tokens + RouteConfig.weight * uncached_tokens")
+
+
+class RouteExplanation(_Facts):
+    """The caches that a router would compare for a prompt now."""
+
+    num_tokens: int
+    stride_tokens: int = Field(description="prefixes are compared in units of it")
+    weight: float = Field(description="RouteConfig.weight")
+    candidates: tuple[RouteCandidate, ...] = Field(description="the least cost first; of equal costs a random one wins")

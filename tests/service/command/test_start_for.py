@@ -1,0 +1,36 @@
+"""`raydix start --for vllm` without vLLM; tests/engines has the tests with it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from support.processes.command_line import run, run_json
+
+from raydix.actors.engines.vllm_cache import has_vllm
+
+FOR = ("start", "--for", "vllm", "a-model")
+
+
+@pytest.mark.skipif(has_vllm(), reason="vLLM is installed here")
+def test_elsewhere_than_in_the_engines_environment_the_message_says_where_to_run_it() -> None:
+    error = run_json(*FOR, "--capacity", "8GiB", exit_code=2)["error"]
+
+    assert f"it is not installed for {sys.executable}" in error["message"]
+    assert "run it in the engine's environment, which has vllm" in error["advice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (FOR, "--for vllm must come with --capacity"),
+        ((*FOR, "--capacity", "8G"), "not '8G'"),
+        ((*FOR, "--capacity", "1M", "--count", 2), "--count does not go with --for"),
+        ((*FOR, "--capacity", "1M", "--", "--kv-transfer-config", "{}"), "'--kv-transfer-config' must not be among"),
+        (("start", "--for", "other", "a-model", "--capacity", "1M"), "--for must be vllm, not 'other'"),
+        (("start", "a-model"), "MODEL must come with --for vllm"),
+        (("start", "--tensor-parallel", 2), "--tensor-parallel must come with --for vllm"),
+    ],
+)
+def test_wrong_usage_is_named_before_anything_is_read(arguments: tuple[object, ...], message: str) -> None:
+    assert message in run(*arguments, exit_code=2).stderr

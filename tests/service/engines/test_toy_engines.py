@@ -1,0 +1,414 @@
+"""Engines that share a cache in this process: hits, saves, preemptions, aborts, full and silent caches, planted faults.
+
+The toy engine checks, for each token that it computes, that the KV of all tokens before it is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engines.toy_caches import ToyCaches
+from support.engines.toy_engine import BLOCK, ToyEngine, prompts
+
+from raydix.actors.engines import CacheNamespace, namespace_of
+from raydix.actors.engines.block_copies import BlockCopies
+from raydix.actors.engines.scheduler_side import SchedulerSide
+from raydix.actors.engines.settings import EngineSettings
+from raydix.actors.engines.worker_side import WorkerSide
+from raydix.schemas import ConfigMismatch, InvalidRequest
+
+MakeCaches = Callable[..., ToyCaches]
+
+
+@pytest.fixture
+def make_caches() -> Iterator[MakeCaches]:
+    """Makes caches. After the test nothing is open in them, and all blocks of the engines are free."""
+    made: list[ToyCaches] = []
+
+    def make(*args: Any, **options: Any) -> ToyCaches:
+        made.append(ToyCaches(*args, **options))
+        return made[-1]
+
+    yield make
+    for caches in made:
+        check_ends(caches)
+        caches.close()
+
+
+def check_ends(caches: ToyCaches) -> None:
+    for engine in caches.engines:
+        assert engine.num_wrong == 0
+        assert len(engine.free) == len(set(engine.free)) == engine.kv[0][0].shape[0] - 1
+    for rank, cache in enumerate(caches.caches):
+        wait_until(lambda rank=rank: caches.stats(rank).open_leases == 0)  # type: ignore[misc]
+        assert caches.stats(rank).private_slots == 0
+        caches.loop.run(cache.check_invariants())
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+# -------------------------------------------------------------------- hits and saves
+
+
+@pytest.mark.parametrize("page_size", [BLOCK, BLOCK // 4])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_another_engine_loads_what_one_has_computed(make_caches: MakeCaches, num_ranks: int, page_size: int) -> None:
+    caches = make_caches(num_ranks, page_size=page_size)
+    one, other = caches.make_engine(), caches.make_engine()
+    (prompt,) = prompts(1, 200)
+
+    computed = one.run(prompt, 20)
+    loaded = other.run(prompt, 20)
+    longer = one.run(prompt + computed.output + [7] * 30, 1)
+
+    assert (computed.num_hit, loaded.num_hit) == (0, 192)
+    assert loaded.output == computed.output
+    assert loaded.num_recomputed == 220 - 192
+    assert longer.num_hit == 208  # blocks of decoded tokens, too
+
+
+def test_the_last_token_of_a_whole_prompt_is_computed_again(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    one, other = caches.make_engine(), caches.make_engine()
+    (prompt,) = prompts(1, 8 * BLOCK)
+
+    one.run(prompt)
+    request = other.run(prompt, 2)
+
+    assert request.num_hit == 8 * BLOCK
+    assert request.num_recomputed == 1 + 2
+
+
+def test_ranks_promise_what_all_of_them_hold(make_caches: MakeCaches) -> None:
+    caches = make_caches(2)
+    one, other = caches.make_engine(), caches.make_engine()
+    (prompt,) = prompts(1, 128)
+    one.run(prompt)
+    wait_until(lambda: caches.stats(1).open_leases == 0)
+    caches.loop.run(caches.caches[1].evict(1))  # its pages were published in steps of 64 tokens
+
+    request = other.run(prompt)
+
+    assert 0 < request.num_hit < 128
+    assert request.num_hit == 64
+    assert other.run(prompt).num_hit == 128
+
+
+def test_namespaces_share_nothing(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    engine = caches.make_engine()
+    (prompt,) = prompts(1, 64)
+    namespaces = [
+        CacheNamespace(),
+        namespace_of(cache_salt="a"),
+        namespace_of(cache_salt="b"),
+        namespace_of("french", "/adapters/1"),
+        namespace_of("french", "/adapters/2"),
+        namespace_of(identifiers=[("image-1", 3)]),
+        namespace_of(identifiers=[("image-2", 3)]),
+        namespace_of(identifiers=[("image-1", 4)]),
+    ]
+
+    assert len(set(namespaces)) == len(namespaces)
+    assert [engine.run(prompt, 1, each).num_hit for each in namespaces] == [0] * len(namespaces)
+    assert [engine.run(prompt, 1, each).num_hit for each in namespaces] == [64] * len(namespaces)
+
+
+def test_parts_of_a_namespace_do_not_run_together() -> None:
+    assert namespace_of("a", "b") != namespace_of("a:b", None)
+    assert namespace_of("x" * 5000, "p").lora_id != namespace_of("x" * 5001, "p").lora_id
+    assert namespace_of(cache_salt="s" * 5000).cache_salt != namespace_of(cache_salt="s" * 5001).cache_salt
+    assert namespace_of(None, None, None) == CacheNamespace(None, None, None)
+
+
+def test_an_engine_that_must_not_read_sends_nothing(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    engine = caches.make_engine(reads=False)
+    (prompt,) = prompts(1, 64)
+
+    assert [engine.run(prompt).num_hit, engine.run(prompt).num_hit] == [0, 0]
+    assert caches.stats().acquires == 0
+
+
+def test_waiting_requests_hold_a_limited_number_of_leases(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    engine = caches.make_engine(max_waiting_leases=4)
+    requests = [engine.add(each, 1) for each in prompts(12, 64)]
+    wait_until(lambda: caches.stats().open_leases == 4)
+    time.sleep(0.05)
+
+    assert caches.stats().open_leases == 4
+    engine.run_all()
+    assert {each.state for each in requests} == {"finished"}
+    again = [engine.run(each).num_hit for each in prompts(12, 64)]
+    assert again == [64] * 12
+
+
+def test_a_request_without_a_whole_block_sends_nothing(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    engine = caches.make_engine()
+    before = caches.stats().requests
+
+    engine.run([1, 2, 3], 5)
+
+    assert caches.stats().requests == before + 1  # the call of `stats` itself
+
+
+# -------------------------------------------------------------------- room
+
+
+def test_preempted_requests_load_their_own_blocks_back(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    engine = caches.make_engine(num_blocks=14, chunk=32)
+
+    requests = [engine.add(each, 40) for each in prompts(5, 50)]
+    engine.run_all()
+
+    assert all(len(each.output) == 40 for each in requests)
+    assert sum(each.num_hit > 0 for each in requests) > 0
+
+
+def test_a_full_cache_refuses_saves_and_the_engine_computes(make_caches: MakeCaches) -> None:
+    caches = make_caches(num_tokens=64)
+    engine = caches.make_engine()
+    one, other, third = prompts(3, 96)
+
+    requests = [engine.add(each, 8) for each in (one, other, third)]
+    engine.run_all()
+
+    assert [each.num_recomputed for each in requests] == [104, 104, 104]
+    assert engine.counts.take()["saves_refused"] > 0
+
+
+def test_an_aborted_request_ends_its_lease_at_any_time(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    engine = caches.make_engine()
+    (prompt,) = prompts(1, 160)
+    engine.run(prompt)
+    for num_steps in range(8):
+        requests = [engine.add(prompt + [number] * 40, 20) for number in range(3)]
+        for _ in range(num_steps):
+            engine.step()
+        for request in requests:
+            engine.abort(request)
+        engine.run_all()
+
+    wait_until(lambda: caches.stats().open_leases == 0)
+
+
+# -------------------------------------------------------------------- silence
+
+
+def test_no_call_of_the_engine_waits_for_a_silent_cache(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    engine = caches.make_engine(lookup_timeout_ms=50, load_timeout_ms=300)
+    hit, miss = prompts(2, 160)
+    engine.run(hit)
+    wait_until(lambda: caches.stats().open_leases == 0)
+    release = threading.Event()
+    caches.loop.call(release.wait, 30)  # the loop of the cache and of all clients stands still
+
+    started = time.monotonic()
+    requests = [engine.add(hit, 4), engine.add(miss, 4)]
+    slowest = 0.0
+    while any(each.state != "finished" for each in requests):
+        before = time.monotonic()
+        engine.step()
+        slowest = max(slowest, time.monotonic() - before)
+    release.set()
+
+    assert slowest < 1
+    assert time.monotonic() - started < 25  # else the loop has gone on by itself
+    assert [each.num_hit for each in requests] == [0, 0]
+    engine.run_all()
+
+
+def test_a_load_that_does_not_begin_in_time_fails_once(make_caches: MakeCaches, monkeypatch: Any) -> None:
+    caches = make_caches()
+    engine = caches.make_engine(load_timeout_ms=100)
+    (prompt,) = prompts(1, 96)
+    engine.run(prompt)
+    adopt = WorkerSide._adopt
+
+    async def adopt_late(self: WorkerSide, request: Any) -> Any:
+        lease = await adopt(self, request)
+        await asyncio.sleep(0.5)
+        return lease
+
+    monkeypatch.setattr(WorkerSide, "_adopt", adopt_late)
+    request = engine.run(prompt, 3)
+    monkeypatch.undo()
+
+    assert request.num_hit == 0
+    assert request.num_recomputed == 99
+    assert engine.counts.take()["load_failures"] == 1
+
+
+# -------------------------------------------------------------------- configuration
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_fields_that_differ(make_caches: MakeCaches) -> None:
+    with pytest.raises(ConfigMismatch, match="page_size is 12, not 16 or a divisor of it"):
+        make_caches(page_size=12, num_tokens=1200).make_engine()
+    with pytest.raises(ConfigMismatch, match=r"pool\.num_layers is 2, not 3"):
+        make_caches(check=False).make_engine(check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "'cache'"),
+        ({"cache": "kv", "chunk": 3}, "unknown setting 'chunk'"),
+        ({"cache": ""}, "'cache'"),
+        ({"cache": "kv", "lookup_timeout_ms": -1}, "lookup_timeout_ms"),
+        ({"cache": "kv", "check": "yes"}, "check"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        EngineSettings.of(given)
+
+
+# -------------------------------------------------------------------- random operations
+
+
+@pytest.mark.parametrize("keeps_blocks", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_on_two_engines(make_caches: MakeCaches, seed: int, keeps_blocks: bool) -> None:
+    rng = random.Random(seed)
+    caches = make_caches(1 + seed % 2, num_tokens=640, page_size=BLOCK // (1 + seed % 2))
+    engines = [caches.make_engine(num_blocks=24, chunk=48, keeps_blocks=keeps_blocks) for _ in range(2)]
+    known = prompts(6, 150, shared=70, seed=seed)
+    open_requests: list[tuple[ToyEngine, Any]] = []
+    for _ in range(250):
+        engine = rng.choice(engines)
+        match rng.randrange(10):
+            case 0 | 1 | 2:
+                tokens = rng.choice(known)[: rng.randrange(1, 151)]
+                salt = rng.choice([None, None, "a"])
+                request = engine.add(tokens, rng.randrange(1, 40), namespace_of(cache_salt=salt))
+                open_requests.append((engine, request))
+            case 3 if open_requests:
+                owner, request = open_requests.pop(rng.randrange(len(open_requests)))
+                owner.abort(request)
+            case 4 if engine.running:
+                request = rng.choice(engine.running)
+                known.append(request.tokens[:200])
+            case 5:
+                caches.loop.run(caches.caches[0].evict(rng.randrange(1, 100)))
+            case _:
+                engine.step()
+    for engine in engines:
+        engine.run_all()
+
+    assert sum(engine.num_wrong for engine in engines) == 0
+
+
+# -------------------------------------------------------------------- planted faults
+
+
+def test_a_load_of_another_prompts_page_is_seen(make_caches: MakeCaches, monkeypatch: Any) -> None:
+    caches = make_caches(check=False)
+    engine = caches.make_engine()
+    one, other = prompts(2, 96)
+    engine.run(one)
+    engine.run(other)
+    load = BlockCopies.load
+
+    def load_others(self: BlockCopies, pages: Any, *args: Any) -> None:
+        load(self, np.roll(pages, 1), *args)
+
+    monkeypatch.setattr(BlockCopies, "load", load_others)
+    engine.run(one, 2)
+
+    assert engine.num_wrong > 0
+    engine.num_wrong = 0
+
+
+def test_with_check_a_wrong_page_is_refused_and_recomputed(make_caches: MakeCaches, monkeypatch: Any) -> None:
+    caches = make_caches(check=True)
+    engine = caches.make_engine()
+    (prompt,) = prompts(1, 96)
+    engine.run(prompt)
+    load = BlockCopies.load
+    monkeypatch.setattr(BlockCopies, "load", lambda self, pages, *args: load(self, np.roll(pages, 1), *args))
+
+    request = engine.run(prompt, 2)
+
+    assert request.num_hit == 0
+    assert engine.counts.take()["load_failures"] == 1
+
+
+def test_a_load_that_leaves_out_the_last_block_is_seen(make_caches: MakeCaches, monkeypatch: Any) -> None:
+    caches = make_caches(check=False)
+    one, other = caches.make_engine(), caches.make_engine()
+    (prompt,) = prompts(1, 96)
+    one.run(prompt)
+    load = BlockCopies.load
+
+    def load_less(self: BlockCopies, pages: Any, blocks: Any, stamps: Any = None, after: Any = None) -> None:
+        load(self, pages[:-1], blocks[:-1], stamps, after)
+
+    monkeypatch.setattr(BlockCopies, "load", load_less)
+    other.run(prompt, 2)
+
+    assert other.num_wrong > 0
+    other.num_wrong = 0
+
+
+def test_an_ignored_salt_is_seen(make_caches: MakeCaches, monkeypatch: Any) -> None:
+    caches = make_caches()
+    engine = caches.make_engine()
+    (prompt,) = prompts(1, 96)
+    add_request = SchedulerSide.add_request
+    monkeypatch.setattr(
+        SchedulerSide, "add_request", lambda self, name, read, _: add_request(self, name, read, CacheNamespace())
+    )
+    engine.run(prompt, 1, namespace_of(cache_salt="a"))
+
+    assert engine.run(prompt, 1, namespace_of(cache_salt="b")).num_hit == 96
+
+
+def test_a_lease_that_is_not_released_on_abort_is_seen(make_caches: MakeCaches, monkeypatch: Any) -> None:
+    caches = make_caches()
+    engine = caches.make_engine()
+    monkeypatch.setattr(SchedulerSide, "_give_up", lambda self, request: None)
+
+    engine.abort(engine.add(prompts(1, 96)[0]))
+    time.sleep(0.1)
+
+    assert caches.stats().open_leases == 1
+    engine.close()  # ends it
+
+
+def test_a_look_up_awaited_by_the_scheduler_is_seen(make_caches: MakeCaches, monkeypatch: Any) -> None:
+    caches = make_caches()
+    engine = caches.make_engine(lookup_timeout_ms=50)
+    must_wait = SchedulerSide._must_wait
+
+    def wait_for_it(self: SchedulerSide, request: Any) -> bool:
+        request.look_up.done.wait(3)
+        return must_wait(self, request)
+
+    monkeypatch.setattr(SchedulerSide, "_must_wait", wait_for_it)
+    release = threading.Event()
+    caches.loop.call(release.wait, 2)
+    engine.add(prompts(1, 96)[0])
+    before = time.monotonic()
+    engine.step()
+    release.set()
+
+    assert time.monotonic() - before > 1
+    engine.run_all()

@@ -1,0 +1,131 @@
+"""`Laboratory`: the models, caches and vLLM engines of one test."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import RayError
+from support.engines.checkpoints import make_config, save_model
+from support.engines.engine_process import EngineProcess
+
+from raydix.actors import PrefixCacheClient, start_cache
+from raydix.actors.client.prefix_cache_client import SyncClient
+from raydix.actors.engines.engine_kv import EngineKV
+from raydix.schemas import CacheConfig, CacheStats
+
+BLOCK = 32
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1, "fp8": 1}
+
+
+def slot_bytes(kind: str, dtype: str = "float32", ranks: int = 1, **more: Any) -> tuple[int, ...]:
+    """Bytes of a token in each layer of a small model on one rank."""
+    config = make_config(kind, **more)
+    if kind == "deepseek":
+        return ((config.kv_lora_rank + config.qk_rope_head_dim) * _ITEM_BYTES[dtype],) * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = max(1, config.num_key_value_heads // ranks)
+    return (heads * 2 * head_dim * _ITEM_BYTES[dtype],) * config.num_hidden_layers
+
+
+class Laboratory:
+    """Makes the parts of a test, and ends them.
+
+    Attributes:
+        folder: for models and logs.
+    """
+
+    def __init__(self, ray_address: str, folder: Path) -> None:
+        self.ray_address = ray_address
+        self.folder = folder
+        self.caches: dict[str, Any] = {}
+        self.clients: dict[str, SyncClient] = {}
+        self.engines: list[EngineProcess] = []
+
+    def save_model(self, kind: str, *, seed: int = 0, **more: Any) -> Path:
+        folder = self.folder / f"{kind}-{seed}-{len(more)}"
+        return folder if folder.exists() else save_model(kind, folder, seed=seed, **more)
+
+    def start_cache(
+        self,
+        layers: tuple[int, ...],
+        num_tokens: int = 400 * BLOCK,
+        *,
+        page_size: int = BLOCK,
+        check: bool = True,
+        name: str | None = None,
+    ) -> str:
+        """Start a cache for layers of so many bytes a token; return its name."""
+        name = name or f"kv-{uuid4().hex[:8]}"
+        pool = EngineKV(page_size, layers, {}).pool_config(num_tokens, check=check, device="cpu")
+        self.caches[name] = start_cache(CacheConfig(page_size=page_size, pool=pool), name=name)
+        return name
+
+    def client(self, cache: str) -> SyncClient:
+        if cache not in self.clients:
+            self.clients[cache] = PrefixCacheClient(self.caches[cache], owner="test").sync
+        return self.clients[cache]
+
+    def stats(self, cache: str) -> CacheStats:
+        return self.client(cache).stats()
+
+    def start_engine(
+        self, model: Path, cache: str | None, *, transfer: dict[str, Any] | None = None, **options: Any
+    ) -> EngineProcess:
+        """Start an engine; it is not ready yet. Options that are settings of the connector go there."""
+        settings = {"lookup_timeout_ms": 2000.0, "check": True, **options.pop("settings", {})}
+        connector = None if cache is None else {"cache": cache, "ray_address": self.ray_address, **settings}
+        log = self.folder / f"engine-{len(self.engines)}.log"
+        engine = EngineProcess(model, connector, log, transfer=transfer, **options)
+        self.engines.append(engine)
+        return engine
+
+    def wait_until_free(self, cache: str, seconds: float = 60) -> None:
+        """Wait until no lease is open, and check the cache's rules."""
+        wait_until(lambda: self.stats(cache).open_leases == 0, seconds)
+        assert self.stats(cache).private_slots == 0
+        self.client(cache).check_invariants()
+
+    def shuffle_pages(self, cache: str) -> None:
+        """Give each page the KV of the page before it."""
+        client = self.client(cache)
+        pool = client.run(client.client.attach_pool(mapped=True))
+        for layer in pool.k:
+            layer[:] = layer.roll(BLOCK, 0)
+
+    def pid_of(self, cache: str) -> int:
+        """The cache's process; 0 while it restarts."""
+        try:
+            handle = ray.get(self.caches[cache].pool_handle.remote())
+        except RayError:
+            return 0
+        return int(handle.path.split("/")[2])
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        for client in self.clients.values():
+            client.close()
+        for cache in self.caches.values():
+            ray.kill(cache)
+        for model in self.folder.glob("*/model*.safetensors"):
+            os.unlink(model)
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    import random
+
+    rng = random.Random(seed)
+    return [rng.randrange(3, 512) for _ in range(length)]

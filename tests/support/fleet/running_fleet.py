@@ -1,0 +1,74 @@
+"""Caches of a fleet in this process, and waits for what their routers learn of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from raydix.actors import Fleet, LocalPrefixCache, PrefixCacheClient, connect_fleet
+from raydix.schemas import CacheConfig, PoolConfig, SlimEventSnapshot
+
+PAGE, STRIDE = 16, 32
+
+
+def slim(num_slots: int = 4096, **fields: Any) -> CacheConfig:
+    """Return the configuration of an index-only cache with slim events."""
+    given = {"page_size": PAGE, "events": "slim", "events_stride_tokens": STRIDE} | fields
+    return CacheConfig(**{"pool": PoolConfig(num_slots=num_slots)} | given)
+
+
+def prompt(first: int, num_strides: int, more: int = 0) -> list[int]:
+    """Return the tokens of a prompt: whole strides, and some tokens more. Others of the same `first` share them."""
+    return [first * 1000 + number for number in range(num_strides * STRIDE + more)]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 -- there is no event for it
+            await asyncio.sleep(0.005)
+
+
+async def publish(cache: Any, *prompts: Iterable[int]) -> None:
+    """Publish prompts at one cache, without a router."""
+    async with PrefixCacheClient(cache) as client:
+        for tokens in prompts:
+            ids = list(tokens)
+            async with client.acquire(ids) as lease:
+                await lease.insert(ids)
+
+
+async def caught_up(fleet: Fleet, caches: dict[str, Any]) -> dict[str, SlimEventSnapshot]:
+    """Wait until a router has all events of these caches until now; return their snapshots."""
+    snapshots: dict[str, SlimEventSnapshot] = {}
+    for name, cache in caches.items():
+        async with PrefixCacheClient(cache) as client:
+            snapshot = await client.event_snapshot()
+            assert isinstance(snapshot, SlimEventSnapshot)
+
+        def has_all(name: str = name, snapshot: SlimEventSnapshot = snapshot) -> bool:
+            column = fleet.columns().get(name)
+            if column is None:
+                return False
+            epoch, seq = fleet.index.position(column)
+            return epoch == snapshot.epoch and seq >= snapshot.seq
+
+        await until(has_all)
+        snapshots[name] = snapshot
+    return snapshots
+
+
+@asynccontextmanager
+async def local_fleet(
+    configs: dict[str, CacheConfig], **options: Any
+) -> AsyncIterator[tuple[Fleet, dict[str, LocalPrefixCache]]]:
+    """Yield a router and its caches in this process, by name; close them all, also those that the test adds."""
+    caches = {name: LocalPrefixCache(config) for name, config in configs.items()}
+    try:
+        async with await connect_fleet(caches, **{"timeout_s": 10, **options}) as fleet:
+            yield fleet, caches
+    finally:
+        for cache in caches.values():
+            await cache.close()

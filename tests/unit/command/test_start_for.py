@@ -1,0 +1,104 @@
+"""The options of `raydix start` about an engine, and the size of its pool."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.start_for import EngineWishes, check_engine, read_capacity
+from raydix.actors.engines.settings import EngineSettings
+from raydix.actors.engines.vllm_cache import EngineOptions
+from raydix.schemas import InvalidRequest
+
+NOTHING = EngineWishes(None, (), None, None, None, None, None, False)
+WISHES = NOTHING._replace(engine="vllm", model=("a-model",), capacity="1M")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("200_000", 200_000),
+        ("200,000", 200_000),
+        ("1M", 1_000_000),
+        ("1.5M", 1_500_000),
+        (" 64 k ", 64_000),
+        ("8GiB", 2**33 // 1000),
+        ("8gib", 2**33 // 1000),
+        ("500 MB", 500_000),
+    ],
+)
+def test_a_capacity_is_tokens_or_bytes(text: str, tokens: int) -> None:
+    assert read_capacity(text).num_tokens(1000, 1) == tokens
+
+
+def test_a_capacity_is_rounded_down_to_whole_blocks() -> None:
+    assert read_capacity("1000").num_tokens(1024, 128) == 896
+    assert read_capacity("1GiB").num_tokens(3 * 2**20, 16) == 336
+
+
+@pytest.mark.parametrize("text", ["", "8G", "M", "-5", "1e6", "8 GiB of RAM", "nan", "1.2.3", "9" * 100, "_"])
+def test_another_capacity_is_refused(text: str) -> None:
+    with pytest.raises(CommandError, match="must be tokens, such as 200_000 or 1M, or bytes, such as 8GiB") as caught:
+        read_capacity(text)
+
+    assert caught.value.exit_code == USAGE
+
+
+def test_a_capacity_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(CommandError, match="must hold a block: 128 tokens of 10 bytes each, not 102 tokens"):
+        read_capacity("1KiB").num_tokens(10, 128)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        (NOTHING._replace(model=("a-model",)), "MODEL must come with --for vllm"),
+        (NOTHING._replace(block_size=16), "--block-size must come with --for vllm"),
+        (NOTHING._replace(check=True), "--check must come with --for vllm"),
+        (WISHES._replace(engine="other"), "--for must be vllm, not 'other'"),
+        (WISHES._replace(model=()), "must come with a model"),
+        (WISHES._replace(capacity=None), "must come with --capacity"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(wishes: EngineWishes, message: str) -> None:
+    with pytest.raises(CommandError, match=message) as caught:
+        check_engine(wishes)
+
+    assert caught.value.exit_code == USAGE
+
+
+def test_options_that_go_together_are_taken() -> None:
+    check_engine(NOTHING)
+    check_engine(WISHES)
+
+
+def test_the_command_line_has_every_option_that_was_given() -> None:
+    options = EngineOptions("a-model", 2, "bfloat16", "fp8", 64, ("--max-model-len", "4096"))
+
+    *words, transfer = options.command({"cache": "kv-0", "check": True})
+
+    given = "--tensor-parallel-size 2 --dtype bfloat16 --kv-cache-dtype fp8 --block-size 64 --max-model-len 4096"
+    assert words == ["vllm", "serve", "a-model", *given.split(), "--kv-transfer-config"]
+    extra = json.loads(transfer).pop("kv_connector_extra_config")
+    assert EngineSettings.of(extra) == EngineSettings(cache="kv-0", check=True)
+
+
+def test_the_command_line_has_no_option_that_was_not_given() -> None:
+    assert EngineOptions("a-model").command({"cache": "kv-0"})[:-1] == "vllm serve a-model --kv-transfer-config".split()
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_role", "--kv-transfer-config={}"],
+)
+def test_another_connector_is_refused(word: str) -> None:
+    with pytest.raises(InvalidRequest, match="RaydixConnector sets it"):
+        EngineOptions("a-model", more=(word,))
+
+
+@pytest.mark.parametrize("model", ["", "--block-size"])
+def test_a_model_must_be_named(model: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be a folder or a name on the hub"):
+        EngineOptions(model)

@@ -1,0 +1,287 @@
+"""Blocks of every dtype and layout are copied to pages and back, byte for byte, as one block after the other would be.
+
+The naive reference copies token by token, through integers of one byte.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from raydix.actors.engines import block_copies
+from raydix.actors.engines.block_copies import STAMP_BYTES, BlockCopies, WrongPage, find_runs, make_stamps
+from raydix.schemas import InvalidRequest
+
+BLOCK = 8
+NUM_BLOCKS = 40
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn]
+
+Make = Callable[[torch.dtype], list[torch.Tensor]]
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def heads_first(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [random_bytes(NUM_BLOCKS, 2, BLOCK, 6 * dtype.itemsize).view(dtype) for _ in range(3)]
+
+
+def tokens_first(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Storage [block, token, head, content]."""
+    layers = [random_bytes(NUM_BLOCKS, BLOCK, 2, 6 * dtype.itemsize).view(dtype) for _ in range(3)]
+    return [each.permute(0, 2, 1, 3) for each in layers]
+
+
+def blocks_outermost(dtype: torch.dtype) -> list[torch.Tensor]:
+    """All layers of a block side by side in one storage."""
+    storage = random_bytes(NUM_BLOCKS, 3, BLOCK, 2, 6 * dtype.itemsize).view(dtype)
+    return [storage[:, layer].permute(0, 2, 1, 3) for layer in range(3)]
+
+
+def latent(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Layers of multi-head latent attention: no heads, and another content in each."""
+    return [random_bytes(NUM_BLOCKS, BLOCK, width * dtype.itemsize).view(dtype) for width in (5, 9)]
+
+
+def padded(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each content is a part of a wider row."""
+    layers = [random_bytes(NUM_BLOCKS, 3, BLOCK, 8 * dtype.itemsize).view(dtype) for _ in range(2)]
+    return [each[..., :5] for each in layers]
+
+
+LAYOUTS = [heads_first, tokens_first, blocks_outermost, latent, padded]
+
+
+def make_pool(copies: BlockCopies, num_tokens: int) -> list[torch.Tensor]:
+    """The K of each layer of a pool, with a page for padding at its end."""
+    return [random_bytes(num_tokens + BLOCK, 1, each) for each in copies.slot_bytes]
+
+
+def as_bytes(values: torch.Tensor) -> bytes:
+    return values.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+
+
+def parts_of(layer: torch.Tensor, block: int, step: int) -> list[torch.Tensor]:
+    """The tokens of each page of a block, `[num_kv_heads, page_size, content]`."""
+    of_block = layer[block] if layer.ndim == 4 else layer[block].unsqueeze(0)
+    return list(of_block.split(BLOCK // step, dim=1))
+
+
+class Naive:
+    """What a pool and the engine's blocks must hold."""
+
+    def __init__(self, layers: Sequence[torch.Tensor], pool: Sequence[torch.Tensor], page_size: int) -> None:
+        self.step = BLOCK // page_size
+        self.blocks = [
+            [[as_bytes(part) for part in parts_of(each, block, self.step)] for block in range(NUM_BLOCKS)]
+            for each in layers
+        ]
+        self.pages = [[as_bytes(part) for part in each.split(page_size)] for each in pool[: len(layers)]]
+
+    def save(self, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+        for of_blocks, of_pages in zip(self.blocks, self.pages, strict=True):
+            for at, page in enumerate(pages.tolist()):
+                if page >= 0:
+                    of_pages[page] = of_blocks[blocks[at // self.step]][at % self.step]
+
+    def load(self, pages: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        for of_blocks, of_pages in zip(self.blocks, self.pages, strict=True):
+            for at, page in enumerate(pages.tolist()):
+                if page >= 0:
+                    of_blocks[blocks[at // self.step]][at % self.step] = of_pages[page]
+
+
+def check_equal(layers: Sequence[torch.Tensor], pool: Sequence[torch.Tensor], page_size: int, naive: Naive) -> None:
+    now = Naive(layers, pool, page_size)
+    assert now.blocks == naive.blocks
+    assert now.pages == naive.pages
+
+
+def draw(rng: random.Random, step: int, how: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Different blocks, and different pages for them."""
+    number = rng.randrange(1, NUM_BLOCKS)
+    blocks, pages = np.arange(NUM_BLOCKS), np.arange(NUM_BLOCKS * step)
+    if how == "runs":
+        first = rng.randrange(NUM_BLOCKS - number + 1)
+        blocks, pages = blocks[first : first + number], np.roll(pages, -rng.randrange(NUM_BLOCKS) * step)
+    else:
+        rng.shuffle(blocks)
+        rng.shuffle(pages)
+    pages = pages[: number * step].copy()
+    if rng.random() < 0.5:
+        pages[[rng.random() < 0.3 for _ in pages]] = -1
+    return blocks[:number].astype(np.int64), pages.astype(np.int64)
+
+
+@pytest.mark.parametrize("page_size", [BLOCK, BLOCK // 2, 1])
+@pytest.mark.parametrize("make", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_copies_are_those_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, make: Make, page_size: int
+) -> None:
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    layers = make(dtype)
+    copies = BlockCopies(layers, BLOCK)
+    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    copies.attach(pool, page_size)
+    naive = Naive(layers, pool, page_size)
+    for number in range(8):
+        blocks, pages = draw(rng, BLOCK // page_size, rng.choice(["runs", "fragments"]))
+        monkeypatch.setattr(block_copies, "_MANY_RUNS", rng.choice([1, 4, 64]))
+        if number % 2:
+            copies.load(pages, blocks)
+            naive.load(pages, blocks)
+        else:
+            copies.save(blocks, pages)
+            naive.save(blocks, pages)
+        check_equal(layers, pool, page_size, naive)
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_a_save_and_a_load_move_the_bytes_of_blocks_to_others(make: Make) -> None:
+    torch.manual_seed(1)
+    layers = make(torch.bfloat16)
+    copies = BlockCopies(layers, BLOCK)
+    copies.attach(make_pool(copies, NUM_BLOCKS * BLOCK), BLOCK // 4)
+    pages = np.asarray([8, 9, 10, 11, 3, 2, 1, 0], np.int64)
+
+    copies.save(np.asarray([1, 7], np.int64), pages)
+    copies.load(pages, np.asarray([30, 2], np.int64))
+
+    for layer in layers:
+        assert as_bytes(layer[30]) == as_bytes(layer[1])
+        assert as_bytes(layer[2]) == as_bytes(layer[7])
+
+
+def test_layers_are_measured_and_checked() -> None:
+    layers = [*heads_first(torch.float16), *latent(torch.float16)]
+
+    assert BlockCopies(layers, BLOCK).slot_bytes == [24, 24, 24, 10, 18]
+    assert BlockCopies(layers, BLOCK, check=True).slot_bytes == [24, 24, 24, 10, 18, STAMP_BYTES]
+    assert BlockCopies(layers, BLOCK).block_bytes == BLOCK * 100
+    with pytest.raises(InvalidRequest, match="not of shape"):
+        BlockCopies(layers, BLOCK * 2)
+    with pytest.raises(InvalidRequest, match="not of shape"):
+        BlockCopies([torch.zeros(4, BLOCK)], BLOCK)
+
+
+def test_no_pages_or_negative_ones_alone_copy_nothing() -> None:
+    layers = heads_first(torch.float32)
+    copies = BlockCopies(layers, BLOCK)
+    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    copies.attach(pool, BLOCK)
+    naive = Naive(layers, pool, BLOCK)
+    nothing = np.empty(0, np.int64)
+
+    copies.save(nothing, nothing)
+    copies.load(nothing, nothing)
+    copies.save(np.asarray([1, 2]), np.asarray([-1, -1]))
+    copies.load(np.asarray([-1, -1]), np.asarray([1, 2]))
+
+    check_equal(layers, pool, BLOCK, naive)
+
+
+def test_runs_cover_all_blocks_in_order() -> None:
+    blocks, pages = np.asarray([3, 4, 5, 9, 10, 2]), np.asarray([6, 8, 10, 12, 13, 15])
+
+    assert find_runs(blocks, pages, 2) == [(3, 6, 3), (9, 12, 1), (10, 13, 1), (2, 15, 1)]
+    assert find_runs(np.asarray([7]), np.asarray([0]), 1) == [(7, 0, 1)]
+
+
+# -------------------------------------------------------------------- stamps
+
+
+@pytest.fixture(params=[BLOCK, BLOCK // 2])
+def stamped(request: Any) -> tuple[BlockCopies, list[torch.Tensor], list[torch.Tensor], int]:
+    """Copies with stamps, the layers, and the pool."""
+    torch.manual_seed(2)
+    layers = tokens_first(torch.bfloat16)
+    copies = BlockCopies(layers, BLOCK, check=True)
+    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    copies.attach(pool, request.param)
+    return copies, layers, pool, request.param
+
+
+Stamped = tuple[BlockCopies, list[torch.Tensor], list[torch.Tensor], int]
+
+
+def test_a_loaded_page_is_that_of_its_stamp_and_has_its_bytes(stamped: Stamped) -> None:
+    copies, layers, pool, page_size = stamped
+    step = BLOCK // page_size
+    tokens = np.arange(4 * BLOCK)
+    stamps = make_stamps(tokens, "base", page_size, 0, len(tokens))
+    other = make_stamps(tokens, "salted", page_size, 0, len(tokens))
+    blocks, pages = np.arange(1, 5), np.arange(4 * step)[::-1].copy()
+    copies.save(blocks, pages, stamps)
+
+    copies.load(pages, blocks + 10, stamps)
+    assert all(as_bytes(each[11:15]) == as_bytes(each[1:5]) for each in layers)
+
+    with pytest.raises(WrongPage, match="other tokens"):
+        copies.load(pages, blocks + 10, other)
+    with pytest.raises(WrongPage, match="other tokens"):
+        copies.load(np.roll(pages, 1), blocks + 10, stamps)
+    pool[1][int(pages[-1]) * page_size, 0, 0] ^= 1
+    with pytest.raises(WrongPage, match="other bytes"):
+        copies.load(pages, blocks + 10, stamps)
+    pages[-1] = -1  # a page that is not loaded is not verified
+    copies.load(pages, blocks + 10, stamps)
+
+
+def test_a_page_that_is_not_saved_keeps_its_stamp(stamped: Stamped) -> None:
+    copies, _, _, page_size = stamped
+    step = BLOCK // page_size
+    one, other = (make_stamps(np.full(2 * BLOCK, number), "", page_size, 0, 2 * BLOCK) for number in (1, 2))
+    blocks, pages = np.asarray([1, 2]), np.arange(2 * step)
+    copies.save(blocks, pages, one)
+    kept = pages.copy()
+    kept[:step] = -1
+
+    copies.save(blocks, kept, other)
+
+    copies.load(pages, blocks + 5, one[:step] + other[step:])
+    with pytest.raises(WrongPage):
+        copies.load(pages, blocks + 5, other)
+
+
+def test_stamps_depend_on_all_tokens_before_and_on_the_namespace() -> None:
+    tokens = np.arange(4 * BLOCK)
+    stamps = make_stamps(tokens, "", BLOCK, 0, 4 * BLOCK)
+    changed = tokens.copy()
+    changed[BLOCK] += 1
+
+    assert make_stamps(tokens, "", BLOCK, 2 * BLOCK, 4 * BLOCK) == stamps[2:]
+    assert [a == b for a, b in zip(make_stamps(changed, "", BLOCK, 0, 4 * BLOCK), stamps, strict=True)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert not set(make_stamps(tokens, "a", BLOCK, 0, 4 * BLOCK)) & set(stamps)
+    assert {len(each) for each in stamps} == {STAMP_BYTES}
+
+
+# -------------------------------------------------------------------- planted faults
+
+
+def test_a_run_that_takes_one_page_for_another_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = heads_first(torch.float32)
+    copies = BlockCopies(layers, BLOCK)
+    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    copies.attach(pool, BLOCK)
+    naive = Naive(layers, pool, BLOCK)
+    monkeypatch.setattr(block_copies, "find_runs", lambda blocks, pages, _: [(blocks[0], pages[0], len(blocks))])
+
+    copies.save(np.asarray([1, 3]), np.asarray([0, 1]))
+    naive.save(np.asarray([1, 3]), np.asarray([0, 1]))
+
+    with pytest.raises(AssertionError):
+        check_equal(layers, pool, BLOCK, naive)

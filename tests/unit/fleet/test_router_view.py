@@ -1,0 +1,83 @@
+"""The knowledge of simulated routers over time: events, promises and pending tokens, late and on time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raydix.actors.fleet.residency import BitsetIndex
+from raydix.actors.fleet.router_view import Routed, RouterView
+
+PAGES = [10, 11, 12]
+
+
+def view(**options: Any) -> RouterView:
+    return RouterView(BitsetIndex(3), 3, **{"num_routers": 1, "delay_s": 1.0, "ttl_s": 5.0, **options})
+
+
+def known(view: RouterView, now_s: float, router: int = 0) -> dict[int, int]:
+    view.advance(now_s)
+    return view.lengths(router, PAGES)
+
+
+def test_a_promise_holds_until_the_event_arrives() -> None:
+    one = view()
+    routed = Routed(0, 1, 1, 700.0, PAGES)
+
+    assert known(one, 0) == {}
+    one.route(0, routed)
+    assert (known(one, 0), one.pending(0)) == ({1: 3}, [0, 700, 0])
+    one.finish(2, routed, PAGES[:2], [])
+    assert (known(one, 2.9), one.pending(0)) == ({1: 3}, [0, 0, 0])
+    assert known(one, 3) == {1: 2}  # the cache has stored only two of the pages
+    assert known(one, 9) == {1: 2}
+
+
+def test_a_promise_ends_after_its_time_and_its_tokens_stay_pending() -> None:
+    one = view()
+    one.route(0, Routed(0, 1, 1, 700.0, PAGES))
+
+    assert known(one, 4.9) == {1: 3}
+    assert (known(one, 5), one.pending(0)) == ({}, [0, 700, 0])
+
+
+def test_of_two_promises_one_remains() -> None:
+    one = view()
+    first = Routed(0, 1, 1, 700.0, PAGES)
+    one.route(0, first)
+    one.route(1, Routed(0, 1, 1, 0.0, PAGES[:2]))
+    one.finish(2, first, [], [])
+
+    assert (known(one, 3), known(one, 6)) == ({1: 2}, {})
+
+
+def test_without_promises_only_events_count() -> None:
+    one = view(ttl_s=0)
+    routed = Routed(0, 2, 2, 9.0, PAGES)
+    one.route(0, routed)
+    assert known(one, 0.5) == {}
+    one.finish(1, routed, PAGES, [])
+
+    assert (known(one, 1.9), known(one, 2)) == ({}, {2: 3})
+
+
+def test_other_routers_learn_everything_late() -> None:
+    two = view(num_routers=2)
+    routed = Routed(0, 1, 1, 700.0, PAGES)
+    two.route(0, routed)
+
+    assert (known(two, 0.9, 0), known(two, 0.9, 1)) == ({1: 3}, {})
+    assert (two.pending(0), two.pending(1)) == ([0, 700, 0], [0, 0, 0])
+    assert (known(two, 1, 0), known(two, 1, 1)) == ({1: 3}, {1: 3})
+    assert two.pending(0) == two.pending(1) == [0, 700, 0]
+    two.finish(2, routed, PAGES, [])
+    assert (known(two, 2.5, 1), two.pending(0), two.pending(1)) == ({1: 3}, [0, 0, 0], [0, 700, 0])
+    assert (known(two, 3, 1), two.pending(0), two.pending(1)) == ({1: 3}, [0, 0, 0], [0, 0, 0])
+
+
+def test_a_router_s_own_promise_ends_before_others_learn_of_it() -> None:
+    two = view(num_routers=2, delay_s=7.0)
+    two.route(0, Routed(0, 1, 1, 700.0, PAGES))
+    longer = [*PAGES, 13]
+
+    assert (two.lengths(0, longer), two.lengths(0, PAGES[:1]), two.lengths(0, [99])) == ({1: 3}, {1: 1}, {})
+    assert (known(two, 5, 0), known(two, 8, 0), known(two, 8, 1)) == ({}, {}, {})
