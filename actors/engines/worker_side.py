@@ -18,11 +18,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +37,8 @@ from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import LoadPlan, SavePlan, StepPlan, StepReport
 from raydix.actors.engines.transfer_counts import TransferCounts
 from raydix.schemas import CacheError, CacheUnavailable, LeaseGrant, PoolExhausted
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +112,12 @@ class WorkerSide:
         self._keeps_blocks = keeps_blocks
         self._attached_epoch: str | None = None
         self._requests: dict[str, _Request] = {}  # used on the loop thread alone, as is the next
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="raydix-copy")
         self._lock = threading.Lock()  # of all below
         self._loads: dict[str, _LoadInFlight] = {}  # in flight or not reported, by request
         self._saves: list[_Transfer] = []  # that have not ended
-        self._computed: list[_Save] = []  # saves of this step, until the forward pass has run
+        self._save_step: _SaveStep | None = None  # of this step, until the forward pass has run
         self._held: set[str] = set()  # ended requests with blocks that the engine holds
         self._report = StepReport()
         self._finished_saves: set[str] = set()
@@ -140,24 +143,21 @@ class WorkerSide:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Start the loads of a step, and ask for the slots of its saves, before its forward pass."""
-        saves: list[_Save] = []
         loads: list[_LoadInFlight] = []
         with self._lock:
             for load in plan.loads:
                 assert load.request_id not in self._loads, "a request loads once at a time"
                 self._loads[load.request_id] = (load, _Transfer(load.request_id))
                 loads.append(self._loads[load.request_id])
-            for each in plan.saves:
-                save = _Save(each, _Transfer(each.request_id))
-                self._saves.append(save.transfer)
-                saves.append(save)
-            self._computed = saves
+            saves = [_Save(each, _Transfer(each.request_id)) for each in plan.saves]
+            self._saves += [each.transfer for each in saves]
+            self._save_step = _SaveStep(saves) if saves else None
             for request_id, is_held in plan.ended.items():
                 if is_held:
                     self._held.add(request_id)
                 elif request_id in self._loads:
                     self._fail_load(request_id)
-        self._loop.call(self._begin, plan, loads, saves, _record_event(self._copies))
+        self._loop.call(self._begin, plan, loads, self._save_step, _record_event(self._copies))
 
     def end_step(self, *, is_idle: bool) -> None:
         """Let the saves of the step be copied: its forward pass has run.
@@ -165,9 +165,9 @@ class WorkerSide:
         Args:
             is_idle: the step has computed nothing, so that the engine can wait for a load for some milliseconds.
         """
-        saves, self._computed = self._computed, []
-        if saves:
-            self._loop.call(_mark_computed, saves, _record_event(self._copies))
+        step, self._save_step = self._save_step, None
+        if step is not None:
+            self._loop.call(step.mark_computed, _record_event(self._copies))
         elif is_idle and self._loads:
             self._load_ended.wait(_IDLE_WAIT_S)
 
@@ -228,22 +228,27 @@ class WorkerSide:
     # ---------------------------------------------------------------- the loop thread
 
     def _begin(
-        self, plan: StepPlan, loads: list[_LoadInFlight], saves: list[_Save], event: torch.cuda.Event | None
+        self, plan: StepPlan, loads: list[_LoadInFlight], saves: _SaveStep | None, event: torch.cuda.Event | None
     ) -> None:
         self._link.order(*plan.weights)
         for request_id, grants in plan.grants.items():
             self._requests[request_id] = _Request(request_id, grants[self._rank])
         for load, transfer in loads:
             self._start(self._load(load, transfer, event))
-        for save in saves:
-            self._start(self._save(save))
+        if saves is not None:
+            turns = AsyncExitStack()
+            prepared = [
+                self._start(self._prepare_save(each, turns)) for each in saves.saves
+            ]  # they queue for turns now
+            self._start(self._save_all(saves, prepared, turns))
         for request_id in plan.ended:
             self._start(self._end_request(request_id))
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _adopt(self, request: _Request) -> Lease:
         """Return the request's lease, which is adopted if it is not yet; attach the pool of its epoch.
@@ -266,8 +271,8 @@ class WorkerSide:
             self._attached_epoch = pool.epoch
         return request.lease
 
-    async def _copy(self, transfer: _Transfer, name: str, copy: Callable[[], None]) -> bool:
-        """Copy in the copy thread, unless the transfer was cancelled; return whether it was copied."""
+    async def _copy_load(self, transfer: _Transfer, copy: Callable[[], None]) -> bool:
+        """Load in the copy thread, unless the transfer was cancelled; return whether it was copied."""
         with self._lock:
             if transfer.state != "waiting":
                 return False
@@ -277,7 +282,7 @@ class WorkerSide:
             await asyncio.get_running_loop().run_in_executor(self._copier, copy)
         finally:
             transfer.copied.set()
-        self.counts.observe(name, time.perf_counter() - started)
+        self.counts.observe("load_s", time.perf_counter() - started)
         return True
 
     async def _load(self, plan: LoadPlan, transfer: _Transfer, event: torch.cuda.Event | None) -> None:
@@ -292,7 +297,7 @@ class WorkerSide:
                 blocks = np.asarray(plan.block_ids, np.int64)
                 pages[np.repeat(blocks == _NULL_BLOCK, self._copies.pages_per_block)] = -1
                 load = partial(self._copies.load, pages, blocks, plan.stamps, event)
-                if await self._copy(transfer, "load_s", load):
+                if await self._copy_load(transfer, load):
                     lease.check_open()  # if its session was lost meanwhile, the pages may have been another's
                     self._finish_load(transfer, len(blocks))
         except WrongPage as error:
@@ -316,7 +321,7 @@ class WorkerSide:
         self.counts.add("loads")
         self.counts.add("loaded_bytes", num_blocks * self._copies.block_bytes)
 
-    def _set_timer(self, give_up: Callable[[str, _Transfer], None], *about: Any) -> asyncio.TimerHandle:
+    def _set_timer(self, give_up: Callable[..., None], *about: Any) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._settings.load_timeout_ms / 1000, give_up, *about)
 
     def _give_up_load(self, request_id: str, transfer: _Transfer) -> None:
@@ -324,56 +329,102 @@ class WorkerSide:
             if transfer.state == "waiting":
                 self._fail_load(request_id)
 
-    def _give_up_save(self, request_id: str, transfer: _Transfer) -> None:
+    def _give_up_save(self, save: _Save) -> None:
         with self._lock:
-            if transfer.state == "waiting":
-                self._end_save(transfer, "failed")
+            if save.transfer.state == "waiting":
+                self._end_save(save.transfer, "failed")
 
-    async def _save(self, save: _Save) -> None:
-        plan, transfer = save.plan, save.transfer
-        request = self._requests.get(plan.request_id)
-        timer: asyncio.TimerHandle | None = None
+    async def _save_all(
+        self, step: _SaveStep, prepared: list[asyncio.Task[_Copy | None]], turns: AsyncExitStack
+    ) -> None:
+        """Save the blocks of a step. Its requests send one frame for their slots, and one to publish their blocks."""
         try:
-            if request is None:
-                raise CacheUnavailable(f"request {plan.request_id!r} has no lease")
-            request.tokens = np.concatenate([request.tokens[: plan.first], plan.tokens])
-            async with request.turn:
-                lease, blocks = await self._adopt(request), np.asarray(plan.block_ids, np.int64)
-                end = plan.start + self._block_size * len(blocks)
-                if lease.published_len < plan.start or not blocks.all():
-                    return  # an earlier save was not carried out, or a window has left a block: the null block is 0
-                if end > len(lease):
-                    await lease.extend(end - len(lease), timeout_s=0)
-                pages = self._pages_of(lease, plan.start, len(blocks))
-                pages[: max(0, lease.published_len - plan.start) // self._page_size] = -1  # the tree's
-                await save.computed.wait()
-                timer = self._set_timer(self._give_up_save, plan.request_id, transfer)
-                if await self._copy(
-                    transfer, "save_s", partial(self._copies.save, blocks, pages, plan.stamps, save.event)
-                ):
-                    with self._lock:
-                        self._end_save(transfer, "done")
-                    await self._publish(request, lease, end, len(blocks))
-        except PoolExhausted as error:
-            logger.debug("blocks of request %r are not saved: %s", plan.request_id, error)
-        except CacheError as error:
-            logger.debug("the save of request %r has failed: %s", plan.request_id, error)
-            self._link.on_error(error)
-            self._lose(request)
-        finally:
-            if timer is not None:
+            copies = [each for each in await asyncio.gather(*prepared) if each is not None]
+            if not copies:
+                return
+            await step.computed.wait()
+            timers = [self._set_timer(self._give_up_save, each.save) for each in copies]
+            copied = await self._copy_saves(copies, step.event)
+            for timer in timers:
                 timer.cancel()
+            published = asyncio.gather(*(self._publish(each) for each in copied))
+            await asyncio.sleep(0)  # the requests are queued before the engine learns that its blocks are free
+            self._end_copied(copied)
+            await published
+        finally:
             with self._lock:
-                self._end_save(transfer, "failed")
+                for save in step.saves:
+                    self._end_save(save.transfer, "failed")
+            await turns.aclose()
 
-    async def _publish(self, request: _Request, lease: Lease, end: int, num_blocks: int) -> None:
-        response = await lease.insert(request.tokens[:end])
-        if response.retired:
-            raise _LeaseLost("the weights have changed: the lease publishes nothing")
+    async def _prepare_save(self, save: _Save, turns: AsyncExitStack) -> _Copy | None:
+        """Return the pages of a save, in private slots; None if it cannot be saved. Take its request's turn."""
+        plan = save.plan
+        request = self._requests.get(plan.request_id)
+        if request is None:
+            return None
+        request.tokens = np.concatenate([request.tokens[: plan.first], plan.tokens])
+        await turns.enter_async_context(request.turn)
+        try:
+            lease, blocks = await self._adopt(request), np.asarray(plan.block_ids, np.int64)
+            end = plan.start + self._block_size * len(blocks)
+            if lease.published_len < plan.start or not blocks.all():
+                return None  # an earlier save was not carried out, or a window has left a block: the null block is 0
+            if end > len(lease):
+                await lease.extend(end - len(lease), timeout_s=0)
+            pages = self._pages_of(lease, plan.start, len(blocks))
+            pages[: max(0, lease.published_len - plan.start) // self._page_size] = -1  # the tree's
+        except CacheError as error:
+            self._note_failed_save(request, error)
+            return None
+        return _Copy(save, request, lease, blocks, pages, end)
+
+    async def _copy_saves(self, copies: list[_Copy], event: torch.cuda.Event | None) -> list[_Copy]:
+        """Copy in one job of the copy thread; return the copies whose saves were not cancelled before."""
+        with self._lock:
+            chosen = [each for each in copies if each.save.transfer.state == "waiting"]
+            for each in chosen:
+                each.save.transfer.state = "copying"
+
+        def copy_all() -> None:
+            for each in chosen:
+                started = time.perf_counter()
+                try:
+                    self._copies.save(each.blocks, each.pages, each.save.plan.stamps, event)
+                finally:
+                    each.save.transfer.copied.set()
+                self.counts.observe("save_s", time.perf_counter() - started)
+
+        if chosen:
+            await asyncio.get_running_loop().run_in_executor(self._copier, copy_all)
+        return chosen
+
+    def _end_copied(self, copies: list[_Copy]) -> None:
+        with self._lock:
+            for each in copies:
+                self._end_save(each.save.transfer, "done")
+
+    async def _publish(self, copy: _Copy) -> None:
+        request, lease = copy.request, copy.lease
+        try:
+            response = await lease.insert(request.tokens[: copy.end])
+            if response.retired:
+                raise _LeaseLost("the weights have changed: the lease publishes nothing")
+        except CacheError as error:
+            self._note_failed_save(request, error)
+            return
         self.counts.add("saves")
-        self.counts.add("saved_bytes", num_blocks * self._copies.block_bytes)
+        self.counts.add("saved_bytes", len(copy.blocks) * self._copies.block_bytes)
         with self._lock:
             self._report.saved.setdefault(self._rank, {})[request.request_id] = lease.published_len
+
+    def _note_failed_save(self, request: _Request, error: CacheError) -> None:
+        if isinstance(error, PoolExhausted):
+            logger.debug("blocks of request %r are not saved: %s", request.request_id, error)
+            return
+        logger.debug("the save of request %r has failed: %s", request.request_id, error)
+        self._link.on_error(error)
+        self._lose(request)
 
     @property
     def _page_size(self) -> int:
@@ -398,6 +449,8 @@ class WorkerSide:
         try:
             if request is not None:
                 async with request.turn:
+                    if request.lease is None and self._link.connected:
+                        request.lease = await self._link.client.adopt(request.grant)  # a load or save could not
                     if request.lease is not None:
                         await request.lease.release()
         except CacheError as error:
@@ -413,17 +466,35 @@ class _Save:
 
     plan: SavePlan
     transfer: _Transfer
-    computed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(eq=False, slots=True)
+class _SaveStep:
+    """The saves of one step, which are carried out together."""
+
+    saves: list[_Save]
+    computed: asyncio.Event = field(default_factory=asyncio.Event)  # the forward pass has run
     event: torch.cuda.Event | None = None  # of the forward pass, on a GPU
+
+    def mark_computed(self, event: torch.cuda.Event | None) -> None:
+        """Let the blocks be copied. Call it on the loop."""
+        self.event = event
+        self.computed.set()
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """A save with private slots: blocks [num_blocks] go to pages [num_blocks * pages_per_block]; -1: not copied."""
+
+    save: _Save
+    request: _Request
+    lease: Lease
+    blocks: NDArray[np.int64]
+    pages: NDArray[np.int64]
+    end: int  # tokens of the request that its lease holds then
 
 
 _LoadInFlight = tuple[LoadPlan, _Transfer]
-
-
-def _mark_computed(saves: Iterable[_Save], event: torch.cuda.Event | None) -> None:
-    for save in saves:
-        save.event = event
-        save.computed.set()
 
 
 def _record_event(copies: BlockCopies) -> torch.cuda.Event | None:
