@@ -17,13 +17,14 @@ def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(abs(a - b) for a, b in zip(one["logprobs"], other["logprobs"], strict=True))
 
 
-def answers_agree(engine: EngineProcess, tokens: list[int], **more: Any) -> list[int]:
+def answers_agree(laboratory: Laboratory, cache: str, engine: EngineProcess, tokens: list[int]) -> list[int]:
     """Compare cold, own hit and loaded; return the cached tokens of each. The engine has computed nothing yet."""
-    cold = engine.answer(tokens, NUM_NEW, **more)
-    own = engine.answer(tokens, NUM_NEW, **more)
-    again = engine.answer(tokens, NUM_NEW, **more)
+    cold = engine.answer(tokens, NUM_NEW)
+    own = engine.answer(tokens, NUM_NEW)
+    again = engine.answer(tokens, NUM_NEW)
+    laboratory.wait_until_free(cache)  # all blocks are saved
     engine.forget()
-    loaded = engine.answer(tokens, NUM_NEW, **more)
+    loaded = engine.answer(tokens, NUM_NEW)
 
     assert cold["tokens"] == own["tokens"] == loaded["tokens"]
     noise = largest_difference(own, again)
@@ -37,8 +38,8 @@ def test_answers_with_loaded_kv_are_those_of_the_engine(laboratory: Laboratory, 
     cache = laboratory.start_cache(slot_bytes(kind))
     engine = laboratory.start_engine(laboratory.save_model(kind), cache)
 
-    assert answers_agree(engine, prompt(500)) == [0, 480, 480]
-    assert answers_agree(engine, prompt(64, seed=1)) == [0, 64, 64]
+    assert answers_agree(laboratory, cache, engine, prompt(500)) == [0, 480, 480]
+    assert answers_agree(laboratory, cache, engine, prompt(64, seed=1)) == [0, 64, 64]
     laboratory.wait_until_free(cache)
 
 
@@ -49,6 +50,7 @@ def test_another_engine_loads_and_a_wrong_page_changes_the_answer(laboratory: La
     tokens = prompt(500)
 
     computed = one.answer(tokens, NUM_NEW)
+    laboratory.wait_until_free(cache)
     loaded = other.answer(tokens, NUM_NEW)
 
     assert (computed["cached"], loaded["cached"]) == (0, 480)
@@ -89,6 +91,7 @@ def test_other_dtypes(laboratory: Laboratory, dtype: str, kv_cache_dtype: str) -
 
     computed = engine.answer(tokens, NUM_NEW)
     own = engine.answer(tokens, NUM_NEW)
+    laboratory.wait_until_free(cache)
     engine.forget()
     loaded = engine.answer(tokens, NUM_NEW)
 
@@ -102,7 +105,7 @@ def test_tensor_parallel_ranks_have_a_cache_each(laboratory: Laboratory) -> None
     model = laboratory.save_model("llama", num_key_value_heads=2)
     engine = laboratory.start_engine(model, "kv-parallel", tensor_parallel_size=2)
 
-    assert answers_agree(engine, prompt(300)) == [0, 288, 288]
+    assert answers_agree(laboratory, names[0], engine, prompt(300)) == [0, 288, 288]
     for name in names:
         laboratory.wait_until_free(name)
         assert laboratory.stats(name).tree_slots >= 288

@@ -19,7 +19,8 @@ BUSY = 3.0  # other programs may use the machine: the figures are printed, and h
 def start_pair(laboratory: Laboratory, **cache: Any) -> tuple[str, EngineProcess, EngineProcess]:
     name = laboratory.start_cache(slot_bytes("llama"), **cache)
     model = laboratory.save_model("llama")
-    one, other = (laboratory.start_engine(model, name, settings={"lookup_timeout_ms": 500.0}) for _ in range(2))
+    settings = {"lookup_timeout_ms": 500.0, "load_timeout_ms": 2000.0}
+    one, other = (laboratory.start_engine(model, name, settings=settings) for _ in range(2))
     one.answer(prompt(70, seed=99), 2)
     other.answer(prompt(70, seed=98), 2)
     return name, one, other

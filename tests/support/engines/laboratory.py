@@ -20,6 +20,7 @@ from raydix.actors.engines.engine_kv import EngineKV
 from raydix.schemas import CacheConfig, CacheStats
 
 BLOCK = 32
+PATIENT = {"lookup_timeout_ms": 60_000.0, "load_timeout_ms": 60_000.0}  # other programs may use the machine
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1, "fp8": 1}
 
 
@@ -78,7 +79,7 @@ class Laboratory:
         self, model: Path, cache: str | None, *, transfer: dict[str, Any] | None = None, **options: Any
     ) -> EngineProcess:
         """Start an engine; it is not ready yet. Options that are settings of the connector go there."""
-        settings = {"lookup_timeout_ms": 2000.0, "check": True, **options.pop("settings", {})}
+        settings = {**PATIENT, "check": True, **options.pop("settings", {})}
         connector = None if cache is None else {"cache": cache, "ray_address": self.ray_address, **settings}
         log = self.folder / f"engine-{len(self.engines)}.log"
         engine = EngineProcess(model, connector, log, transfer=transfer, **options)
