@@ -101,6 +101,7 @@ class VllmEventExporter:
         self._epoch = ""  # of the events that were published last
         self._seq = 0  # of the last of them
         self._trouble = ""  # why no events are published
+        self._sent_at = 0.0  # loop time of the last batch
         self._beating: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
@@ -209,18 +210,19 @@ class VllmEventExporter:
     async def _send(self, events: Any, is_base: bool = False) -> None:
         if self._publisher is not None:
             await self._publisher.publish(self._encoder.encode(events), is_base)
+            self._sent_at = asyncio.get_running_loop().time()
             self.num_batches += 1
             self.num_events += len(events)
 
     async def _beat(self) -> None:
         """Send an empty batch whenever there was none for a while."""
-        num_batches = -1
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
         while True:
-            if num_batches == self.num_batches:
-                async with self._lock:
+            await asyncio.sleep(self._sent_at + self._heartbeat_s - loop.time())
+            async with self._lock:
+                if loop.time() >= self._sent_at + self._heartbeat_s:
                     await self._send(())
-            num_batches = self.num_batches
-            await asyncio.sleep(self._heartbeat_s)
 
     def _check_config(self) -> None:
         if self._client.config.events != "full":

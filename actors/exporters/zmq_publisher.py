@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import zmq
 import zmq.asyncio
 
-from raydix.schemas import InvalidRequest
+from raydix.schemas import CacheError, InvalidRequest
 from raydix.schemas.shown import brief
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,8 @@ class ZmqPublisher:
     async def _demand(self) -> None:
         try:
             await self._on_demand()
-        except Exception:
-            logger.exception("a subscriber needs all events, and they could not be published")
+        except CacheError as error:
+            logger.warning("a subscriber needs all events, but the cache does not give them: %s", error)
 
 
 def _attach(socket: zmq.asyncio.Socket, endpoint: str, argument: str, connect: bool = False) -> str:
