@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -170,17 +171,19 @@ class VllmEventExporter:
         await self._publish_snapshot()
         async with aclosing(self._client.events(self._seq)) as batches:  # type: ignore[type-var]
             async for batch in batches:
-                if batch.gap or batch.epoch != self._epoch or not await self._publish_batch(batch):
+                if not await self._publish_batch(batch):
                     await self._publish_snapshot()
 
     async def _publish_batch(self, batch: KVEventBatch | SlimEventBatch) -> bool:
         """Publish the events of a batch that were not published yet. Return False if some are missing before it."""
         async with self._lock:
+            if isinstance(batch, SlimEventBatch) or batch.epoch != self._epoch:
+                return False  # a subscriber's demand may have changed the epoch since the batch was read
             num_known = self._seq - batch.seq + len(batch.events)
-            if isinstance(batch, SlimEventBatch) or num_known < 0:
-                return False
+            if batch.gap or num_known < 0:
+                return num_known >= 0  # a snapshot may have what was lost
             if num_known < len(batch.events):
-                await self._send(batch.events[num_known:])
+                await self._send_parts(batch.events[num_known:])
                 self._seq = batch.seq
             return True
 
@@ -191,10 +194,7 @@ class VllmEventExporter:
             if isinstance(snapshot, SlimEventSnapshot):
                 self._check_config()
             assert isinstance(snapshot, KVEventSnapshot)
-            events: tuple[KVEvent, ...] = (AllBlocksCleared(), *snapshot.events)
-            for place, part in enumerate(in_batches(events)):
-                await self._send(part, is_base=place == 0)
-                await asyncio.sleep(0)  # other tasks get their turn
+            await self._send_parts((AllBlocksCleared(), *snapshot.events), is_base=True)
             self._epoch, self._seq = snapshot.epoch, snapshot.seq
             self.num_snapshots += 1
             self._trouble = ""
@@ -207,7 +207,13 @@ class VllmEventExporter:
                 await self._send((AllBlocksCleared(),), is_base=True)
             self._trouble = str(error)
 
-    async def _send(self, events: Any, is_base: bool = False) -> None:
+    async def _send_parts(self, events: Sequence[KVEvent], is_base: bool = False) -> None:
+        """Send events in small batches; other tasks get their turn between them."""
+        for place, part in enumerate(in_batches(events)):
+            await self._send(part, is_base and place == 0)
+            await asyncio.sleep(0)
+
+    async def _send(self, events: Sequence[KVEvent], is_base: bool = False) -> None:
         if self._publisher is not None:
             await self._publisher.publish(self._encoder.encode(events), is_base)
             self._sent_at = asyncio.get_running_loop().time()

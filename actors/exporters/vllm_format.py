@@ -19,7 +19,7 @@ from raydix.schemas import BlockRemoved, BlockStored, KVEvent
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 
 MAX_BATCH_EVENTS = 1_000
-MAX_BATCH_TOKENS = 2**20
+MAX_BATCH_TOKENS = 2**16  # 20 ms of encoding
 _UNSIGNED = 2**64 - 1
 _DYNAMO_SALT = "dynamo-cache-salt:"  # Dynamo's engines put it before a salt, and its indexer takes it away
 
@@ -126,7 +126,7 @@ class VllmEncoder:
 
 
 def in_batches(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
-    """Yield the events in lists of at most 1,000 events and about a million tokens."""
+    """Yield the events in lists of at most 1,000 events, which end with the event that reaches 65,536 tokens."""
     batch: list[KVEvent] = []
     num_tokens = 0
     for event in events:
