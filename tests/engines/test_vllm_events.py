@@ -32,6 +32,7 @@ async def test_vllm_decodes_the_batches_and_encodes_the_same_bytes() -> None:
                     return decode(payload)
 
             subscriber._decoder = Remembering()  # type: ignore[assignment]
+            await subscriber.caught_up(exporter, cache)  # so that these come as events
             await publish(cache, 1, 2, 3)
             await publish(cache, 1, 2, 4, lora_id="adapter")
             await cache.evict(PAGE)
@@ -61,7 +62,9 @@ async def test_the_frames_are_those_of_vllms_publisher(tmp_path: Path) -> None:
 
     async with exported(topic="kv") as (cache, exporter, _):
         await publish(cache, 1, 2)
-        ours = await replayed(str(exporter.replay_endpoint))
+        ours: list[list[bytes]] = []
+        while len(ours) < 2:  # a snapshot, and the end
+            ours = await replayed(str(exporter.replay_endpoint))
     replay = f"ipc://{tmp_path}/replay"
     publisher = ZmqEventPublisher(0, f"ipc://{tmp_path}/events", replay, topic="kv")
     try:
