@@ -1,7 +1,8 @@
 """KV events as vLLM sends them: msgpack of maps with a tag, in a batch that is an array.
 
-The structs have the names, order and defaults of vLLM 0.32's, and one field more: `VllmBlockStored.cache_salt`. Readers
-skip fields that they do not know. Needs the extra `zmq`.
+The structs have the names, order and defaults of vLLM 0.32's. They end before the fields that a cache cannot fill, which
+have defaults in vLLM's and are not sent. One field is not vLLM's: `VllmBlockStored.cache_salt`. Readers skip fields that
+they do not know. Needs the extra `zmq`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,7 @@ _DYNAMO_SALT = "dynamo-cache-salt:"  # Dynamo's engines put it before a salt, an
 
 
 class VllmBlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """vLLM's `BlockStored`: consecutive blocks of one namespace.
-
-    `VllmEncoder` leaves the fields after `extra_keys` at their defaults, but for `cache_salt`.
-    """
+    """vLLM's `BlockStored`: consecutive blocks of one namespace."""
 
     block_hashes: list[int]  # unsigned 64-bit, as vLLM's
     parent_block_hash: int | None
@@ -38,23 +36,14 @@ class VllmBlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
     cache_salt: str | None = None  # not vLLM's: Dynamo reads it
 
 
 class VllmBlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
-    """vLLM's `BlockRemoved`. `VllmEncoder` leaves the fields after `medium` at their defaults."""
+    """vLLM's `BlockRemoved`."""
 
     block_hashes: list[int]
     medium: str | None
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
 
 
 class VllmAllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
