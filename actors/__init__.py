@@ -10,6 +10,7 @@ The folders, from the ground up:
     metrics       the counts as metrics of Ray, and a dashboard for Grafana
     service       the cache actor, the dispatch of requests, the background tasks
     client        `PrefixCacheClient`, its leases, the mapped pool, the plain form for threads
+    exporters     KV events in the formats of other programs
     engines       the common parts of engines' connectors: look-ups, copies, weights
     fleet         the router of requests to several caches, and a simulation of it
     huggingface   the parts of `TransformersWorker`

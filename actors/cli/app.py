@@ -16,6 +16,7 @@ from raydix.actors.cli import (
     demo,
     describe,
     explain,
+    export_events,
     fleet,
     record,
     replay,
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "record": record.record,
     "replay": replay.replay,
     "report": report.report,
+    "export-events": export_events.export_events,
 }
 
 

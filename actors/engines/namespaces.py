@@ -1,4 +1,4 @@
-"""`namespace_of`: the namespace of an engine's request, for connectors and for routers."""
+"""`namespace_of`: the namespace of an engine's request, for connectors and for routers; and the way back to a name."""
 
 from __future__ import annotations
 
@@ -42,6 +42,18 @@ def namespace_of(
         extra_key = "inputs:" + _digest(json.dumps([[str(name), int(place)] for name, place in identifiers]))
     salt = None if cache_salt is None else _short(cache_salt)
     return CacheNamespace(extra_key, lora_id, salt)
+
+
+def adapter_name(lora_id: str) -> str:
+    """Return the name of the adapter in a `lora_id` that `namespace_of` made; any other `lora_id` is a name itself."""
+    try:
+        parts = json.loads(lora_id)
+        if isinstance(parts, list) and len(parts) == 2 and isinstance(parts[0], str):
+            parts[0].encode()
+            return parts[0]
+    except (ValueError, RecursionError):  # no JSON, or no valid Unicode
+        return lora_id
+    return lora_id
 
 
 def _short(text: str) -> str:

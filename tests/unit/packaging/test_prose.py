@@ -18,6 +18,7 @@ DONE = (
     "actors/cli",
     "actors/client",
     "actors/engines",
+    "actors/exporters",
     "actors/fleet",
     "actors/huggingface",
     "actors/metrics",

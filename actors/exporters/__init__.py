@@ -1,0 +1,1 @@
+"""Exporters of KV events in the formats of other programs."""

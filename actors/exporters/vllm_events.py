@@ -1,0 +1,238 @@
+"""`VllmEventExporter`: a cache's KV events, published in vLLM's format for indexers and routers that read vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.schemas import (
+    AllBlocksCleared,
+    CacheError,
+    InvalidRequest,
+    KVEvent,
+    KVEventBatch,
+    KVEventSnapshot,
+    SlimEventBatch,
+    SlimEventSnapshot,
+    StaleEpoch,
+)
+from raydix.schemas.shown import brief
+
+try:
+    from raydix.actors.exporters.vllm_format import VllmEncoder, in_batches
+    from raydix.actors.exporters.zmq_publisher import ZmqPublisher
+except ImportError as error:
+    raise ImportError(f"exporting events needs msgspec and pyzmq: pip install 'raydix[zmq]' ({error})") from error
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.25  # after an error
+
+
+class VllmEventExporter:
+    """Publishes the events of one cache as vLLM's `ZmqEventPublisher` does: for Dynamo's indexer, llm-d and others.
+
+        async with VllmEventExporter("kv-0", replay_endpoint="tcp://127.0.0.1:5558") as exporter:
+            await exporter.run()
+
+    It reads the events through a client of its own, and the cache does not wait for it. The first batch is
+    `AllBlocksCleared` with the first blocks of a snapshot. The same follows after events were lost, and after the cache
+    has restarted. While the cache does not answer, and after `close`, subscribers have got an `AllBlocksCleared`. So
+    the blocks of a subscriber that missed no batch are those of the cache, late by the way of the events.
+
+    A subscriber that missed batches asks the replay socket for them. If they are not kept any more, the exporter
+    publishes a snapshot for all. Without a replay socket it does so when a subscriber comes. An idle exporter sends an
+    empty batch from time to time, so that subscribers find that they missed the last one.
+
+    Args:
+        cache: the handle or the name of a cache, as `PrefixCacheClient` takes it; with `CacheConfig(events="full")`.
+        endpoint: ZMQ address to bind; to port `*` any free one.
+        replay_endpoint: address of the replay socket; None: there is none.
+        topic: of every batch.
+        data_parallel_rank: in every batch. It changes no port: give each exporter its own endpoints.
+        medium: where consumers find the KV: "GPU" or "CPU"; None: where the cache's pool is. The pool of an index-only
+            cache is on the CPU, while the KV is the engine's.
+        connect: connect to the endpoint, which the consumer has bound.
+        buffer_batches, buffer_bytes: batches kept for replays.
+        hwm: batches that wait for a slow subscriber; beyond it, that one misses some.
+        heartbeat_s: seconds without a batch until an empty one is sent.
+
+    Attributes:
+        endpoint: where subscribers connect to, with the port that was chosen, once it is open.
+        replay_endpoint: where they ask for missed batches, once it is open; None: nowhere.
+        num_batches, num_events: published, snapshots included.
+        num_snapshots: published.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        *,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        data_parallel_rank: int = 0,
+        medium: str | None = None,
+        connect: bool = False,
+        buffer_batches: int = 10_000,
+        buffer_bytes: int = 256 * 2**20,
+        hwm: int = 100_000,
+        heartbeat_s: float = 5.0,
+    ) -> None:
+        if medium not in (None, "GPU", "CPU"):
+            raise InvalidRequest(f'medium must be "GPU", "CPU" or None, not {brief(medium)}')
+        if data_parallel_rank < 0:
+            raise InvalidRequest(f"data_parallel_rank must be 0 or more, not {data_parallel_rank}")
+        if min(buffer_batches, buffer_bytes, hwm) < 1 or heartbeat_s <= 0:
+            raise InvalidRequest("buffer_batches, buffer_bytes and hwm must be 1 or more, and heartbeat_s more than 0")
+        self.endpoint = endpoint
+        self.replay_endpoint = replay_endpoint
+        self.num_batches = self.num_events = self.num_snapshots = 0
+        self._client = PrefixCacheClient(cache, owner="event exporter")
+        self._encoder = VllmEncoder(data_parallel_rank, medium)
+        self._sending = (topic, connect, buffer_batches, buffer_bytes, hwm)
+        self._heartbeat_s = heartbeat_s
+        self._publisher: ZmqPublisher | None = None
+        self._lock = asyncio.Lock()  # held while a snapshot or a batch is published
+        self._epoch = ""  # of the events that were published last
+        self._seq = 0  # of the last of them
+        self._trouble = ""  # why no events are published
+        self._sent_at = 0.0  # loop time of the last batch
+        self._beating: asyncio.Task[None] | None = None
+
+    async def open(self) -> Self:
+        """Open the client's session and the sockets; no effect if they are open.
+
+        Raises:
+            InvalidRequest: the cache publishes no full events, or an endpoint cannot be used.
+            CacheUnavailable: the cache does not answer.
+        """
+        if self._publisher is None:
+            await self._client.open()
+            self._check_config()
+            self._publisher = ZmqPublisher(
+                self.endpoint, self.replay_endpoint, *self._sending, on_demand=self._publish_snapshot
+            )
+            self.endpoint, self.replay_endpoint = self._publisher.endpoint, self._publisher.replay_endpoint
+            self._beating = asyncio.create_task(self._beat())
+        return self
+
+    async def run(self) -> None:
+        """Publish until the exporter is closed. One call at a time.
+
+        Raises:
+            InvalidRequest: the cache has restarted, and publishes no full events any more.
+        """
+        await self.open()
+        while not self._client.closed:
+            pause_s = _RETRY_S
+            try:
+                await self._follow()
+            except InvalidRequest:
+                if not self._client.closed:
+                    raise
+            except CacheError as error:
+                pause_s = 0.0 if isinstance(error, StaleEpoch) else _RETRY_S
+                await self._publish_trouble(error)
+            if not self._client.closed:
+                await asyncio.sleep(pause_s)
+
+    async def close(self) -> None:
+        """Publish that no blocks are left, and close the sockets and the client's session. Idempotent."""
+        publisher, self._publisher = self._publisher, None
+        await self._client.close()
+        if self._beating is not None and publisher is not None:
+            self._beating.cancel()
+            async with self._lock:
+                await publisher.publish(self._encoder.encode((AllBlocksCleared(),)), is_base=True)
+            await publisher.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            return await self.open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ---------------------------------------------------------------- from events to batches
+
+    async def _follow(self) -> None:
+        """Publish a snapshot, and then the events, until the cache fails."""
+        await self._publish_snapshot()
+        async with aclosing(self._client.events(self._seq)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                if not await self._publish_batch(batch):
+                    await self._publish_snapshot()
+
+    async def _publish_batch(self, batch: KVEventBatch | SlimEventBatch) -> bool:
+        """Publish the events of a batch that were not published yet. Return False if some are missing before it."""
+        async with self._lock:
+            if isinstance(batch, SlimEventBatch) or batch.epoch != self._epoch:
+                return False  # a subscriber's demand may have changed the epoch since the batch was read
+            num_known = self._seq - batch.seq + len(batch.events)
+            if batch.gap or num_known < 0:
+                return num_known >= 0  # a snapshot may have what was lost
+            if num_known < len(batch.events):
+                await self._send_parts(batch.events[num_known:])
+                self._seq = batch.seq
+            return True
+
+    async def _publish_snapshot(self) -> None:
+        """Publish that all blocks are gone, and then all that are there."""
+        async with self._lock:
+            snapshot = await self._client.event_snapshot()
+            if isinstance(snapshot, SlimEventSnapshot):
+                self._check_config()
+            assert isinstance(snapshot, KVEventSnapshot)
+            await self._send_parts((AllBlocksCleared(), *snapshot.events), is_base=True)
+            self._epoch, self._seq = snapshot.epoch, snapshot.seq
+            self.num_snapshots += 1
+            self._trouble = ""
+
+    async def _publish_trouble(self, error: CacheError) -> None:
+        """Publish that no block is known to be there, once."""
+        async with self._lock:
+            if not self._trouble:
+                logger.warning("events are not exported, all blocks are cleared: %s", error)
+                await self._send((AllBlocksCleared(),), is_base=True)
+            self._trouble = str(error)
+
+    async def _send_parts(self, events: Sequence[KVEvent], is_base: bool = False) -> None:
+        """Send events in small batches; other tasks get their turn between them."""
+        for place, part in enumerate(in_batches(events)):
+            await self._send(part, is_base and place == 0)
+            await asyncio.sleep(0)
+
+    async def _send(self, events: Sequence[KVEvent], is_base: bool = False) -> None:
+        if self._publisher is not None:
+            await self._publisher.publish(self._encoder.encode(events), is_base)
+            self._sent_at = asyncio.get_running_loop().time()
+            self.num_batches += 1
+            self.num_events += len(events)
+
+    async def _beat(self) -> None:
+        """Send an empty batch whenever there was none for a while."""
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        while True:
+            await asyncio.sleep(self._sent_at + self._heartbeat_s - loop.time())
+            async with self._lock:
+                if loop.time() >= self._sent_at + self._heartbeat_s:
+                    await self._send(())
+
+    def _check_config(self) -> None:
+        if self._client.config.events != "full":
+            raise InvalidRequest(
+                f"exporting events needs a cache with CacheConfig(events='full'), not {self._client.config.events!r}: "
+                "start it with that"
+            )

@@ -1,0 +1,446 @@
+"""A subscriber of vLLM's events has the blocks of the cache, whatever was evicted, restarted or missed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.exporters.event_structs import EVENTS, described, recorded
+from support.exporters.running_exporter import FREE_PORT, PAGE, exported, exporting, full, host_of, publish, restart
+from support.exporters.vllm_subscriber import UNSIGNED, VllmSubscriber
+
+from raydix.actors import LocalPrefixCache
+from raydix.actors.engines.namespaces import adapter_name, namespace_of
+from raydix.actors.exporters import vllm_events, vllm_format
+from raydix.actors.exporters.vllm_events import VllmEventExporter
+from raydix.actors.exporters.vllm_format import VllmEncoder
+from raydix.actors.exporters.zmq_publisher import ZmqPublisher
+from raydix.cache_core import page_hashes
+from raydix.schemas import BlockRemoved, InvalidRequest, PoolConfig, StaleEpoch, frame_namespace
+
+NAMESPACES: list[dict[str, str | None]] = [
+    {},
+    {"lora_id": "adapter"},
+    {"cache_salt": "tenant"},
+    {"extra_key": "picture", "lora_id": "adapter"},
+]
+
+# ---------------------------------------------------------------- the format
+
+
+@pytest.mark.parametrize("name", [*EVENTS, "KVEventBatch"])
+def test_the_structs_are_those_of_vllm_without_the_last_fields_and_with_a_salt(name: str) -> None:
+    theirs = recorded()["structs"][name]
+    ours = described(getattr(vllm_format, "VllmEventBatch" if name == "KVEventBatch" else f"Vllm{name}"))
+
+    fields = [field for field in ours["fields"] if field != "cache_salt"]
+    assert fields == list(theirs["fields"])[: len(fields)]
+    for same in ("tag", "array_like", "omit_defaults", "num_required"):
+        assert ours[same] == theirs[same]  # type: ignore[literal-required]
+    assert list(ours["fields"]) == fields + (["cache_salt"] if name == "BlockStored" else [])
+
+
+async def test_an_event_has_unsigned_hashes_tokens_parent_and_medium() -> None:
+    async with exported(data_parallel_rank=3, medium="GPU") as (cache, exporter, subscriber):
+        await subscriber.caught_up(exporter, cache)
+        await publish(cache, 1, 2)
+        await publish(cache, 1, 2, 3)
+        await cache.evict(PAGE)
+        await subscriber.caught_up(exporter, cache)
+
+    hashes = (page_hashes([1] * PAGE + [2] * PAGE + [3] * PAGE, PAGE).astype("u8")).tolist()
+    stored, more, removed = [event for batch in subscriber.batches for event in batch.events][1:4]
+    assert (stored.block_hashes, stored.parent_block_hash, stored.block_size) == (hashes[:2], None, PAGE)
+    assert stored.token_ids == [1] * PAGE + [2] * PAGE
+    assert (stored.medium, stored.lora_id, stored.lora_name, stored.extra_keys) == ("GPU", None, None, None)
+    assert (more.block_hashes, more.parent_block_hash) == (hashes[2:], hashes[1])
+    assert (removed.block_hashes, removed.medium) == (hashes[2:], "GPU")
+    assert {batch.data_parallel_rank for batch in subscriber.batches} == {3}
+    times = [batch.ts for batch in subscriber.batches]
+    assert times == sorted(times)
+
+
+NAME_AND_PATH = namespace_of("adapter", "/models/adapter")
+
+
+@pytest.mark.parametrize(
+    ("namespace", "lora_name", "first", "later", "salt"),
+    [
+        (("k", None, None), None, ("k",), None, frame_namespace("k", None, None)),
+        ((None, "a", None), "a", ("a",), ("a",), None),
+        (NAME_AND_PATH, "adapter", ("adapter",), ("adapter",), None),
+        ((None, None, "s"), None, ("s",), None, "s"),
+        ((None, None, "dynamo-cache-salt:s"), None, ("dynamo-cache-salt:s",), None, "s"),
+        (("k", "a", "s"), "a", ("a", "k", "s"), ("a",), frame_namespace("k", None, "s")),
+    ],
+)
+async def test_a_namespace_is_in_the_fields_that_vllm_has(
+    namespace: tuple[Any, Any, Any], lora_name: str | None, first: Any, later: Any, salt: str | None
+) -> None:
+    extra_key, lora_id, cache_salt = namespace
+    made = vllm_format.vllm_namespace(frame_namespace(extra_key, lora_id, cache_salt))
+    assert made == (lora_name, first, later, salt)
+
+    async with exported() as (cache, exporter, subscriber):
+        parts = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
+        await publish(cache, 1, 2, **parts)
+        await publish(cache, 1, 2, 3, 4, **parts)
+        await subscriber.caught_up(exporter, cache)
+    events = [event for batch in subscriber.batches for event in batch.events if hasattr(event, "token_ids")]
+    keys = [each for event in events for each in event.extra_keys or [None] * len(event.block_hashes)]
+    assert keys == [first, later, later, later]
+    assert {event.lora_name for event in events} == {lora_name}
+
+
+@pytest.mark.parametrize(
+    "lora_id", ["", "a", "[1, 2]", '["a"]', "[" * 4000, '["\\ud800", null]', '{"a": 1}', '["a", null, 1]']
+)
+def test_a_lora_id_of_another_form_is_a_name(lora_id: str) -> None:
+    assert adapter_name(lora_id) == lora_id
+
+
+def test_an_adapter_without_a_path_has_its_name() -> None:
+    assert adapter_name(str(namespace_of("a b").lora_id)) == "a b"
+
+
+# ---------------------------------------------------------------- blocks
+
+
+async def act(random: Random, cache: LocalPrefixCache, exporter: VllmEventExporter, subscriber: VllmSubscriber) -> None:
+    """Do one random thing to the cache or the subscriber."""
+    match random.choices(("publish", "evict", "reset", "restart", "miss"), (70, 12, 2, 2, 6))[0]:
+        case "publish":
+            pages = [random.randrange(3) for _ in range(random.randrange(1, 6))]
+            await publish(cache, *pages, **random.choice(NAMESPACES))
+        case "evict":
+            await cache.evict(random.randrange(1, 6) * PAGE)
+        case "reset":
+            await cache.reset()
+        case "restart":
+            await restart(cache, exporter)
+        case "miss":
+            await subscriber.pause()
+            for page in range(5, 9):
+                await publish(cache, page)
+            subscriber.go_on(reconnect=True)
+
+
+async def run_random_traffic(seed: int, num_actions: int = 200) -> VllmSubscriber:
+    """Compare a subscriber's blocks with the cache's from time to time; return the subscriber."""
+    random = Random(seed)
+    async with exported() as (cache, exporter, subscriber):
+        for number in range(num_actions):
+            with suppress(StaleEpoch):  # of the first verb after a restart
+                await act(random, cache, exporter, subscriber)
+            if number % 10 == 9 or number == num_actions - 1:
+                await subscriber.agrees(exporter, cache)
+    assert subscriber.number > 0
+    return subscriber
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_after_random_traffic_the_blocks_are_those_of_the_cache(seed: int) -> None:
+    await run_random_traffic(seed)
+
+
+def drop_removals(patch: pytest.MonkeyPatch) -> None:
+    encode = VllmEncoder.encode
+
+    def encode_others(self: Any, events: Any) -> bytes:
+        return encode(self, [each for each in events if not isinstance(each, BlockRemoved)])
+
+    patch.setattr(VllmEncoder, "encode", encode_others)
+
+
+def keep_blocks_of_earlier_lives(patch: pytest.MonkeyPatch) -> None:
+    encode = VllmEncoder.encode
+
+    def encode_others(self: Any, events: Any) -> bytes:
+        return encode(self, [each for each in events if hasattr(each, "block_hashes")])
+
+    patch.setattr(VllmEncoder, "encode", encode_others)
+
+
+def replay_one_too_few(patch: pytest.MonkeyPatch) -> None:
+    replay = ZmqPublisher._replay
+    patch.setattr(ZmqPublisher, "_replay", lambda self, subscriber, first: replay(self, subscriber, first + 1))
+
+
+def apply_no_snapshot_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    publish_snapshot = VllmEventExporter._publish_snapshot
+
+    async def publish_the_first(self: Any) -> None:
+        if self.num_snapshots:
+            self._epoch = host_of(self._client).service.epoch
+            self._seq, self._trouble = 0, ""
+            return
+        await publish_snapshot(self)
+
+    patch.setattr(VllmEventExporter, "_publish_snapshot", publish_the_first)
+    patch.setattr(VllmEventExporter, "_publish_trouble", publish_nothing)
+
+
+async def publish_nothing(self: Any, error: Any) -> None:
+    """In place of an AllBlocksCleared."""
+
+
+def give_all_pages_the_first_hash(patch: pytest.MonkeyPatch) -> None:
+    unsigned = vllm_format._unsigned
+    patch.setattr(vllm_format, "_unsigned", lambda hashes: [each & ~1 for each in unsigned(hashes)])
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        drop_removals,
+        keep_blocks_of_earlier_lives,
+        replay_one_too_few,
+        apply_no_snapshot_after_a_restart,
+        give_all_pages_the_first_hash,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+async def test_random_traffic_finds_a_fault(plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, TimeoutError)):
+        for seed in range(6):
+            await run_random_traffic(seed)
+
+
+async def test_a_slow_subscriber_misses_batches_and_asks_for_them(tmp_path: Path) -> None:
+    config = full(num_pages=2**15)
+    async with exported(config, endpoint=f"ipc://{tmp_path}/events", hwm=1) as (cache, exporter, _):
+        async with VllmSubscriber(exporter.endpoint, exporter.replay_endpoint, hwm=1) as slow:
+            await slow.caught_up(exporter, cache)
+            await slow.pause()
+            for number in range(80):  # 20 KB each: more than the socket's buffers hold
+                before = exporter.num_events
+                ids = [100_000 + number] * 4096
+                await (await cache.acquire(ids)).insert(ids, release=True)
+                async with asyncio.timeout(60):
+                    while exporter.num_events == before:  # noqa: ASYNC110 -- there is no event for it
+                        await asyncio.sleep(0.001)
+            slow.go_on()
+
+            await slow.agrees(exporter, cache)
+            assert slow.num_gaps > 0
+
+
+async def test_a_late_subscriber_asks_for_all_from_the_beginning() -> None:
+    async with exported() as (cache, exporter, early):
+        await publish(cache, 1, 2)
+        await publish(cache, 3)
+        await cache.evict(PAGE)
+        await early.caught_up(exporter, cache)
+
+        async with VllmSubscriber(exporter.endpoint, exporter.replay_endpoint) as late:
+            assert await late.agrees(exporter, cache)
+        assert exporter.num_snapshots == 1
+
+
+async def test_batches_that_are_not_kept_any_more_are_replaced_by_a_snapshot_for_all() -> None:
+    async with exported(buffer_batches=3) as (cache, exporter, early):
+        for page in range(1, 9):
+            await publish(cache, page, page)
+            await early.caught_up(exporter, cache)
+
+        async with VllmSubscriber(exporter.endpoint, exporter.replay_endpoint) as late:
+            assert await late.agrees(exporter, cache)
+        assert exporter.num_snapshots >= 2
+        await early.agrees(exporter, cache)
+
+
+async def test_kept_batches_are_few_and_small() -> None:
+    async with exported(buffer_batches=7, buffer_bytes=2_000, heartbeat_s=60.0) as (cache, exporter, subscriber):
+        await subscriber.until(lambda: exporter.num_snapshots)
+        for page in range(20):
+            await publish(cache, page)
+            await asyncio.sleep(0)
+        await publish(cache, *range(100, 130))  # one batch of more than all bytes
+        await subscriber.until(lambda: exporter.num_events > 20)
+        publisher: Any = exporter._publisher
+        assert 1 <= len(publisher._kept) <= 7
+        assert publisher._num_bytes == sum(len(payload) for _, payload in publisher._kept)
+        assert publisher._num_bytes <= 2_000 or len(publisher._kept) == 1
+
+
+async def test_without_a_replay_socket_a_new_subscriber_gets_a_snapshot() -> None:
+    async with exported(replay_endpoint=None) as (cache, exporter, early):
+        assert exporter.replay_endpoint is None
+        await publish(cache, 1, 2)
+        await early.caught_up(exporter, cache)
+
+        async with VllmSubscriber(exporter.endpoint) as late:
+            assert await late.agrees(exporter, cache)
+            await publish(cache, 4)
+            for each in (early, late):
+                await each.agrees(exporter, cache)
+
+
+async def test_a_consumer_that_binds_is_connected_to() -> None:
+    consumer = VllmSubscriber(FREE_PORT, topic="kv@", bind=True)
+    async with consumer, LocalPrefixCache(full()) as cache:
+        await publish(cache, 1, 2)
+        async with exporting(cache, consumer.bound, topic="kv@kv-0@model", connect=True) as exporter:
+            assert exporter.endpoint == consumer.bound
+            assert await consumer.agrees(exporter, cache)
+
+
+async def test_another_topic_is_not_received() -> None:
+    async with exported(topic="b") as (cache, exporter, _):
+        async with VllmSubscriber(exporter.endpoint, topic="a") as other:
+            async with VllmSubscriber(exporter.endpoint, exporter.replay_endpoint, topic="b") as subscriber:
+                await publish(cache, 1)
+                assert await subscriber.agrees(exporter, cache)
+            assert other.batches == []
+
+
+async def test_lost_events_are_replaced_by_a_snapshot() -> None:
+    async with exported() as (cache, exporter, subscriber):
+        await subscriber.caught_up(exporter, cache)
+        feed: Any = host_of(cache).service.feed
+        feed._max_events = 2
+        async with exporter._lock:  # the exporter is held up
+            for page in range(1, 12):
+                await publish(cache, page)
+                await asyncio.sleep(0)
+
+        await subscriber.agrees(exporter, cache)
+        assert exporter.num_snapshots > 1
+
+
+async def test_a_large_snapshot_comes_in_several_batches() -> None:
+    async with LocalPrefixCache(full(num_pages=4096)) as cache:
+        for page in range(1, 2_101):
+            await publish(cache, page)
+        async with exporting(cache, replay_endpoint=FREE_PORT) as exporter:
+            async with VllmSubscriber(exporter.endpoint, exporter.replay_endpoint) as subscriber:
+                await subscriber.agrees(exporter, cache)
+                assert [len(batch.events) for batch in subscriber.batches if batch.events] == [1000, 1000, 101]
+
+
+async def test_blocks_are_split_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_format, "MAX_BATCH_TOKENS", 4 * PAGE)
+    async with LocalPrefixCache(full()) as cache:
+        for page in (1, 2, 3):
+            await publish(cache, page, page, page)
+        async with exporting(cache, replay_endpoint=FREE_PORT) as exporter:
+            async with VllmSubscriber(exporter.endpoint, exporter.replay_endpoint) as subscriber:
+                await subscriber.agrees(exporter, cache)
+                assert [len(batch.events) for batch in subscriber.batches if batch.events] == [3, 1]
+
+
+# ---------------------------------------------------------------- ends and restarts
+
+
+async def test_a_closed_exporter_leaves_no_blocks_and_the_next_one_goes_on() -> None:
+    async with LocalPrefixCache(full()) as cache:
+        await publish(cache, 1, 2)
+        async with exporting(cache, replay_endpoint=FREE_PORT) as first:
+            endpoints = first.endpoint, first.replay_endpoint
+            subscriber = VllmSubscriber(*endpoints)
+            assert await subscriber.agrees(first, cache)
+        async with subscriber:
+            await subscriber.until(lambda: not subscriber.blocks)
+
+            async with exporting(cache, endpoints[0], replay_endpoint=endpoints[1]) as second:
+                assert await subscriber.agrees(second, cache)
+
+
+async def test_a_cache_that_restarts_without_full_events_ends_the_export() -> None:
+    async with LocalPrefixCache(full()) as cache:
+        async with VllmEventExporter(cache, FREE_PORT, replay_endpoint=FREE_PORT, heartbeat_s=0.1) as exporter:
+            async with VllmSubscriber(exporter.endpoint, exporter.replay_endpoint) as subscriber:
+                running = asyncio.create_task(exporter.run())
+                await publish(cache, 1)
+                assert await subscriber.agrees(exporter, cache)
+
+                await restart(cache, exporter, full(events="slim", events_stride_tokens=PAGE))
+
+                with pytest.raises(InvalidRequest, match="events='full'"):
+                    async with asyncio.timeout(60):
+                        await running
+                await subscriber.until(lambda: not subscriber.blocks)
+
+
+async def test_a_closed_exporter_ends_its_run_and_closes_again() -> None:
+    async with LocalPrefixCache(full()) as cache:
+        exporter = VllmEventExporter(cache, FREE_PORT)
+        await exporter.close()
+        async with VllmEventExporter(cache, FREE_PORT) as exporter:
+            assert await exporter.open() is exporter
+            running = asyncio.create_task(exporter.run())
+            await asyncio.sleep(0.05)
+            await exporter.close()
+            async with asyncio.timeout(60):
+                assert await running is None
+        assert (await cache.stats()).open_sessions == 1
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("events", ["slim", False])
+async def test_a_cache_without_full_events_is_refused(events: Any) -> None:
+    async with LocalPrefixCache(full(events=events)) as cache:
+        with pytest.raises(InvalidRequest, match=r"CacheConfig\(events='full'\)"):
+            async with VllmEventExporter(cache, FREE_PORT):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"endpoint": "127.0.0.1:5557"}, "endpoint must be a free ZMQ address"),
+        ({"endpoint": 5557}, "endpoint must be a free ZMQ address"),
+        ({"endpoint": FREE_PORT, "replay_endpoint": "tcp://"}, "replay_endpoint must be a free ZMQ address"),
+        ({"medium": "DISK"}, "medium"),
+        ({"data_parallel_rank": -1}, "data_parallel_rank"),
+        ({"buffer_batches": 0}, "buffer_batches"),
+        ({"heartbeat_s": 0}, "heartbeat_s"),
+    ],
+)
+async def test_a_wrong_argument_is_refused(options: dict[str, Any], message: str) -> None:
+    async with LocalPrefixCache(full()) as cache:
+        with pytest.raises(InvalidRequest, match=message):
+            async with VllmEventExporter(cache, **{"endpoint": FREE_PORT} | options):
+                pass
+
+
+async def test_a_used_address_is_refused() -> None:
+    async with exported() as (cache, exporter, _):
+        with pytest.raises(InvalidRequest, match="in use"):
+            async with VllmEventExporter(cache, exporter.endpoint):
+                pass
+
+
+async def test_a_wrong_request_for_a_replay_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    async with exported() as (cache, exporter, subscriber):
+        replay: Any = subscriber._replay
+        await replay.send_multipart((b"", b"7"))
+        await replay.send_multipart((b"x", b"\0" * 8))
+        await publish(cache, 1)
+        assert await subscriber.agrees(exporter, cache)
+        await subscriber.until(lambda: len(caplog.records) >= 2)
+    assert caplog.text.count("wrong form") == 2
+
+
+@pytest.mark.parametrize("missing", ["msgspec", "zmq"])
+def test_without_the_extra_the_error_names_it(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; import {vllm_events.__name__}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'raydix[zmq]'" in done.stderr.splitlines()[-1]
+
+
+def test_hashes_are_those_of_the_cache_modulo_2_to_the_64() -> None:
+    hashes = page_hashes(list(range(64)), PAGE)
+    assert vllm_format._unsigned(hashes.astype("<i8").tobytes()) == [each & UNSIGNED for each in hashes.tolist()]
+    assert PoolConfig(num_slots=64).num_layers == 0, "these tests have caches without KV"

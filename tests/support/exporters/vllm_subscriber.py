@@ -1,0 +1,195 @@
+"""`VllmSubscriber`: a consumer of vLLM's events, which refuses wrong batches and asks for those that it missed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple, Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+from support.exporters.event_structs import recorded, recorded_batch
+
+from raydix.actors import PrefixCacheClient
+from raydix.actors.exporters.vllm_events import VllmEventExporter
+from raydix.schemas import KVEventSnapshot
+
+UNSIGNED = 2**64 - 1
+END_OF_REPLAY = bytes.fromhex(recorded()["end_of_replay"])
+
+
+class Block(NamedTuple):
+    """A block that is there."""
+
+    parent: int | None
+    token_ids: tuple[int, ...]
+    lora_name: str | None
+
+
+class VllmSubscriber:
+    """Follows an exporter from the beginning. Its task fails at a wrong batch.
+
+    Args:
+        endpoint: of the batches.
+        replay_endpoint: None: batches that were missed are lost, and blocks count from the next snapshot on.
+        batch_type: the struct of a batch; that of vLLM where it is installed.
+        hwm: batches that wait to be read.
+        bind: bind to the endpoint.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        batch_type: Any = None,
+        hwm: int = 1000,
+        bind: bool = False,
+    ) -> None:
+        self.blocks: dict[int, Block] = {}
+        self.number = -1  # of the last batch
+        self.batches: list[Any] = []
+        self.num_gaps = 0
+        self.is_synced = False  # has all blocks
+        self._topic = topic.encode()
+        self._decoder = msgspec.msgpack.Decoder(batch_type or recorded_batch())
+        self._context = zmq.asyncio.Context()
+        self._endpoint = endpoint
+        self._hwm = hwm
+        self._replay = self._context.socket(zmq.DEALER) if replay_endpoint else None
+        if self._replay is not None:
+            self._replay.connect(str(replay_endpoint))
+        self._sub = self._subscribe(bind)
+        self._task = asyncio.create_task(self._read())
+
+    def _subscribe(self, bind: bool = False) -> Any:
+        sub = self._context.socket(zmq.SUB)
+        sub.set_hwm(self._hwm)
+        sub.setsockopt(zmq.SUBSCRIBE, self._topic)
+        if bind:
+            sub.bind(self._endpoint)
+        else:
+            sub.connect(self._endpoint)
+        return sub
+
+    @property
+    def bound(self) -> str:
+        """Return the endpoint that it has bound."""
+        return str(self._sub.get_string(zmq.LAST_ENDPOINT))
+
+    async def pause(self) -> None:
+        """Stop to read; batches wait until there are too many."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def go_on(self, reconnect: bool = False) -> None:
+        """Read on; after a new connection, without the batches that wait."""
+        if reconnect:
+            self._sub.close(linger=0)
+            self._sub = self._subscribe()
+        self._task = asyncio.create_task(self._read())
+
+    async def caught_up(self, exporter: VllmEventExporter, client: PrefixCacheClient) -> set[int]:
+        """Wait until all events are here that the cache has published until now. Return the cache's blocks."""
+        snapshot = await client.event_snapshot()
+        assert isinstance(snapshot, KVEventSnapshot)
+        await self.until(lambda: (exporter._epoch, exporter._trouble) == (snapshot.epoch, ""))
+        await self.until(lambda: exporter._seq >= snapshot.seq)
+        assert exporter._publisher is not None
+        last = exporter._publisher.next_number - 1
+        await self.until(lambda: self.number >= last)
+        if self._replay is None:
+            await self.until(lambda: self.is_synced)  # a snapshot is on its way
+        assert self.is_synced, "batches are missing"
+        if (exporter._epoch, exporter._seq) != (snapshot.epoch, snapshot.seq):  # the cache has gone on: it evicts
+            return await self.caught_up(exporter, client)
+        return {each & UNSIGNED for event in snapshot.events for each in event.block_hashes}
+
+    async def agrees(self, exporter: VllmEventExporter, client: PrefixCacheClient) -> set[int]:
+        """Wait as `caught_up` does; the blocks must be those of the cache. Return them."""
+        expected = await self.caught_up(exporter, client)
+        assert set(self.blocks) == expected
+        return expected
+
+    async def until(self, holds: Any) -> None:
+        """Wait until a condition holds. Fails if the reading has failed."""
+        async with asyncio.timeout(60):
+            while not holds():
+                if self._task.done():
+                    self._task.result()
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        """End the task and the sockets."""
+        await self.pause()
+        self._context.destroy(linger=0)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---------------------------------------------------------------- reading
+
+    async def _read(self) -> None:
+        while True:
+            topic, number, payload = await self._sub.recv_multipart()
+            assert topic.startswith(self._topic) and len(number) == 8
+            await self._take(int.from_bytes(number, "big"), payload)
+
+    async def _take(self, number: int, payload: bytes) -> None:
+        if number <= self.number:
+            return  # a replay had it
+        if number > self.number + 1:
+            self.num_gaps += self.number >= 0
+            if self._replay is not None:
+                await self._ask_from(self.number + 1)
+                assert self.number >= number, "a replay goes to the end"
+                return
+        self._apply(number, payload)
+
+    async def _ask_from(self, first: int) -> None:
+        assert self._replay is not None
+        await self._replay.send_multipart((b"", first.to_bytes(8, "big")))
+        while True:
+            empty, topic, number, payload = await self._replay.recv_multipart()
+            assert empty == b""
+            if number == END_OF_REPLAY:
+                assert (topic, payload) == (b"", b"")
+                return
+            assert topic == self._topic
+            self._apply(int.from_bytes(number, "big"), payload)
+
+    def _apply(self, number: int, payload: bytes) -> None:
+        assert number > self.number
+        if number != self.number + 1:
+            self.is_synced = False  # until a snapshot comes
+        batch = self._decoder.decode(payload)
+        self.batches.append(batch)
+        for event in batch.events:
+            kind = type(event).__name__
+            if kind == "AllBlocksCleared":
+                self.blocks.clear()
+                self.is_synced = True
+            elif self.is_synced and kind == "BlockStored":
+                self._store(event)
+            elif self.is_synced:
+                self._remove(event)
+        self.number = number
+
+    def _store(self, event: Any) -> None:
+        ids, size, parent = event.token_ids, event.block_size, event.parent_block_hash
+        assert len(ids) == size * len(event.block_hashes) > 0
+        assert event.extra_keys is None or len(event.extra_keys) == len(event.block_hashes)
+        assert parent is None or parent in self.blocks, f"{parent} is not there"
+        for place, each in enumerate(event.block_hashes):
+            assert 0 <= each <= UNSIGNED
+            assert each not in self.blocks, f"{each} is stored twice"
+            self.blocks[each] = Block(parent, tuple(ids[place * size : (place + 1) * size]), event.lora_name)
+            parent = each
+
+    def _remove(self, event: Any) -> None:
+        for each in event.block_hashes:
+            del self.blocks[each]
