@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from operator import index
 from typing import Any
@@ -35,7 +36,7 @@ class _Column:
         self.holder = holder  # the id of its pages in the table
         self.epoch: str | None = None  # None: no snapshot yet
         self.seq = 0  # the last event applied
-        self.promises: dict[int, int] = {}  # how often each page is promised
+        self.promises: Counter[int] = Counter()  # how often each page is promised
 
 
 class PageIndex:
@@ -176,8 +177,7 @@ class PageIndex:
         """Count pages as promised in a column until `withdraw`: a request that will publish them goes there."""
         entry = self._column(column)
         keys = _keys(hashes)
-        for each in hashes.tolist():
-            entry.promises[each] = entry.promises.get(each, 0) + 1
+        entry.promises.update(hashes.tolist())
         self._table.add(entry.holder, PROMISED, keys)
 
     def withdraw(self, column: int, hashes: Hashes) -> None:
@@ -210,19 +210,25 @@ class PageIndex:
             `stored` is the number of leading pages that are stored there, `expected` of those that are stored, pending
             or promised. `stored` may be 0.
         """
-        return self._table.runs(_keys(hashes), _ALL, 0)
+        return self._table.runs(_keys(hashes), _ALL, 0, [])
 
-    def longest_runs(self, hashes: Hashes, count: int, offset: int = 0) -> list[tuple[int, int, int]]:
+    def longest_runs(
+        self, hashes: Hashes, count: int, offset: int = 0, also: Sequence[int] = ()
+    ) -> list[tuple[int, int, int]]:
         """Return at most `count` of `prefix_runs`: those with most expected pages, in descending order.
 
         Args:
             hashes: the pages of a prompt.
             count: the number of columns wanted.
             offset: which of several columns with equal runs are returned; a random number spreads them. At least 0.
+            also: further columns; the runs of those that are not among the others follow.
+
+        Raises:
+            ValueError: `count` or `offset` is negative, or there is no such column.
         """
         if count < 0 or offset < 0:
             raise ValueError(f"count and offset must be at least 0, not {count} and {offset}")
-        return self._table.runs(_keys(hashes), count, offset)
+        return self._table.runs(_keys(hashes), count, offset, [self._column(column).holder for column in also])
 
     def holders(self, page: int) -> dict[int, set[str]]:
         """Return the columns that hold a page, each with how: "stored", "pending", "promised"."""

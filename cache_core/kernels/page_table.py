@@ -551,22 +551,31 @@ class PageTable:
     @cython.wraparound(False)
     @cython.initializedcheck(False)
     def runs(
-        self, hashes: cython.const_slonglong[::1], limit: cython.Py_ssize_t, offset: cython.ulonglong, /
+        self,
+        hashes: cython.const_slonglong[::1],
+        limit: cython.Py_ssize_t,
+        offset: cython.ulonglong,
+        also: list[int],
+        /,
     ) -> list[tuple[int, int, int]]:
         """Return, for each column that holds the first page: (column, leading pages stored, leading pages held).
 
         With a `limit` of 0 or more, only so many are returned: those that hold most, the longest first. Among equals,
-        `offset` chooses. O(limit) for each column.
+        `offset` chooses. O(limit) for each column. The columns of the ids `also` follow, if they hold the first page
+        and are not among those.
         """
         ids: _Ids = self._ids
         part: _Part
         held: cython.int
+        holder: cython.int
         row: cython.Py_ssize_t
         i: cython.Py_ssize_t
         j: cython.Py_ssize_t
         num_found: cython.Py_ssize_t = 0
         num_longer: cython.Py_ssize_t
         result: list[Any]
+        for holder in also:
+            self._check(holder)
         for i in range(len(hashes)):
             part = self._part(hashes[i])
             held = part.holders[part._cell(hashes[i])]
@@ -584,6 +593,9 @@ class PageTable:
         if limit < 0:
             return [_run(ids, ids.found[j]) for j in range(num_found)]
         result = [_run(ids, _longest(ids, num_found, offset)) for i in range(min(limit, num_found))]
+        for holder in also:
+            if ids.expected[holder] > 0:  # a run ends as it is returned
+                result.append(_run(ids, holder))
         for j in range(num_found):
             ids.stored[ids.found[j]] = 0
             ids.expected[ids.found[j]] = 0
