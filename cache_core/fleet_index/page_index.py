@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from operator import index
@@ -36,7 +35,7 @@ class _Column:
         self.holder = holder  # the id of its pages in the table
         self.epoch: str | None = None  # None: no snapshot yet
         self.seq = 0  # the last event applied
-        self.promises: Counter[int] = Counter()  # how often each page is promised
+        self.promises: dict[int, int] = {}  # how often each page is promised
 
 
 class PageIndex:
@@ -176,23 +175,12 @@ class PageIndex:
     def promise(self, column: int, hashes: Hashes) -> None:
         """Count pages as promised in a column until `withdraw`: a request that will publish them goes there."""
         entry = self._column(column)
-        keys = _keys(hashes)
-        entry.promises.update(hashes.tolist())
-        self._table.add(entry.holder, PROMISED, keys)
+        self._table.promise(entry.holder, entry.promises, _keys(hashes))
 
     def withdraw(self, column: int, hashes: Hashes) -> None:
         """End one promise of each of these pages. No effect on pages that are not promised."""
         entry = self._column(column)
-        ended: list[int] = []
-        for each in hashes.tolist():
-            count = entry.promises.get(each, 0)
-            if count > 1:
-                entry.promises[each] = count - 1
-            elif count:
-                del entry.promises[each]
-                ended.append(each)
-        if ended:
-            self._table.discard(entry.holder, PROMISED, _keys(np.array(ended, np.int64)))
+        self._table.withdraw(entry.holder, entry.promises, _keys(hashes))
 
     def _mark_promises(self, entry: _Column) -> None:
         if entry.promises:

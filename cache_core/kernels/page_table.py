@@ -453,6 +453,29 @@ class PageTable:
         for i in range(len(hashes)):
             self._part(hashes[i])._discard(hashes[i], holder, mark)
 
+    def promise(self, holder: cython.int, counts: dict[int, int], hashes: cython.const_slonglong[::1], /) -> None:
+        """Mark pages as promised under an id, and add 1 to the count of each."""
+        self._check(holder)
+        i: cython.Py_ssize_t
+        for i in range(len(hashes)):
+            key: Any = hashes[i]  # boxed once
+            counts[key] = counts.get(key, 0) + 1
+            self._part(hashes[i])._add(hashes[i], holder, 4)
+
+    def withdraw(self, holder: cython.int, counts: dict[int, int], hashes: cython.const_slonglong[::1], /) -> None:
+        """Take 1 from the count of each page that has one; at 0, remove count and mark."""
+        self._check(holder)
+        i: cython.Py_ssize_t
+        count: cython.Py_ssize_t
+        for i in range(len(hashes)):
+            key: Any = hashes[i]  # boxed once
+            count = counts.get(key, 0)
+            if count > 1:
+                counts[key] = count - 1
+            elif count == 1:
+                del counts[key]
+                self._part(hashes[i])._discard(hashes[i], holder, 4)
+
     def apply(
         self,
         holder: cython.int,
