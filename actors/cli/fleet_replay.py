@@ -47,7 +47,7 @@ def replay(
         int, typer.Option("--num-random", help="Router ttft: random candidates, beyond 16 caches.")
     ] = RouteConfig().num_random,
     num_routers: Annotated[
-        int, typer.Option("--routers", min=1, max=1024, metavar="N", help="Routers that share the requests.")
+        int, typer.Option("--routers", min=1, max=256, metavar="N", help="Routers that share the requests.")
     ] = 1,
     event_delay_s: Annotated[
         float, typer.Option("--event-delay", min=0, max=3600, metavar="SECONDS", help="From a cache to the routers.")

@@ -84,6 +84,17 @@ def test_other_routers_learn_everything_late() -> None:
     assert (known(two, 3, 1), two.pending(0), two.pending(1)) == ({1: 3}, [0, 0, 0], [0, 0, 0])
 
 
+def test_promises_that_others_know_end_with_their_time_or_their_event() -> None:
+    two = view(num_routers=2)
+    two.route(0, routed_to(1, 700.0))
+    two.route(0, second := routed_to(2, 0.0))
+    two.finish(2, second, PAGES[:1], [])
+
+    assert known(two, 2.9, 0) == known(two, 2.9, 1) == {1: 3, 2: 3}
+    assert known(two, 3, 0) == known(two, 3, 1) == {1: 3, 2: 1}
+    assert known(two, 5, 0) == known(two, 5, 1) == {2: 1}
+
+
 def test_a_router_s_own_promise_ends_before_others_learn_of_it() -> None:
     two = view(num_routers=2, delay_s=7.0)
     two.route(0, routed_to(1, 700.0))
