@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from raydix.cache_core import PageIndex
-from raydix.cache_core.fleet_index.page_hashes import Hashes
+if TYPE_CHECKING:  # the names of the routers are known without the core
+    from raydix.cache_core import PageIndex
+    from raydix.cache_core.fleet_index.page_hashes import Hashes
 
 MAX_ALL = 16  # caches; of more, a few are compared
 NUM_LONGEST = 2  # of these, with the longest prefix

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from raydix.actors.fleet.arrivals import Arrival
 from raydix.actors.fleet.cost import Candidate, choose, compared
-from raydix.actors.fleet.router_view import RouterView
 from raydix.schemas import RouteConfig
+
+if TYPE_CHECKING:
+    from raydix.actors.fleet.router_view import RouterView
 
 
 class Choice(NamedTuple):
