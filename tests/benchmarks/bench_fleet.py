@@ -37,7 +37,7 @@ from raydix.schemas.slim_events import SLIM_EVENT_KINDS, pack_batch, unpack_batc
 NUM_CACHES, NUM_PAGES = 1_000, 1_000_000
 STRIDE = 512  # tokens
 CHAIN = 50  # pages of each cached prompt
-PROMPT_PAGES = 64  # of each routed prompt: 32k tokens
+MAX_PROMPT_PAGES = 64  # of a routed prompt: 32k tokens
 NUM_OPEN = 1_000  # routes without a first token
 MAX_ROUTE_US, MAX_ROUTE_TAIL_US = 100.0, 1_000.0
 MAX_PAGE_BYTES = 64.0
@@ -78,25 +78,26 @@ class LargeFleet:
             assert fleet.index.apply_snapshot(column, epoch, seq, chains.reshape(-1))
 
     def prompts(self, count: int, first: Pages) -> list[_Prompt]:
-        """Return prompts, each of `first`, a part of a cached chain, and pages that no cache has."""
+        """Return prompts of 1 to 64 pages, each of `first`, a part of a cached chain, and pages that no cache has."""
         columns = list(self.chains)
         found = []
         for _ in range(count):
             chains = self.chains[columns[self.rng.integers(len(columns))]]
             cached = chains[self.rng.integers(len(chains))][: self.rng.integers(CHAIN + 1)]
-            hashes = np.concatenate((first, cached, some_pages(self.rng, PROMPT_PAGES)))[:PROMPT_PAGES]
-            found.append(_Prompt(PROMPT_PAGES * STRIDE + 7, np.ascontiguousarray(hashes)))
+            num_pages = int(self.rng.integers(1, MAX_PROMPT_PAGES + 1))
+            hashes = np.concatenate((first, cached, some_pages(self.rng, num_pages)))[:num_pages].copy()
+            found.append(_Prompt(num_pages * STRIDE + 7, hashes))
         return found
 
     def route_us(self, count: int, first: Pages) -> NDArray[np.float64]:
-        """Return the microseconds of each of so many routes, with the end of an earlier one."""
+        """Return the microseconds of each of so many routes, with the end of an earlier one and of its promises."""
         is_open: deque[Route] = deque()
         times = []
         for prompt in self.prompts(count + NUM_OPEN, first):
             started = time.thread_time_ns()
             is_open.append(self.fleet._send(prompt, ()))
             if len(is_open) > NUM_OPEN:
-                is_open.popleft().first_token()
+                is_open.popleft().cancel()
             times.append(time.thread_time_ns() - started)
         for route in is_open:
             route.cancel()
@@ -134,8 +135,10 @@ async def large_fleet(num_caches: int, num_pages: int) -> AsyncIterator[LargeFle
         async with await connect_fleet(caches) as fleet:
             await until(lambda: len(fleet.columns()) == num_caches)
             gc.collect()
+            gc.freeze()  # a router does not collect the objects of its caches, which are elsewhere
             yield LargeFleet(fleet, num_pages)
     finally:
+        gc.unfreeze()
         for cache in caches.values():
             await cache.close()
 
