@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -17,9 +17,11 @@ from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.cli.replay import cannot_plot, check_can_plot, requests_of
 from raydix.actors.fleet.arrivals import Arrivals
 from raydix.actors.fleet.policies import ROUTERS
-from raydix.actors.fleet.simulation import LEFT_OUT, MEASURED_ERROR, FleetSetup, RouterResult, simulate
 from raydix.actors.report.units import percent
 from raydix.schemas import RouteConfig
+
+if TYPE_CHECKING:
+    from raydix.actors.fleet.simulation import FleetSetup, RouterResult
 
 UNITS = {"": 1, "k": 1024, "M": 1_024_000}  # tokens
 MAX_CACHES = 10_000
@@ -47,7 +49,7 @@ def replay(
         int, typer.Option("--num-random", help="Router ttft: random candidates, beyond 16 caches.")
     ] = RouteConfig().num_random,
     num_routers: Annotated[
-        int, typer.Option("--routers", min=1, max=1024, metavar="N", help="Routers that share the requests.")
+        int, typer.Option("--routers", min=1, max=256, metavar="N", help="Routers that share the requests.")
     ] = 1,
     event_delay_s: Annotated[
         float, typer.Option("--event-delay", min=0, max=3600, metavar="SECONDS", help="From a cache to the routers.")
@@ -70,6 +72,8 @@ def replay(
     The table has hit rate, time to first token, waiting and balance. Router `ttft` is Raydix's own. `shared` is one
     cache of all capacity for all servers, for comparison. The replay needs neither a GPU nor Ray.
     """
+    from raydix.actors.fleet.simulation import LEFT_OUT, MEASURED_ERROR, FleetSetup
+
     names = _checked_routers(routers)
     config = _checked_config(weight, promise_ttl_s, num_random)
     arrivals = Arrivals(requests_of(trace, limit), copies=copies)
@@ -145,6 +149,8 @@ def _checked_capacity(capacity: str, page_size: int) -> int:
 
 def _simulate_all(arrivals: Arrivals, setups: list[FleetSetup], seeds: int) -> list[RouterResult]:
     """Simulate one router after another, with a progress bar on stderr."""
+    from raydix.actors.fleet.simulation import RouterResult, simulate
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
     with Progress(*columns, console=console(stderr=True)) as bars:

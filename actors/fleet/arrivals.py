@@ -19,6 +19,7 @@ class Arrival(NamedTuple):
     time_s: float  # since the start of the trace
     tokens: int  # of the prompt
     pages: list[int]  # of the prompt's whole blocks
+    hashes: NDArray[np.int64]  # the same numbers, as a `PageIndex` takes pages
 
 
 class Arrivals:
@@ -73,16 +74,14 @@ class Arrivals:
         flat = times_s.reshape(-1)
         for number, place in enumerate(np.argsort(flat, kind="stable").tolist()):
             copy, request = divmod(place, len(self._tokens))
-            pages, first = self._pages[request], copy * self._num_pages
-            if first:
-                pages = [first + page for page in pages]
-            yield Arrival(number, float(flat[place]), self._tokens[request], pages)
+            hashes = self._pages[request] + copy * self._num_pages
+            yield Arrival(number, float(flat[place]), self._tokens[request], hashes.tolist(), hashes)
 
 
-def _numbered(request: TracedRequest, numbers: dict[tuple[int, int], int]) -> list[int]:
+def _numbered(request: TracedRequest, numbers: dict[tuple[int, int], int]) -> NDArray[np.int64]:
     """Return the pages of a request; new ones get the next numbers."""
-    page, pages = -1, []
+    page, pages = -1, list[int]()
     for block in request.hash_ids[: request.input_length // request.block_size]:
         page = numbers.setdefault((page, block), len(numbers))
         pages.append(page)
-    return pages
+    return np.array(pages, np.int64)

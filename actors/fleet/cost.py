@@ -1,15 +1,19 @@
-"""The choice of a cache for a request: which caches are considered, and which of them costs least.
+"""The choice of a cache for a request: which caches are compared, and which of them costs least.
 
-Pure functions: a router of running caches and the simulation call the same.
+A router of running caches and the simulation call the same functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-MAX_ALL = 16  # caches; of more, a few are considered
+if TYPE_CHECKING:  # the names of the routers are known without the core
+    from raydix.cache_core import PageIndex
+    from raydix.cache_core.fleet_index.page_hashes import Hashes
+
+MAX_ALL = 16  # caches; of more, a few are compared
 NUM_LONGEST = 2  # of these, with the longest prefix
 
 
@@ -49,30 +53,36 @@ def choose(candidates: Iterable[Candidate], weight: float, rng: Random | None = 
     return best[0] if rng is None or len(best) == 1 else rng.choice(best)
 
 
-def considered(lengths: Mapping[int, int], caches: Sequence[int], num_random: int, rng: Random) -> list[int]:
+def compared(
+    index: PageIndex, hashes: Hashes, columns: Sequence[int], num_random: int, rng: Random
+) -> dict[int, tuple[int, int]]:
     """Return the caches to compare for a request: all up to 16; of more, a few, so that a route stays cheap.
 
-    These few are the two with the longest prefix, equal ones chosen at random, and `num_random` random ones.
+    These few are the two with the longest expected prefix, equal ones chosen at random, and `num_random` random ones.
 
     Args:
-        lengths: the prefix that each cache holds, in any unit; a cache without one may be missing.
-        caches: all caches, by number.
+        index: the pages of the caches, and perhaps of others.
+        hashes: the pages of the prompt, as `PageIndex.prefix_runs` takes them.
+        columns: of the caches, in the index; at least one.
+
+    Returns:
+        By column, the leading pages that are stored there, and those that are stored, pending or promised.
     """
-    if len(caches) <= MAX_ALL:
-        return list(caches)
-    chosen = _longest(lengths, rng)
-    chosen += [each for each in rng.sample(caches, min(num_random, len(caches))) if each not in chosen]
-    return chosen or [rng.choice(caches)]
-
-
-def _longest(lengths: Mapping[int, int], rng: Random) -> list[int]:
-    """Return the caches with the longest prefixes, `NUM_LONGEST` at most."""
-    rest, chosen = dict(lengths), list[int]()
-    while rest and len(chosen) < NUM_LONGEST:
-        most = max(rest.values())
-        equal = [each for each, length in rest.items() if length == most]
-        new = rng.sample(equal, min(NUM_LONGEST - len(chosen), len(equal)))
-        chosen += new
-        for each in new:
-            del rest[each]
-    return chosen
+    if len(columns) <= MAX_ALL:
+        runs = dict.fromkeys(columns, (0, 0))
+        found = index.longest_runs(hashes, 0, 0, columns)
+        runs.update([(column, (stored, expected)) for column, stored, expected in found])
+        return runs
+    drawn = rng.sample(columns, min(num_random, len(columns)))
+    num_others = index.num_columns - len(columns)  # their runs may be among the longest
+    found = index.longest_runs(hashes, NUM_LONGEST + num_others, rng.getrandbits(20), drawn)
+    if num_others:
+        wanted = set(columns)
+        found = [run for run in found if run[0] in wanted]
+    runs = {}
+    for place, (column, stored, expected) in enumerate(found):
+        if place < NUM_LONGEST or column in drawn:
+            runs[column] = stored, expected
+    for column in drawn:
+        runs.setdefault(column, (0, 0))
+    return runs or {rng.choice(columns): (0, 0)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -15,7 +15,7 @@ from raydix.actors.client.lease import Lease, make_pending
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.fleet.cache_directory import CacheDirectory, CacheSource, directory_of
 from raydix.actors.fleet.cache_feed import CacheFeed
-from raydix.actors.fleet.cost import MAX_ALL, NUM_LONGEST, Candidate, choose, considered, cost
+from raydix.actors.fleet.cost import MAX_ALL, Candidate, choose, compared, cost
 from raydix.actors.fleet.membership import PageShape, left_out_causes
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.actors.fleet.route import Route
@@ -104,7 +104,7 @@ class _Choice(NamedTuple):
     """The candidates for a prompt."""
 
     candidates: list[Candidate]
-    runs: dict[int, tuple[int, int]]  # by column: leading pages that are stored, and those that are also expected
+    runs: dict[int, tuple[int, int]]  # by column: leading pages that are stored, and those that are expected
 
 
 class Fleet:
@@ -434,10 +434,10 @@ class Fleet:
         hashes = page_hashes(key, self._shape.page_size, self._shape.stride_tokens, namespace, self._shape.bigram)
         return _Prompt(len(packed), hashes)
 
-    def _send(self, prompt: _Prompt, columns: Collection[int]) -> Route:
+    def _send(self, prompt: _Prompt, columns: Sequence[int]) -> Route:
         """Choose one of these columns (empty: of all), and count the request there, in one step."""
         self._routes.expire()
-        candidates, runs = self._compare(prompt, list(columns) or self._columns)
+        candidates, runs = self._compare(prompt, columns or self._columns)
         best = choose(candidates, self.config.weight, self._rng)
         stride = self._stride
         stored, expected = runs.get(best.cache, (0, 0))
@@ -461,26 +461,14 @@ class Fleet:
         assert self._shape is not None
         return self._shape.stride_tokens
 
-    def _compare(self, prompt: _Prompt, columns: list[int]) -> _Choice:
+    def _compare(self, prompt: _Prompt, columns: Sequence[int]) -> _Choice:
         """Return the candidates among these columns."""
-        index, is_some = self.index, len(columns) < len(self._columns)
-        is_partial = len(columns) > MAX_ALL and not is_some
-        if is_partial:
-            found = index.longest_runs(prompt.hashes, NUM_LONGEST, self._rng.getrandbits(20))
-        else:
-            found = index.prefix_runs(prompt.hashes)
-        runs = {column: (stored, expected) for column, stored, expected in found}
-        if is_some:
-            runs = {column: runs[column] for column in columns if column in runs}
-        lengths = {column: expected for column, (_, expected) in runs.items()}
-        chosen = considered(lengths, columns, self.config.num_random, self._rng)
-        if is_partial and len(found) == NUM_LONGEST:  # the random ones may hold the prefix, too
-            runs = {column: (stored, expected) for column, stored, expected in index.prefix_runs(prompt.hashes)}
-        stride, pending = self._stride, self._routes.pending
-        candidates = []
-        for column in chosen:
-            expected = runs[column][1] if column in runs else 0
-            candidates.append(Candidate(column, pending(column), max(0, prompt.num_tokens - expected * stride)))
+        runs = compared(self.index, prompt.hashes, columns, self.config.num_random, self._rng)
+        num_tokens, stride, pending = prompt.num_tokens, self._stride, self._routes.pending
+        candidates = [
+            Candidate(column, pending(column), max(0, num_tokens - expected * stride))
+            for column, (_, expected) in runs.items()
+        ]
         return _Choice(candidates, runs)
 
     # ---------------------------------------------------------------- what the router knows

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from raydix.actors.fleet.arrivals import Arrival
-from raydix.actors.fleet.cost import Candidate, choose, considered
-from raydix.actors.fleet.router_view import RouterView
+from raydix.actors.fleet.cost import Candidate, choose, compared
 from raydix.schemas import RouteConfig
+
+if TYPE_CHECKING:
+    from raydix.actors.fleet.router_view import RouterView
 
 
 class Choice(NamedTuple):
@@ -71,12 +73,13 @@ class LeastLoaded:
             server = pending.index(least)
         else:
             server = self._rng.choice([each for each, tokens in enumerate(pending) if tokens == least])
-        held = view.lengths(router, arrival.pages).get(0 if self._is_shared else server, 0)
-        return Choice(server, arrival.tokens - self._page_size * held)
+        cache = 0 if self._is_shared else server
+        _, expected = compared(view.index(router), arrival.hashes, (cache,), 0, self._rng)[cache]
+        return Choice(server, arrival.tokens - self._page_size * expected)
 
 
 class LeastCost:
-    """The server with the least cost, of those that are considered: the rule of Raydix's own router."""
+    """The server with the least cost, of those that are compared: the rule of Raydix's own router."""
 
     def __init__(self, num_servers: int, page_size: int, config: RouteConfig, rng: Random) -> None:
         self._servers = range(num_servers)
@@ -86,10 +89,9 @@ class LeastCost:
 
     def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
         """Return the server with the least cost."""
-        lengths, pending = view.lengths(router, arrival.pages), view.pending(router)
-        tokens, size = arrival.tokens, self._page_size
-        servers = considered(lengths, self._servers, self._config.num_random, self._rng)
-        candidates = [Candidate(each, pending[each], tokens - size * lengths.get(each, 0)) for each in servers]
+        pending, tokens, size = view.pending(router), arrival.tokens, self._page_size
+        runs = compared(view.index(router), arrival.hashes, self._servers, self._config.num_random, self._rng)
+        candidates = [Candidate(each, pending[each], tokens - size * expected) for each, (_, expected) in runs.items()]
         best = choose(candidates, self._config.weight, self._rng)
         return Choice(best.cache, best.uncached)
 

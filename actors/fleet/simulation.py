@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from raydix.actors.fleet.arrivals import Arrival, Arrivals
 from raydix.actors.fleet.leaf_lru import LeafLru
 from raydix.actors.fleet.policies import ROUTERS
-from raydix.actors.fleet.residency import BitsetIndex, ResidencyIndex
 from raydix.actors.fleet.router_view import Routed, RouterView
+from raydix.cache_core import PageIndex
 from raydix.schemas import RouteConfig
 
 OVERHEAD_S = 0.005  # of every request at its server
@@ -111,14 +111,14 @@ def simulate(
     setup: FleetSetup,
     seed: int,
     *,
-    make_index: Callable[[int], ResidencyIndex] = BitsetIndex,
+    make_index: Callable[[], PageIndex] = PageIndex,
     progress: Callable[[int], Any] = lambda done: None,
 ) -> FleetOutcome:
     """Run a trace through a fleet.
 
     Args:
         seed: of the arrivals' times within the trace's rounding step, and of the routers' random choices.
-        make_index: return the routers' index of so many caches.
+        make_index: returns an empty index; called once for each router.
         progress: called periodically with the number of routed requests.
     """
     return _Simulation(arrivals, setup, seed, make_index).run(progress)
@@ -127,9 +127,7 @@ def simulate(
 class _Simulation:
     """One run: the servers' queues, the caches, and the routers' view of them."""
 
-    def __init__(
-        self, arrivals: Arrivals, setup: FleetSetup, seed: int, make_index: Callable[[int], ResidencyIndex]
-    ) -> None:
+    def __init__(self, arrivals: Arrivals, setup: FleetSetup, seed: int, make_index: Callable[[], PageIndex]) -> None:
         self._arrivals, self._setup, self._seed = arrivals, setup, seed
         self._kind = kind = ROUTERS[setup.router]
         self._times_s = arrivals.times_s(seed)
@@ -143,9 +141,9 @@ class _Simulation:
             num_caches, capacity = 1, num_caches * capacity
         self._caches = [LeafLru(capacity) for _ in range(num_caches)]
         self._view = RouterView(
-            make_index(num_caches),
+            [make_index() for _ in range(setup.num_routers)],
+            num_caches,
             setup.num_caches,
-            num_routers=setup.num_routers,
             delay_s=setup.event_delay_s,
             ttl_s=setup.config.promise_ttl_s if kind.has_promises else 0,
         )
@@ -187,7 +185,7 @@ class _Simulation:
             self._view.advance(now_s)
         server, uncached = self._policy.choose(arrival, router, self._view)
         cache = 0 if self._kind.is_shared else server
-        routed = Routed(router, server, cache, uncached, arrival.pages)
+        routed = Routed(router, server, cache, uncached, arrival.hashes)
         if informed:
             self._view.route(now_s, routed)
         queue = self._queues[server]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.cache_core.tree.hashing import hash_pages, int64s, namespace_seed
+from raydix.cache_core.tree.hashing import hash_pages, namespace_seed
 from raydix.cache_core.tree.radix_key import RadixKey
 
 Hashes = NDArray[np.int64]
@@ -41,8 +41,8 @@ def page_hashes(
         key = key.bigrams()
     num_pages = len(key) // (page_size * stride) * stride
     size = page_size * key.unit
-    digests = hash_pages(key.data[: num_pages * size], size, key.width, key.arity, namespace_seed(key.extra_key))
-    return int64s(digests[stride - 1 :: stride])
+    ids, seed = key.data[: num_pages * size], namespace_seed(key.extra_key)
+    return hash_pages(ids, size, key.width, key.arity, seed, skipped=stride - 1, stride=stride)
 
 
 def pages_of_stride(page_size: int, stride_tokens: int) -> int:

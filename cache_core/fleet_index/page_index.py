@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from operator import index
 from typing import Any
@@ -175,24 +175,12 @@ class PageIndex:
     def promise(self, column: int, hashes: Hashes) -> None:
         """Count pages as promised in a column until `withdraw`: a request that will publish them goes there."""
         entry = self._column(column)
-        keys = _keys(hashes)
-        for each in hashes.tolist():
-            entry.promises[each] = entry.promises.get(each, 0) + 1
-        self._table.add(entry.holder, PROMISED, keys)
+        self._table.promise(entry.holder, entry.promises, _keys(hashes))
 
     def withdraw(self, column: int, hashes: Hashes) -> None:
         """End one promise of each of these pages. No effect on pages that are not promised."""
         entry = self._column(column)
-        ended: list[int] = []
-        for each in hashes.tolist():
-            count = entry.promises.get(each, 0)
-            if count > 1:
-                entry.promises[each] = count - 1
-            elif count:
-                del entry.promises[each]
-                ended.append(each)
-        if ended:
-            self._table.discard(entry.holder, PROMISED, _keys(np.array(ended, np.int64)))
+        self._table.withdraw(entry.holder, entry.promises, _keys(hashes))
 
     def _mark_promises(self, entry: _Column) -> None:
         if entry.promises:
@@ -210,19 +198,25 @@ class PageIndex:
             `stored` is the number of leading pages that are stored there, `expected` of those that are stored, pending
             or promised. `stored` may be 0.
         """
-        return self._table.runs(_keys(hashes), _ALL, 0)
+        return self._table.runs(_keys(hashes), _ALL, 0, [])
 
-    def longest_runs(self, hashes: Hashes, count: int, offset: int = 0) -> list[tuple[int, int, int]]:
+    def longest_runs(
+        self, hashes: Hashes, count: int, offset: int = 0, also: Sequence[int] = ()
+    ) -> list[tuple[int, int, int]]:
         """Return at most `count` of `prefix_runs`: those with most expected pages, in descending order.
 
         Args:
             hashes: the pages of a prompt.
             count: the number of columns wanted.
             offset: which of several columns with equal runs are returned; a random number spreads them. At least 0.
+            also: further columns; the runs of those that are not among the others follow.
+
+        Raises:
+            ValueError: `count` or `offset` is negative, or there is no such column.
         """
         if count < 0 or offset < 0:
             raise ValueError(f"count and offset must be at least 0, not {count} and {offset}")
-        return self._table.runs(_keys(hashes), count, offset)
+        return self._table.runs(_keys(hashes), count, offset, [self._column(column).holder for column in also])
 
     def holders(self, page: int) -> dict[int, set[str]]:
         """Return the columns that hold a page, each with how: "stored", "pending", "promised"."""

@@ -453,6 +453,29 @@ class PageTable:
         for i in range(len(hashes)):
             self._part(hashes[i])._discard(hashes[i], holder, mark)
 
+    def promise(self, holder: cython.int, counts: dict[int, int], hashes: cython.const_slonglong[::1], /) -> None:
+        """Mark pages as promised under an id, and add 1 to the count of each."""
+        self._check(holder)
+        i: cython.Py_ssize_t
+        for i in range(len(hashes)):
+            key: Any = hashes[i]  # boxed once
+            counts[key] = counts.get(key, 0) + 1
+            self._part(hashes[i])._add(hashes[i], holder, 4)
+
+    def withdraw(self, holder: cython.int, counts: dict[int, int], hashes: cython.const_slonglong[::1], /) -> None:
+        """Take 1 from the count of each page that has one; at 0, remove count and mark."""
+        self._check(holder)
+        i: cython.Py_ssize_t
+        count: cython.Py_ssize_t
+        for i in range(len(hashes)):
+            key: Any = hashes[i]  # boxed once
+            count = counts.get(key, 0)
+            if count > 1:
+                counts[key] = count - 1
+            elif count == 1:
+                del counts[key]
+                self._part(hashes[i])._discard(hashes[i], holder, 4)
+
     def apply(
         self,
         holder: cython.int,
@@ -551,22 +574,31 @@ class PageTable:
     @cython.wraparound(False)
     @cython.initializedcheck(False)
     def runs(
-        self, hashes: cython.const_slonglong[::1], limit: cython.Py_ssize_t, offset: cython.ulonglong, /
+        self,
+        hashes: cython.const_slonglong[::1],
+        limit: cython.Py_ssize_t,
+        offset: cython.ulonglong,
+        also: list[int],
+        /,
     ) -> list[tuple[int, int, int]]:
         """Return, for each column that holds the first page: (column, leading pages stored, leading pages held).
 
         With a `limit` of 0 or more, only so many are returned: those that hold most, the longest first. Among equals,
-        `offset` chooses. O(limit) for each column.
+        `offset` chooses. O(limit) for each column. The columns of the ids `also` follow, if they hold the first page
+        and are not among those.
         """
         ids: _Ids = self._ids
         part: _Part
         held: cython.int
+        holder: cython.int
         row: cython.Py_ssize_t
         i: cython.Py_ssize_t
         j: cython.Py_ssize_t
         num_found: cython.Py_ssize_t = 0
         num_longer: cython.Py_ssize_t
         result: list[Any]
+        for holder in also:
+            self._check(holder)
         for i in range(len(hashes)):
             part = self._part(hashes[i])
             held = part.holders[part._cell(hashes[i])]
@@ -584,6 +616,9 @@ class PageTable:
         if limit < 0:
             return [_run(ids, ids.found[j]) for j in range(num_found)]
         result = [_run(ids, _longest(ids, num_found, offset)) for i in range(min(limit, num_found))]
+        for holder in also:
+            if ids.expected[holder] > 0:  # a run ends as it is returned
+                result.append(_run(ids, holder))
         for j in range(num_found):
             ids.stored[ids.found[j]] = 0
             ids.expected[ids.found[j]] = 0

@@ -9,7 +9,7 @@ import numpy as np
 
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.radix.prefix_cache import PrefixCache
-from raydix.cache_core.tree.hashing import hash_pages, int64s, namespace_seed
+from raydix.cache_core.tree.hashing import hash_pages, namespace_seed
 from raydix.cache_core.tree.page_events import Hashes, SlimEventSink
 from raydix.cache_core.tree.radix_key import RadixKey
 
@@ -60,9 +60,10 @@ class PendingPages:
         assert not first or lease.node.end == first * page, "a lease's node ends where its cached prefix does"
         size = page * key.unit
         prior = self._tree.digest_at(lease.node) if first else namespace_seed(key.extra_key)
-        digests = hash_pages(key.data[first * size : stop * size], size, key.width, key.arity, prior)
-        skipped = -(first + 1) % self._stride
-        hashes = int64s(digests[skipped :: self._stride]).tolist()
+        ids, skipped = key.data[first * size : stop * size], -(first + 1) % self._stride
+        hashes: list[int] = hash_pages(
+            ids, size, key.width, key.arity, prior, skipped=skipped, stride=self._stride
+        ).tolist()
         ends = list(range(first + skipped + 1, stop + 1, self._stride))
         self._promises[lease.lease_id] = _Promise(key.extra_key, ends, hashes)
         new = [each for each in dict.fromkeys(hashes) if each not in self._counts]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from raydix.cache_core.kernels import chain_pages
 from raydix.cache_core.tree.radix_key import NARROW_LIMIT, RadixKey
 
 
@@ -41,20 +42,21 @@ def hash_page(ids: bytes, width: int, arity: int, prior: bytes | None) -> bytes:
     return digest.digest()
 
 
-def hash_pages(ids: bytes, page_bytes: int, width: int, arity: int, prior: bytes | None) -> list[bytes]:
-    """The digest of each of the whole pages in packed ids, each chained to the one before, the first to `prior`."""
+def hash_pages(
+    ids: bytes, page_bytes: int, width: int, arity: int, prior: bytes | None, *, skipped: int, stride: int
+) -> NDArray[np.int64]:
+    """The first 64 bits, signed, of the digests of whole pages in packed ids: `hash_to_int64` of each.
+
+    Each page is chained to the one before, the first to `prior`. Of the pages behind the first `skipped` ones, every
+    `stride`-th is returned.
+    """
+    if width < 8:
+        return chain_pages(ids, page_bytes, bytes((width, arity)) if arity else b"", prior or b"", skipped, stride)
     digests: list[bytes] = []
-    if width == 8 or arity:
-        for at in range(0, len(ids), page_bytes):
-            prior = hash_page(ids[at : at + page_bytes], width, arity, prior)
-            digests.append(prior)
-        return digests
-    sha256 = hashlib.sha256
-    last = prior or b""
-    for at in range(0, len(ids), page_bytes):  # as `hash_page`, in one call a page
-        last = sha256(last + ids[at : at + page_bytes]).digest()
-        digests.append(last)
-    return digests
+    for at in range(0, len(ids), page_bytes):
+        prior = hash_page(ids[at : at + page_bytes], width, arity, prior)
+        digests.append(prior)
+    return int64s(digests[skipped::stride])
 
 
 def namespace_seed(extra_key: str | None) -> bytes | None:

@@ -142,6 +142,12 @@ class Traffic:
         best = self.index.longest_runs(packed(chain), 2, self.random.randrange(99))
         assert set(best) <= wanted and len(best) == len(set(best)) == min(2, len(wanted))
         assert [run[2] for run in best] == sorted([run[2] for run in wanted], reverse=True)[:2]
+        also = self.random.choices(sorted(self.model), k=self.random.randrange(4))
+        more = self.index.longest_runs(packed(chain), 1, self.random.randrange(99), also)
+        assert len(more) == len(set(more)) and set(more) <= wanted
+        assert {run[0] for run in more[1:]} == {each[0] for each in wanted if each[0] in also} - {
+            more[0][0] if more else -1
+        }
 
     def check(self) -> None:
         self.index.check_invariants()

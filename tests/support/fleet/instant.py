@@ -14,8 +14,9 @@ import numpy as np
 from raydix.actors.fleet.arrivals import Arrivals
 from raydix.actors.fleet.cost import Candidate, choose
 from raydix.actors.fleet.leaf_lru import LeafLru
-from raydix.actors.fleet.residency import BitsetIndex
+from raydix.actors.fleet.router_view import Routed, RouterView
 from raydix.actors.trace import TracedRequest
+from raydix.cache_core import PageIndex
 
 WINDOW_MS = 60_000
 
@@ -25,7 +26,7 @@ def hit_percent(trace: Sequence[TracedRequest], num_caches: int, capacity: int, 
     arrivals, shared = Arrivals(trace), router == "shared_pool"
     size = arrivals.page_size
     caches = [LeafLru(num_caches * capacity if shared else capacity) for _ in range(1 if shared else num_caches)]
-    index = BitsetIndex(len(caches))
+    view = RouterView([PageIndex()], len(caches), len(caches), delay_s=0, ttl_s=0)
     computed = [0] * len(caches)
     recent: deque[tuple[float, int, int]] = deque()
     load = [0] * len(caches)
@@ -34,12 +35,13 @@ def hit_percent(trace: Sequence[TracedRequest], num_caches: int, capacity: int, 
         while recent and recent[0][0] <= request.timestamp - WINDOW_MS:
             _, old, tokens = recent.popleft()
             load[old] -= tokens
-        runs = index.runs(arrival.pages)
-        uncached = [arrival.tokens - size * runs.get(cache, 0) for cache in range(len(caches))]
+        uncached = [arrival.tokens] * len(caches)
+        for cache, stored, _ in view.index(0).prefix_runs(arrival.hashes):
+            uncached[cache] -= size * stored
         cache = _chosen(router, arrival.number, request, uncached, load)
         new, evicted = caches[cache].insert(arrival.pages)
-        index.store(cache, new)
-        index.remove(cache, evicted)
+        view.finish(0, Routed(0, cache, cache, 0, arrival.hashes), new, evicted)
+        view.advance(0)
         computed[cache] += uncached[cache]
         load[cache] += uncached[cache]
         recent.append((request.timestamp, cache, uncached[cache]))

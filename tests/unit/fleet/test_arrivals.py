@@ -19,8 +19,10 @@ TRACE = [traced(0, 1100, [0, 1, 2]), traced(0, 1024, [0, 3]), traced(3000, 1030,
 def test_equal_prefixes_are_equal_pages_and_partial_blocks_are_none() -> None:
     arrivals = Arrivals(TRACE)
 
-    pages = [each.pages for each in arrivals.each(arrivals.times_s(0))]
+    each = list(arrivals.each(arrivals.times_s(0)))
+    pages = [arrival.pages for arrival in each]
 
+    assert [arrival.hashes.tolist() for arrival in each] == pages
     assert pages == [[0, 1], [0, 2], [3, 4], []]  # block 1 after block 5 is another page than after block 0
     assert (arrivals.tokens, len(arrivals), arrivals.page_size) == (1100 + 1024 + 1030 + 100, 4, 512)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 
-from raydix.actors.fleet.cost import Candidate, choose, considered, cost
+from raydix.actors.fleet.cost import Candidate, choose, compared, cost
+from raydix.cache_core import PageIndex
 
 
 def test_the_least_cost_wins_and_the_weight_decides() -> None:
@@ -33,21 +35,59 @@ def test_without_candidates_there_is_no_choice() -> None:
         choose([], 3)
 
 
-def test_all_caches_of_a_small_fleet_are_candidates() -> None:
-    assert considered({3: 7}, range(16), 2, Random(0)) == list(range(16))
+PAGES = np.arange(1, 10)
 
 
-def test_a_large_fleet_has_its_two_longest_and_random_ones() -> None:
-    rng = Random(0)
-    found = [considered({4: 9, 7: 3, 9: 3, 11: 2}, range(100), 2, rng) for _ in range(400)]
+def index_of(num_caches: int, stored: dict[int, int], promised: dict[int, int] | None = None) -> PageIndex:
+    """An index of caches with so many leading pages of `PAGES`."""
+    index = PageIndex()
+    for column in range(num_caches):
+        assert index.add_column() == column
+        index.apply_snapshot(column, "e", 0, PAGES[: stored.get(column, 0)])
+    for column, count in (promised or {}).items():
+        index.promise(column, PAGES[:count])
+    return index
 
-    assert all(each[0] == 4 and each[1] in (7, 9) and len(set(each)) == len(each) for each in found)
-    assert {each[1] for each in found} == {7, 9}
-    assert Counter(len(each) for each in found).most_common(1)[0][0] == 4
-    assert len({cache for each in found for cache in each[2:]}) > 90
+
+def test_all_caches_of_a_small_fleet_are_compared() -> None:
+    index = index_of(20, {3: 7, 18: 9}, {3: 8, 5: 1})
+
+    runs = compared(index, PAGES, range(16), 2, Random(0))
+
+    assert runs == dict.fromkeys(range(16), (0, 0)) | {3: (7, 8), 5: (0, 1)}
 
 
-def test_without_a_prefix_and_without_random_ones_some_cache_is_a_candidate() -> None:
-    assert len(considered({}, range(100), 0, Random(0))) == 1
-    assert len(considered({}, range(100), 3, Random(0))) == 3
-    assert considered({5: 1}, range(100), 0, Random(0)) == [5]
+def test_of_a_large_fleet_the_two_longest_and_random_ones_are_compared() -> None:
+    rng, held = Random(0), {4: 9, 7: 3, 9: 3, 11: 2}
+    index = index_of(100, held)
+
+    found = [compared(index, PAGES, range(100), 2, rng) for _ in range(400)]
+
+    longest = [[column for column, (stored, _) in runs.items() if stored >= 3] for runs in found]
+    assert all(each[0] == 4 and 2 <= len(each) <= 4 for each in longest)
+    assert {each[1] for each in longest} == {7, 9}
+    assert all(runs[column] == (held.get(column, 0),) * 2 for runs in found for column in runs)
+    assert Counter(map(len, found)).most_common(1)[0][0] == 4 == max(map(len, found))
+    assert set().union(*found) == set(range(100))
+
+
+def test_promised_pages_make_a_prefix_long() -> None:
+    index = index_of(100, {4: 2, 7: 3, 9: 1}, {9: 5})
+
+    assert compared(index, PAGES, range(100), 0, Random(0)) == {9: (1, 5), 7: (3, 3)}
+
+
+def test_caches_that_are_left_out_are_never_compared() -> None:
+    index, columns = index_of(40, {4: 9, 7: 8, 9: 3, 11: 2}), [each for each in range(40) if each not in (4, 7)]
+
+    found = [compared(index, PAGES, columns, 2, Random(seed)) for seed in range(100)]
+
+    assert all(list(runs)[:2] == [9, 11] for runs in found)
+    assert set().union(*found) == set(columns)
+
+
+def test_without_a_prefix_and_without_random_ones_some_cache_is_compared() -> None:
+    index = index_of(100, {})
+
+    assert [len(compared(index, PAGES, range(100), count, Random(0))) for count in (0, 1, 3, 200)] == [1, 1, 3, 100]
+    assert compared(index_of(100, {5: 1}), PAGES, range(100), 0, Random(0)) == {5: (1, 1)}

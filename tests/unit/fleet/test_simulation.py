@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 
 from raydix.actors.fleet.arrivals import Arrivals
 from raydix.actors.fleet.policies import ROUTERS
-from raydix.actors.fleet.residency import BitsetIndex
 from raydix.actors.fleet.simulation import OVERHEAD_S, FleetOutcome, FleetSetup, RouterResult, simulate
 from raydix.actors.trace import TracedRequest
+from raydix.cache_core import Applied, PageIndex
 
 
 def traced(time_ms: float, length: int, ids: list[int]) -> TracedRequest:
@@ -89,9 +88,9 @@ def test_the_cost_finds_prefixes_and_the_least_loaded_waits_less_than_a_random_o
 
 
 def test_an_index_that_forgets_costs_hits() -> None:
-    class Forgets(BitsetIndex):
-        def store(self, cache: int, pages: Sequence[int]) -> None:
-            pass  # the routers know promises only
+    class Forgets(PageIndex):
+        def apply(self, *batch: Any) -> Applied:
+            return Applied.DONE  # the routers know promises only
 
     arrivals, setup = sessions(num_requests=1500), FleetSetup("ttft", num_caches=4, capacity=120)
     right = simulate(arrivals, setup, 0).figures()["hit_rate_percent"]

@@ -44,6 +44,7 @@ KERNEL_CALLS = [
     "kernels.expand([bytes(8)], 2, {})",
     "sorted(page_index().longest_runs(np.array([7, 8]), {}))",
     "page_index().longest_runs(np.array([7, 8]), 2, {})",
+    "page_index().longest_runs(np.array([7, 8]), 1, 0, [2, {}])",
     "page_index().holders({})",
     "page_index().apply(1, 'e', {}, bytes(2), np.array([1, 1], np.int32), np.array([8, 9]))",
     "page_index().apply_snapshot(1, 'e', {}, np.array([8, 9]))",
