@@ -19,6 +19,7 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import ray
@@ -89,26 +90,20 @@ class Routes:
 
     async def generate(self, worker, prompt):
         """Continue a prompt at the cache that the router chooses. The worker's number has no meaning here."""
-        with self._counting():
+        call = ActorMethod._remote
+
+        def count(*args, **options):
+            self.num_calls += 1
+            return call(*args, **options)
+
+        with patch.object(
+            ActorMethod, "_remote", count
+        ):  # no other coroutine runs meanwhile: a route waits for nothing
             started = time.perf_counter()
             route = await self._fleet.route(prompt)
             self.took_s.append(time.perf_counter() - started)
         async with route:  # it counts as pending until the answer is there
             return await self._servers[route.cache].generate(prompt)
-
-    @contextmanager
-    def _counting(self):
-        call = ActorMethod._remote
-
-        def count(*args, **kwargs):
-            self.num_calls += 1
-            return call(*args, **kwargs)
-
-        ActorMethod._remote = count  # no other coroutine runs meanwhile: a route waits for nothing
-        try:
-            yield
-        finally:
-            ActorMethod._remote = call
 
 
 async def start(names, node_ids, load):
