@@ -20,8 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,7 +44,7 @@ from raydix.schemas import CacheConfig, CacheStats, CacheUnavailable, LeaseConfi
 NUM_NODES, NUM_GPUS = 3, 4  # GPUs of each node, with a cache each
 NAMES = [f"chat-{number}" for number in range(NUM_NODES * NUM_GPUS)]
 LEASES = LeaseConfig(quarantine_grace_s=3600)  # slots must come back for a better reason
-PATIENCE_S = 240.0
+PATIENCE_S = 300.0
 NODE = {"num_cpus": 0, "num_gpus": NUM_GPUS, "object_store_memory": 80 * 2**20}
 HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
@@ -94,8 +93,7 @@ class FailingFleet:
         self._other_pid = 0
         self.is_last_round = True
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def start(self) -> None:
         """Start caches and routers, and send requests."""
         place = NodeAffinitySchedulingStrategy(self._nodes[1].node_id, soft=False)
         start: Any = ray.remote(RouterActor).options(num_cpus=0, scheduling_strategy=place)
@@ -106,13 +104,13 @@ class FailingFleet:
         self._traffic.resume()
         self._other_pid = await self._other.start.remote("chat-*", self._folder, self._seed + 1)
         await until(lambda: len(self._fleet.columns()) == len(NAMES))
-        await self._go_on()
-        yield
 
     def end(self) -> None:
         """Kill the cluster. Ray's own shutdown would wait for a control service that is gone."""
         for node in self._nodes:
-            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
+            for started in node.all_processes.values():
+                for each in started:
+                    each.process.kill()
 
     async def _start_cache(self, name: str, **fields: Any) -> None:
         options: dict[str, Any] = {"num_gpus": 1, "lifetime": "detached", "timeout_s": PATIENCE_S}
@@ -302,20 +300,19 @@ AGAIN = ALL[:-2]  # in the rounds before the last
 async def fail(fleet: FailingFleet, rounds: int) -> bool:
     """Let each part fail, and check; return whether all went well."""
     started = time.monotonic()
-    async with fleet.running():
-        for number in range(rounds):
-            fleet.is_last_round = number == rounds - 1
-            for failure in ALL if fleet.is_last_round else AGAIN:
-                line: dict[str, Any] = {"failure": failure.__name__, "error": None}
-                try:
-                    async with asyncio.timeout(PATIENCE_S):
-                        await failure(fleet)
-                        line |= await fleet.check()
-                except Exception:
-                    line["error"] = traceback.format_exc()
-                print(json.dumps(line | {"seconds": round(time.monotonic() - started, 1)}), flush=True)
-                if line["error"]:
-                    return False
+    steps = [FailingFleet.start, *(AGAIN * (rounds - 1)), *ALL]
+    for number, step in enumerate(steps):
+        fleet.is_last_round = len(steps) - number <= len(ALL)
+        line: dict[str, Any] = {"failure": step.__name__, "error": None}
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await step(fleet)
+                line |= await fleet.check()
+        except Exception:
+            line["error"] = traceback.format_exc()
+        print(json.dumps(line | {"seconds": round(time.monotonic() - started, 1)}), flush=True)
+        if line["error"]:
+            return False
     return True
 
 
@@ -329,11 +326,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         fleet = FailingFleet(folder, arguments.seed, arguments.requests)
         print(json.dumps({"seed": arguments.seed}), flush=True)
-        loop = asyncio.new_event_loop()
-        try:
-            is_well = loop.run_until_complete(fail(fleet, arguments.rounds))
-        finally:
-            fleet.end()
+        is_well = asyncio.new_event_loop().run_until_complete(fail(fleet, arguments.rounds))
+        fleet.end()
     os._exit(not is_well)
 
 
