@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,9 +112,19 @@ class Workers:
 
 
 async def serve(
-    conversations: Sequence[Conversation], workers: Workers, client: PrefixCacheClient, reuse: bool, progress: Progress
+    conversations: Sequence[Conversation],
+    generate: Callable[[int, NDArray[np.int64]], Awaitable[Generation]],
+    note: Callable[[Run], Awaitable[None]],
+    progress: Progress,
+    name: str,
 ) -> Run:
-    """Serve all conversations concurrently; each sends its next turn after the last answer."""
+    """Serve all conversations concurrently; each sends its next turn after the last answer.
+
+    Args:
+        generate: continues a prompt, on the worker of that number.
+        note: called after each turn.
+        progress: shows `name`, the turns and the hit rate.
+    """
     run = Run()
     bar = progress.add_task("", total=sum(len(each.messages) for each in conversations))
 
@@ -121,12 +132,11 @@ async def serve(
         history = conversation.system_prompt
         for number, (message, worker) in enumerate(zip(conversation.messages, conversation.workers, strict=True)):
             prompt = np.concatenate((history, message))
-            answer = await workers.generate(worker, prompt, reuse)
+            answer = await generate(worker, prompt)
             history = np.concatenate((prompt, answer.token_ids))
             run.turns[index, number] = Turn(len(prompt), answer, number > 0 or not conversation.is_first)
-            run.note_pool(await client.stats())
-            name = f"cache {'on' if reuse else 'off'}, hit rate {run.hit_rate():.0%}"
-            progress.update(bar, description=name, completed=len(run.turns))
+            await note(run)
+            progress.update(bar, description=f"{name}, hit rate {run.hit_rate():.0%}", completed=len(run.turns))
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -136,22 +146,31 @@ async def serve(
     return run
 
 
+def progress_on(console: Console) -> Progress:
+    """Return a progress display for `serve`."""
+    columns = (TextColumn("{task.description:25}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
 async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
     """Serve the conversations with the cache, then without, and return the figures. The console shows progress."""
     conversations = draw_conversations(load)
     pool = pool_config_for(MODEL, load.pool_tokens, dtype="float32", device="cpu")
     cache = await start_cache_async(CacheConfig(page_size=PAGE_SIZE, pool=pool))
     workers = Workers(cache, load)
-    columns = (TextColumn("{task.description:23}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_on(console) as progress:
         loading = progress.add_task("workers load the model", total=None)
         await asyncio.gather(*(actor.open.remote() for actor in workers.actors))
         progress.remove_task(loading)
         async with PrefixCacheClient(cache) as client:
-            on = await serve(conversations, workers, client, True, progress)
+
+            async def note(run: Run) -> None:
+                run.note_pool(await client.stats())
+
+            on = await serve(conversations, partial(workers.generate, reuse=True), note, progress, "cache on")
             await client.check_invariants()
             stats = await client.stats()
-            off = await serve(conversations, workers, client, False, progress)
+            off = await serve(conversations, partial(workers.generate, reuse=False), note, progress, "cache off")
     await asyncio.to_thread(shutdown_cache, cache)
     return summary(on, off, stats) | {"wanted_slots": wanted_slots(conversations, load.answer_len)}
 

@@ -1,17 +1,25 @@
-"""Random traffic on caches that a router follows: then its index equals the union of the caches' snapshots."""
+"""Random traffic on caches that two routers follow, also where event batches reach them late, twice, in another order
+or not at all: then the index of each equals the union of the caches' snapshots.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 from typing import Any
 
 import pytest
-from support.fleet.running_fleet import caught_up, local_fleet, prompt, slim, until
+from support.faults.faults import around
+from support.fleet import running_fleet
+from support.fleet.faulty_feed import FaultyFeed
+from support.fleet.running_fleet import caught_up, check_index, local_fleet, prompt, slim, until
 
-from raydix.actors import Fleet, Lease, LocalPrefixCache, Route
+from raydix.actors import Fleet, Lease, LocalPrefixCache, PrefixCacheClient, Route, connect_fleet
 from raydix.actors.fleet import cache_feed
 from raydix.actors.fleet import fleet as fleet_module
 from raydix.actors.service import slim_event_feed
+from raydix.actors.service.slim_event_feed import SlimEventFeed
+from raydix.cache_core import PageIndex
 from raydix.schemas import PoolExhausted, RouteConfig
 
 NUM_OPERATIONS = 150
@@ -19,10 +27,10 @@ NUM_OPERATIONS_LONG = 3_000
 
 
 class Traffic:
-    """Requests through a router and beside it, and caches that restart, come and go."""
+    """Requests through routers and beside them, and caches that restart, come and go."""
 
-    def __init__(self, fleet: Fleet, caches: dict[str, LocalPrefixCache], random: Random) -> None:
-        self.fleet = fleet
+    def __init__(self, fleets: list[Fleet], caches: dict[str, LocalPrefixCache], random: Random) -> None:
+        self.fleets = fleets
         self.caches = caches
         self.random = random
         self.leases: list[tuple[Lease, list[int]]] = []
@@ -57,7 +65,7 @@ class Traffic:
     async def acquire(self) -> None:
         tokens = self.tokens()
         try:
-            self.leases.append((await self.fleet.acquire(tokens, timeout_s=0), tokens))
+            self.leases.append((await self.random.choice(self.fleets).acquire(tokens, timeout_s=0), tokens))
         except PoolExhausted:
             await self.end()
 
@@ -86,7 +94,7 @@ class Traffic:
         return not lease.client.closed and lease.epoch in {each.service.epoch for each in self.caches.values()}
 
     async def route(self) -> None:
-        self.routes.append(await self.fleet.route(self.tokens()))
+        self.routes.append(await self.random.choice(self.fleets).route(self.tokens()))
 
     async def end_route(self) -> None:
         if self.routes:
@@ -100,7 +108,7 @@ class Traffic:
         await self.any_cache().reset()
 
     async def wait(self) -> None:
-        await caught_up(self.fleet, dict(self.caches))
+        await caught_up(self.random.choice(self.fleets), dict(self.caches))
 
     async def restart(self) -> None:
         """Replace a cache by an empty one of the same name."""
@@ -117,40 +125,62 @@ class Traffic:
             await self.caches.pop(self.random.choice(list(self.caches))).close()
 
 
+@pytest.mark.parametrize("disturbed", [False, True], ids=["all arrive", "disturbed"])
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_index_equals_the_snapshots(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    await run(seed, NUM_OPERATIONS, monkeypatch)
+async def test_each_index_equals_the_snapshots(seed: int, disturbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    await run(seed, NUM_OPERATIONS, monkeypatch, disturbed)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("disturbed", [False, True], ids=["all arrive", "disturbed"])
 @pytest.mark.parametrize("seed", range(100, 108))
-async def test_the_index_equals_the_snapshots_long(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    await run(seed, NUM_OPERATIONS_LONG, monkeypatch)
+async def test_each_index_equals_the_snapshots_long(
+    seed: int, disturbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run(seed, NUM_OPERATIONS_LONG, monkeypatch, disturbed)
 
 
-async def run(seed: int, num_operations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def run(seed: int, num_operations: int, monkeypatch: pytest.MonkeyPatch, disturbed: bool) -> None:
     monkeypatch.setattr(fleet_module, "_LOOK_S", 0.01)
     monkeypatch.setattr(cache_feed, "_RETRY_S", 0.01)
     monkeypatch.setattr(slim_event_feed, "MAX_BYTES", 2_000)  # so that some readers meet gaps
     random = Random(seed)
+    faults = FaultyFeed(random)
+    if disturbed:
+        monkeypatch.setattr(PrefixCacheClient, "events", faults.around(PrefixCacheClient.events))
+        around(monkeypatch, SlimEventFeed, "__init__", _without_linger)
     names = [f"cache-{number}" for number in range(3)]
-    async with local_fleet(dict.fromkeys(names, slim(256)), config=RouteConfig(promise_ttl_s=0.5)) as (fleet, caches):
-        traffic = Traffic(fleet, caches, random)
+    config = RouteConfig(promise_ttl_s=0.5)
+    async with (
+        local_fleet(dict.fromkeys(names, slim(256)), config=config) as (fleet, caches),
+        await connect_fleet(caches, config=config, timeout_s=10) as other,
+    ):
+        fleets = [fleet, other]
+        traffic = Traffic(fleets, caches, random)
         for _ in range(num_operations):
             await traffic.step()
+            await asyncio.sleep(0.005 * disturbed)  # else few batches are sent
         while traffic.leases and random.random() < 0.9:  # some stay: pending pages
             await traffic.end()
-        await check(fleet, caches)
+        for each in fleets:
+            await check_index(each, dict(caches))
         while traffic.leases:
             await traffic.end()
         for route in traffic.routes:
             route.first_token()
-        await check(fleet, caches)
-        await until(lambda: fleet.stats().open_routes == 0 and not promised(fleet))
+        for each in fleets:
+            await check_index(each, dict(caches))
+            await until(lambda each=each: each.stats().open_routes == 0 and not promised(each))  # type: ignore[misc]
         for cache in caches.values():
             await cache.check_invariants()
             stats = await cache.stats()
             assert stats.open_leases == stats.private_slots == 0
+    if disturbed:
+        assert all(faults.done[fault] for fault in ("late", "lost", "repeated", "reordered", "gap")), faults.done
+
+
+def _without_linger(original: Any, *given: Any, **named: Any) -> None:
+    original(*given, **named | {"linger_s": 0.001})
 
 
 def promised(fleet: Fleet) -> set[int]:
@@ -158,13 +188,51 @@ def promised(fleet: Fleet) -> set[int]:
     return set[int]().union(*(fleet.index.pages(column)[2] for column in fleet.columns().values()))
 
 
-async def check(fleet: Fleet, caches: dict[str, Any]) -> None:
-    """Assert that the index has exactly the pages of the caches' snapshots."""
-    await until(lambda: set(fleet.columns()) == set(caches))
-    snapshots = await caught_up(fleet, caches)
-    fleet.index.check_invariants()
-    for name, snapshot in snapshots.items():
-        stored, pending, _ = fleet.index.pages(fleet.columns()[name])
-        assert stored == set(snapshot.stored_hashes.tolist())
-        assert pending == set(snapshot.pending_hashes.tolist())
-    assert set(fleet.columns()) == set(caches)
+# ---------------------------------------------------------------- planted faults
+
+
+def overlook_a_loss(patch: pytest.MonkeyPatch) -> None:
+    """A batch is applied though those before it are missing."""
+
+    def apply(original: Any, self: PageIndex, column: int, epoch: str, seq: int, kinds: Any, *pages: Any) -> Any:
+        entry = self._columns[column]
+        if entry.epoch == epoch:
+            entry.seq = max(entry.seq, seq - len(kinds))
+        return original(self, column, epoch, seq, kinds, *pages)
+
+    around(patch, PageIndex, "apply", apply)
+
+
+def take_no_snapshot_after_a_gap(patch: pytest.MonkeyPatch) -> None:
+    def apply(original: Any, feed: cache_feed.CacheFeed, column: int, batch: Any) -> bool:
+        original(feed, column, batch)
+        return True
+
+    around(patch, cache_feed.CacheFeed, "_apply", apply)
+
+
+def keep_the_pages_of_a_cache_that_is_gone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageIndex, "drop_column", lambda *_: None)
+
+
+def forget_that_a_lease_has_ended(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fleet_module, "_note_lease", lambda *_: None)
+    patch.setattr(fleet_module.OpenRoutes, "expire", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        overlook_a_loss,
+        take_no_snapshot_after_a_gap,
+        keep_the_pages_of_a_cache_that_is_gone,
+        forget_that_a_lease_has_ended,
+    ],
+)
+async def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    monkeypatch.setattr(running_fleet, "PATIENCE_S", 1.0)
+
+    with pytest.raises((AssertionError, TimeoutError)):
+        for seed in range(3):
+            await run(seed, NUM_OPERATIONS, monkeypatch, disturbed=True)

@@ -11,6 +11,7 @@ from raydix.actors import Fleet, LocalPrefixCache, PrefixCacheClient, connect_fl
 from raydix.schemas import CacheConfig, PoolConfig, SlimEventSnapshot
 
 PAGE, STRIDE = 16, 32
+PATIENCE_S = 60.0  # to wait for a condition
 
 
 def slim(num_slots: int = 4096, **fields: Any) -> CacheConfig:
@@ -26,7 +27,7 @@ def prompt(first: int, num_strides: int, more: int = 0) -> list[int]:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not holds():  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.005)
 
@@ -41,12 +42,15 @@ async def publish(cache: Any, *prompts: Iterable[int]) -> None:
 
 
 async def caught_up(fleet: Fleet, caches: dict[str, Any]) -> dict[str, SlimEventSnapshot]:
-    """Wait until a router has all events of these caches until now; return their snapshots."""
+    """Wait until a router has all events of these caches, or of clients of them, until now; return the snapshots."""
     snapshots: dict[str, SlimEventSnapshot] = {}
     for name, cache in caches.items():
-        async with PrefixCacheClient(cache) as client:
-            snapshot = await client.event_snapshot()
-            assert isinstance(snapshot, SlimEventSnapshot)
+        if isinstance(cache, PrefixCacheClient):
+            snapshot = await cache.event_snapshot()
+        else:
+            async with PrefixCacheClient(cache) as client:
+                snapshot = await client.event_snapshot()
+        assert isinstance(snapshot, SlimEventSnapshot)
 
         def has_all(name: str = name, snapshot: SlimEventSnapshot = snapshot) -> bool:
             column = fleet.columns().get(name)
@@ -58,6 +62,25 @@ async def caught_up(fleet: Fleet, caches: dict[str, Any]) -> dict[str, SlimEvent
         await until(has_all)
         snapshots[name] = snapshot
     return snapshots
+
+
+async def check_index(fleet: Fleet, caches: dict[str, Any]) -> None:
+    """Assert that a router gets to have exactly the pages of the caches' snapshots. No request may run."""
+    await until(lambda: set(fleet.columns()) == set(caches))
+    for name, cache in caches.items():
+        while True:  # the cache itself may evict meanwhile
+            snapshot = (await caught_up(fleet, {name: cache}))[name]
+            column = fleet.columns().get(name)
+            if column is not None and fleet.index.position(column) == (snapshot.epoch, snapshot.seq):
+                break
+        stored, pending, _ = fleet.index.pages(column)
+        assert stored == set(snapshot.stored_hashes.tolist()), name
+        assert pending == set(snapshot.pending_hashes.tolist()), name
+    fleet.index.check_invariants()
+    assert set(fleet.columns()) == set(caches)
+    assert fleet.index.num_pages() == sum(map(fleet.index.num_pages, fleet.columns().values())), (
+        "of caches that are gone"
+    )
 
 
 @asynccontextmanager
