@@ -11,13 +11,15 @@
     )
     class Model: ...
 
-A router runs in each process that calls the deployment by a handle. Needs Ray 2.60 or later.
+A router runs in each process that calls the deployment by a handle; `running_routers` lists those of a process. Needs
+Ray 2.60 or later.
+
+Serve copies the names of this module into such a process, by value. So state that a process shares lies elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -26,8 +28,8 @@ from typing import Any
 from raydix.actors.deploy import NAMESPACE
 from raydix.actors.fleet.prompt_reader import PromptReader
 from raydix.actors.fleet.replica_pairs import ReplicaPlace
-from raydix.actors.fleet.replica_ranks import FleetOptions, Ranked, ReplicaRanks
-from raydix.actors.fleet.route import Route
+from raydix.actors.fleet.replica_ranks import FleetOptions, ReplicaRanks, running_routers
+from raydix.actors.fleet.sent_request import SentRequest
 from raydix.schemas import InvalidRequest, ReplicaRouterStats, RouteConfig
 from raydix.schemas.shown import brief
 
@@ -38,11 +40,9 @@ except ImportError as error:
 if not hasattr(RunningReplica, "replica_metadata"):
     raise ImportError("RaydixRequestRouter needs Ray 2.60 or later: pip install 'ray[serve]>=2.60'")
 
-logger = logging.getLogger(__name__)
+__all__ = ["RaydixRequestRouter", "running_routers"]
 
-_LOG_S = 60.0  # between two lines with the counts
-_SENT = "raydix_sent"  # the attribute of a pending request that keeps its `_Sent`
-_routers: weakref.WeakSet[RaydixRequestRouter] = weakref.WeakSet()
+_SENT = "raydix_sent"  # the attribute of a pending request that keeps its `SentRequest`
 
 
 class RaydixRequestRouter(RequestRouter):
@@ -58,11 +58,11 @@ class RaydixRequestRouter(RequestRouter):
     (`handle.choose_replica`, Ray Client), it counts for that time.
 
     A request without tokens goes to the least loaded replica, and so does every request while no cache with a replica
-    is alive. `stats` has the number of these, by cause. Each minute the counts are logged, if they have changed.
+    is alive. `stats` has the number of these, by cause. The counts are logged once a minute, if they have changed.
     Neither the locality of Serve's default router nor its placement of multiplexed models is heeded.
     """
 
-    def initialize_state(
+    def initialize_state(  # type: ignore[override]  # Serve calls it with the kwargs of the configuration
         self,
         caches: str,
         tokens_of: str,
@@ -91,13 +91,11 @@ class RaydixRequestRouter(RequestRouter):
         if not isinstance(caches, str) or not caches:
             raise InvalidRequest(f'caches must be a pattern of names, such as "chat-*", not {brief(caches)}')
         options = FleetOptions(caches, RouteConfig(**(route or {})), namespace, fingerprint)
-        self._ranks = ReplicaRanks(options, PromptReader(tokens_of, tokens_of_kwargs, tokens_of_timeout_s))
+        reader = PromptReader(tokens_of, tokens_of_kwargs, tokens_of_timeout_s)
+        self._ranks = ReplicaRanks(f"{self.app_name}:{self._deployment_id.name}", options, reader)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: defaultdict[ReplicaID, set[_Sent]] = defaultdict(set)  # by the replica that has the request
+        self._open: defaultdict[ReplicaID, set[SentRequest]] = defaultdict(set)  # by the replica that has the request
         self._moves: set[asyncio.Task[None]] = set()
-        self._log_at = 0.0
-        self._logged: dict[str, Any] = {}
-        _routers.add(self)
 
     # ---------------------------------------------------------------- replicas
 
@@ -127,21 +125,20 @@ class RaydixRequestRouter(RequestRouter):
         replicas = {each.replica_id: each for each in candidate_replicas}
         if pending_request is None:
             return [list(replicas.values())]
-        earlier: _Sent | None = getattr(pending_request, _SENT, None)
+        earlier: SentRequest | None = getattr(pending_request, _SENT, None)
         if earlier is not None:  # a replica was at capacity
             earlier.end(computed=False)
         ranked = await self._ranks.rank(pending_request, list(replicas))
         if ranked.route is not None:
-            sent = _Sent(ranked)
+            sent = SentRequest(ranked)
             setattr(pending_request, _SENT, sent)
             pending_request.future.add_done_callback(sent.end_if_cancelled)
-        self._log()
         groups = ([replicas[key] for key in group if isinstance(key, ReplicaID)] for group in ranked.groups)
         return [group for group in groups if group]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Follow a request that a replica has accepted, until its first item, its answer or its failure."""
-        sent: _Sent | None = getattr(pending_request, _SENT, None)
+        sent: SentRequest | None = getattr(pending_request, _SENT, None)
         if sent is None or self._loop is None:
             return
         delattr(pending_request, _SENT)
@@ -161,64 +158,12 @@ class RaydixRequestRouter(RequestRouter):
             self._moves.add(move)
             move.add_done_callback(self._moves.discard)
 
-    async def _move(self, sent: _Sent, caches: list[str]) -> None:
+    async def _move(self, sent: SentRequest, caches: list[str]) -> None:
         sent.take(await self._ranks.move(sent.ranked, caches))
 
-    # ---------------------------------------------------------------- counts
-
     def stats(self) -> ReplicaRouterStats:
-        """Return the counts of this router since its start."""
-        name = f"{self.app_name}:{self._deployment_id.name}"
-        return self._ranks.stats(name, sum(map(len, self._open.values())))
-
-    def _log(self) -> None:
-        assert self._loop is not None
-        if self._loop.time() < self._log_at:
-            return
-        self._log_at = self._loop.time() + _LOG_S
-        counts = self.stats().model_dump(exclude={"fleet", "open_routes"})
-        if counts != self._logged:
-            self._logged = counts
-            logger.info("routes: %s", counts)
-
-
-class _Sent:
-    """A request that has a route: the route ends once, by whichever sign comes first."""
-
-    def __init__(self, ranked: Ranked) -> None:
-        self.ranked = ranked
-        self._route = ranked.route
-        self._computed: bool | None = None  # None: it is open
-
-    def take(self, route: Route | None) -> None:
-        """Replace the route. If the request has ended, the new one ends too."""
-        self._route = route
-        if self._computed is not None:
-            self._end_route(self._computed)
-
-    def end(self, computed: bool) -> None:
-        """End the route. Idempotent."""
-        if self._computed is None:
-            self._computed = computed
-            self._end_route(computed)
-
-    def end_if_cancelled(self, future: asyncio.Future[Any]) -> None:
-        """End the route if the caller has given the request up before a replica took it."""
-        if future.cancelled():
-            self.end(computed=False)
-
-    def _end_route(self, computed: bool) -> None:
-        if self._route is None:
-            return
-        if computed:
-            self._route.first_token()
-        else:
-            self._route.cancel()
-
-
-def running_routers() -> list[RaydixRequestRouter]:
-    """Return the routers of this process, to read their `stats`."""
-    return list(_routers)
+        """Return the counts of this router since its start. `running_routers` returns all of a process."""
+        return self._ranks.stats()
 
 
 def _watch_first_item(result: Any, note: Callable[[], None]) -> None:

@@ -102,7 +102,6 @@ class ReplicaRouterStats(_Facts):
     prompt_tokens: int = Field(description="of these requests")
     prefix_tokens: int = Field(description="of these, that were stored at the chosen cache, as the router knew")
     moved: int = Field(description="of these requests, those that another replica took, at a cache that cost more")
-    open_routes: int = Field(description="without a first item, an answer or a failure")
     least_loaded: dict[str, int] = Field(description="requests that went to the least loaded replica, by cause")
     replicas: dict[str, int] = Field(description="the number of replicas of each cache")
     unpaired: int = Field(description="replicas without a cache that gets requests")

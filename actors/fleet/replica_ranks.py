@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 NO_CACHE = "no cache"  # why a request goes to the least loaded replica, as the causes of `PromptReader`
 _CONNECT_S = 5.0  # for one attempt to find the caches
+_LOG_S = 60.0  # between two lines with the counts
+_running: weakref.WeakSet[ReplicaRanks] = weakref.WeakSet()
 
 
 class FleetOptions(NamedTuple):
@@ -46,7 +49,13 @@ class ReplicaRanks:
     that has a replica, all replicas are one group.
     """
 
-    def __init__(self, options: FleetOptions, reader: PromptReader) -> None:
+    def __init__(self, deployment: str, options: FleetOptions, reader: PromptReader) -> None:
+        """Make it without replicas; `set_replicas` gives it some.
+
+        Args:
+            deployment: a name, for the counts.
+        """
+        self._deployment = deployment
         self._options = options
         self._reader = reader
         self._fleet: Fleet | None = None
@@ -55,6 +64,9 @@ class ReplicaRanks:
         self._paired_at = -1  # `Fleet.num_changes` when they were paired
         self._connecting: asyncio.Task[None] | None = None
         self._counts: Counter[str] = Counter()
+        self._log_at = 0.0
+        self._logged: dict[str, Any] = {}
+        _running.add(self)
 
     # ---------------------------------------------------------------- life
 
@@ -116,6 +128,7 @@ class ReplicaRanks:
             request: as the function that reads prompts takes it.
             keys: of the replicas that may get the request.
         """
+        self._log()
         if self._has_pairs():
             prompt = await self._reader.read(request)
             if prompt is None:  # which the reader has counted
@@ -167,25 +180,39 @@ class ReplicaRanks:
         except CacheError:
             return None
 
-    def stats(self, deployment: str, open_routes: int) -> ReplicaRouterStats:
-        """Return the counts."""
+    def stats(self) -> ReplicaRouterStats:
+        """Return the counts since the start."""
         pairs = self._paired()
         by_cache = {} if pairs is None else pairs.by_cache
         paired = {key for keys in by_cache.values() for key in keys}
         causes = Counter(self._reader.counts)
         causes[NO_CACHE] += self._counts[NO_CACHE]
         return ReplicaRouterStats(
-            deployment=deployment,
+            deployment=self._deployment,
             routes=self._counts["routes"],
             prompt_tokens=self._counts["prompt"],
             prefix_tokens=self._counts["prefix"],
             moved=self._counts["moved"],
-            open_routes=open_routes,
             least_loaded=dict(+causes),
             replicas={name: len(keys) for name, keys in sorted(by_cache.items())},
             unpaired=len(self._places) - len(paired),
             fleet=None if self._fleet is None else self._fleet.stats(),
         )
+
+    def _log(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._log_at:
+            return
+        self._log_at = now + _LOG_S
+        counts = self.stats().model_dump(exclude={"fleet"})
+        if counts != self._logged:
+            self._logged = counts
+            logger.info("requests that were routed: %s", counts)
+
+
+def running_routers() -> list[ReplicaRanks]:
+    """Return those of this process, to read their `stats`: one for each deployment that it calls by a handle."""
+    return list(_running)
 
 
 def least_loaded(keys: Sequence[Hashable]) -> list[list[Hashable]]:

@@ -29,7 +29,7 @@ class Request:
 @asynccontextmanager
 async def ranked(caches: dict[str, LocalPrefixCache]) -> AsyncIterator[ReplicaRanks]:
     reader = PromptReader("raydix.actors.serve_tokens:token_ids", None, 60)
-    ranks = ReplicaRanks(FleetOptions(caches, RouteConfig(), "raydix", None), reader)
+    ranks = ReplicaRanks("d", FleetOptions(caches, RouteConfig(), "raydix", None), reader)
     ranks.set_replicas(REPLICAS)
     ranks.connect()
     try:
@@ -45,7 +45,7 @@ def two_caches() -> dict[str, LocalPrefixCache]:
 
 
 async def until_paired(ranks: ReplicaRanks, **replicas: int) -> None:
-    await until(lambda: ranks.stats("d", 0).replicas == replicas)
+    await until(lambda: ranks.stats().replicas == replicas)
 
 
 async def test_the_replicas_of_the_longest_prefix_come_first_and_those_without_a_cache_last() -> None:
@@ -59,9 +59,9 @@ async def test_the_replicas_of_the_longest_prefix_come_first_and_those_without_a
         assert [sorted(map(str, group)) for group in found.groups] == [["2", "3"], ["1"], ["4"]]
         assert found.route is not None and found.route.prefix_len == 4 * STRIDE
         assert ranks.caches_of(2) == ["b"] and ranks.caches_of(4) == []
-        stats = ranks.stats("d", 1)
+        stats = ranks.stats()
         assert (stats.routes, stats.prompt_tokens, stats.prefix_tokens) == (1, 5 * STRIDE, 4 * STRIDE)
-        assert (stats.unpaired, stats.open_routes, stats.least_loaded) == (1, 1, {})
+        assert (stats.deployment, stats.unpaired, stats.least_loaded) == ("d", 1, {})
 
 
 async def test_replicas_that_may_not_get_the_request_are_left_out() -> None:
@@ -83,10 +83,10 @@ async def test_a_route_counts_at_the_cache_of_the_replica_that_took_the_request(
         route = await ranks.move(found, ranks.caches_of(1))
 
         assert route is not None and route.cache == "a"
-        fleet = ranks.stats("d", 0).fleet
+        fleet = ranks.stats().fleet
         assert fleet is not None
         assert {each.cache: each.open_routes for each in fleet.caches} == {"a": 1, "b": 0}
-        assert ranks.stats("d", 0).moved == 1
+        assert ranks.stats().moved == 1
         route.cancel()
         assert await ranks.move(found, []) is None
 
@@ -95,7 +95,7 @@ async def test_only_caches_with_replicas_are_compared() -> None:
     caches = two_caches() | {"lonely": LocalPrefixCache(slim())}
     await publish(caches["lonely"], prompt(1, 4))
     async with ranked(caches) as ranks:
-        await until(lambda: len(getattr(ranks.stats("d", 0).fleet, "caches", ())) == 3)
+        await until(lambda: len(getattr(ranks.stats().fleet, "caches", ())) == 3)
 
         found = await ranks.rank(Request(prompt(1, 5)), KEYS)
 
@@ -117,7 +117,7 @@ async def test_without_caches_or_tokens_all_replicas_are_one_group() -> None:
         await until_paired(ranks)
         assert (await ranks.rank(Request(prompt(1, 1)), KEYS)).route is None
 
-        assert ranks.stats("d", 0).least_loaded == {"no cache": 2, "no tokens": 1, "failed": 2}
+        assert ranks.stats().least_loaded == {"no cache": 2, "no tokens": 1, "failed": 2}
         for cache in gone:
             await cache.close()
 
