@@ -10,10 +10,12 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raydix.actors.deploy import NAMESPACE, StartOptions, check_handle, connect, find, start_cache
+from raydix.actors.deploy import NAMESPACE, StartOptions, check_handle, connect, find, find_caches, start_cache
+from raydix.actors.transport.pool_memory import gpu_uuids
 from raydix.actors.transport.ray_calls import from_ray
 from raydix.actors.transport.validation import checked_seconds
-from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, PoolHandle
+from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, InvalidRequest, PoolHandle
+from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -77,6 +79,44 @@ def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout
         group, bundle = place
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return NodeAffinitySchedulingStrategy(handle.node_id, soft=False)
+
+
+def nearest_cache(pattern: str, *, place: int = 0, namespace: str = NAMESPACE, timeout_s: float = 60) -> str:
+    """Return the name of a cache on this node: on a card that this process sees, if there are any such caches.
+
+    Workers of one node that count their places from 0 are spread evenly over its caches.
+
+        name = nearest_cache("chat-*", place=serve.get_replica_context().rank.local_rank)
+
+    Args:
+        pattern: of the caches' names, as of a shell.
+        place: of this worker among those of the node. Of several caches, in the order of their names, it chooses one.
+
+    Raises:
+        CacheUnavailable: no such cache runs on this node, or it does not answer within `timeout_s`.
+        InvalidRequest: `place` is negative, or `timeout_s` is not a finite number of seconds.
+    """
+    if not isinstance(place, int) or place < 0:
+        raise InvalidRequest(f"place must be a number from 0, such as a replica's local_rank, not {brief(place)}")
+    checked_seconds(timeout_s)
+    asked = {name: handle.pool_handle.remote() for name, handle in sorted(find_caches(pattern, namespace).items())}
+    answered = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)[0]) if asked else set()
+    node_id = ray.get_runtime_context().get_node_id()
+    here: dict[str, str | None] = {}  # the card of each cache
+    for name, answer in asked.items():
+        if answer not in answered:
+            continue
+        try:
+            pool = cast(PoolHandle, ray.get(answer))
+        except RayError:  # it has ended, or restarts
+            continue
+        if pool.node_id == node_id:
+            here[name] = pool.gpu_uuid
+    if not here:
+        raise CacheUnavailable(f"no cache with a name like {pattern!r} runs on node {node_id}: start one there")
+    cards = gpu_uuids() if any(here.values()) else []
+    near = [name for name, card in here.items() if card in cards] or list(here)
+    return near[place % len(near)]
 
 
 def remove_placement(name: str, namespace: str = NAMESPACE) -> None:

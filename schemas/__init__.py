@@ -81,7 +81,14 @@ from raydix.schemas.responses import (
     WaitingResponse,
     WindowResponse,
 )
-from raydix.schemas.routing import FleetCacheStats, FleetStats, RouteCandidate, RouteConfig, RouteExplanation
+from raydix.schemas.routing import (
+    FleetCacheStats,
+    FleetStats,
+    ReplicaRouterStats,
+    RouteCandidate,
+    RouteConfig,
+    RouteExplanation,
+)
 from raydix.schemas.slim_events import (
     CacheLoad,
     PackedEvents,
@@ -166,6 +173,7 @@ __all__ = [
     "RecordingStatus",
     "ReleaseRequest",
     "ReleaseWindowRequest",
+    "ReplicaRouterStats",
     "ResetRequest",
     "RetireRequest",
     "RetireResponse",

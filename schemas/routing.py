@@ -92,3 +92,17 @@ class RouteExplanation(_Facts):
     stride_tokens: int = Field(description="prefixes are compared in units of it")
     weight: float = Field(description="RouteConfig.weight")
     candidates: tuple[RouteCandidate, ...] = Field(description="the least cost first; of equal costs a random one wins")
+
+
+class ReplicaRouterStats(_Facts):
+    """The requests that a router has sent to the replicas of a deployment, in the process of the router."""
+
+    deployment: str = Field(description="the name, after that of its application")
+    routes: int = Field(description="requests that went to a replica by their prefix and the load of the caches")
+    prompt_tokens: int = Field(description="of these requests")
+    prefix_tokens: int = Field(description="of these, that were stored at the chosen cache, as the router knew")
+    moved: int = Field(description="of these requests, those that another replica took, at a cache that cost more")
+    least_loaded: dict[str, int] = Field(description="requests that went to the least loaded replica, by cause")
+    replicas: dict[str, int] = Field(description="the number of replicas of each cache")
+    unpaired: int = Field(description="replicas without a cache that gets requests")
+    fleet: FleetStats | None = Field(description="the router's knowledge of the caches; None: no cache was found yet")

@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.fleet.cache_directory import CacheSource
-from raydix.actors.fleet.membership import CacheFacts, PageShape
+from raydix.actors.fleet.membership import CacheFacts, CachePlace, PageShape
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.cache_core import Applied, PageIndex
 from raydix.schemas import CacheError, CacheUnavailable, KVEventBatch, SlimEventBatch, SlimEventSnapshot, StaleEpoch
@@ -34,6 +34,7 @@ class CacheFeed:
         facts: as the cache has given them last; None: it has not answered yet.
         verdict: why the fleet leaves the cache out; empty: it is in; None: this is not decided.
         trouble: the last error, until the cache answers again; empty: none.
+        place: where the cache runs; None: it has not got requests yet.
         column: of the index; None: the cache gets no requests.
         heard_at: loop time of the last batch or snapshot.
         num_routes: requests that were routed here.
@@ -63,6 +64,7 @@ class CacheFeed:
         self.facts: CacheFacts | None = None
         self.verdict: str | None = None
         self.trouble = ""
+        self.place: CachePlace | None = None
         self.column: int | None = None
         self.heard_at = 0.0
         self.num_routes = self.num_refused = self.missed_tokens = self.num_batches = self.num_snapshots = 0
@@ -147,6 +149,8 @@ class CacheFeed:
                 async with asyncio.timeout(_RECHECK_S):
                     await self._admitted.wait()
             await self.refresh()
+        pool, _ = await self.client.session.ask_for_pool()
+        self.place = CachePlace(self.name, pool.node_id, pool.gpu_uuid)
         snapshot = await self._snapshot()
         if snapshot is None:
             return

@@ -16,7 +16,7 @@ from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.fleet.cache_directory import CacheDirectory, CacheSource, directory_of
 from raydix.actors.fleet.cache_feed import CacheFeed
 from raydix.actors.fleet.cost import MAX_ALL, Candidate, choose, compared, cost
-from raydix.actors.fleet.membership import PageShape, left_out_causes
+from raydix.actors.fleet.membership import CachePlace, PageShape, left_out_causes
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.actors.fleet.route import Route
 from raydix.actors.transport.validation import checked_namespace, checked_seconds, checked_tokens, make_request
@@ -117,6 +117,7 @@ class Fleet:
     Attributes:
         index: the pages of the caches.
         config: how a cache is chosen.
+        num_changes: rises whenever a cache begins or ceases to get requests.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Fleet:
         self._chores: set[asyncio.Task[None]] = set()
         self._is_alive = asyncio.Event()  # set while a cache can get requests
         self._num_routes = 0
+        self.num_changes = 0
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -253,6 +255,7 @@ class Fleet:
 
     def _note_change(self) -> None:
         self._has_changed.set()
+        self.num_changes += 1
         self._by_column = {feed.column: feed for feed in self._feeds.values() if feed.column is not None}
         self._columns = list(self._by_column)
         if self._columns:
@@ -291,7 +294,13 @@ class Fleet:
     # ---------------------------------------------------------------- routes
 
     async def route(
-        self, tokens: Any, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+        among: Collection[str] | None = None,
     ) -> Route:
         """Choose a cache for a request, and count the request there until its first token.
 
@@ -299,14 +308,20 @@ class Fleet:
 
         Args:
             tokens: the ids of the prompt, as in `PrefixCacheClient.acquire`, and so are the following.
+            among: the names of the caches to choose from; None: all.
 
         Raises:
-            CacheUnavailable: no cache was alive for `timeout_s`.
+            CacheUnavailable: no cache was alive for `timeout_s`, or none of `among` is alive.
             InvalidRequest: an argument is wrong, or the router was closed.
         """
         packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
         await self._wait_alive()
-        return self._send(self._prompt(packed, namespace), ())
+        columns = self._columns
+        if among is not None:
+            columns = [column for column, feed in self._by_column.items() if feed.name in among]
+            if not columns:
+                raise CacheUnavailable(f"none of the {len(among)} caches in `among` is alive: route among others")
+        return self._send(self._prompt(packed, namespace), columns)
 
     def client(self, route: Route) -> PrefixCacheClient:
         """Return the client of a route's cache. It belongs to the router: do not close it.
@@ -451,10 +466,17 @@ class Fleet:
             promised_len=expected * stride,
             uncached_tokens=int(best.uncached),
             pending_tokens=int(best.pending),
+            next_best=self._names_of(candidates, best),
             why=f"least cost of {len(candidates)}: {best.pending:.0f} pending + {self.config.weight:g} * "
             f"{best.uncached:.0f} uncached tokens",
             end=end,
         )
+
+    def _names_of(self, candidates: list[Candidate], best: Candidate) -> tuple[str, ...]:
+        """Return the names of the other candidates, the cheapest first."""
+        others = [each for each in candidates if each is not best]
+        others.sort(key=lambda each: cost(each, self.config.weight))
+        return tuple(self._by_column[each.cache].name for each in others)
 
     @property
     def _stride(self) -> int:
@@ -543,6 +565,10 @@ class Fleet:
             snapshots=feed.num_snapshots,
             silent_s=self._loop.time() - feed.heard_at,
         )
+
+    def places(self) -> list[CachePlace]:
+        """Return the places of the caches that get requests."""
+        return [feed.place for feed in self._by_column.values() if feed.place is not None]
 
     def columns(self) -> dict[str, int]:
         """Return the column of each cache in `index`, by name."""

@@ -34,6 +34,14 @@ class CacheFacts(NamedTuple):
         return cls(config.events, shape, stats.model_fingerprint or config.fingerprint)
 
 
+class CachePlace(NamedTuple):
+    """Where a cache runs."""
+
+    name: str
+    node_id: str  # as Ray gives it; "local" of a cache without an actor
+    gpu_uuid: str | None  # of the card with the pool; None: the pool lies in memory
+
+
 def left_out_causes(
     facts: Mapping[str, CacheFacts], shape: PageShape | None, fingerprint: str | None
 ) -> tuple[PageShape | None, dict[str, str]]:

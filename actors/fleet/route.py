@@ -22,10 +22,20 @@ class Route:
         promised_len: tokens that are stored there, or will be once earlier requests are computed; at least prefix_len.
         uncached_tokens: the other tokens of the prompt, which the cache's worker has to compute.
         pending_tokens: tokens that are computed there, or wait for it, without this request.
+        next_best: the names of the other caches that were compared, the cheapest first.
         why: the reason for the choice, as text.
     """
 
-    __slots__ = ("_end", "cache", "pending_tokens", "prefix_len", "promised_len", "uncached_tokens", "why")
+    __slots__ = (
+        "_end",
+        "cache",
+        "next_best",
+        "pending_tokens",
+        "prefix_len",
+        "promised_len",
+        "uncached_tokens",
+        "why",
+    )
 
     def __init__(
         self,
@@ -35,6 +45,7 @@ class Route:
         promised_len: int,
         uncached_tokens: int,
         pending_tokens: int,
+        next_best: tuple[str, ...],
         why: str,
         end: Callable[[bool], None],
     ) -> None:
@@ -48,6 +59,7 @@ class Route:
         self.promised_len = promised_len
         self.uncached_tokens = uncached_tokens
         self.pending_tokens = pending_tokens
+        self.next_best = next_best
         self.why = why
         self._end = end
 

@@ -209,6 +209,11 @@ def gpu_uuid_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def gpu_uuids() -> list[str]:
+    """Return the identities of the cards that this process sees."""
+    return [gpu_uuid_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+
+
 def export_cuda(storage: torch.Tensor) -> bytes:
     """Return a CUDA IPC handle of a tensor, for `open_cuda_pool`. The tensor must outlive every mapping."""
     from torch.multiprocessing.reductions import reduce_tensor

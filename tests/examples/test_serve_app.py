@@ -43,6 +43,43 @@ print(json.dumps({"first": first, "again": again, "sessions": sessions, "refused
 serve.shutdown()
 ray.shutdown()
 """
+ROUTED = """
+import json, logging, os, socket, time, urllib.request
+os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "100"  # the machine may be busy
+import ray
+from ray import serve
+
+quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+ray.init("local", num_cpus=4, runtime_env={"working_dir": working_dir}, **quiet)
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+serve.start(http_options={"port": port})
+import serve_app
+serve.run(serve_app.routed(serve_app.Layout()), name="model")
+
+from ray.util import list_named_actors
+names = sorted(each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == "raydix")
+
+def ask(tokens):
+    body = json.dumps({"token_ids": tokens, "max_new_tokens": 4}).encode()
+    return json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}", body))
+
+def talk(number):
+    prompt = [(37 * number + place) % 256 for place in range(96)]
+    ask(prompt[:64])
+    time.sleep(0.5)
+    return [ask(prompt)["prefix_len"] for _ in range(4)]
+
+deadline = time.monotonic() + 200
+for number in range(100):  # until the router knows the caches
+    if talk(number) == [48, 80, 80, 80] or time.monotonic() > deadline:
+        break
+talks = [talk(number) for number in range(200, 206)]
+print(json.dumps({"names": len(names), "talks": talks}))
+serve.shutdown()
+ray.shutdown()
+"""
 
 
 def options() -> dict[str, str]:
@@ -63,13 +100,17 @@ def run_program(text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.ray
-def test_replicas_share_the_cache_of_their_node() -> None:
+def needs_serve() -> None:
     pytest.importorskip(
         "ray.serve",
         reason="needs Ray Serve: .venv/bin/pip install -c constraints.txt -e '.[serve]'",
         exc_type=ImportError,
     )
+
+
+@pytest.mark.ray
+def test_replicas_share_the_cache_of_their_node() -> None:
+    needs_serve()
 
     done = run_program(PROGRAM)
 
@@ -80,6 +121,19 @@ def test_replicas_share_the_cache_of_their_node() -> None:
     assert [each["prefix_len"] for each in told["again"]] == [48] * 13  # from any replica: all pages but the last hit
     assert told["refused"] == [400] * 5
     assert all(each["token_ids"] == told["first"]["token_ids"] for each in told["again"])
+
+
+@pytest.mark.ray
+def test_with_a_router_each_prompt_stays_at_its_cache() -> None:
+    needs_serve()
+
+    done = run_program(ROUTED)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert told["names"] == 2
+    for first, *others in told["talks"]:  # the second turn of each, and the same again
+        assert first >= 48 and min(others) >= 80, told
 
 
 def test_without_serve_the_example_names_the_package_to_install() -> None:

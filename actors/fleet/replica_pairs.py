@@ -1,0 +1,52 @@
+"""Which replicas of a deployment compute for which cache: by the cache's name, by node and GPU, or by node."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from raydix.actors.fleet.membership import CachePlace
+
+CACHE_KEY, GPU_KEY = "raydix_cache", "raydix_gpu"  # of a replica's metadata
+
+
+class ReplicaPlace(NamedTuple):
+    """Where a replica runs."""
+
+    key: Hashable  # the replica's id
+    node_id: str | None  # as Ray gives it; None: not known
+    cache: str | None = None  # the name of the replica's cache; None: the replica gives none
+    gpu_uuid: str | None = None  # of the replica's card; None: the replica gives none
+
+    @classmethod
+    def of(cls, key: Hashable, node_id: str | None, metadata: Mapping[str, Any]) -> ReplicaPlace:
+        """Return the place of a replica, from the metadata that the replica publishes."""
+        return cls(key, node_id, metadata.get(CACHE_KEY), metadata.get(GPU_KEY))
+
+
+def caches_of(replica: ReplicaPlace, caches: Iterable[CachePlace]) -> list[str]:
+    """Return the names of the caches that a replica may use.
+
+    A replica that names its cache uses that one. A replica that names its GPU uses the caches on that card. Any other
+    replica uses the caches of its node: where these are several, the router cannot know which, and sends the requests
+    of each of them to all replicas of the node.
+    """
+    if replica.cache is not None:
+        return [each.name for each in caches if each.name == replica.cache]
+    here = [each for each in caches if each.node_id == replica.node_id]
+    same_card = [each.name for each in here if replica.gpu_uuid is not None and each.gpu_uuid == replica.gpu_uuid]
+    return same_card or [each.name for each in here]
+
+
+class ReplicaPairs:
+    """The replicas of each cache, and the caches of each replica. A cache may have several replicas, or none."""
+
+    def __init__(self, replicas: Iterable[ReplicaPlace], caches: Iterable[CachePlace]) -> None:
+        caches = list(caches)
+        self.by_cache: dict[str, list[Hashable]] = {}  # caches with at least one replica
+        self.by_replica: dict[Hashable, list[str]] = {}
+        for replica in replicas:
+            names = self.by_replica[replica.key] = caches_of(replica, caches)
+            for name in names:
+                self.by_cache.setdefault(name, []).append(replica.key)
+        self.cover_all = len(self.by_cache) == len(caches)  # every cache has a replica

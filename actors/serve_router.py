@@ -1,0 +1,202 @@
+"""`RaydixRequestRouter`: Ray Serve sends each request to the replica with the cache that holds its prefix.
+
+    from ray.serve.config import RequestRouterConfig
+
+    @serve.deployment(
+        num_replicas=4,
+        request_router_config=RequestRouterConfig(
+            request_router_class="raydix.actors.serve_router.RaydixRequestRouter",
+            request_router_kwargs={"caches": "chat-*", "tokens_of": "raydix.actors.serve_tokens:token_ids"},
+        ),
+    )
+    class Model: ...
+
+A router runs in each process that calls the deployment by a handle; `running_routers` lists those of a process. Needs
+Ray 2.60 or later.
+
+Serve copies the names of this module into such a process, by value. So state that a process shares lies elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raydix.actors.deploy import NAMESPACE
+from raydix.actors.fleet.prompt_reader import PromptReader
+from raydix.actors.fleet.replica_pairs import ReplicaPlace
+from raydix.actors.fleet.replica_ranks import FleetOptions, ReplicaRanks, running_routers
+from raydix.actors.fleet.sent_request import SentRequest
+from raydix.schemas import InvalidRequest, ReplicaRouterStats, RouteConfig
+from raydix.schemas.shown import brief
+
+try:
+    from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+except ImportError as error:
+    raise ImportError("Ray Serve needs the extra: pip install 'raydix[serve]'") from error
+if not hasattr(RunningReplica, "replica_metadata"):
+    raise ImportError("RaydixRequestRouter needs Ray 2.60 or later: pip install 'ray[serve]>=2.60'")
+
+__all__ = ["RaydixRequestRouter", "running_routers"]
+
+_SENT = "raydix_sent"  # the attribute of a pending request that keeps its `SentRequest`
+
+
+class RaydixRequestRouter(RequestRouter):
+    """Ranks the replicas of a deployment by what their caches hold of a request's prompt, and what waits there.
+
+    Each replica belongs to the cache that it names, as `"raydix_cache"` in the dict of its `record_replica_metadata`;
+    else to the caches of its node on the GPU that it names, as `"raydix_gpu"` (the UUID); else to all caches of its
+    node. Several replicas may belong to one cache: the least loaded of them gets the request. If all of them are at
+    capacity or gone, the request goes to the replicas of the next best cache. A replica without a cache comes last.
+
+    A request counts at its cache until its caller takes the first streamed item, it is answered or cancelled, it fails,
+    or its replica dies; `RouteConfig.promise_ttl_s` at most. Where Serve gives the router no sign of these
+    (`handle.choose_replica`, Ray Client), it counts for that time.
+
+    A request without tokens goes to the least loaded replica, and so does every request while no cache with a replica
+    is alive. `stats` has the number of these, by cause. The counts are logged once a minute, if they have changed.
+    Neither the locality of Serve's default router nor its placement of multiplexed models is heeded.
+    """
+
+    def initialize_state(  # type: ignore[override]  # Serve calls it with the kwargs of the configuration
+        self,
+        caches: str,
+        tokens_of: str,
+        tokens_of_kwargs: Mapping[str, Any] | None = None,
+        tokens_of_timeout_s: float = 0.05,
+        route: Mapping[str, Any] | None = None,
+        namespace: str = NAMESPACE,
+        fingerprint: str | None = None,
+    ) -> None:
+        """Take the `request_router_kwargs`. The caches are looked for as soon as there are replicas.
+
+        Args:
+            caches: a pattern of the names of cache actors, as of `connect_fleet`.
+            tokens_of: "module:function". It is called with a `PendingRequest` of Serve, in a thread, and returns
+                `(tokens, namespace)` as `PrefixCacheClient.acquire` takes them, or None; the namespace is a
+                `CacheNamespace` or None. Or "module:Class": an object of the class is called.
+            tokens_of_kwargs: keyword arguments of the class.
+            tokens_of_timeout_s: seconds; a request without tokens by then goes to the least loaded replica.
+            route: the fields of `RouteConfig`.
+            namespace: the Ray namespace of the caches.
+            fingerprint: of the base model, as of `connect_fleet`.
+
+        Raises:
+            InvalidRequest: an argument is wrong; the message names it.
+        """
+        if not isinstance(caches, str) or not caches:
+            raise InvalidRequest(f'caches must be a pattern of names, such as "chat-*", not {brief(caches)}')
+        options = FleetOptions(caches, RouteConfig(**(route or {})), namespace, fingerprint)
+        reader = PromptReader(tokens_of, tokens_of_kwargs, tokens_of_timeout_s)
+        self._ranks = ReplicaRanks(f"{self.app_name}:{self._deployment_id.name}", options, reader)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: defaultdict[ReplicaID, set[SentRequest]] = defaultdict(set)  # by the replica that has the request
+        self._moves: set[asyncio.Task[None]] = set()
+
+    # ---------------------------------------------------------------- replicas
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take the running replicas. Serve calls this on the router's loop."""
+        super().update_replicas(replicas)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._ranks.connect()
+            weakref.finalize(self, _close, self._loop, self._ranks).atexit = False
+        self._ranks.set_replicas(
+            [ReplicaPlace.of(each.replica_id, each.node_id, each.replica_metadata) for each in replicas]
+        )
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Drop a replica, and end the routes of its requests."""
+        super().on_replica_actor_died(replica_id)
+        for sent in self._open.pop(replica_id, set()):
+            sent.end(computed=False)
+
+    # ---------------------------------------------------------------- requests
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas for a request in groups, the best first. Serve takes the least loaded of a group."""
+        replicas = {each.replica_id: each for each in candidate_replicas}
+        if pending_request is None:
+            return [list(replicas.values())]
+        earlier: SentRequest | None = getattr(pending_request, _SENT, None)
+        if earlier is not None:  # a replica was at capacity
+            earlier.end(computed=False)
+        ranked = await self._ranks.rank(pending_request, list(replicas))
+        if ranked.route is not None:
+            sent = SentRequest(ranked)
+            setattr(pending_request, _SENT, sent)
+            pending_request.future.add_done_callback(sent.end_if_cancelled)
+        groups = ([replicas[key] for key in group if isinstance(key, ReplicaID)] for group in ranked.groups)
+        return [group for group in groups if group]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Follow a request that a replica has accepted, until its first item, its answer or its failure."""
+        sent: SentRequest | None = getattr(pending_request, _SENT, None)
+        if sent is None or self._loop is None:
+            return
+        delattr(pending_request, _SENT)
+        loop, opened = self._loop, self._open[replica_id]
+        opened.add(sent)
+
+        def end(computed: bool) -> None:
+            opened.discard(sent)
+            sent.end(computed)
+
+        result.add_done_callback(lambda outcome: _call_in(loop, end, not isinstance(outcome, BaseException)))
+        if pending_request.metadata.is_streaming:
+            _watch_first_item(result, lambda: _call_in(loop, end, True))
+        caches = self._ranks.caches_of(replica_id)
+        if sent.ranked.route is not None and sent.ranked.route.cache not in caches:
+            move = loop.create_task(self._move(sent, caches))
+            self._moves.add(move)
+            move.add_done_callback(self._moves.discard)
+
+    async def _move(self, sent: SentRequest, caches: list[str]) -> None:
+        sent.take(await self._ranks.move(sent.ranked, caches))
+
+    def stats(self) -> ReplicaRouterStats:
+        """Return the counts of this router since its start. `running_routers` returns all of a process."""
+        return self._ranks.stats()
+
+
+def _watch_first_item(result: Any, note: Callable[[], None]) -> None:
+    """Call a function when the caller has taken the first item of a streamed answer.
+
+    The methods of this one answer are replaced, and put back with the first item.
+    """
+    take, take_later = result.__next__, result.__anext__
+
+    def note_once() -> None:
+        result.__dict__.pop("__next__", None)
+        result.__dict__.pop("__anext__", None)
+        note()
+
+    def first() -> Any:
+        item = take()
+        note_once()
+        return item
+
+    async def first_later() -> Any:
+        item = await take_later()
+        note_once()
+        return item
+
+    result.__dict__.update(__next__=first, __anext__=first_later)
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function on a loop, from any thread. A loop that is closed needs no counts."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *arguments)
+
+
+def _close(loop: asyncio.AbstractEventLoop, ranks: ReplicaRanks) -> None:
+    if not loop.is_closed():
+        asyncio.run_coroutine_threadsafe(ranks.close(), loop)

@@ -1,0 +1,129 @@
+"""`ReplicaRanks`: replicas in the order of their caches' costs, with caches in this process and no Serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from support.fleet.running_fleet import STRIDE, prompt, publish, slim, until
+
+from raydix.actors import LocalPrefixCache
+from raydix.actors.fleet.prompt_reader import PromptReader
+from raydix.actors.fleet.replica_pairs import ReplicaPlace
+from raydix.actors.fleet.replica_ranks import FleetOptions, ReplicaRanks, least_loaded
+from raydix.schemas import RouteConfig
+
+REPLICAS = [ReplicaPlace(1, "x", "a"), ReplicaPlace(2, "x", "b"), ReplicaPlace(3, "x", "b"), ReplicaPlace(4, "x")]
+KEYS = [1, 2, 3, 4]
+
+
+class Request:
+    """A request as `token_ids` takes it."""
+
+    def __init__(self, tokens: Any) -> None:
+        self.args = [tokens]
+        self.kwargs: dict[str, Any] = {}
+
+
+@asynccontextmanager
+async def ranked(caches: dict[str, LocalPrefixCache]) -> AsyncIterator[ReplicaRanks]:
+    reader = PromptReader("raydix.actors.serve_tokens:token_ids", None, 60)
+    ranks = ReplicaRanks("d", FleetOptions(caches, RouteConfig(), "raydix", None), reader)
+    ranks.set_replicas(REPLICAS)
+    ranks.connect()
+    try:
+        yield ranks
+    finally:
+        await ranks.close()
+        for cache in caches.values():
+            await cache.close()
+
+
+def two_caches() -> dict[str, LocalPrefixCache]:
+    return {"a": LocalPrefixCache(slim()), "b": LocalPrefixCache(slim())}
+
+
+async def until_paired(ranks: ReplicaRanks, **replicas: int) -> None:
+    await until(lambda: ranks.stats().replicas == replicas)
+
+
+async def test_the_replicas_of_the_longest_prefix_come_first_and_those_without_a_cache_last() -> None:
+    caches = two_caches()
+    await publish(caches["b"], prompt(1, 4))
+    async with ranked(caches) as ranks:
+        await until_paired(ranks, a=1, b=2)
+
+        found = await ranks.rank(Request(prompt(1, 5)), KEYS)
+
+        assert [sorted(map(str, group)) for group in found.groups] == [["2", "3"], ["1"], ["4"]]
+        assert found.route is not None and found.route.prefix_len == 4 * STRIDE
+        assert ranks.caches_of(2) == ["b"] and ranks.caches_of(4) == []
+        stats = ranks.stats()
+        assert (stats.routes, stats.prompt_tokens, stats.prefix_tokens) == (1, 5 * STRIDE, 4 * STRIDE)
+        assert (stats.deployment, stats.unpaired, stats.least_loaded) == ("d", 1, {})
+
+
+async def test_replicas_that_may_not_get_the_request_are_left_out() -> None:
+    caches = two_caches()
+    await publish(caches["b"], prompt(1, 4))
+    async with ranked(caches) as ranks:
+        await until_paired(ranks, a=1, b=2)
+
+        assert (await ranks.rank(Request(prompt(1, 5)), [1, 3])).groups == [[3], [1]]
+
+
+async def test_a_route_counts_at_the_cache_of_the_replica_that_took_the_request() -> None:
+    caches = two_caches()
+    await publish(caches["b"], prompt(1, 4))
+    async with ranked(caches) as ranks:
+        await until_paired(ranks, a=1, b=2)
+        found = await ranks.rank(Request(prompt(1, 5)), KEYS)
+
+        route = await ranks.move(found, ranks.caches_of(1))
+
+        assert route is not None and route.cache == "a"
+        fleet = ranks.stats().fleet
+        assert fleet is not None
+        assert {each.cache: each.open_routes for each in fleet.caches} == {"a": 1, "b": 0}
+        assert ranks.stats().moved == 1
+        route.cancel()
+        assert await ranks.move(found, []) is None
+
+
+async def test_only_caches_with_replicas_are_compared() -> None:
+    caches = two_caches() | {"lonely": LocalPrefixCache(slim())}
+    await publish(caches["lonely"], prompt(1, 4))
+    async with ranked(caches) as ranks:
+        await until(lambda: len(getattr(ranks.stats().fleet, "caches", ())) == 3)
+
+        found = await ranks.rank(Request(prompt(1, 5)), KEYS)
+
+        assert found.route is not None and found.route.cache in {"a", "b"}
+        assert "lonely" not in found.route.next_best
+
+
+async def test_without_caches_or_tokens_all_replicas_are_one_group() -> None:
+    caches: dict[str, LocalPrefixCache] = {}
+    async with ranked(caches) as ranks:
+        (group,) = (await ranks.rank(Request([1]), KEYS)).groups
+        assert sorted(map(str, group)) == list("1234")
+        caches |= two_caches()
+        await until_paired(ranks, a=1, b=2)
+        for tokens in ("text", [], [-1]):
+            assert len((await ranks.rank(Request(tokens), KEYS)).groups) == 1
+
+        gone = [caches.pop(name) for name in ("a", "b")]
+        await until_paired(ranks)
+        assert (await ranks.rank(Request(prompt(1, 1)), KEYS)).route is None
+
+        assert ranks.stats().least_loaded == {"no cache": 2, "no tokens": 1, "failed": 2}
+        for cache in gone:
+            await cache.close()
+
+
+def test_of_many_replicas_some_random_ones_are_asked_first() -> None:
+    first, others = least_loaded(range(100))
+
+    assert (len(first), len(others), set(first) | set(others)) == (16, 84, set(range(100)))
+    assert least_loaded([]) == []
