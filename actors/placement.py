@@ -99,7 +99,8 @@ def nearest_cache(pattern: str, *, place: int = 0, namespace: str = NAMESPACE, t
     if not isinstance(place, int) or place < 0:
         raise InvalidRequest(f"place must be a number from 0, such as a replica's local_rank, not {brief(place)}")
     checked_seconds(timeout_s)
-    asked = {name: handle.pool_handle.remote() for name, handle in sorted(find_caches(pattern, namespace).items())}
+    found = find_caches(pattern, namespace)
+    asked: dict[str, Any] = {name: found[name].pool_handle.remote() for name in sorted(found)}
     answered = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)[0]) if asked else set()
     node_id = ray.get_runtime_context().get_node_id()
     here: dict[str, str | None] = {}  # the card of each cache

@@ -120,7 +120,7 @@ class Layout(pydantic.BaseModel):
 def routed(layout: Layout) -> Any:
     """Return the application with several caches, and a router of requests to their replicas."""
     router = RequestRouterConfig(
-        request_router_class="raydix.actors.serve_router.RaydixRequestRouter",
+        request_router_class=cast(Any, "raydix.actors.serve_router.RaydixRequestRouter"),
         request_router_kwargs={"caches": "kv[0-9]*", "tokens_of": "raydix.actors.serve_tokens:token_ids"},
     )
     config = cache_config_for(MODEL, num_slots=65_536, page_size=16, events="slim")

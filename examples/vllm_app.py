@@ -75,7 +75,7 @@ def resource_of_node(cache: str) -> str:
 class NearServer(LLMServer):
     """A replica on a cache of its node, which it names for the router."""
 
-    async def __init__(self, llm_config: LLMConfig, **options: Any) -> None:
+    async def __init__(self, llm_config: LLMConfig, **options: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         """Choose the cache, and start the engine with it."""
         transfer = llm_config.engine_kwargs["kv_transfer_config"]
         settings = EngineSettings.of(transfer["kv_connector_extra_config"])

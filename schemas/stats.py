@@ -106,7 +106,7 @@ class CacheStats(PydanticMessage):
     """A snapshot. `free + private + tree + quarantined == num_slots`, at all times; counts are in slots or tokens."""
 
     epoch: str
-    core: Literal["compiled", "interpreted"] = Field(description="the inner loops of the core: compiled, or interpreted")
+    core: Literal["compiled", "interpreted"] = Field(description="how the inner loops of the core run")
     uptime_s: float = Field(description="since this life of the cache began")
     restarts: int = Field(description="times that Ray restarted the cache, empty; 0 for a local cache")
     last_restart_cause: str = Field(description="why Ray did, the last time, in one line; empty: it never did")

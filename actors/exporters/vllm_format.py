@@ -1,8 +1,8 @@
 """KV events as vLLM sends them: msgpack of maps with a tag, in a batch that is an array.
 
-The structs have the names, order and defaults of vLLM 0.32's. They end before the fields that a cache cannot fill: these
-have defaults in vLLM's, and are not sent. `VllmBlockStored.cache_salt` is not vLLM's. Readers skip fields that they do
-not know. Needs the extra `zmq`.
+The structs have the names, order and defaults of vLLM 0.32's. They end before the fields that a cache cannot fill:
+these have defaults in vLLM's, and are not sent. `VllmBlockStored.cache_salt` is not vLLM's. Readers skip fields that
+they do not know. Needs the extra `zmq`.
 """
 
 from __future__ import annotations
