@@ -1,7 +1,7 @@
 """KV events as vLLM sends them: msgpack of maps with a tag, in a batch that is an array.
 
-The structs have the names, order and defaults of vLLM 0.32's. They end before the fields that a cache cannot fill, which
-have defaults in vLLM's and are not sent. One field is not vLLM's: `VllmBlockStored.cache_salt`. Readers skip fields that
+The structs have the names, order and defaults of vLLM 0.32's. They end before the fields that a cache cannot fill:
+these have defaults in vLLM's, and are not sent. `VllmBlockStored.cache_salt` is not vLLM's. Readers skip fields that
 they do not know. Needs the extra `zmq`.
 """
 
