@@ -46,7 +46,7 @@ _SENT = "raydix_sent"  # the attribute of a pending request that keeps its `Sent
 
 
 class RaydixRequestRouter(RequestRouter):
-    """Ranks the replicas of a deployment by what their caches hold of a request's prompt, and what waits there.
+    """Ranks the replicas of a deployment by the prefix that their caches hold, and by the tokens that wait there.
 
     Each replica belongs to the cache that it names, as `"raydix_cache"` in the dict of its `record_replica_metadata`;
     else to the caches of its node on the GPU that it names, as `"raydix_gpu"` (the UUID); else to all caches of its

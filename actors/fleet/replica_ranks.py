@@ -1,4 +1,4 @@
-"""`ReplicaRanks`: ranks the replicas of a deployment for each request, by what their caches hold and have to do."""
+"""`ReplicaRanks`: ranks the replicas of a deployment for each request, by their caches' pages and load."""
 
 from __future__ import annotations
 
