@@ -3,7 +3,7 @@
     python examples/fleet.py
     python examples/fleet.py --caches 6 --conversations 40
 
-It starts a Ray cluster of three nodes on this machine, with several caches and a model worker for each. The
+It starts a Ray cluster of three nodes on this machine, with several caches, each with a model worker on its node. The
 conversations of the demo (`raydix.actors.demo`) are served twice, from empty caches. At first the requests go to the
 caches in turn, then each goes where the router sends it. The pools are so small that no cache keeps all system prompts.
 
@@ -56,7 +56,7 @@ def local_cluster():
 
 
 class Server:
-    """A cache and its model worker, which serves one request at a time; others wait in its queue."""
+    """A cache and the model worker on its node. The worker serves one request after another; others wait in its queue."""
 
     def __init__(self, name: str, load: Workload) -> None:
         self.client = PrefixCacheClient(name)

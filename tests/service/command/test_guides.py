@@ -22,6 +22,10 @@ NOT_RUN = {  # first word of a command, and the reason why no test runs it
     "ray": "the tests have a cluster of their own",
 }
 WITH_ENGINES = {"engines.md"}  # tests/engines/test_vllm_app.py runs their commands
+RUN_ELSEWHERE = {  # guide and section, and the tests that run its programs and commands
+    ("fleet.md", "Ray Serve"): "tests/examples/test_serve_app.py; with vLLM: tests/engines",
+    ("fleet.md", "Feed other indexers"): "tests/service/exporters",
+}
 WITH_BLOCKS = [
     path for path in GUIDES if path.name not in WITH_ENGINES and any(block.language in RUN for block in blocks(path))
 ]
@@ -104,8 +108,10 @@ def execute(program: str) -> None:
 def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest.CaptureFixture[str]) -> None:
     output: list[str] = []
 
+    section = ""
     for block in blocks(path):
-        if block.language in RUN:
+        (*_, section) = (section, *findall(r"(?m)^## (.*)$", block.prose))
+        if block.language in RUN and (path.name, section) not in RUN_ELSEWHERE:
             perform(block, output)
             output.append(capsys.readouterr().out)
 
