@@ -56,7 +56,7 @@ def local_cluster():
 
 
 class Server:
-    """A cache and the model worker on its node. The worker serves one request after another; others wait in its queue."""
+    """A cache and the model worker on its node, which serves one request after another. Others wait in its queue."""
 
     def __init__(self, name: str, load: Workload) -> None:
         self.client = PrefixCacheClient(name)
