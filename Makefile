@@ -9,6 +9,8 @@ SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 WITHOUT_RAY := not ray and not long and not gpu
 # The folders of the tests that run the kernels.
 CORE := $(addprefix tests/unit/,components eviction ghost kernels leases pool radix_cache rows tree) tests/property
+# Those under the sanitizers: the planted faults are faults of Python code.
+SANITIZED := $(filter-out tests/property,$(CORE)) tests/property/models
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
 BIN   := $(VENV)/bin
@@ -73,7 +75,7 @@ test-asan: $(STAMP)  ## tests of the core, under AddressSanitizer and UBSan, in 
 	export LD_PRELOAD="$$(for name in asan ubsan stdc++; do gcc -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/build/asan/lib; \
 	$(BIN)/python -c 'from raydix.cache_core import kernels as k; assert k.COMPILED and "build/asan" in k.__file__, k' && \
-	$(BIN)/pytest -m "$(WITHOUT_RAY)" -p no:cacheprovider --capture=sys $(CORE) $(ARGS)
+	$(BIN)/pytest -m "$(WITHOUT_RAY)" -p no:cacheprovider --capture=sys $(SPREAD) $(SANITIZED) $(ARGS)
 
 test-long: $(STAMP)  ## random operations against the reference model, 100,000 at each page size; 10,000 requests on Ray amid kills
 	$(BIN)/pytest -m long --timeout=0 $(ARGS)
