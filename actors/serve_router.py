@@ -20,9 +20,12 @@ Serve copies the names of this module into such a process, by value. So state th
 from __future__ import annotations
 
 import asyncio
+import atexit
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from raydix.actors.deploy import NAMESPACE
@@ -42,6 +45,7 @@ if not hasattr(RunningReplica, "replica_metadata"):
 
 __all__ = ["RaydixRequestRouter", "running_routers"]
 
+_CLOSE_S = 5.0  # for the goodbyes to the caches at the exit of a process
 _SENT = "raydix_sent"  # the attribute of a pending request that keeps its `SentRequest`
 
 
@@ -104,8 +108,9 @@ class RaydixRequestRouter(RequestRouter):
         super().update_replicas(replicas)
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._ranks.connect()
-            weakref.finalize(self, _close, self._loop, self._ranks).atexit = False
+            close = weakref.finalize(self, _begin_close, self._loop, self._ranks)
+            close.atexit = False
+            atexit.register(_close_at_exit, self._loop, weakref.ref(self._ranks))  # before Ray ends
         self._ranks.set_replicas(
             [ReplicaPlace.of(each.replica_id, each.node_id, each.replica_metadata) for each in replicas]
         )
@@ -133,6 +138,7 @@ class RaydixRequestRouter(RequestRouter):
             sent = SentRequest(ranked)
             setattr(pending_request, _SENT, sent)
             pending_request.future.add_done_callback(sent.end_if_cancelled)
+            sent.watch(pending_request, partial(_call_in, asyncio.get_running_loop()))
         groups = ([replicas[key] for key in group if isinstance(key, ReplicaID)] for group in ranked.groups)
         return [group for group in groups if group]
 
@@ -142,6 +148,7 @@ class RaydixRequestRouter(RequestRouter):
         if sent is None or self._loop is None:
             return
         delattr(pending_request, _SENT)
+        sent.accept()
         loop, opened = self._loop, self._open[replica_id]
         opened.add(sent)
 
@@ -197,6 +204,14 @@ def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
         loop.call_soon_threadsafe(function, *arguments)
 
 
-def _close(loop: asyncio.AbstractEventLoop, ranks: ReplicaRanks) -> None:
+def _begin_close(loop: asyncio.AbstractEventLoop, ranks: ReplicaRanks) -> None:
     if not loop.is_closed():
         asyncio.run_coroutine_threadsafe(ranks.close(), loop)
+
+
+def _close_at_exit(loop: asyncio.AbstractEventLoop, found: weakref.ref[ReplicaRanks]) -> None:
+    """Close at the exit of a process, where Serve's loop runs in another thread."""
+    ranks = found()
+    if ranks is not None and loop.is_running():
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(ranks.close(), loop).result(_CLOSE_S)

@@ -40,6 +40,7 @@ class PromptReader:
 
     Attributes:
         counts: the number of requests without a prompt, by cause.
+        timeout_s: the time limit of a call.
     """
 
     def __init__(self, path: str, arguments: Mapping[str, Any] | None, timeout_s: float) -> None:
@@ -60,10 +61,15 @@ class PromptReader:
         self.counts: Counter[str] = Counter()
         self._path = path
         self._arguments = dict(arguments or {})
-        self._timeout_s = checked_seconds(timeout_s)
+        self.timeout_s = checked_seconds(timeout_s)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="raydix-tokens-of")
         self._function: Callable[[Any], Any] | None = None
         self._failed_to_load = False
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether `load` has ended, with a function or a failure."""
+        return self._function is not None or self._failed_to_load
 
     async def load(self) -> None:
         """Import the function, in a thread. After a failure, which is logged, every request counts as failed."""
@@ -92,12 +98,12 @@ class PromptReader:
         call = self._threads.submit(self._function, request)
         waited = asyncio.wrap_future(call)
         try:
-            await asyncio.wait([waited], timeout=self._timeout_s)
+            await asyncio.wait([waited], timeout=self.timeout_s)
         finally:
             if not waited.cancel():  # it has ended
                 waited.exception()  # else asyncio logs it
         if not call.done():  # `waited` may be later, as this loop may be busy
-            self._note(LATE, f"took more than {self._timeout_s:g} s")
+            self._note(LATE, f"took more than {self.timeout_s:g} s")
             return None
         try:
             return self._prompt_of(call.result())

@@ -45,8 +45,11 @@ class Ranked(NamedTuple):
 class ReplicaRanks:
     """Ranks replicas, each identified by a key. Belongs to one event loop.
 
-    `connect` begins to look for the caches, and goes on until one is found. Until then, and while no cache is alive
-    that has a replica, all replicas are one group.
+    While there are replicas, it looks for the caches. Until one is found, and while no cache is alive that has a
+    replica, all replicas are one group.
+
+    Attributes:
+        reader: reads the prompts of the requests.
     """
 
     def __init__(self, deployment: str, options: FleetOptions, reader: PromptReader) -> None:
@@ -57,12 +60,13 @@ class ReplicaRanks:
         """
         self._deployment = deployment
         self._options = options
-        self._reader = reader
+        self.reader = reader
         self._fleet: Fleet | None = None
         self._places: list[ReplicaPlace] = []
         self._pairs: ReplicaPairs | None = None  # None: the replicas have changed
         self._paired_at = -1  # `Fleet.num_changes` when they were paired
         self._connecting: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._log_at = 0.0
         self._logged: dict[str, Any] = {}
@@ -70,13 +74,18 @@ class ReplicaRanks:
 
     # ---------------------------------------------------------------- life
 
-    def connect(self) -> None:
-        """Begin to look for the caches, and to load the function that reads prompts. Needs a running loop; once."""
-        if self._connecting is None:
+    def set_replicas(self, places: Sequence[ReplicaPlace]) -> None:
+        """Replace the replicas, and look for the caches while there are any. Needs a running loop."""
+        self._places = list(places)
+        self._pairs = None
+        if self._places and self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
+        elif not self._places:
+            self._begin_close()
 
     async def _connect(self) -> None:
-        await self._reader.load()
+        if not self.reader.is_loaded:
+            await self.reader.load()
         caches, config, namespace, fingerprint = self._options
         while self._fleet is None:
             try:
@@ -89,21 +98,21 @@ class ReplicaRanks:
                 logger.exception("requests go to the least loaded replica until the caches are reached")
                 await asyncio.sleep(_CONNECT_S)
 
-    async def close(self) -> None:
-        """Close the connections to the caches. Idempotent."""
+    def _begin_close(self) -> None:
         if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
-        if self._fleet is not None:
-            await self._fleet.close()
-        self._reader.close()
+            step = asyncio.create_task(_end(self._connecting, self._fleet))
+            self._connecting = self._fleet = None
+            self._closing.add(step)
+            step.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close the connections to the caches, and the reader. Idempotent."""
+        self._places, self._pairs = [], None
+        self._begin_close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        self.reader.close()
 
     # ---------------------------------------------------------------- replicas
-
-    def set_replicas(self, places: Sequence[ReplicaPlace]) -> None:
-        """Replace the replicas."""
-        self._places = list(places)
-        self._pairs = None
 
     def caches_of(self, key: Hashable) -> list[str]:
         """Return the names of the caches that a replica uses."""
@@ -130,7 +139,7 @@ class ReplicaRanks:
         """
         self._log()
         if self._has_pairs():
-            prompt = await self._reader.read(request)
+            prompt = await self.reader.read(request)
             if prompt is None:  # which the reader has counted
                 return Ranked(least_loaded(keys))
             if (ranked := await self._rank(prompt, keys)) is not None:
@@ -151,7 +160,7 @@ class ReplicaRanks:
         try:
             route = await self._fleet.route(prompt.tokens, **prompt.namespace, among=among)
         except InvalidRequest as error:
-            self._reader.note_refused(error)
+            self.reader.note_refused(error)
             return Ranked(least_loaded(keys))
         except CacheUnavailable:
             return None
@@ -185,7 +194,7 @@ class ReplicaRanks:
         pairs = self._paired()
         by_cache = {} if pairs is None else pairs.by_cache
         paired = {key for keys in by_cache.values() for key in keys}
-        causes = Counter(self._reader.counts)
+        causes = Counter(self.reader.counts)
         causes[NO_CACHE] += self._counts[NO_CACHE]
         return ReplicaRouterStats(
             deployment=self._deployment,
@@ -208,6 +217,13 @@ class ReplicaRanks:
         if counts != self._logged:
             self._logged = counts
             logger.info("requests that were routed: %s", counts)
+
+
+async def _end(connecting: asyncio.Task[None], fleet: Fleet | None) -> None:
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    if fleet is not None:
+        await fleet.close()
 
 
 def running_routers() -> list[ReplicaRanks]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from raydix.actors.fleet.replica_ranks import Ranked
@@ -20,6 +22,22 @@ class SentRequest:
         self.ranked = ranked
         self._route = ranked.route
         self._computed: bool | None = None  # None: it is open
+        self._lost: weakref.finalize[..., Any] | None = None
+
+    def watch(self, request: Any, call: Callable[[Callable[[bool], None], bool], None]) -> None:
+        """End the route if the request is dropped before a replica has accepted it.
+
+        Args:
+            request: the object that lives as long as the request waits.
+            call: runs a function with its argument on the loop of the route, from any thread.
+        """
+        self._lost = weakref.finalize(request, call, self.end, False)
+        self._lost.atexit = False
+
+    def accept(self) -> None:
+        """Note that a replica has accepted the request: its answer ends the route."""
+        if self._lost is not None:
+            self._lost.detach()
 
     def take(self, route: Route | None) -> None:
         """Replace the route. If the request has ended, the new one ends too."""

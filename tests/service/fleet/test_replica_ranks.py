@@ -31,7 +31,6 @@ async def ranked(caches: dict[str, LocalPrefixCache]) -> AsyncIterator[ReplicaRa
     reader = PromptReader("raydix.actors.serve_tokens:token_ids", None, 60)
     ranks = ReplicaRanks("d", FleetOptions(caches, RouteConfig(), "raydix", None), reader)
     ranks.set_replicas(REPLICAS)
-    ranks.connect()
     try:
         yield ranks
     finally:
@@ -120,6 +119,18 @@ async def test_without_caches_or_tokens_all_replicas_are_one_group() -> None:
         assert ranks.stats().least_loaded == {"no cache": 2, "no tokens": 1, "failed": 2}
         for cache in gone:
             await cache.close()
+
+
+async def test_without_replicas_the_caches_are_left_and_found_again_later() -> None:
+    async with ranked(two_caches()) as ranks:
+        await until_paired(ranks, a=1, b=2)
+
+        ranks.set_replicas([])
+
+        assert ranks.stats().fleet is None and ranks.stats().replicas == {}
+        ranks.set_replicas(REPLICAS)
+        await until_paired(ranks, a=1, b=2)
+        assert (await ranks.rank(Request(prompt(1, 1)), KEYS)).route is not None
 
 
 def test_of_many_replicas_some_random_ones_are_asked_first() -> None:

@@ -62,14 +62,14 @@ def routed(ray_cluster: None) -> Iterator[Routed]:
             "caches": "chat-*",
             "namespace": namespace,
             "tokens_of": "support.fleet.served_replicas:tokens_of",
-            "tokens_of_timeout_s": 3,
+            "tokens_of_timeout_s": LONG_S,
             "route": {"promise_ttl_s": 3600},
         },
     )
     serve.start(proxy_location=ProxyLocation.Disabled)
     made: Any = served_replicas.Replica
     ours = made.options(name="Ours", num_replicas=3, request_router_config=config)
-    plain = made.options(name="Plain", num_replicas=3)
+    plain = made.options(name="Plain", num_replicas=2)
     try:
         handle = serve.run(ours.bind(names[:2], namespace), name="ours", route_prefix=None)
         default = serve.run(plain.bind(names[2:], namespace), name="plain", route_prefix=None)
@@ -79,6 +79,7 @@ def routed(ray_cluster: None) -> Iterator[Routed]:
         yield Routed(handle, default, router, caches, "ours:Ours")
     finally:
         serve.shutdown()
+        until(lambda: all(each.stats().fleet is None for each in running_routers()))  # else it calls Ray after its end
         for name in ("chat-0", "plain-0", "plain-1"):
             shutdown_cache(caches[name])
 
@@ -131,11 +132,13 @@ def test_turns_follow_their_prefix_with_the_answers_of_the_default_router(routed
     print(f"tokens reused: {reused[0]} routed, {reused[1]} with the default router")
 
 
-def test_requests_without_tokens_are_counted_and_answered(routed: Routed) -> None:
+def test_requests_without_tokens_are_counted_and_answered(routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
     before = stats(routed).least_loaded
 
-    for how in ("none", "raise", "raise", "wait"):
+    for how in ("none", "raise", "raise"):
         assert generate(routed.handle, [1, 2], how=how)["sum"] == 3
+    monkeypatch.setattr(routed.router.reader, "timeout_s", 0.05)
+    assert generate(routed.handle, [1, 2], how="wait")["sum"] == 3
 
     after = stats(routed).least_loaded
     rise = {cause: after[cause] - before.get(cause, 0) for cause in after}
@@ -221,4 +224,4 @@ def test_a_killed_cache_gets_no_requests_and_the_others_go_on(routed: Routed) ->
     answers = [generate(routed.handle, prompt(701, turn)) for turn in range(1, 4)]
     assert [each["sum"] for each in answers] == [sum(prompt(701, turn)) for turn in range(1, 4)]
     until(lambda: stats(routed).replicas.keys() == {"chat-0"})
-    until(lambda: generate(routed.handle, prompt(702, 1))["prefix_len"] == STRIDE // 2)
+    until(lambda: generate(routed.handle, prompt(702, 1))["prefix_len"] >= STRIDE // 2)

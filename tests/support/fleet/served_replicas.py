@@ -27,7 +27,7 @@ def tokens_of(request: Any) -> tuple[Any, CacheNamespace] | None:
         case "raise":
             raise ValueError("the test asked for it")
         case "wait":
-            never_set.wait(30)
+            never_set.wait(5)
     return token_ids(request)
 
 
