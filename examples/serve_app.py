@@ -115,15 +115,20 @@ class Layout(pydantic.BaseModel):
 
     replicas: int = 2
     caches_per_node: int = 2
+    tokens_of_timeout_s: float = 0.05  # a request without tokens by then goes to the least loaded replica
 
 
 def routed(layout: Layout) -> Any:
     """Return the application with several caches, and a router of requests to their replicas."""
     router = RequestRouterConfig(
         request_router_class=cast(Any, "raydix.actors.serve_router.RaydixRequestRouter"),
-        request_router_kwargs={"caches": "kv[0-9]*", "tokens_of": "raydix.actors.serve_tokens:token_ids"},
+        request_router_kwargs={
+            "caches": "kv[0-9]*",
+            "tokens_of": "raydix.actors.serve_tokens:token_ids",
+            "tokens_of_timeout_s": layout.tokens_of_timeout_s,
+        },
     )
-    config = cache_config_for(MODEL, num_slots=65_536, page_size=16, events="slim")
+    config = cache_config_for(MODEL, num_slots=65_536, page_size=16, events="slim", events_stride_tokens=16)
     model = cast(Any, Model).options(num_replicas=layout.replicas, request_router_config=router)
     return cast(Any, Front).bind(model.bind(MODEL, config, layout.caches_per_node))
 

@@ -56,7 +56,7 @@ with socket.socket() as free:
     port = free.getsockname()[1]
 serve.start(http_options={"port": port})
 import serve_app
-serve.run(serve_app.routed(serve_app.Layout()), name="model")
+serve.run(serve_app.routed(serve_app.Layout(tokens_of_timeout_s=60)), name="model")  # the machine may be busy
 
 from ray.util import list_named_actors
 names = sorted(each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == "raydix")

@@ -41,7 +41,7 @@ PRINTED = {  # the output that a guide's comments promise
         "\n64\n",
         "the worker holds 3 slots\nTrue\nLeaseExpired\n64\n",
     ],
-    "fleet.md": ["960 tokens are at chat-", "1,000 tokens; cost = pending + 3 * uncached", "busiest / mean"],
+    "fleet.md": ["960 tokens are at chat-", "1,000 tokens; cost = pending + 3 * uncached", "round_robin"],
     "size.md": ["2048 bytes a token, 128 MiB"],
     "deploy.md": ["True\n"],
     "commands.md": [
