@@ -146,6 +146,8 @@ class VllmSubscriber:
             self.num_gaps += self.number >= 0
             if self._replay is not None:
                 await self._ask_from(self.number + 1)
+                if self.number < number:  # the end was that of a replay that `pause` has cut off
+                    await self._ask_from(self.number + 1)
                 assert self.number >= number, "a replay goes to the end"
                 return
         self._apply(number, payload)
@@ -160,7 +162,8 @@ class VllmSubscriber:
                 assert (topic, payload) == (b"", b"")
                 return
             assert topic == self._topic
-            self._apply(int.from_bytes(number, "big"), payload)
+            if int.from_bytes(number, "big") > self.number:  # else both replays have it
+                self._apply(int.from_bytes(number, "big"), payload)
 
     def _apply(self, number: int, payload: bytes) -> None:
         assert number > self.number
