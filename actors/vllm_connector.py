@@ -154,7 +154,7 @@ class RaydixPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted in a step."""
+        """Add the counts of a step."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in self._counters:
@@ -269,7 +269,7 @@ class RaydixConnector(KVConnectorBase_V1):
             self._scheduler.allocate(request.request_id, num_external_tokens, blocks.get_block_ids()[0])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what the workers have to do in this step."""
+        """Return the workers' tasks in this step."""
         state = scheduler_output.kv_connector_block_state
         scheduled = []
         for request_id, number in scheduler_output.num_scheduled_tokens.items():
@@ -363,7 +363,7 @@ class RaydixConnector(KVConnectorBase_V1):
         return self._failed_blocks
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what has changed since the last step."""
+        """Return the changes since the last step."""
         report = self._worker.take_report()
         return None if report is None else RaydixReport(report)
 

@@ -41,7 +41,7 @@ class TransferCounts:
             self._seconds.setdefault(name, []).append(seconds)
 
     def take(self) -> dict[str, Any]:
-        """Return what was counted since the last call: integers, and lists of seconds, by name; {} if nothing was."""
+        """Return the counts and times since the last call: integers, and lists of seconds, by name; {}: none."""
         with self._lock:
             taken: dict[str, Any] = {**self._counts, **self._seconds}
             self._counts, self._seconds = {}, {}

@@ -237,9 +237,8 @@ class WorkerSide:
             self._start(self._load(load, transfer, event))
         if saves is not None:
             turns = AsyncExitStack()
-            prepared = [
-                self._start(self._prepare_save(each, turns)) for each in saves.saves
-            ]  # they queue for turns now
+            # These tasks are made here, so that they queue for their requests' turns before the ends below.
+            prepared = [self._start(self._prepare_save(each, turns)) for each in saves.saves]
             self._start(self._save_all(saves, prepared, turns))
         for request_id in plan.ended:
             self._start(self._end_request(request_id))
@@ -339,7 +338,8 @@ class WorkerSide:
     ) -> None:
         """Save the blocks of a step. Its requests send one frame for their slots, and one to publish their blocks."""
         try:
-            copies = [each for each in await asyncio.gather(*prepared) if each is not None]
+            await asyncio.wait(prepared)  # all, also if one fails: its turn is given back below
+            copies = [copy for each in prepared if (copy := each.result()) is not None]
             if not copies:
                 return
             await step.computed.wait()

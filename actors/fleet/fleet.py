@@ -493,7 +493,7 @@ class Fleet:
         ]
         return _Choice(candidates, runs)
 
-    # ---------------------------------------------------------------- what the router knows
+    # ---------------------------------------------------------------- the router's knowledge
 
     def explain(
         self, tokens: Any, *, extra_key: str | None = None, lora_id: str | None = None, cache_salt: str | None = None
@@ -532,7 +532,7 @@ class Fleet:
         )
 
     def stats(self) -> FleetStats:
-        """Return what the router knows of each cache, and which caches are left out."""
+        """Return the router's knowledge of each cache, and the caches that are left out."""
         self._routes.expire()
         caches = [self._stats_of(column, feed) for column, feed in self._by_column.items()]
         return FleetStats(
