@@ -99,6 +99,7 @@ class RaydixRequestRouter(RequestRouter):
         self._ranks = ReplicaRanks(f"{self.app_name}:{self._deployment_id.name}", options, reader)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: defaultdict[ReplicaID, set[SentRequest]] = defaultdict(set)  # by the replica that has the request
+        self._called: weakref.WeakValueDictionary[str, SentRequest] = weakref.WeakValueDictionary()  # by Serve's id
         self._moves: set[asyncio.Task[None]] = set()
 
     # ---------------------------------------------------------------- replicas
@@ -135,9 +136,10 @@ class RaydixRequestRouter(RequestRouter):
             earlier.end(computed=False)
         ranked = await self._ranks.rank(pending_request, list(replicas))
         if ranked.route is not None:
-            sent = SentRequest(ranked)
+            sent = SentRequest(ranked, earlier)
             setattr(pending_request, _SENT, sent)
-            pending_request.future.add_done_callback(sent.end_if_cancelled)
+            self._called[pending_request.metadata.internal_request_id] = sent
+            pending_request.future.add_done_callback(sent.note_choice)
             sent.watch(pending_request, partial(_call_in, asyncio.get_running_loop()))
         groups = ([replicas[key] for key in group if isinstance(key, ReplicaID)] for group in ranked.groups)
         return [group for group in groups if group]
@@ -148,6 +150,7 @@ class RaydixRequestRouter(RequestRouter):
         if sent is None or self._loop is None:
             return
         delattr(pending_request, _SENT)
+        self._called.pop(pending_request.metadata.internal_request_id, None)
         sent.accept()
         loop, opened = self._loop, self._open[replica_id]
         opened.add(sent)
@@ -164,6 +167,13 @@ class RaydixRequestRouter(RequestRouter):
             move = loop.create_task(self._move(sent, caches))
             self._moves.add(move)
             move.add_done_callback(self._moves.discard)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """End the route of a request that was cancelled between the call of a replica and its acceptance."""
+        super().on_request_completed(replica_id, internal_request_id)
+        sent = self._called.get(internal_request_id)
+        if sent is not None:
+            sent.note_completion()
 
     async def _move(self, sent: SentRequest, caches: list[str]) -> None:
         sent.take(await self._ranks.move(sent.ranked, caches))

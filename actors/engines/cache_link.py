@@ -36,7 +36,7 @@ class CurrentWeights:
     label: str | None
 
 
-class _OtherWeights(ConfigMismatch):
+class _OtherWeights(Exception):
     """The cache fits, but has other weights than the engine."""
 
 
@@ -143,7 +143,7 @@ class CacheLink:
     async def _try_to_connect(self) -> None:
         try:
             await self._connect()
-        except ConfigMismatch as error:
+        except (ConfigMismatch, _OtherWeights) as error:
             self.connected = False
             self.refused, self._fits = str(error), isinstance(error, _OtherWeights)
             self._warn(f"cache {self.name!r} is not used: {error}")
@@ -234,7 +234,7 @@ class CacheLink:
         if isinstance(error, ConfigMismatch):
             self.connected, self.refused = False, str(error)
             self.retry()
-        elif isinstance(error, CacheError) and self._client is not None and not self._client.session.ready:
+        elif self._client is not None and not self._client.session.ready:
             self.connected = False
             self.retry()
 

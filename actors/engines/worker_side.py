@@ -71,7 +71,7 @@ class _Request:
     is_lost: bool = False
 
 
-class _LeaseLost(CacheError):
+class _LeaseLost(Exception):
     """The lease of a request cannot be used any more."""
 
 
@@ -253,7 +253,7 @@ class WorkerSide:
         """Return the request's lease, which is adopted if it is not yet; attach the pool of its epoch.
 
         Raises:
-            CacheError: the lease cannot be used any more.
+            CacheError, _LeaseLost: the lease cannot be used any more.
         """
         if request.is_lost:
             raise _LeaseLost(f"the lease of request {request.request_id!r} is lost")
@@ -302,7 +302,7 @@ class WorkerSide:
         except WrongPage as error:
             logger.error("request %r was about to get wrong KV, and is recomputed: %s", plan.request_id, error)
             self._lose(request)
-        except CacheError as error:
+        except (CacheError, _LeaseLost) as error:
             logger.debug("the load of request %r has failed: %s", plan.request_id, error)
             self._link.on_error(error)
             self._lose(request)
@@ -374,7 +374,7 @@ class WorkerSide:
                 await lease.extend(end - len(lease), timeout_s=0)
             pages = self._pages_of(lease, plan.start, len(blocks))
             pages[: max(0, lease.published_len - plan.start) // self._page_size] = -1  # the tree's
-        except CacheError as error:
+        except (CacheError, _LeaseLost) as error:
             self._note_failed_save(request, error)
             return None
         return _Copy(save, request, lease, blocks, pages, end)
@@ -410,7 +410,7 @@ class WorkerSide:
             response = await lease.insert(request.tokens[: copy.end])
             if response.retired:
                 raise _LeaseLost("the weights have changed: the lease publishes nothing")
-        except CacheError as error:
+        except (CacheError, _LeaseLost) as error:
             self._note_failed_save(request, error)
             return
         self.counts.add("saves")
@@ -418,7 +418,7 @@ class WorkerSide:
         with self._lock:
             self._report.saved.setdefault(self._rank, {})[request.request_id] = lease.published_len
 
-    def _note_failed_save(self, request: _Request, error: CacheError) -> None:
+    def _note_failed_save(self, request: _Request, error: CacheError | _LeaseLost) -> None:
         if isinstance(error, PoolExhausted):
             logger.debug("blocks of request %r are not saved: %s", request.request_id, error)
             return

@@ -14,12 +14,20 @@ from raydix.actors.fleet.route import Route
 class SentRequest:
     """A request that has a route. The route ends once, with the first sign.
 
+    Each call of a replica completes once: it is answered, rejected, cancelled or fails. The call of an earlier attempt
+    may complete after the request was ranked again, so it is counted, and does not end the later route.
+
+    Args:
+        earlier: the attempt before, if a replica has rejected the request.
+
     Attributes:
         ranked: the replicas for the request.
     """
 
-    def __init__(self, ranked: Ranked) -> None:
+    def __init__(self, ranked: Ranked, earlier: SentRequest | None = None) -> None:
         self.ranked = ranked
+        self._calls: int = 0  # of this attempt, not completed yet
+        self._earlier_calls: int = 0 if earlier is None else earlier._earlier_calls + earlier._calls
         self._route = ranked.route
         self._computed: bool | None = None  # None: it is open
         self._lost: weakref.finalize[..., Any] | None = None
@@ -51,9 +59,19 @@ class SentRequest:
             self._computed = computed
             self._end_route(computed)
 
-    def end_if_cancelled(self, future: asyncio.Future[Any]) -> None:
-        """End the route if the caller has given the request up before a replica took it."""
+    def note_choice(self, future: asyncio.Future[Any]) -> None:
+        """Note that a replica is called, or end the route if the caller has cancelled the request before."""
         if future.cancelled():
+            self.end(computed=False)
+        else:
+            self._calls += 1
+
+    def note_completion(self) -> None:
+        """End the route if the call of this attempt completes before a replica has accepted it."""
+        if self._earlier_calls:
+            self._earlier_calls -= 1
+        else:
+            self._calls = 0
             self.end(computed=False)
 
     def _end_route(self, computed: bool) -> None:
