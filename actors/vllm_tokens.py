@@ -14,12 +14,11 @@ from dataclasses import fields
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.platforms import current_platform
 from vllm.renderers import renderer_from_config
-from vllm.renderers.chat_utils import has_non_text_content
+from vllm.renderers.chat_utils import has_non_text_content, load_chat_template
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.renderers.online_renderer import OnlineRenderer
 
