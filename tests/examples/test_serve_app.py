@@ -73,7 +73,8 @@ def talk(number):
 
 deadline = time.monotonic() + 200
 for number in range(100):  # until the router knows the caches
-    if talk(number) == [48, 80, 80, 80] or time.monotonic() > deadline:
+    first, *others = talk(number)
+    if first >= 48 and min(others) >= 80 or time.monotonic() > deadline:
         break
 talks = [talk(number) for number in range(200, 206)]
 print(json.dumps({"names": len(names), "talks": talks}))
@@ -123,6 +124,7 @@ def test_replicas_share_the_cache_of_their_node() -> None:
     assert all(each["token_ids"] == told["first"]["token_ids"] for each in told["again"])
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_with_a_router_each_prompt_stays_at_its_cache() -> None:
     needs_serve()
