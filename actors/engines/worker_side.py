@@ -43,6 +43,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 _NULL_BLOCK = 0  # stands for a block that a window has left
+_CONNECT_POLL_S = 0.1
 _IDLE_WAIT_S = 0.002  # for a load, in a step that computes nothing
 
 
@@ -449,15 +450,28 @@ class WorkerSide:
         try:
             if request is not None:
                 async with request.turn:
-                    if request.lease is None and self._link.connected:
-                        request.lease = await self._link.client.adopt(request.grant)  # a load or save could not
                     if request.lease is not None:
                         await request.lease.release()
+                    else:
+                        self._start(self._end_unadopted(request))
         except CacheError as error:
             logger.debug("the lease of request %r has ended by itself: %s", request_id, error)
         finally:
             with self._lock:
                 self._report_if_held(request_id)
+
+    async def _end_unadopted(self, request: _Request) -> None:
+        """End a lease that no load or save could adopt, as soon as the cache is connected: else its grant holds it.
+
+        The scheduler may connect to a restarted cache, and grant leases there, before this process connects.
+        """
+        while not self._link.connected:
+            await asyncio.sleep(_CONNECT_POLL_S)
+        try:
+            lease = await self._link.client.adopt(request.grant)
+            await lease.release()
+        except CacheError as error:
+            logger.debug("the lease of request %r has ended by itself: %s", request.request_id, error)
 
 
 @dataclass(eq=False, slots=True)

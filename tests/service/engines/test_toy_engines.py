@@ -256,6 +256,20 @@ def test_a_load_that_does_not_begin_in_time_fails_once(make_caches: MakeCaches, 
     assert engine.counts.take()["load_failures"] == 1
 
 
+def test_a_lease_whose_worker_is_not_connected_ends_once_it_is(make_caches: MakeCaches) -> None:
+    """The scheduler has connected to a restarted cache before the worker."""
+    caches = make_caches()
+    engine = caches.make_engine()
+    (prompt,) = prompts(1, 96)
+    engine.run(prompt)
+    wait_until(lambda: caches.stats(0).open_leases == 0)
+    engine.worker_links[0].connected = False  # it connects again in `reconnect_s`
+
+    engine.run(prompt, 3)
+
+    wait_until(lambda: caches.stats(0).open_leases == 0)
+
+
 # -------------------------------------------------------------------- configuration
 
 
