@@ -31,6 +31,7 @@ vLLM makes one connector in its scheduler (S) and one in each worker (W), and ca
 | `get_kv_connector_stats` | S, W | counts since the last call | look-ups, hits, loads, saves, failures, times |
 | `build_kv_connector_stats` | | the counts as an object | `RaydixStats` |
 | `build_prom_metrics` | | Prometheus metrics | `RaydixPromMetrics` |
+| `get_required_kvcache_layout` | | the layout that the connector needs | None; refuses models with states by name |
 | `requires_kv_delivery` | S | whether saves must arrive | False: a save that is lost is a later miss |
 | `shutdown` | S, W | end | closes the session, which ends its leases |
 
@@ -65,7 +66,7 @@ from raydix.actors.engines.scheduler_side import ScheduledRequest, SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import StepPlan, StepReport
 from raydix.actors.engines.transfer_counts import COUNTS, SECONDS, TransferCounts, merge_counts, summarize_counts
-from raydix.actors.engines.vllm_kv import describe_vllm
+from raydix.actors.engines.vllm_kv import check_model, describe_vllm
 from raydix.actors.engines.worker_side import WorkerSide
 from raydix.schemas import InvalidRequest
 
@@ -211,6 +212,16 @@ class RaydixConnector(KVConnectorBase_V1):
             self._kv = describe_vllm(vllm_config, kv_cache_config, rank)
             self._rank = rank
             self._links = [self._make_link(rank, self._kv, f"{name} worker {rank}", maps_pool=True)]
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return None: any layout is served. vLLM calls this before it makes groups of the model's layers.
+
+        Raises:
+            InvalidRequest: the model cannot be served.
+        """
+        check_model(vllm_config)
+        return None
 
     def _make_link(self, rank: int, kv: EngineKV, owner: str, *, maps_pool: bool) -> CacheLink:
         settings = self.settings

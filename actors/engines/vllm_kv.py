@@ -70,6 +70,21 @@ def check_parallel(vllm_config: Any) -> None:
             raise InvalidRequest(f"{name} must be 1 with RaydixConnector, not {size}")
 
 
+def check_model(vllm_config: Any) -> None:
+    """Check that no layer keeps states, before vLLM makes groups of the layers, which it refuses to do for hybrids.
+
+    Raises:
+        InvalidRequest: a layer keeps a state in place of KV; the message names the kinds of layers.
+    """
+    model = vllm_config.model_config
+    if model.has_inner_state:
+        kinds = ", ".join(sorted(set(getattr(model.hf_text_config, "layer_types", None) or ()))) or "not named"
+        raise InvalidRequest(
+            f"{model.architecture} has a KV cache group of layers with states, as those of Mamba, which "
+            f"RaydixConnector does not serve (kinds of layers: {kinds}). Start the engine without it"
+        )
+
+
 def check_layers(specs: Mapping[str, Any]) -> None:
     """Check the KV of each layer, before vLLM makes groups of them, which it refuses to do for some models.
 

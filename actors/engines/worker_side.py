@@ -465,7 +465,7 @@ class WorkerSide:
 
         The scheduler may connect to a restarted cache, and grant leases there, before this process connects.
         """
-        while not self._link.connected:
+        while not self._link.connected:  # noqa: ASYNC110 -- the link has no event, and this is rare
             await asyncio.sleep(_CONNECT_POLL_S)
         try:
             lease = await self._link.client.adopt(request.grant)

@@ -142,7 +142,7 @@ def test_each_rank_has_a_cache_and_unfit_ones_are_refused_before_any_is_started(
     base = ("start", "--for", "vllm", model, "--dtype", "float32", "--name", name, "--address", laboratory.ray_address)
     two = (*base, "--tensor-parallel", 2, "--capacity")
 
-    unfit = run_json(*two, 4096, "--set", "page_size=48", exit_code=1)["error"]
+    unfit = run_json(*two, 4608, "--set", "page_size=48", exit_code=1)["error"]
     assert "page_size is 48, not 128 or a divisor of it" in unfit["message"]
     assert [each for each in run_json("list") if each["name"].startswith(name)] == []
 

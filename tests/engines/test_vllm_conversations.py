@@ -64,7 +64,7 @@ def count_differences(one: dict[Any, dict[str, Any]], other: dict[Any, dict[str,
 def test_conversations_over_two_engines(laboratory: Laboratory) -> None:
     model = laboratory.save_model("llama")
     cache = laboratory.start_cache(slot_bytes("llama"), num_tokens=180 * BLOCK)
-    pressed = {"num_gpu_blocks_override": 48, "max_num_seqs": 16}
+    pressed = {"num_gpu_blocks_override": 48, "max_num_seqs": 16, "max_model_len": 40 * BLOCK}
     pair = [laboratory.start_engine(model, cache, **pressed) for _ in range(2)]
     shared = talk(pair, 1, aborts=True)
     laboratory.wait_until_free(cache)
