@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,11 @@ class EngineProcess:
         return answer
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache; the connector is not reset."""
-        assert self.ask("reset") is True
+        """Empty vLLM's own prefix cache, as soon as no block is held for a save; the connector is not reset."""
+        deadline = time.monotonic() + ANSWER_S
+        while not self.ask("reset"):
+            assert time.monotonic() < deadline, "blocks stay held"
+            time.sleep(0.02)
 
     def pids(self, kind: str) -> list[int]:
         """Process ids of its children with this text in their name: "EngineCore", "Worker"."""

@@ -88,7 +88,10 @@ class Laboratory:
 
     def wait_until_free(self, cache: str, seconds: float = 60) -> None:
         """Wait until no lease is open, and check the cache's rules."""
-        wait_until(lambda: self.stats(cache).open_leases == 0, seconds)
+        try:
+            wait_until(lambda: self.stats(cache).open_leases == 0, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"leases are still open: {self.stats(cache)}") from error
         assert self.stats(cache).private_slots == 0
         self.client(cache).check_invariants()
 
