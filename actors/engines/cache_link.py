@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from raydix.actors.client.attached_pool import AttachedPool
@@ -262,7 +263,8 @@ def make_ray_client(name: str, namespace: str, address: str, owner: str) -> Pref
 
     if not ray.is_initialized():
         try:
-            ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+            with _fresh_random():
+                ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().partition("\n\n")[0]
             advice = "" if os.environ.get("RAY_AUTH_MODE") else "; a cluster with a token needs RAY_AUTH_MODE=token"
@@ -271,6 +273,21 @@ def make_ray_client(name: str, namespace: str, address: str, owner: str) -> Pref
     if not isinstance(name, str):
         raise InvalidRequest(f"cache must be a name, not {type(name).__name__}")
     return PrefixCacheClient(name if namespace == NAMESPACE else handle, owner=owner)
+
+
+@contextmanager
+def _fresh_random() -> Iterator[None]:
+    """Seed `random` from the system, and give it its state back at the end.
+
+    Ray draws the ids of its subscribers from it, and engines seed it alike in all their workers. Two subscribers with
+    one id end each other's polls, which then follow one another without a pause.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def close_links(links: Sequence[CacheLink], loop: LoopThread) -> None:
