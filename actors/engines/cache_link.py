@@ -230,7 +230,7 @@ class CacheLink:
         if self._wake is not None:
             self._wake.set()
 
-    def on_error(self, error: BaseException) -> None:
+    def on_error(self, error: CacheError) -> None:
         """Look at the session if a request has failed because it is lost, or its weights are. Call it on the loop."""
         if isinstance(error, ConfigMismatch):
             self.connected, self.refused = False, str(error)

@@ -36,7 +36,7 @@ from raydix.actors.engines.cache_link import CacheLink
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import LoadPlan, SavePlan, StepPlan, StepReport
 from raydix.actors.engines.transfer_counts import TransferCounts
-from raydix.schemas import CacheError, CacheUnavailable, LeaseGrant, PoolExhausted
+from raydix.schemas import CacheError, CacheUnavailable, LeaseGrant, PoolExhausted, UnknownLease
 
 _T = TypeVar("_T")
 
@@ -70,10 +70,6 @@ class _Request:
     lease: Lease | None = None
     tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     is_lost: bool = False
-
-
-class _LeaseLost(Exception):
-    """The lease of a request cannot be used any more."""
 
 
 class WorkerSide:
@@ -254,10 +250,10 @@ class WorkerSide:
         """Return the request's lease, which is adopted if it is not yet; attach the pool of its epoch.
 
         Raises:
-            CacheError, _LeaseLost: the lease cannot be used any more.
+            CacheError: the lease cannot be used any more.
         """
         if request.is_lost:
-            raise _LeaseLost(f"the lease of request {request.request_id!r} is lost")
+            raise UnknownLease(f"the lease of request {request.request_id!r} is lost")
         if request.lease is None:
             if not self._link.connected:
                 raise CacheUnavailable(f"cache {self._link.name!r} is not connected")
@@ -265,7 +261,7 @@ class WorkerSide:
         request.lease.check_open()
         pool = self._link.pool
         if pool is None or pool.lost or pool.epoch != request.lease.epoch:
-            raise _LeaseLost(f"the pool of epoch {request.lease.epoch!r} is gone")
+            raise UnknownLease(f"the pool of epoch {request.lease.epoch!r} is gone")
         if self._attached_epoch != pool.epoch:
             self._copies.attach(pool.k, self._link.client.config.page_size)
             self._attached_epoch = pool.epoch
@@ -303,7 +299,7 @@ class WorkerSide:
         except WrongPage as error:
             logger.error("request %r was about to get wrong KV, and is recomputed: %s", plan.request_id, error)
             self._lose(request)
-        except (CacheError, _LeaseLost) as error:
+        except CacheError as error:
             logger.debug("the load of request %r has failed: %s", plan.request_id, error)
             self._link.on_error(error)
             self._lose(request)
@@ -375,7 +371,7 @@ class WorkerSide:
                 await lease.extend(end - len(lease), timeout_s=0)
             pages = self._pages_of(lease, plan.start, len(blocks))
             pages[: max(0, lease.published_len - plan.start) // self._page_size] = -1  # the tree's
-        except (CacheError, _LeaseLost) as error:
+        except CacheError as error:
             self._note_failed_save(request, error)
             return None
         return _Copy(save, request, lease, blocks, pages, end)
@@ -410,8 +406,8 @@ class WorkerSide:
         try:
             response = await lease.insert(request.tokens[: copy.end])
             if response.retired:
-                raise _LeaseLost("the weights have changed: the lease publishes nothing")
-        except (CacheError, _LeaseLost) as error:
+                raise UnknownLease("the weights have changed: the lease publishes nothing")
+        except CacheError as error:
             self._note_failed_save(request, error)
             return
         self.counts.add("saves")
@@ -419,7 +415,7 @@ class WorkerSide:
         with self._lock:
             self._report.saved.setdefault(self._rank, {})[request.request_id] = lease.published_len
 
-    def _note_failed_save(self, request: _Request, error: CacheError | _LeaseLost) -> None:
+    def _note_failed_save(self, request: _Request, error: CacheError) -> None:
         if isinstance(error, PoolExhausted):
             logger.debug("blocks of request %r are not saved: %s", request.request_id, error)
             return
@@ -435,7 +431,7 @@ class WorkerSide:
         first, step = start // self._page_size, self._copies.pages_per_block
         pages: NDArray[np.int64] = lease.pages[first : first + num_blocks * step].numpy()
         if len(pages) != num_blocks * step:
-            raise _LeaseLost("the lease covers fewer tokens than the plan")
+            raise UnknownLease("the lease covers fewer tokens than the plan")
         return pages.copy()
 
     def _lose(self, request: _Request | None) -> None:

@@ -88,10 +88,7 @@ class Laboratory:
 
     def wait_until_free(self, cache: str, seconds: float = 60) -> None:
         """Wait until no lease is open, and check the cache's rules."""
-        try:
-            wait_until(lambda: self.stats(cache).open_leases == 0, seconds)
-        except AssertionError as error:
-            raise AssertionError(f"leases are still open: {self.stats(cache)}") from error
+        wait_until(lambda: self.stats(cache).open_leases == 0, seconds)
         assert self.stats(cache).private_slots == 0
         self.client(cache).check_invariants()
 
