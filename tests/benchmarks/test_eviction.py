@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.bench_eviction import KINDS, SLICE, heading, line, measure_sizes
 
-SIZES = (1_000, 4_000)
+SIZES = (1_000, 2_000)
 NUM_CALLS = 2
 
 

@@ -24,6 +24,7 @@ GATED = "RAYDIX_BENCH_GATE" in os.environ  # set by `make bench`: elsewhere the 
 NUM_KILLS = 20 if GATED else 2
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.benchmark
 @pytest.mark.timeout(600)

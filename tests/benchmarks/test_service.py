@@ -35,6 +35,7 @@ def other_tests_garbage_set_aside() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.benchmark
 async def test_64_coroutines_complete_four_whole_requests_in_the_time_of_one_call_that_does_nothing(
@@ -66,6 +67,7 @@ async def test_64_coroutines_complete_four_whole_requests_in_the_time_of_one_cal
     assert ratio >= GOAL or not GATED
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.benchmark
 def test_the_benchmark_gives_every_figure_and_prints_it(ray_cluster: None) -> None:

@@ -43,6 +43,7 @@ def outcomes() -> dict[str, dict[str, Any]]:
     return {line["failure"]: line for line in lines_of()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failure_costs_no_slot_and_no_kv_and_routers_go_on(failure: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert failure in outcomes, f"the run ended before: {list(outcomes.values())[-1]}"

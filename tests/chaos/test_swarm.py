@@ -49,7 +49,7 @@ def check(counts: dict[str, Any], operations: int, kills: int, restarts: int) ->
 @pytest.mark.ray
 @pytest.mark.timeout(900)  # a minute on an idle machine
 def test_nothing_is_lost_while_clients_and_the_cache_are_killed() -> None:
-    options = {"operations": 600, "kills": 6, "restarts": 2}
+    options = {"operations": 300, "kills": 3, "restarts": 1}
     check(counts_of(**options, **{"deadline-s": 800}), **options)
 
 

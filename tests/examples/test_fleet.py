@@ -28,6 +28,7 @@ def example() -> Any:
     return module
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.figures
 def test_a_small_load_is_computed_with_fewer_tokens_and_equal_answers() -> None:

@@ -109,6 +109,7 @@ def needs_serve() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_replicas_share_the_cache_of_their_node() -> None:
     needs_serve()

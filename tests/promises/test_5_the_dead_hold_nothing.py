@@ -118,11 +118,11 @@ PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # longer than 
 @pytest.mark.parametrize(
     ("doing", "watched", "max_restarts"),
     [
-        ("holding", True, 0),
+        pytest.param("holding", True, 0, marks=pytest.mark.long),
         ("waiting", True, 0),
         ("writing", True, 0),
         ("writing", True, 1),
-        ("waiting", False, 0),
+        pytest.param("waiting", False, 0, marks=pytest.mark.long),
         ("writing", False, 0),
     ],
 )

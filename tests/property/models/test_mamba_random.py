@@ -7,9 +7,9 @@ PAGE_SIZES = (1, 4, 16)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_3000_random_operations_agree_with_the_reference_model(page_size: int) -> None:
+def test_random_operations_agree_with_the_reference_model(page_size: int) -> None:
     for seed in (0, 1, 2):  # states in chunks of 1, 2 and 24 tokens
-        run_random_mamba_traffic(seed, page_size, num_operations=1000)
+        run_random_mamba_traffic(seed, page_size, num_operations=400)
 
 
 @pytest.mark.long

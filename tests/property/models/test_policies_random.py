@@ -45,7 +45,7 @@ def run(policy: str, num_operations: int, seeds: int = 1, page_sizes: tuple[int,
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_operations_agree_with_the_reference_model(policy: str) -> None:
-    run(policy, num_operations=600)
+    run(policy, num_operations=200)
 
 
 @pytest.mark.long

@@ -185,6 +185,7 @@ async def test_stop_drains_for_the_given_time_and_prints_the_leases_cut_short(na
     await client.close()
 
 
+@pytest.mark.long
 async def test_all_that_are_stopped_drain_at_once(namespace: str) -> None:
     where = ["--namespace", namespace]
     await asyncio.to_thread(run, "start", "--count", 2, "--set", "pool.num_slots=64", *where)
@@ -307,6 +308,7 @@ def test_weights_prints_the_label_and_names_another(namespace: str) -> None:
     assert "label: " in run("weights", "kv-0", "", *where, exit_code=1).stderr
 
 
+@pytest.mark.long
 def test_weights_acts_on_every_rank_of_a_name_in_order(namespace: str) -> None:
     where = ["--namespace", namespace]
     caches = [

@@ -65,7 +65,11 @@ def list_of(address: str, home: Path, **environ: str) -> subprocess.CompletedPro
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "shown",
-    [{}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ANOTHER}],
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"RAY_AUTH_MODE": "token"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ANOTHER},
+    ],
     ids=["none", "none that is found", "another"],
 )
 def test_a_cluster_that_asks_for_a_token_is_said_to_in_the_first_line(
@@ -96,6 +100,7 @@ def context(**params: Any) -> typer.Context:
     return context
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_names_of_caches_are_completed(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_COMPLETE_S", START_S)

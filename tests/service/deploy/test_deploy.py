@@ -360,7 +360,7 @@ def handles_held_by(error: BaseException | None) -> list[Any]:
     return held
 
 
-@pytest.mark.parametrize("how", ["killed by the kernel", "crashed at its start"])
+@pytest.mark.parametrize("how", ["killed by the kernel", pytest.param("crashed at its start", marks=pytest.mark.long)])
 async def test_the_name_of_a_dead_cache_of_which_a_handle_is_kept_is_free(
     started: Callable[..., Any], how: str
 ) -> None:

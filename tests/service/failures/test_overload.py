@@ -153,6 +153,7 @@ def kept(actor: Any) -> dict[str, int]:
     }
 
 
+@pytest.mark.long
 async def test_an_overloaded_cache_answers_every_call_and_recovers(cache: Any) -> None:
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(PrefixCacheClient(cache)) for _ in range(NUM_CLIENTS)]

@@ -65,6 +65,7 @@ async def hasty(start: Start) -> AsyncIterator[tuple[Any, PrefixCacheClient]]:
 # ---------------------------------------------------------------- watched actors
 
 
+@pytest.mark.long
 async def test_an_actor_that_ends_as_it_should_is_noticed_too(patient: tuple[Any, PrefixCacheClient]) -> None:
     cache, client = patient
     process = start_client(watched=True)
@@ -119,7 +120,12 @@ async def test_the_death_of_one_actor_leaves_others_alone(patient: tuple[Any, Pr
 
 @pytest.mark.parametrize(
     ("watched", "named", "seen"),
-    [(False, False, False), (False, False, True), (True, False, False), (False, True, False)],
+    [
+        (False, False, False),
+        pytest.param(False, False, True, marks=pytest.mark.long),
+        (True, False, False),
+        pytest.param(False, True, False, marks=pytest.mark.long),
+    ],
 )
 async def test_a_client_in_an_actor_that_is_neither_watched_nor_seen_logs_how_long_its_slots_stay_held(
     patient: tuple[Any, PrefixCacheClient], watched: bool, named: bool, seen: bool
@@ -168,7 +174,9 @@ def test_parking_cannot_be_made_synchronous() -> None:
 # ---------------------------------------------------------------- plain processes
 
 
-@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a child that lives on"])
+@pytest.mark.parametrize(
+    "forks", [pytest.param(False, marks=pytest.mark.long), True], ids=["alone", "with a child that lives on"]
+)
 async def test_a_plain_process_that_is_killed_holds_nothing_a_moment_later(start: Start, forks: bool) -> None:
     cache = start(LeaseConfig())
     async with PrefixCacheClient(cache) as client:
@@ -241,6 +249,7 @@ async def standing_still(cache: Any, client: PrefixCacheClient) -> tuple[Any, in
     return process, pid
 
 
+@pytest.mark.long
 async def test_a_process_that_stood_still_gives_its_slots_back_even_if_it_asks_for_nothing_more(
     hasty: tuple[Any, PrefixCacheClient],
 ) -> None:
@@ -253,6 +262,7 @@ async def test_a_process_that_stood_still_gives_its_slots_back_even_if_it_asks_f
     await process.close.remote()
 
 
+@pytest.mark.long
 async def test_a_process_that_dies_while_its_slots_are_withheld_gives_them_back(
     hasty: tuple[Any, PrefixCacheClient],
 ) -> None:
@@ -263,6 +273,7 @@ async def test_a_process_that_dies_while_its_slots_are_withheld_gives_them_back(
     await until(hasty[1], lambda stats: stats.free_slots == 8)
 
 
+@pytest.mark.long
 async def test_slots_are_not_withheld_for_ever(start: Start) -> None:
     cache = start(HASTIEST)
     async with PrefixCacheClient(cache) as client:

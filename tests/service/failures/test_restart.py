@@ -113,6 +113,7 @@ async def test_a_client_that_bound_a_model_before_a_restart_must_bind_it_again(c
             assert lease.prefix_len == 3
 
 
+@pytest.mark.long
 async def test_what_ray_restarted_is_shown_as_such_with_the_cause(ray_cluster: None, tmp_path: Path) -> None:
     where = ["--namespace", f"restart-{uuid4().hex[:8]}"]
     cache = start_cache(LONG, name="kv-0", namespace=where[1])
@@ -168,6 +169,7 @@ USES: dict[str, Callable[[Lease], Awaitable[Any]]] = {
 }
 
 
+@pytest.mark.long
 async def test_using_a_lease_is_enough_to_notice(cache: Any) -> None:
     async with held(cache) as first, held(cache) as second, held(cache) as third, PrefixCacheClient(cache) as other:
         await other.open()
@@ -231,6 +233,7 @@ async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: N
         await PrefixCacheClient(cache).match([1])
 
 
+@pytest.mark.long
 async def test_a_restart_is_no_end_to_a_client_that_was_made_of_the_name(ray_cluster: None) -> None:
     """The client must keep the actor that it found first, and not look up the name again."""
     name = f"kv-{uuid4().hex[:8]}"

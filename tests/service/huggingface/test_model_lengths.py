@@ -90,7 +90,11 @@ def stepwise(config: PreTrainedConfig, prompt: list[int], num_new: int) -> tuple
     return torch.cat(logits), tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("num_tokens", [20, LONGEST - 6, LONGEST - 1, LONGEST, LONGEST + 1, 50])
+SOME_LENGTHS = [20, LONGEST - 6, LONGEST, LONGEST + 1]
+MORE_LENGTHS = [pytest.param(num_tokens, marks=pytest.mark.long) for num_tokens in (LONGEST - 1, 50)]
+
+
+@pytest.mark.parametrize("num_tokens", SOME_LENGTHS + MORE_LENGTHS)
 async def test_sequences_of_each_length_get_the_logits_of_one_pass(
     workers: list[TransformersWorker], model: Any, num_tokens: int
 ) -> None:

@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
 
-@pytest.fixture(params=[1, 4], ids=["page1", "page4"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.long), 4], ids=["page1", "page4"])
 def page_size(request: pytest.FixtureRequest) -> int:
     return request.param
 

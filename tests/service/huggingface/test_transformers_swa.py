@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
 
-@pytest.fixture(params=[1, 4], ids=["page1", "page4"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.long), 4], ids=["page1", "page4"])
 def page_size(request: pytest.FixtureRequest) -> int:
     return request.param
 
@@ -260,6 +260,7 @@ async def test_a_cache_that_keeps_too_little_is_refused(changed: dict[str, Any],
 # ---------------------------------------------------------------- two workers on Ray
 
 
+@pytest.mark.long
 @pytest.mark.ray
 async def test_two_workers_on_ray_share_windows(ray_cluster: None) -> None:
     import ray

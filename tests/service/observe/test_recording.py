@@ -391,7 +391,7 @@ def test_a_time_without_an_end_is_refused() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 async def test_a_command_that_gets_a_signal_to_end_ends_the_recording(
     running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -103,7 +103,7 @@ def test_without_compiled_modules_the_sources_run_without_a_warning(
     assert done.stdout.split("\n") == ["interpreted False True 2", "", ""], done.stderr
 
 
-@pytest.mark.parametrize("plain", ["0", "1"])
+@pytest.mark.parametrize("plain", ["0", pytest.param("1", marks=pytest.mark.long)])
 def test_a_fault_planted_in_a_source_is_found(copy_package: Callable[[bool], Path], tmp_path: Path, plain: str) -> None:
     source = copy_package(plain == "1") / "tree.py"  # with the compiled modules, RAYDIX_PLAIN must pass them over
     assert run(TRAFFIC, tmp_path, plain).returncode == 0

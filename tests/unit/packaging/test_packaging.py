@@ -150,6 +150,7 @@ def test_without_a_compiler_the_kernels_are_interpreted(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: install it")
+@pytest.mark.long
 def test_if_one_module_cannot_be_compiled_none_is(tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\ncase "$*" in *page_lists.c*) exit 1;; esac\nexec gcc "$@" -O0\n')
