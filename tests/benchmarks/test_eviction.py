@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from benchmarks.bench_eviction import KINDS, SLICE, heading, line, measure_sizes
 
-SIZES = (1_000, 2_000)
+SIZES = (1_000, 4_000)
 NUM_CALLS = 2
 
 
+@pytest.mark.long
 @pytest.mark.benchmark
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_call_evicts_a_whole_slice(kind: str) -> None:

@@ -49,6 +49,7 @@ def test_only_stored_pages_end_a_delay() -> None:
     assert index.pages(column)[0] == {8, 9}
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_delay_of_events_is_measured_at_every_feed(ray_cluster: None) -> None:
     delays = asyncio.run(bench_fleet.staleness_ms(num_feeds=3, num_actors=2, seconds=0.2))

@@ -21,12 +21,9 @@ def example() -> Any:
     return module
 
 
+@pytest.mark.long
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    "lora_ids",
-    [pytest.param(["policy-0", "policy-1"], marks=pytest.mark.long), ["policy", "policy"]],
-    ids=["two", "one"],
-)
+@pytest.mark.parametrize("lora_ids", [["policy-0", "policy-1"], ["policy", "policy"]], ids=["two", "one"])
 def test_two_policies_share_their_prompts_and_nothing_else(lora_ids: list[str]) -> None:
     command = [sys.executable, str(EXAMPLE), "--rounds", "2", "--prompts", "3", "--samples", "2", "--json"]
     command += ["--one-lora-id"] * (len(set(lora_ids)) == 1)

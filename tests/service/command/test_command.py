@@ -117,6 +117,7 @@ def test_a_description_starts_a_cache_of_the_same_configuration(namespace: str, 
     assert "page_size is 8, not 16" in mismatch
 
 
+@pytest.mark.long
 def test_a_description_names_the_base_model_that_is_bound(namespace: str) -> None:
     where = ["--namespace", namespace]
     run("start", "--set", "pool.num_slots=64", *where)
@@ -131,6 +132,7 @@ def test_a_description_names_the_base_model_that_is_bound(namespace: str) -> Non
     assert run_json("describe", "kv-0", *where)["model_fingerprint"] == str(fingerprint)
 
 
+@pytest.mark.long
 def test_the_eviction_task_of_a_fresh_cache_is_said_to_start_with_the_first_session(namespace: str) -> None:
     run("start", "--set", "pool.num_slots=64", "--namespace", namespace)
 
@@ -289,6 +291,7 @@ def test_tree_draws_the_cached_tokens(busy: list[str]) -> None:
     assert run("tree", *busy, "--depth", 0).stdout.splitlines()[-1] == "    └── 1 more"
 
 
+@pytest.mark.long
 def test_weights_prints_the_label_and_names_another(namespace: str) -> None:
     where = ["--namespace", namespace]
     run("start", "--set", "pool.num_slots=64", *where)

@@ -67,7 +67,7 @@ def list_of(address: str, home: Path, **environ: str) -> subprocess.CompletedPro
     "shown",
     [
         pytest.param({}, marks=pytest.mark.long),
-        {"RAY_AUTH_MODE": "token"},
+        pytest.param({"RAY_AUTH_MODE": "token"}, marks=pytest.mark.long),
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ANOTHER},
     ],
     ids=["none", "none that is found", "another"],

@@ -276,6 +276,7 @@ def test_while_a_name_stays_taken_by_an_actor_that_cannot_be_found_the_deadline_
     ray.kill(holder)
 
 
+@pytest.mark.long
 async def test_starting_does_not_hold_the_loop(ray_cluster: None) -> None:
     ticks = 0
 
@@ -336,6 +337,7 @@ def test_a_cache_that_does_not_answer_is_unavailable_after_the_timeout_and_is_le
 HUGE = CacheConfig(pool=PoolConfig(num_slots=2**30, num_layers=8, num_kv_heads=64, head_dim=1024, device="cpu"))
 
 
+@pytest.mark.long
 async def test_while_the_error_of_a_cache_that_could_not_start_is_kept_its_name_is_free(ray_cluster: None) -> None:
     """A notebook or a logger may keep the error."""
     name = new_name()
@@ -444,6 +446,7 @@ async def test_a_cache_that_shuts_down_without_a_waiting_caller_ends_and_stays_d
     await client.close()
 
 
+@pytest.mark.long
 async def test_starting_the_name_of_a_cache_that_drains_gives_a_new_one_once_that_has_ended(ray_cluster: None) -> None:
     name = new_name()
     old = start_cache(CONFIG, name=name, lifetime="detached")

@@ -77,6 +77,7 @@ async def test_an_actor_that_ends_as_it_should_is_noticed_too(patient: tuple[Any
     await until(client, all_free)
 
 
+@pytest.mark.long
 async def test_an_actor_of_which_nobody_holds_a_handle_ends_though_it_is_watched(
     patient: tuple[Any, PrefixCacheClient],
 ) -> None:
@@ -286,6 +287,7 @@ async def test_slots_are_not_withheld_for_ever(start: Start) -> None:
         ray.kill(process)
 
 
+@pytest.mark.long
 async def test_a_client_that_only_waits_beats(hasty: tuple[Any, PrefixCacheClient]) -> None:
     cache, client = hasty
     process = start_client(watched=False)

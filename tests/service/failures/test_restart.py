@@ -92,6 +92,7 @@ async def test_after_its_process_was_killed_clients_go_on_with_an_empty_cache_an
         await client.check_invariants()
 
 
+@pytest.mark.long
 async def test_a_client_that_bound_a_model_before_a_restart_must_bind_it_again(cache: Any) -> None:
     old, new = (ModelFingerprint(fields={"model_type": "llama"}, weights=each) for each in ("old", "new"))
     async with PrefixCacheClient(cache) as worker, PrefixCacheClient(cache) as other:

@@ -63,8 +63,9 @@ def test_a_batch_is_answered_on_every_loop(new_loop: Callable[[], asyncio.Abstra
         assert isinstance(runner.run(ask()), BatchResponse)
 
 
+@pytest.mark.long
 @pytest.mark.ray
-@pytest.mark.parametrize("actors_on_uvloop", [pytest.param("0", marks=pytest.mark.long), "1"])
+@pytest.mark.parametrize("actors_on_uvloop", ["0", "1"])
 def test_client_and_cache_may_run_on_different_loops(actors_on_uvloop: str) -> None:
     done = run_fresh(CLIENT, RAY_USE_UVLOOP=actors_on_uvloop, PYTHONPATH=os.pathsep.join(sys.path))
 
