@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -16,7 +17,7 @@ import ray
 from support.fleet.running_fleet import STRIDE, prompt, slim
 
 from raydix.actors import shutdown_cache, start_cache
-from raydix.schemas import FleetStats, ReplicaRouterStats
+from raydix.schemas import FleetStats, ReplicaRouterStats, RouteExplanation
 
 serve = pytest.importorskip(
     "ray.serve",
@@ -100,23 +101,33 @@ def fleet_of(routed: Routed) -> FleetStats:
     return found
 
 
-def converse(handle: Any, first: int, after_each: Callable[[int], None]) -> list[list[Any]]:
+def is_known(routed: Routed, tokens: list[int]) -> bool:
+    """Return whether the router knows a cache that has stored a whole prompt. A promise does not count."""
+    fleet = routed.router._fleet
+
+    async def explain() -> RouteExplanation:
+        return fleet.explain([*tokens, 0])
+
+    explained = asyncio.run_coroutine_threadsafe(explain(), fleet._loop).result(LONG_S)
+    return any(candidate.prefix_len == len(tokens) for candidate in explained.candidates)
+
+
+def converse(handle: Any, first: int, after_each: Callable[[list[int]], None]) -> list[list[Any]]:
     """Have conversations, one turn of each after the other; return the answers of each turn."""
     answers = []
     for turn in range(1, NUM_TURNS + 1):
-        answers.append([generate(handle, prompt(first + number, turn)) for number in range(NUM_CONVERSATIONS)])
-        after_each(turn * NUM_CONVERSATIONS)
+        prompts = [prompt(first + number, turn) for number in range(NUM_CONVERSATIONS)]
+        answers.append([generate(handle, tokens) for tokens in prompts])
+        for tokens in prompts:
+            after_each(tokens)
     return answers
 
 
 def test_turns_follow_their_prefix_with_the_answers_of_the_default_router(routed: Routed) -> None:
     before = stats(routed)
 
-    def until_known(num_pages: int) -> None:
-        until(lambda: fleet_of(routed).indexed_pages >= num_pages)
-
-    ours = converse(routed.handle, 100, until_known)
-    plain = converse(routed.default, 100, lambda num_pages: None)
+    ours = converse(routed.handle, 100, lambda tokens: until(lambda: is_known(routed, tokens)))
+    plain = converse(routed.default, 100, lambda tokens: None)
 
     assert [[each["prefix_len"] for each in turn] for turn in ours] == [
         [turn * STRIDE] * NUM_CONVERSATIONS for turn in range(NUM_TURNS)
