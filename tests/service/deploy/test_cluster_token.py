@@ -62,12 +62,13 @@ def list_of(address: str, home: Path, **environ: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "shown",
     [
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"RAY_AUTH_MODE": "token"}, marks=pytest.mark.long),
+        {},
+        {"RAY_AUTH_MODE": "token"},
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ANOTHER},
     ],
     ids=["none", "none that is found", "another"],

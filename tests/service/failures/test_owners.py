@@ -124,7 +124,7 @@ async def test_the_death_of_one_actor_leaves_others_alone(patient: tuple[Any, Pr
     [
         (False, False, False),
         pytest.param(False, False, True, marks=pytest.mark.long),
-        (True, False, False),
+        pytest.param(True, False, False, marks=pytest.mark.long),
         pytest.param(False, True, False, marks=pytest.mark.long),
     ],
 )

@@ -183,6 +183,7 @@ async def test_using_a_lease_is_enough_to_notice(cache: Any) -> None:
             assert (await client.match([1])).prefix_len == 0
 
 
+@pytest.mark.long
 async def test_a_client_that_asks_nothing_notices_too_and_lets_go_of_the_pool(cache: Any) -> None:
     async with held(cache) as (client, lease, pool):
         epoch = lease.epoch

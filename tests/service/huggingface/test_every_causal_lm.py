@@ -33,14 +33,12 @@ QUICK = [
     "bloom",
     "deepseek_v3",
     "bert",
-    "hrm_text",
     # windows and chunks
     "gpt_oss",
     "llama4_text",
     "gemma4_text, shared KV",
     # states, some without attention
     "falcon_h1",
-    "kimi_linear",
     "qwen3_next",
     "nemotron_h, M-*E",
     "lfm3",

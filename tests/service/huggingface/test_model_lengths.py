@@ -51,7 +51,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
 
-@pytest.fixture(params=[1, 4], ids=["page1", "page4"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.long), 4], ids=["page1", "page4"])
 async def cache(model: Any, request: pytest.FixtureRequest) -> AsyncIterator[LocalPrefixCache]:
     config = cache_config_for(
         deepcopy(model.config),

@@ -299,6 +299,7 @@ async def test_states_need_a_mapped_pool() -> None:
 # ---------------------------------------------------------------- two workers on Ray
 
 
+@pytest.mark.long
 @pytest.mark.ray
 async def test_two_workers_on_ray_share_states(ray_cluster: None) -> None:
     import ray

@@ -331,8 +331,8 @@ class Remote:
         self.remote = remote
 
 
-REFUSALS: list[tuple[Exception, type[CacheError]]] = [
-    (PendingCallsLimitExceeded("1 call is pending"), CacheBusy),
+REFUSALS: list[Any] = [
+    pytest.param(PendingCallsLimitExceeded("1 call is pending"), CacheBusy, marks=pytest.mark.long),  # it tries again
     (RaySystemError("Ray has not been started yet"), CacheUnavailable),
 ]
 

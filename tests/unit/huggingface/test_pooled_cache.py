@@ -232,6 +232,7 @@ def test_a_copied_cache_keeps_what_its_windows_drop_until_it_is_taken(config: Pr
 # ---------------------------------------------------------------- states
 
 
+@pytest.mark.long
 def test_states_are_measured_where_kernels_for_gpus_are_installed(tmp_path: Path) -> None:
     """They refuse tensors of other devices, and transformers takes them wherever they are."""
     refuses = "def causal_conv1d_{}(x, *args, **kwargs):\n    raise RuntimeError('Expected x.is_cuda() to be true')\n"
