@@ -337,6 +337,8 @@ REFUSALS: list[Any] = [
 ]
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")  # else the client's look for its actor would start Ray
 @pytest.mark.parametrize(("error", "expected"), REFUSALS, ids=["pending calls", "no Ray"])
 async def test_a_call_that_cannot_be_made_fails_its_requests(error: Exception, expected: type[CacheError]) -> None:
     client = PrefixCacheClient(RefusingHandle(error))
@@ -346,6 +348,8 @@ async def test_a_call_that_cannot_be_made_fails_its_requests(error: Exception, e
         await asyncio.wait_for(client.match([1]), 30)
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")  # else the client's look for its actor would start Ray
 @pytest.mark.parametrize(("error", "expected"), REFUSALS, ids=["pending calls", "no Ray"])
 async def test_a_call_that_cannot_be_made_is_told_in_the_caches_terms(
     error: Exception, expected: type[CacheError]
@@ -381,6 +385,8 @@ class SlowHandle(RefusingHandle):
         answer.set_result(batch_codec.pack(BatchResponse(epoch="e", responses=tuple(Ack() for _ in batch.requests))))
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
 async def test_each_batch_names_the_one_that_must_go_before_it() -> None:
     handle = SlowHandle()
     client = PrefixCacheClient(handle)
