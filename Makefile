@@ -58,7 +58,7 @@ demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends wit
 
 # Ray's token is made first (older Ray has none), as of two clusters that start at once each would make another.
 test: $(STAMP)  ## all tests but the long ones; ends with what did not run here, and the command that runs it
-	$(if $(ARGS),,@echo "make test takes about 14 minutes on two cores")
+	$(if $(ARGS),,@echo "make test takes about 15 minutes on two cores")
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
 	$(BIN)/pytest -m "not long" $(SPREAD) $(ARGS)
 
@@ -77,7 +77,7 @@ test-asan: $(STAMP)  ## tests of the core, under AddressSanitizer and UBSan, in 
 	$(BIN)/python -c 'from raydix.cache_core import kernels as k; assert k.COMPILED and "build/asan" in k.__file__, k' && \
 	$(BIN)/pytest -m "$(WITHOUT_RAY)" -p no:cacheprovider --capture=sys $(SPREAD) $(SANITIZED) $(ARGS)
 
-test-long: $(STAMP)  ## random operations against the reference model, 100,000 at each page size; 10,000 requests on Ray amid kills
+test-long: $(STAMP)  ## the tests that make test leaves out: 100,000 random operations, failures of a fleet, every model
 	$(BIN)/pytest -m long --timeout=0 $(ARGS)
 
 test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the file that the variable RAYDIX_TRACE names
