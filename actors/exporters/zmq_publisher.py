@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 1_000  # after the close, for the last payloads
+_TERM_S = 2.0  # after that second, for the threads of ZMQ to end
 _FRAMES_A_TURN = 100  # of a replay, before other tasks get their turn
 
 
@@ -102,13 +104,21 @@ class ZmqPublisher:
         await self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     async def close(self) -> None:
-        """Stop serving, and close the sockets once the last payloads are sent, or after a second."""
+        """Stop serving, and close the sockets once the last payloads are sent, or after a second.
+
+        libzmq 4.3.5 sometimes waits without end for the socket of a peer that left just before. The wait goes on in a
+        daemon thread then, and a warning is logged.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for socket in self._sockets:
             socket.close(linger=_LINGER_MS)
-        await asyncio.to_thread(self._context.term)
+        ending = threading.Thread(target=self._context.term, daemon=True, name="raydix-zmq-term")
+        ending.start()
+        await asyncio.to_thread(ending.join, _LINGER_MS / 1000 + _TERM_S)
+        if ending.is_alive():
+            logger.warning("ZMQ has not closed %s; its threads stay until this process ends", self.endpoint)
 
     def _open(self, kind: int, hwm: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)

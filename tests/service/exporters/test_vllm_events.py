@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from support.exporters.vllm_subscriber import UNSIGNED, VllmSubscriber
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.engines.namespaces import adapter_name, namespace_of
-from raydix.actors.exporters import vllm_events, vllm_format
+from raydix.actors.exporters import vllm_events, vllm_format, zmq_publisher
 from raydix.actors.exporters.vllm_events import VllmEventExporter
 from raydix.actors.exporters.vllm_format import VllmEncoder
 from raydix.actors.exporters.zmq_publisher import ZmqPublisher
@@ -382,6 +383,24 @@ async def test_a_closed_exporter_ends_its_run_and_closes_again() -> None:
             async with asyncio.timeout(60):
                 assert await running is None
         assert (await cache.stats()).open_sessions == 1
+
+
+async def test_a_close_ends_though_zmq_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with LocalPrefixCache(full()) as cache:
+        exporter = await VllmEventExporter(cache, FREE_PORT).open()
+        publisher: Any = exporter._publisher
+        may_end = threading.Event()
+        term = publisher._context.term
+        monkeypatch.setattr(zmq_publisher, "_TERM_S", 0.0)
+        monkeypatch.setattr(publisher._context, "term", lambda: (may_end.wait(), term()))
+
+        async with asyncio.timeout(60):
+            await exporter.close()
+
+        assert "ZMQ has not closed tcp://127.0.0.1:" in caplog.text
+        may_end.set()
 
 
 # ---------------------------------------------------------------- refusals
