@@ -396,11 +396,13 @@ async def test_a_close_ends_though_zmq_does_not(
         monkeypatch.setattr(zmq_publisher, "_TERM_S", 0.0)
         monkeypatch.setattr(publisher._context, "term", lambda: (may_end.wait(), term()))
 
-        async with asyncio.timeout(60):
-            await exporter.close()
+        try:
+            async with asyncio.timeout(60):
+                await exporter.close()
+        finally:
+            may_end.set()  # else a failure would keep the loop from its end
 
         assert "ZMQ has not closed tcp://127.0.0.1:" in caplog.text
-        may_end.set()
 
 
 # ---------------------------------------------------------------- refusals
