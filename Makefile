@@ -6,6 +6,7 @@ ARGS   ?=
 # Two processes share the tests. Those of one Ray cluster stay together, as do those of a file (tests/conftest.py).
 SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 
+MORE_MINUTES := 20
 WITHOUT_RAY := not ray and not long and not gpu
 # The folders of the tests that run the kernels.
 CORE := $(addprefix tests/unit/,components eviction ghost kernels leases pool radix_cache rows tree) tests/property
@@ -22,7 +23,7 @@ ENGINES       := $(ENGINES_VENV)/bin
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv engines-venv demo test test-core test-asan test-long test-trace test-engines coverage bench models lint clean
+.PHONY: help venv engines-venv demo test test-core test-asan test-more test-long test-trace test-engines coverage bench models lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -57,10 +58,16 @@ demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends wit
 	$(BIN)/raydix demo $(ARGS)
 
 # Ray's token is made first (older Ray has none), as of two clusters that start at once each would make another.
-test: $(STAMP)  ## all tests but the long ones; ends with what did not run here, and the command that runs it
-	$(if $(ARGS),,@echo "make test takes about 15 minutes on two cores")
+test: $(STAMP)  ## the tests for each change, 8 minutes; ends with what did not run here, and the command that runs it
+	$(if $(ARGS),,@echo "make test takes about 8 minutes on two cores")
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
-	$(BIN)/pytest -m "not long" $(SPREAD) $(ARGS)
+	$(BIN)/pytest -m "not long and not more" $(SPREAD) $(ARGS)
+	$(if $(ARGS),,@echo "Other tests: make test-more ($(MORE_MINUTES) minutes), test-long (hours), test-trace, test-engines")
+
+test-more: $(STAMP)  ## the other tests that CI runs: what a test of make test nearly covers, and slow ones
+	$(if $(ARGS),,@echo "make test-more takes about $(MORE_MINUTES) minutes on two cores")
+	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
+	$(BIN)/pytest -m "more and not long and not trace" $(SPREAD) $(ARGS)
 
 test-core: $(STAMP)  ## tests that need neither Ray nor a GPU; then those of the core again, interpreted
 	$(BIN)/pytest -m "$(WITHOUT_RAY)" $(ARGS)
@@ -77,7 +84,7 @@ test-asan: $(STAMP)  ## tests of the core, under AddressSanitizer and UBSan, in 
 	$(BIN)/python -c 'from raydix.cache_core import kernels as k; assert k.COMPILED and "build/asan" in k.__file__, k' && \
 	$(BIN)/pytest -m "$(WITHOUT_RAY)" -p no:cacheprovider --capture=sys $(SPREAD) $(SANITIZED) $(ARGS)
 
-test-long: $(STAMP)  ## the tests that make test leaves out: 100,000 random operations, failures of a fleet, every model
+test-long: $(STAMP)  ## the tests that CI leaves out: 100,000 random operations, failures of a fleet, every model
 	$(BIN)/pytest -m long --timeout=0 $(ARGS)
 
 test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the file that the variable RAYDIX_TRACE names

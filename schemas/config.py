@@ -54,7 +54,7 @@ class PoolConfig(_Config):
     state_shapes: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = Field(
         default=(), description="shapes of a state layer's tensors"
     )
-    dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"] = "bfloat16"
+    dtype: Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"] = "bfloat16"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:(0|[1-9]\d?))?)$")] = "auto"
 
     @model_validator(mode="after")

@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, settings
 
 WITH_CLUSTERS_OF_THEIR_OWN = {"chaos", "examples", "test_unix_socket_loops", "test_placement"}  # folders and files
 FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
-LEFT_OUT = {"long": "make test-long"}  # marks that `make test` deselects, and the command that runs their tests
+LEFT_OUT = {"long": "make test-long", "more": "make test-more"}
+"""The marks of tests that `make test` deselects, and the command that runs these. The first mark of a test counts."""
+SLOW_S = 20  # a test that takes longer is named at the end; in `make test`, none may take a minute on an idle machine
 NUM_LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 # Hypothesis fails a test that takes long, also where other programs use the machine.
@@ -63,7 +65,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Count the tests that are left out because of a mark."""
     for item in items:
-        item.config.stash[NUM_LEFT_OUT].update(mark for mark in LEFT_OUT if item.get_closest_marker(mark))
+        marks = [mark for mark in LEFT_OUT if item.get_closest_marker(mark)]
+        item.config.stash[NUM_LEFT_OUT].update(marks[:1])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -79,7 +82,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Show what tests counted and measured, though they passed; then what did not run, and how to run it."""
+    """Show what tests counted and measured, what did not run and how to run it, and the slow tests."""
     told = [each for each in terminalreporter.stats.get("passed", ()) if FIGURES & set(each.keywords)]
     for report in told:
         for title, text in report.sections:
@@ -91,6 +94,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("not run, and how to run it")
         for reason, number in not_run.items():
             terminalreporter.write_line(f"{number:5}  {reason}")
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            seconds[getattr(report, "nodeid", "")] += getattr(report, "duration", 0)
+    if slow := [(test, took) for test, took in seconds.most_common() if took > SLOW_S]:
+        terminalreporter.section(f"slower than {SLOW_S} s")
+        for test, took in slow:
+            terminalreporter.write_line(f"{took:4.0f} s  {test}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

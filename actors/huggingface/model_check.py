@@ -38,8 +38,14 @@ _FIRST, _REST = 12, 9  # tokens of the first part and of the last
 _FEWEST = 12  # tokens that can be cut
 _BEFORE, _AFTER = 20, 40  # tokens decoded one by one, before and after a window is full
 _SPAN, _LONGEST_SPAN = 64, 512  # tokens that stand for a missing window, and limit of windows that are filled
-_TOLERANCES = {torch.float16: 0.05, torch.bfloat16: 0.3}  # in standard deviations of the logits
-_FINE, _ON_GPU = 1e-3, 1e-2  # for float32, because a GPU may round its products
+
+# Differences in standard deviations of the logits. In float64 the twins of all causal LMs of transformers 5.23 form two
+# groups: right ones are at most 2.9e-13 off, and the smallest difference of a wrong one is 3.7e-3 (Nemotron-H, whose
+# decoding clamps other steps than its prefill).
+TWIN_BOUND = 1e-8
+# The most that a model may be off in its own dtype. GPUs may round the products of float32 to 10 bits.
+_MOST = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.05, torch.bfloat16: 0.3}
+_FACTOR = 30  # from the rounding of two sequences to the bound: two seeds of one model differ by up to 25 times
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +98,13 @@ class ModelCheck:
     Args:
         forward: the forward pass of the model; the check sets its `positions`.
         config: its configuration.
+        bound: the largest difference that counts as rounding, in standard deviations of the logits. None: it is derived
+            from the model, for a model that is checked itself. That stays a judgement: the rounding of two sequences,
+            between one pass over them and one over their first part, times 30, and at most 0.01 (float32) to 0.3
+            (bfloat16).
     """
 
-    def __init__(self, forward: ForwardPass, config: PreTrainedConfig) -> None:
+    def __init__(self, forward: ForwardPass, config: PreTrainedConfig, bound: float | None = None) -> None:
         text = config.get_text_config(decoder=True)
         self._forward = forward
         self._config = config
@@ -106,6 +116,7 @@ class ModelCheck:
         self._states: tuple[StateTensor, ...] = ()
         self._pool: KVPool | None = None
         self._span = _SPAN
+        self._bound = bound
 
     def traits(self) -> ModelTraits:
         """Return the way to run the model.
@@ -122,6 +133,8 @@ class ModelCheck:
         num_tokens = self._num_tokens()
         if num_tokens < _FEWEST:
             return ModelTraits(cannot_share=f"{self._model} takes {num_tokens} tokens: there is nothing to reuse")
+        if self._bound is None:
+            self._bound = self._derived_bound(num_tokens)
         plain = self._sequence(num_tokens)
         traits = self._find_positions(plain, cannot_share)
         if traits.cannot_share is None:
@@ -156,7 +169,7 @@ class ModelCheck:
             whole = self._forward.logits(tokens, 0, None, num_tokens)
             for end in {longer_than + (num_tokens - longer_than) // 2, num_tokens - 3}:
                 off = _Sequence(tokens, whole).off(self._forward.logits(tokens[:end], 0, None, end))
-                if off > self._tolerance(whole.dtype):
+                if not self._is_rounding(off):
                     raise ConfigMismatch(f"{self._model} is not causal: later tokens change the logits of a token")
         return _Sequence(tokens, whole)
 
@@ -216,7 +229,7 @@ class ModelCheck:
 
     def _why_off(self, sequence: _Sequence, logits: torch.Tensor) -> str | None:
         off = sequence.off(logits)
-        if off <= self._tolerance(sequence.logits.dtype):
+        if self._is_rounding(off):
             return None
         return f"logits after a prompt in parts are {off:.2g} standard deviations off from those after it in one"
 
@@ -231,7 +244,7 @@ class ModelCheck:
                     return traits
                 assert self._layers is not None, "there are no layers to share"
                 own = self._run_own(plain.tokens, cuts)
-                if self._layers.has_states and _Sequence(plain.tokens, own).off(logits) <= self._tolerance(own.dtype):
+                if self._layers.has_states and self._is_rounding(_Sequence(plain.tokens, own).off(logits)):
                     return replace(traits, decodes_alike=False)
         except ConfigMismatch as error:
             why = str(error)
@@ -262,8 +275,26 @@ class ModelCheck:
             return False
         return self._why_off(plain, logits) is None
 
-    def _tolerance(self, dtype: torch.dtype) -> float:
-        return _TOLERANCES.get(dtype, _FINE if self._forward.device.type == "cpu" else _ON_GPU)
+    def _is_rounding(self, off: float) -> bool:
+        assert self._bound is not None, "`traits` sets the bound first"
+        return off <= self._bound
+
+    def _derived_bound(self, num_tokens: int) -> float:
+        """Return the bound for this model, from the rounding of two sequences and of its dtype.
+
+        Raises:
+            ModelFails: a pass raises an error.
+        """
+        rounding = 0.0
+        for seed in range(2):
+            tokens = np.random.default_rng(seed).integers(0, self._vocab_size, num_tokens)
+            with refusing(f"{self._model} cannot be run", ModelFails):
+                whole = _Sequence(tokens, self._forward.logits(tokens, 0, None, num_tokens))
+                for end in (_FIRST, num_tokens // 2, num_tokens - 3):
+                    off = whole.off(self._forward.logits(tokens[:end], 0, None, end))
+                    rounding = max(rounding, off)
+        dtype = whole.logits.dtype
+        return min(_FACTOR * max(rounding, torch.finfo(dtype).eps), _MOST[dtype])
 
     # ---------------------------------------------------------------- ways to run
 

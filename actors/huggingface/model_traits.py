@@ -1,7 +1,7 @@
 """`traits_of`: how a model must be run, found out with a small model of the same classes.
 
-A small model, in float32, shows in seconds what the code of a large one does. Where there is none, as for code that
-comes with a model, the model itself is run.
+A small model, in float64 and on the CPU, shows in seconds what the code of a large one does, on every processor alike.
+Where there is none, as for code that comes with a model, the model itself is run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from raydix.actors.huggingface.errors import refusing
 from raydix.actors.huggingface.forward_pass import ForwardPass, pad_token_id
-from raydix.actors.huggingface.model_check import ModelCheck, ModelFails, ModelTraits
+from raydix.actors.huggingface.in_float64 import InFloat64
+from raydix.actors.huggingface.model_check import TWIN_BOUND, ModelCheck, ModelFails, ModelTraits
 from raydix.actors.huggingface.sequence_lengths import ModelLengths
 from raydix.actors.huggingface.small_twin import TwinUnavailable, build_twin, small_twin
 from raydix.schemas import ConfigMismatch
@@ -37,8 +38,8 @@ def traits_of(
 
     Args:
         config: the model's.
-        device: where the small model is run.
-        dtype: the model's. The small one is compared in float32; in this dtype it must run.
+        device: the worker's. The small model must run there in the model's dtype.
+        dtype: the model's.
         itself: the model, to be run where there is no small one. None: it is not there.
 
     Returns:
@@ -61,6 +62,13 @@ def traits_of(
 
 
 def _traits_of_itself(config: PreTrainedConfig, forward: ForwardPass) -> ModelTraits:
+    """Return the traits of the model itself, as far as its rounding lets them be seen.
+
+    The bound between rounding and another result is a judgement here: see `ModelCheck`.
+
+    Raises:
+        ConfigMismatch: the model cannot be run, or is not causal.
+    """
     try:
         return ModelCheck(forward, config).traits()
     except ModelFails as error:
@@ -71,14 +79,14 @@ def _traits_of_twin(config: PreTrainedConfig, device: torch.device, dtype: torch
     """Return the traits of a small model, or why it has none; None if there is no small model that runs."""
     try:
         twin = small_twin(config)
-        check = ModelCheck(ForwardPass(build_twin(twin).to(device), pad_token_id(twin)), twin)
+        check = ModelCheck(ForwardPass(build_twin(twin), pad_token_id(twin)), twin, TWIN_BOUND)
     except TwinUnavailable:
         return None
     try:
         with _one_thread():
-            traits = check.traits()
-            if dtype is not torch.float32:
-                _check_dtype(twin, device, dtype, traits)
+            with InFloat64():
+                traits = check.traits()
+            _check_dtype(twin, device, dtype, traits)
             return traits
     except ModelFails:
         return None

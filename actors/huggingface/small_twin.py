@@ -62,7 +62,7 @@ def small_twin(config: PreTrainedConfig, *, window: int = 64) -> PreTrainedConfi
     return twin
 
 
-def build_twin(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def build_twin(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """Build a causal LM with random weights on the CPU, in evaluation mode.
 
     Constant and one-dimensional parameters get noise, so that a missing layer changes the logits. The random state of
@@ -71,7 +71,7 @@ def build_twin(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
     Args:
         config: a configuration from `small_twin`. It is not changed.
         seed: seed of the weights. Equal seeds and configurations give equal weights.
-        dtype: dtype of the weights, except for those that transformers keeps in float32.
+        dtype: dtype of the weights. float64: of all of them; else transformers keeps some in float32.
 
     Raises:
         TwinUnavailable: transformers has no causal LM of this configuration, or fails to make it.
@@ -85,7 +85,7 @@ def build_twin(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
         with refusing(f"transformers cannot make this {config.model_type} model", TwinUnavailable):
             model = _from_config(config, dtype)
         _add_noise(model)
-    return (model.float() if dtype is torch.float32 else model).eval()
+    return (model.double() if dtype is torch.float64 else model).eval()
 
 
 def _from_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -93,6 +93,10 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -
 
     made_of = copy.deepcopy(config)
     vars(made_of).pop("auto_map", None)  # remote code would be downloaded
+    for part in _parts(made_of):
+        part.dtype = dtype
+        if dtype is torch.float64:
+            part._experts_implementation = "eager"  # others multiply no matrices of float64
     model: torch.nn.Module = AutoModelForCausalLM.from_config(made_of, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
 

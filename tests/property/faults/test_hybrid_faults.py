@@ -22,7 +22,7 @@ from raydix.cache_core.radix.tree_parts import TreeParts
 RUNS = [(0, 1, 3), (3, 1, 7), (4, 4, 6)]  # seed, page size, window
 
 FAULTS = Catalogue()
-fault = FAULTS.register
+fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
 def whole(path: list[TreeNode], end: int) -> list[TreeNode]:
@@ -178,7 +178,7 @@ def a_state_is_put_where_the_last_window_begins(patch: Patch) -> None:
     around(patch, MambaRadixCache, "attach_state", attach)
 
 
-@fault
+@late_fault
 def a_state_brought_to_a_tombstone_is_dropped(patch: Patch) -> None:
     def attach(original: Any, cache: Any, node: Any, slot: int | None) -> bool:
         return bool(original(cache, node, None if node.swa_tombstone else slot))
@@ -213,7 +213,7 @@ def a_heal_forgets_the_state(patch: Patch) -> None:
     around_heals(patch, heal)
 
 
-@fault
+@late_fault
 def a_heal_counts_as_a_use_of_the_state(patch: Patch) -> None:
     def heal(original: Any, parts: Any, node: Any) -> None:
         original()
@@ -284,7 +284,7 @@ def an_unlock_gives_only_its_state_back(patch: Patch) -> None:
     around(patch, WindowKV, "unlock", unlock)
 
 
-@fault
+@late_fault
 def the_states_of_the_whole_window_are_held(patch: Patch) -> None:
     def pop_victim(original: Any, mamba: RecurrentState) -> Any:
         passed_over = []
@@ -511,7 +511,7 @@ def test_without_a_fault_the_traffic_passes() -> None:
     run_all()
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", FAULTS.cases())
 def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch) -> None:
     plant(monkeypatch)
 

@@ -18,7 +18,7 @@ from raydix.cache_core.kernels import Victims
 RUNS = [(0, 1), (1, 4), (2, 4), (3, 1)]  # seed (chunks of 1, 2, 24 and 1 tokens), page size
 
 FAULTS = Catalogue()
-fault = FAULTS.register
+fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
 # ---------------------------------------------------------------- matches
@@ -48,7 +48,7 @@ def a_match_ends_at_the_first_state(patch: Patch) -> None:
     patch.setattr(RecurrentState, "usable", judged(judge))
 
 
-@fault
+@late_fault
 def the_branching_length_is_not_floored_to_chunks(patch: Patch) -> None:
     patch.setattr(
         MambaRadixCache, "_branching", lambda cache, usable, full_end: full_end if full_end > usable else None
@@ -134,7 +134,7 @@ def a_state_replaces_the_one_before(patch: Patch) -> None:
     around(patch, MambaRadixCache, "attach_state", attach)
 
 
-@fault
+@late_fault
 def a_state_is_attached_within_a_page(patch: Patch) -> None:
     def insert(original: Any, cache: MambaRadixCache, key: RadixKey, *args: Any, **kwargs: Any) -> Any:
         whole = len(key) - len(key) % cache.page_size
@@ -294,7 +294,7 @@ def test_without_a_fault_the_traffic_passes() -> None:
     run_all()
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", FAULTS.cases())
 def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch) -> None:
     plant(monkeypatch)
 

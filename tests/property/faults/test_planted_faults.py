@@ -24,7 +24,7 @@ from raydix.cache_core.tree.radix_tree import RadixTree
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
 
 FAULTS = Catalogue()
-fault = FAULTS.register
+fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
 # ---------------------------------------------------------------- recency and eviction
@@ -421,7 +421,7 @@ def an_unlock_of_what_is_not_locked_is_passed_over(patch: Patch) -> None:
     around(patch, RadixCache, "dec_lock_ref", dec_lock_ref)
 
 
-@fault
+@late_fault
 def an_unlock_takes_the_lock_of_a_node_below(patch: Patch) -> None:
     def dec_lock_ref(original: Any, cache: RadixCache, node: Any, *receipt: Any) -> None:
         while node.lock_ref and not node.own_locks and node.children:
@@ -515,7 +515,7 @@ def test_without_a_fault_the_traffic_passes() -> None:
     run_all()
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", FAULTS.cases())
 def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch) -> None:
     plant(monkeypatch)
 

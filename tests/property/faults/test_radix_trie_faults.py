@@ -13,7 +13,7 @@ from raydix.cache_core.trie import trie_node
 RUNS = [(seed, page_size) for seed in range(4) for page_size in (4, 1)]
 
 FAULTS = Catalogue()
-fault = FAULTS.register
+fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
 # ---------------------------------------------------------------- match and insert
@@ -420,7 +420,7 @@ def a_node_that_was_evicted_is_let_in(patch: Patch) -> None:
     patch.setattr(RadixTrie, "_live", lambda trie, node: node or trie.root)
 
 
-@fault
+@late_fault
 def an_evicted_node_comes_to_life_with_its_tokens(patch: Patch) -> None:
     gone: dict[tuple[Any, ...], TrieNode] = {}
 
@@ -479,7 +479,7 @@ def a_remainder_of_a_page_is_cut_off_in_silence(patch: Patch) -> None:
     around(patch, RadixTrie, "insert", insert)
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", FAULTS.cases())
 def test_random_traffic_finds(plant: Fault, monkeypatch: Patch) -> None:
     plant(monkeypatch)
 

@@ -16,7 +16,7 @@ from raydix.cache_core.rows.row_allocator import RowAllocator
 RUNS = [(0, 2), (1, 1), (2, 4)]  # seed, page size
 
 FAULTS = Catalogue()
-fault = FAULTS.register
+fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
 # ---------------------------------------------------------------- which row
@@ -392,7 +392,7 @@ def leases_from_before_a_reset_publish(patch: Patch) -> None:
     around(patch, RowCache, "reset", reset)
 
 
-@fault
+@late_fault
 def what_is_in_quarantine_is_not_retired(patch: Patch) -> None:
     def unlike_leases(original: Any, cache: RowCache, *arguments: Any) -> Any:
         withheld, cache.quarantine = cache.quarantine, Quarantine()
@@ -417,7 +417,7 @@ def a_release_can_be_repeated(patch: Patch) -> None:
     around(patch, LeasedCache, "release", lambda original, *args: original(*args) or True)
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", FAULTS.cases())
 def test_random_traffic_sees(plant: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
 

@@ -21,7 +21,7 @@ from raydix.cache_core.tree.tree_node import TreeNode
 RUNS = [(seed, with_allocator) for seed in range(4) for with_allocator in (True, False)]
 
 FAULTS = Catalogue()
-fault = FAULTS.register
+fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ def free_takes_what_is_free(patch: Patch) -> None:
     patch.setattr(SlotAllocator, "free", free)
 
 
-@fault
+@late_fault
 def free_beyond_the_range_mints_slots(patch: Patch) -> None:
     def check_range(slots: SlotAllocator, idx: int) -> int:
         if idx < 0:
@@ -206,7 +206,7 @@ def ids_lose_their_upper_half(patch: Patch) -> None:
     around(patch, RadixTree, "ensure_namespace", narrow)
 
 
-@fault
+@late_fault
 def a_peek_is_a_use(patch: Patch) -> None:
     patch.setattr(PrefixCacheManager, "peek", PrefixCacheManager.find)
 
@@ -367,7 +367,7 @@ def a_use_is_not_noticed_by_the_queue(patch: Patch) -> None:
     around(patch, RecencyQueue, "pop", pop)
 
 
-@fault
+@late_fault
 def a_use_renews_the_rest_of_the_run_too(patch: Patch) -> None:
     patch.setattr(RowIndex, "touch", touch_all)
 
@@ -395,7 +395,7 @@ def a_find_is_no_use_of_the_prefix(patch: Patch) -> None:
     around(patch, PrefixCacheManager, "find", find)
 
 
-@fault
+@late_fault
 def a_find_is_no_use_of_the_row(patch: Patch) -> None:
     def find(original: Any, cache: PrefixCacheManager, tokens: Any) -> Any:
         stamps = {slot: row.last_used for slot, row in cache._index.rows.items()}
@@ -475,7 +475,7 @@ def eviction_stops_one_short(patch: Patch) -> None:
     around(patch, RowTree, "evict", lambda original, tree, num, used_before: original(tree, num - 1, used_before))
 
 
-@fault
+@late_fault
 def an_insert_evicts_its_own_path(patch: Patch) -> None:
     around(patch, RowTree, "evict", lambda original, tree, num, used_before: original(tree, num, used_before + 1))
 
@@ -613,7 +613,7 @@ def test_without_a_fault_the_traffic_passes() -> None:
     run_all()
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", FAULTS.cases())
 def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch) -> None:
     plant(monkeypatch)
 

@@ -20,7 +20,7 @@ from raydix.cache_core.radix.prefix_cache import PrefixCache
 RUNS = [(0, 1, 3), (1, 4, 10), (2, 1, 1), (4, 4, 4), (3, 1, 3), (7, 4, 4)]  # seed, page size, window
 
 FAULTS = Catalogue()
-fault = FAULTS.register
+fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
 def with_window(patch: Patch, name: str, change: Callable[[int, int], int]) -> None:
@@ -82,7 +82,7 @@ def a_prefix_shorter_than_the_window_is_not_used(patch: Patch) -> None:
     patch.setattr(WindowKV, "usable", judged(judge))
 
 
-@fault
+@late_fault
 def a_run_that_matches_in_part_counts_whole(patch: Patch) -> None:
     def judge(swa: WindowKV) -> Any:
         may_end = window_judge(swa)
@@ -212,7 +212,7 @@ def a_split_brings_the_prefix_to_life(patch: Patch) -> None:
     around(patch, WindowKV, "on_split", on_split)
 
 
-@fault
+@late_fault
 def a_receipt_is_good_for_more_than_once(patch: Patch) -> None:
     def dec_lock_ref(original: Any, cache: RadixCache, node: Any, receipt: Any = None, **kwargs: Any) -> None:
         original(cache, node, receipt, **kwargs)
@@ -242,7 +242,7 @@ def an_unlock_needs_no_receipt(patch: Patch) -> None:
     around(patch, WindowKV, "unlock", with_receipt)
 
 
-@fault
+@late_fault
 def a_window_can_be_released_again(patch: Patch) -> None:
     def release(original: Any, swa: WindowKV, node: Any, receipt: WindowReceipt) -> None:
         if node.swa_lock_ref:
@@ -501,7 +501,7 @@ def window_eviction_goes_on_when_the_target_is_met(patch: Patch) -> None:
     around(patch, RadixCache, "evict", lambda original, cache, full, swa=0: original(cache, full, swa + bool(swa)))
 
 
-@fault
+@late_fault
 def a_reset_remembers_window_sizes(patch: Patch) -> None:
     patch.setattr(WindowKV, "clear", lambda swa: swa._queue.clear())
 
@@ -518,7 +518,7 @@ def test_without_a_fault_the_traffic_passes() -> None:
     run_all()
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", FAULTS.cases())
 def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch) -> None:
     plant(monkeypatch)
 

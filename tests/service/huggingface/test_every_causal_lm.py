@@ -15,6 +15,7 @@ from support.models.model_survey import Outcome, survey, survey_refused
 from support.models.model_table import PAGE_SIZES, PATH, Row, kind_of, rows_of
 from support.models.model_variants import NAMES, VARIANTS, config_named
 from support.models.model_zoo import MODEL_TYPES, NO_CONFIG
+from support.models.quick_models import QUICK
 from support.models.survey_cases import TOLERANCE, Tally
 
 from raydix.actors.sessions.admission import Admission
@@ -26,32 +27,6 @@ from raydix.schemas import LeaseResponse
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CUTS = (4, 20)  # of a prompt of 40 tokens: one within the windows of 12, one beyond
-QUICK = [
-    # full attention: rotary, ALiBi, learned, relative positions; grouped, latent and shared KV
-    "llama, YaRN",
-    "phi3, longrope and windows",
-    "bloom",
-    "deepseek_v3",
-    "bert",
-    # windows and chunks
-    "gpt_oss",
-    "llama4_text",
-    "gemma4_text, shared KV",
-    # states, some without attention
-    "falcon_h1",
-    "qwen3_next",
-    "nemotron_h, M-*E",
-    "lfm3",
-    "zaya, windows",
-    # served without a cache
-    "mamba",
-    "xlstm",
-    "blt",
-    # refused
-    "bart",
-    "bert, encoder",
-    "xlnet",
-]
 MUST_BE_SERVED = {
     "bamba": "mamba",
     "gemma3n_text": "radix + window",

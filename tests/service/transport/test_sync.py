@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.caches.cache_under_test import small_config
+from support.processes.alarm import Alarm
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client import prefix_cache_client
@@ -115,50 +116,36 @@ def test_the_pool_is_read_and_written(cache: SyncClient) -> None:
             assert torch.equal(pool.gather(1, lease.slots[:4])[0], k[1])
 
 
-def interrupt_when(
-    cache: SyncClient, reached: Callable[[Any], bool], by: signal.Signals = signal.SIGINT
-) -> threading.Thread:
-    """Send a signal, by default that of Ctrl-C, to the main thread once `reached(stats)` is true."""
-    main = threading.main_thread().ident or 0
+def ring_when(cache: SyncClient, reached: Callable[[Any], bool], alarm: Alarm) -> threading.Thread:
+    """Interrupt the main thread once `reached(stats)` is true."""
 
     def watch() -> None:
         while not reached(cache.stats()):
             time.sleep(0.001)
-        signal.pthread_kill(main, by)  # the main thread, as Ray's threads could get a signal to the process
+        alarm.ring()
 
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
 
 
-def test_ctrl_c_while_waiting_for_room_leaves_nothing_behind(cache: SyncClient) -> None:
-    with cache.acquire([1], new_tokens=31):
-        watching = interrupt_when(cache, lambda stats: stats.waiters == 1)
+@pytest.mark.parametrize(
+    ("error", "by"),
+    [(KeyboardInterrupt(), signal.SIGINT), (TimeoutError("too late"), signal.SIGUSR2)],
+    ids=["ctrl_c", "alarm"],
+)
+def test_an_interrupt_while_waiting_for_room_leaves_nothing_behind(
+    cache: SyncClient, error: BaseException, by: signal.Signals
+) -> None:
+    with cache.acquire([1], new_tokens=31), Alarm(error, by) as alarm:
+        watching = ring_when(cache, lambda stats: stats.waiters == 1, alarm)
 
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(type(error)):
             cache.acquire(PROMPT)
 
         watching.join()
         assert (cache.stats().waiters, cache.stats().open_leases) == (0, 1)
     assert cache.stats().open_leases == 0
-
-
-def test_an_alarm_while_waiting_for_room_leaves_nothing_behind(
-    cache: SyncClient,
-) -> None:
-    def ring(*_: object) -> None:
-        raise TimeoutError("too late")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    with cache.acquire([1], new_tokens=31):
-        watching = interrupt_when(cache, lambda stats: stats.waiters == 1, signal.SIGALRM)
-
-        with pytest.raises(TimeoutError, match="too late"):
-            cache.acquire(PROMPT)
-
-        watching.join()
-        signal.signal(signal.SIGALRM, before)
-        assert (cache.stats().waiters, cache.stats().open_leases) == (0, 1)
 
 
 def test_closing_ends_what_is_held_and_the_thread() -> None:

@@ -179,6 +179,7 @@ def reached_kinds(*traits: Trait, faulty: Mapping[Trait, str] | None = None) -> 
         "client": (KINDS[0], hybrid(4, 6)),  # in process it is a session more, and the same calls as "local"
         "ray": KINDS,
     }
+    once = {str(kind) for kind in ways["client"]}
     params = []
     for access, kinds in ways.items():
         for kind in kinds:
@@ -186,6 +187,7 @@ def reached_kinds(*traits: Trait, faulty: Mapping[Trait, str] | None = None) -> 
                 faults = [reason for trait, reason in (faulty or {}).items() if trait(kind)]
                 marks = [pytest.mark.xfail(strict=True, reason=reason) for reason in faults]
                 marks += [pytest.mark.ray] if access == "ray" else []
+                marks += [pytest.mark.more] if access == "ray" and str(kind) not in once else []  # Ray carries bytes
                 params.append(pytest.param((kind, access), marks=marks, id=f"{kind}-{access}"))
     assert params, f"no kind has all of {[trait.__name__ for trait in traits]}"
     return params

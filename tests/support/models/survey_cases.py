@@ -24,7 +24,9 @@ from raydix.schemas import CacheConfig, CacheStats, EvictionConfig
 
 __all__ = ["TOLERANCE", "Prompts", "ServedModel", "Tally", "config_of", "counted"]
 
-TOLERANCE = 1e-3  # of the standard deviation of the logits
+TOLERANCE = 5e-3
+"""In standard deviations of the logits. Float32 was 2e-4 off on most processors, and a twin 1.3e-3 on one."""
+
 SHORT, LONG = 24, 40  # tokens of a prompt, both longer than the windows
 VOLATILE = ("uptime_s", "loop_lag_ms", "acquire_latency", "batch_size", "batches", "requests", "eviction_task")
 

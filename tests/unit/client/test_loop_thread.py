@@ -6,15 +6,14 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.processes.alarm import MAIN, Alarm
 
 from raydix.actors.client.loop_thread import LoopThread
-
-MAIN = threading.main_thread().ident or 0  # the thread that a signal interrupts; others may be there, as Ray's
 
 
 @pytest.fixture
@@ -80,9 +79,10 @@ def test_a_thread_that_is_dropped_ends() -> None:
 
 def test_an_interrupt_cancels_what_runs_and_goes_on_when_that_has_ended(thread: LoopThread) -> None:
     steps = []
+    ctrl_c = Alarm(KeyboardInterrupt(), by=signal.SIGINT)
 
     async def wait() -> None:
-        signal.pthread_kill(MAIN, signal.SIGINT)
+        ctrl_c.ring()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -90,7 +90,7 @@ def test_an_interrupt_cancels_what_runs_and_goes_on_when_that_has_ended(thread: 
             steps.append("cleaned up")
             raise
 
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c, pytest.raises(KeyboardInterrupt):
         thread.run(wait())
 
     assert steps == ["cleaned up"]
@@ -99,58 +99,42 @@ def test_an_interrupt_cancels_what_runs_and_goes_on_when_that_has_ended(thread: 
 
 def test_what_was_given_just_before_an_interrupt_is_undone(thread: LoopThread) -> None:
     undone = []
+    ctrl_c = Alarm(KeyboardInterrupt(), by=signal.SIGINT)
 
     async def give() -> str:
-        signal.pthread_kill(MAIN, signal.SIGINT)
+        ctrl_c.ring()
         return "a lease"
 
     async def undo(given: str) -> None:
         undone.append(given)
 
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c, pytest.raises(KeyboardInterrupt):
         thread.run(give(), undo)
 
     assert undone == ["a lease"]
     thread.stop()
 
 
-@pytest.fixture
-def alarm() -> Iterator[Callable[[BaseException], None]]:
-    """A way to raise an error in this thread while it waits."""
-    before = signal.getsignal(signal.SIGALRM)
-
-    def set_alarm(error: BaseException) -> None:
-        def ring(*_: object) -> None:
-            raise error
-
-        signal.signal(signal.SIGALRM, ring)
-
-    yield set_alarm
-    signal.signal(signal.SIGALRM, before)
-
-
-async def ring_alarm() -> None:
-    """Wait until the caller waits: a TimeoutError that comes while it wakes the loop is lost in asyncio."""
+async def ring(alarm: Alarm) -> None:
+    """Ring once the caller waits: a TimeoutError that comes while it wakes the loop is lost in asyncio."""
     while sys._current_frames()[MAIN].f_code.co_name != "wait":  # noqa: ASYNC110 -- another thread
         await asyncio.sleep(0.001)
-    signal.pthread_kill(MAIN, signal.SIGALRM)
+    alarm.ring()
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), TimeoutError("too late"), asyncio.CancelledError()], ids=repr)
-def test_whatever_a_signals_handler_raises_cancels_what_runs(
-    thread: LoopThread, alarm: Callable[[BaseException], None], error: BaseException
-) -> None:
+def test_whatever_a_signals_handler_raises_cancels_what_runs(thread: LoopThread, error: BaseException) -> None:
     ended = []
+    alarm = Alarm(error)
 
     async def wait() -> None:
-        await ring_alarm()
+        await ring(alarm)
         try:
             await asyncio.Event().wait()
         finally:
             ended.append(True)
 
-    alarm(error)
-    with pytest.raises(type(error)) as caught:
+    with alarm, pytest.raises(type(error)) as caught:
         thread.run(wait())
 
     assert caught.value is error
@@ -159,12 +143,13 @@ def test_whatever_a_signals_handler_raises_cancels_what_runs(
 
 
 def test_what_was_given_just_before_an_alarm_is_undone_and_nothing_is_where_the_error_is_the_coroutines_own(
-    thread: LoopThread, alarm: Callable[[BaseException], None]
+    thread: LoopThread,
 ) -> None:
     undone = []
+    alarm = Alarm(TimeoutError("too late"))
 
     async def give() -> str:
-        await ring_alarm()
+        await ring(alarm)
         return "a lease"
 
     async def fail() -> str:
@@ -173,8 +158,7 @@ def test_what_was_given_just_before_an_alarm_is_undone_and_nothing_is_where_the_
     async def undo(given: str) -> None:
         undone.append(given)
 
-    alarm(TimeoutError("too late"))
-    with pytest.raises(TimeoutError, match="too late"):
+    with alarm, pytest.raises(TimeoutError, match="too late"):
         thread.run(give(), undo)
     with pytest.raises(TimeoutError, match="no room"):
         thread.run(fail(), undo)
