@@ -11,6 +11,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 WITH_CLUSTERS_OF_THEIR_OWN = {"chaos", "examples", "test_unix_socket_loops", "test_placement"}  # folders and files
+WITH_CACHES_OF_THEIR_OWN = {  # folders and files whose configurations no other test has: on Ray, each starts an actor
+    "kinds",
+    "observe",
+    "test_model_bindings",
+    "test_multimodal_keys",
+    "test_rank_leases",
+    "test_tenants",
+}
 FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
 LEFT_OUT = {"long": "make test-long", "more": "make test-more"}
 """The marks of tests that `make test` deselects, and the command that runs these. The first mark of a test counts."""
@@ -21,6 +29,8 @@ NUM_LEFT_OUT = pytest.StashKey[Counter[str]]()
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 
+# Small tensors are slower on several threads, and two processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray kills workers where the machine's memory is nearly full, also where other programs fill it.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 # Ray runs workers at niceness 15: with two busy programs on two cores, an actor starts in 77 s in place of 3.
@@ -43,12 +53,24 @@ def group_of(item: pytest.Item) -> str:
     return "own-cluster" if own else "cluster"
 
 
+def starts_an_actor_for_itself(item: pytest.Item) -> bool:
+    """Whether a test runs on Ray once more, with a cache that no other test has. Ray carries the same bytes."""
+    callspec = getattr(item, "callspec", None)
+    on_ray = callspec is not None and any(
+        isinstance(value, str) and value == "ray" for value in callspec.params.values()
+    )
+    return on_ray and bool(WITH_CACHES_OF_THEIR_OWN & {item.path.parent.name, item.path.stem})
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist names the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests. Those of the shared cluster take longest and come first, then those with clusters of their own.
 
     So two clusters run at a time, at most.
     """
+    for item in items:
+        if starts_an_actor_for_itself(item):
+            item.add_marker(pytest.mark.more)
     groups = {item: group_of(item) for item in items}
     for item, group in groups.items():
         item.add_marker(pytest.mark.xdist_group(group))
@@ -151,14 +173,3 @@ def running_cache(ray_cluster: None) -> Iterator[Callable[[Any], Any]]:
     yield running
     for actor in actors.values():
         shutdown_cache(actor)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Have torch compute on one thread: small models are slower on several, and workers on Ray have one each."""
-    import torch
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+_FLOAT32 = id(torch.float32)  # compared as an id, because tensors compare their elements
+
 
 class InFloat64(TorchFunctionMode):
     """A context in which torch computes in float64 wherever the code of a model asks for float32.
@@ -25,10 +27,12 @@ class InFloat64(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        named = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        if func is torch.full and named.get("dtype") is None and isinstance((*args, *named.values())[1], float):
-            named["dtype"] = torch.float64  # the least number of float64 does not fit into the default dtype
-        result = func(*map(_widened, args), **named)
+        elif kwargs or _FLOAT32 in map(id, args) or func is torch.full:
+            args = [_widened(value) for value in args]
+            kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+            if func is torch.full and kwargs.get("dtype") is None and isinstance([*args, *kwargs.values()][1], float):
+                kwargs["dtype"] = torch.float64  # the least number of float64 does not fit into the default dtype
+        result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype is torch.float32:  # of a default dtype
             return result.double()
         return result

@@ -12,7 +12,11 @@ from benchmarks.core_workloads import WORKLOADS
 
 @pytest.mark.benchmark
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.trace) if name == "traced" else name for name in GATES]
+    "name",
+    [
+        pytest.param(name, marks={"traced": [pytest.mark.trace], "short": []}.get(name, [pytest.mark.more]))
+        for name in GATES
+    ],
 )
 def test_a_workload_is_measured_in_every_form(name: str) -> None:
     rows = list(rows_of(name, 0.02, 1))

@@ -46,6 +46,7 @@ def check(counts: dict[str, Any], operations: int, kills: int, restarts: int) ->
         assert counts[happened] > 0, happened
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.timeout(900)  # a minute on an idle machine
 def test_nothing_is_lost_while_clients_and_the_cache_are_killed() -> None:

@@ -43,6 +43,7 @@ def figures() -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.figures
 def test_a_small_load_keeps_every_promise_under_pressure(figures: dict[str, Any]) -> None:
@@ -60,6 +61,7 @@ def test_a_small_load_keeps_every_promise_under_pressure(figures: dict[str, Any]
     assert figures["acquires_refused"] == 0
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.figures
 def test_the_figures_stand_in_a_table_and_a_sentence(figures: dict[str, Any]) -> None:

@@ -13,7 +13,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "replay_trace.py"
 main = run_path(str(EXAMPLE))["main"]
 
 
-@pytest.mark.parametrize("where", [pytest.param("--local"), pytest.param("--page-size=512", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    "where", ["--local", pytest.param("--page-size=512", marks=[pytest.mark.ray, pytest.mark.more])]
+)
 def test_a_trace_made_by_hand_gives_exact_counts(where: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, EXAMPLE, write_trace(tmp_path), where, "--capacity", "2048", "--json", out]
@@ -28,6 +30,7 @@ def test_a_trace_made_by_hand_gives_exact_counts(where: str, tmp_path: Path) -> 
     assert f"2,048 tokens: {100 * REUSED / PROMPT_TOKENS:5.1f} % hit" in done.stdout
 
 
+@pytest.mark.more
 def test_a_malformed_trace_ends_in_one_line_and_not_in_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{}\n")
 

@@ -139,6 +139,7 @@ def test_with_a_router_each_prompt_stays_at_its_cache() -> None:
         assert first >= 48 and min(others) >= 80, told
 
 
+@pytest.mark.more
 def test_without_serve_the_example_names_the_package_to_install() -> None:
     done = run_program("sys.modules['ray.serve'] = None\nimport serve_app")
 

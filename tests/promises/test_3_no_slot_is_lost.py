@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pytest
 from support.caches.cache_in_process import HandleInProcess
 from support.caches.cache_kinds import TIGHT_STATES, KindUnderTest, hybrid, radix, slots
+from support.more import more
 from support.processes.cancelled_workers import OF_A_LEASE, OTHERS, Floor
 from support.processes.shuffled_loop import ShuffledLoop
 
@@ -31,7 +32,11 @@ from raydix.schemas import EvictionConfig, LeaseConfig
 LEASES = LeaseConfig(session_ttl_s=6, quarantine_grace_s=8, acquire_timeout_s=5, grant_timeout_s=4, max_waiters=3)
 TIGHT_ROWS = replace(slots(4), pool={"num_slots": 3 * 32})  # fewer rows than leases
 KINDS = (radix(1), radix(4), TIGHT_STATES, hybrid(4, 6), TIGHT_ROWS)
-SEEDS = range(40)  # of the schedules of each kind and transport
+SEEDS = {  # of the schedules of each kind and transport
+    "10": range(10),
+    "30": pytest.param(range(10, 40), marks=pytest.mark.more),
+    "160": pytest.param(range(40, 200), marks=pytest.mark.long),
+}
 LOSSES = {"local": None, "remote": 0.0, "lossy": 0.03}
 
 T = TypeVar("T")
@@ -88,7 +93,7 @@ def end_tasks(loop: ShuffledLoop) -> None:
 
 
 @pytest.mark.figures
-@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(range(40, 200), marks=pytest.mark.long)], ids=["40", "160"])
+@pytest.mark.parametrize("seeds", SEEDS.values(), ids=SEEDS)
 @pytest.mark.parametrize("way", ["local", "lossy"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_nothing_is_lost_in_any_order_with_operations_cancelled(kind: KindUnderTest, way: str, seeds: range) -> None:
@@ -98,10 +103,10 @@ def test_nothing_is_lost_in_any_order_with_operations_cancelled(kind: KindUnderT
         counts += Counter(floor.counts)
 
     print(f"{kind} {way}: {len(seeds)} schedules, {dict(counts)}")
-    assert min(counts[outcome] for outcome in ("done", "refused", "cancelled")) > len(seeds) // 2
+    assert min(counts[outcome] for outcome in ("done", "refused", "cancelled")) > len(seeds) // 4
 
 
-@pytest.mark.parametrize("kind", [radix(1), TIGHT_STATES, TIGHT_ROWS], ids=str)
+@pytest.mark.parametrize("kind", [radix(1), *more(TIGHT_STATES, TIGHT_ROWS)], ids=str)
 @pytest.mark.parametrize("verb", OF_A_LEASE + OTHERS)
 def test_nothing_is_lost_wherever_an_operation_is_cancelled(kind: KindUnderTest, verb: str) -> None:
     num_schedules = num_cancelled = 0

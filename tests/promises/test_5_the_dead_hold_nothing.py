@@ -17,6 +17,7 @@ import pytest
 import ray
 from support.caches.cache_under_test import small_config
 from support.caches.clocked_sessions import GRACE_S, TTL_S, Scene
+from support.more import more
 from support.processes.client_processes import Doing, all_free, kill_while, start_client, until
 
 from raydix.actors import PrefixCacheClient
@@ -121,9 +122,9 @@ PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # longer than 
         pytest.param("holding", True, 0, marks=pytest.mark.long),
         ("waiting", True, 0),
         ("writing", True, 0),
-        ("writing", True, 1),
+        *more(("writing", True, 1)),
         pytest.param("waiting", False, 0, marks=pytest.mark.long),
-        ("writing", False, 0),
+        *more(("writing", False, 0)),
     ],
 )
 async def test_slots_of_a_killed_process_are_free_whatever_it_was_doing(

@@ -27,8 +27,6 @@ from raydix.cache_core import MambaPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, EvictionConfig, InvalidRequest, LeaseResponse
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = random_prompt(24)
 OTHER = [95 - PROMPT[-1]]  # differs from the prompt anywhere, so that a state is published at the fork
 PAGE_SIZE = 4

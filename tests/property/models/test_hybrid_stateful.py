@@ -156,6 +156,7 @@ class HybridMachine(RuleBasedStateMachine):
         self.pair.reset()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("page_size", "window"), [(1, 3), (4, 6)])
 def test_no_sequence_of_operations_parts_the_cache_from_its_model(page_size: int, window: int) -> None:
     machine = type(f"PagesOf{page_size}", (HybridMachine,), {"page_size": page_size, "window": window})

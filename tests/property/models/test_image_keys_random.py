@@ -77,10 +77,12 @@ def test_prompts_with_images_meet_where_their_ids_are_equal(kind: str) -> None:
     )
 
 
+@pytest.mark.more
 def test_prompts_with_images_meet_in_states_tries_and_rows_as_well() -> None:
     uphold(prompts_meet_in_states_tries_and_rows, prompts=some_prompts(), page_size=page_sizes, forms=some_forms)
 
 
+@pytest.mark.more
 def test_a_cache_of_pairs_loses_one_token_and_what_is_then_no_whole_page() -> None:
     uphold(pairs_lose_one_token_and_what_is_then_no_whole_page, prompts=some_prompts(), page_size=page_sizes)
 

@@ -15,6 +15,7 @@ import pytest
 from support.caches.index_pool import IndexPool
 from support.faults.faults import Catalogue, Fault, Patch, around
 from support.faults.split_faults import after_cuts
+from support.more import more
 from support.reference.event_index import ReplayedIndex, resident_blocks
 
 from raydix.actors.service.event_feed import EventFeed
@@ -177,7 +178,7 @@ def run(kind: str, page_size: int, seed: int, num_operations: int) -> EventTraff
     return traffic
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [*more(1), 4])
 @pytest.mark.parametrize("kind", TREES)
 def test_events_replayed_are_what_is_there(kind: str, page_size: int) -> None:
     traffic = run(kind, page_size, seed=0, num_operations=3000)

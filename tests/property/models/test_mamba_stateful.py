@@ -130,6 +130,7 @@ class MambaMachine(RuleBasedStateMachine):
         self.pair.reset()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_no_sequence_of_operations_parts_the_cache_from_its_model(page_size: int) -> None:
     machine = type(f"PagesOf{page_size}", (MambaMachine,), {"page_size": page_size})

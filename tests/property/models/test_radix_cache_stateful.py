@@ -136,6 +136,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.pair.reset()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_no_sequence_of_operations_parts_the_cache_from_its_model(page_size: int) -> None:
     machine = type(f"PagesOf{page_size}", (RadixCacheMachine,), {"page_size": page_size})

@@ -83,6 +83,7 @@ class RadixTrieMachine(RuleBasedStateMachine):
         self.pair.evict(num_blocks)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_no_sequence_of_operations_parts_the_trie_from_its_model(page_size: int) -> None:
     machine = type(f"TriePagesOf{page_size}", (RadixTrieMachine,), {"page_size": page_size})

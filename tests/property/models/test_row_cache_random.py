@@ -7,10 +7,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from support.checked.row_cache import CheckedRowCache
+from support.more import more
 from support.traffic.rows import OPERATIONS, SESSIONS, run_row_traffic
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("page_size", [*more(1, 2), 4])
 def test_3000_random_operations_agree_with_the_reference_model(page_size: int) -> None:
     traffic = run_row_traffic(0, page_size, num_operations=3000)
 

@@ -123,6 +123,7 @@ class SlotCacheMachine(RuleBasedStateMachine):
             self.pair.reset()
 
 
+@pytest.mark.more
 @both_ways
 def test_no_sequence_of_operations_parts_the_cache_from_its_model(with_allocator: bool) -> None:
     machine = type("Machine", (SlotCacheMachine,), {"with_allocator": with_allocator})

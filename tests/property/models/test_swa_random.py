@@ -1,13 +1,19 @@
 """Random traffic: a cache with a sliding window does what pages with a bit each say, operation by operation."""
 
 import pytest
+from support.more import more
 from support.traffic.swa import run_random_swa_traffic
 
 WINDOWS = {1: (1, 3, 7), 4: (3, 4, 10), 16: (5, 16, 40)}  # smaller than a page (but for 1), a page, and larger
 PAGES_AND_WINDOWS = [(page_size, window) for page_size, windows in WINDOWS.items() for window in windows]
 
 
-@pytest.mark.parametrize(("page_size", "window"), PAGES_AND_WINDOWS)
+QUICK = [(1, 3), (4, 4), (4, 10), (16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "window"), [*QUICK, *more(*(each for each in PAGES_AND_WINDOWS if each not in QUICK))]
+)
 def test_random_operations_agree_with_the_reference_model(page_size: int, window: int) -> None:
     for seed in (0, 3):  # with a pool that moves window halves, and with one that does not
         run_random_swa_traffic(seed, page_size, window, num_operations=200)

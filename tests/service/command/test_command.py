@@ -99,6 +99,7 @@ def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace
     assert run_json("list", *where) == []
 
 
+@pytest.mark.more
 def test_a_description_starts_a_cache_of_the_same_configuration(namespace: str, tmp_path: Path) -> None:
     file, where = tmp_path / "cache.yaml", ["--namespace", namespace]
     options = ("page_size=8", "pool.num_slots=128", "ghost={}", "eviction.low_watermark=0.25", "fingerprint=1e5")
@@ -142,6 +143,7 @@ def test_the_eviction_task_of_a_fresh_cache_is_said_to_start_with_the_first_sess
     assert "task starts with the first session, 0 rounds" in run("stats", "kv-0", "--namespace", namespace).stdout
 
 
+@pytest.mark.more
 def test_a_cache_that_was_asked_for_nothing_has_no_hit_rate(namespace: str, tmp_path: Path) -> None:
     run("start", "--set", "pool.num_slots=64", "--namespace", namespace)
     page = tmp_path / "page.html"
@@ -153,6 +155,7 @@ def test_a_cache_that_was_asked_for_nothing_has_no_hit_rate(namespace: str, tmp_
     assert "<dt>hit rate</dt><dd>-</dd>" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.more
 def test_start_prints_how_to_connect_and_it_works(namespace: str) -> None:
     text = run("start", "--count", 2, "--set", "pool.num_slots=64", "--namespace", namespace).stdout
 
@@ -174,6 +177,7 @@ def test_start_prints_that_a_worker_beside_a_gpu_pool_takes_its_share(device: st
     assert f"Worker.options{options}_strategy=beside(" in console.export_text()
 
 
+@pytest.mark.more
 async def test_stop_drains_for_the_given_time_and_prints_the_leases_cut_short(namespace: str) -> None:
     where = ["--namespace", namespace]
     await asyncio.to_thread(run, "start", "--set", "pool.num_slots=64", *where)
@@ -388,6 +392,7 @@ def test_wrong_settings_are_reported_before_any_request_to_ray(tmp_path: Path) -
     assert f"error: {file}, line 2: pol: no such key\n  try: pool?" in result.stderr
 
 
+@pytest.mark.more
 def test_a_cache_that_cannot_be_started_is_a_failure_and_not_a_cache_that_is_not_there(namespace: str) -> None:
     too_large = [f"pool.{field}={1_000_000}" for field in ("num_slots", "num_layers", "num_kv_heads", "head_dim")]
 
@@ -430,6 +435,7 @@ def test_a_process_of_its_own_finds_the_cluster_and_prints_json_alone(busy: list
     assert json.loads(done.stdout)["free_slots"] == 40
 
 
+@pytest.mark.more
 def test_where_no_cluster_answers_the_command_says_so_soon() -> None:
     done = command("list", "--address", "127.0.0.1:1")
 

@@ -10,6 +10,7 @@ from re import findall
 import pytest
 from support.documents import GUIDES, RUN, Block, blocks, transcript
 from support.models.sample_trace import write_trace
+from support.more import more
 from support.processes.command_line import run
 
 NOT_RUN = {  # first word of a command, and the reason why no test runs it
@@ -29,6 +30,7 @@ RUN_ELSEWHERE = {  # guide and section, and the tests that run its programs and 
 WITH_BLOCKS = [
     path for path in GUIDES if path.name not in WITH_ENGINES and any(block.language in RUN for block in blocks(path))
 ]
+SLOW = {"commands.md", "deploy.md"}  # a quarter of a minute
 NO_SUCH_CACHE = 3  # exit status
 PRINTED = {  # the output that a guide's comments promise
     "worker.md": [
@@ -104,7 +106,14 @@ def execute(program: str) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(path for path in WITH_BLOCKS if path.name not in SLOW),
+        *more(*(path for path in WITH_BLOCKS if path.name in SLOW)),
+    ],
+    ids=lambda path: path.name,
+)
 def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest.CaptureFixture[str]) -> None:
     output: list[str] = []
 

@@ -45,6 +45,7 @@ def test_a_run_reports_the_hits_of_twice_the_capacity(tmp_path: Path) -> None:
     assert "512 tokens: twice as many would give about +50.0 points, 50.0 %" in " ".join(text.split())
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_a_replay_that_is_broken_off_leaves_no_cache_behind(
     trace: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch

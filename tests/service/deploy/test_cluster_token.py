@@ -84,6 +84,7 @@ def test_a_cluster_that_asks_for_a_token_is_said_to_in_the_first_line(
     assert "export RAY_AUTH_MODE=token" in second
 
 
+@pytest.mark.more
 @pytest.mark.ray
 def test_a_cluster_that_is_shown_its_token_answers(asking: str, tmp_path: Path) -> None:
     done = list_of(asking, tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)

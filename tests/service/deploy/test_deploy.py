@@ -228,6 +228,7 @@ async def test_caches_without_a_name_are_each_their_own(
     assert await epoch_of(running_cache(CONFIG)) != await epoch_of(named[1])
 
 
+@pytest.mark.more
 async def test_concurrent_starts_of_one_name_get_one_cache_and_a_detached_one_outlives_its_handles(
     ray_cluster: None,
 ) -> None:
@@ -362,6 +363,7 @@ def handles_held_by(error: BaseException | None) -> list[Any]:
     return held
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("how", ["killed by the kernel", pytest.param("crashed at its start", marks=pytest.mark.long)])
 async def test_the_name_of_a_dead_cache_of_which_a_handle_is_kept_is_free(
     started: Callable[..., Any], how: str
@@ -428,6 +430,7 @@ def test_shutting_down_a_cache_that_does_not_answer_kills_it(
         connect(name)
 
 
+@pytest.mark.more
 async def test_a_cache_that_shuts_down_without_a_waiting_caller_ends_and_stays_down(ray_cluster: None) -> None:
     name = new_name()
     cache = start_cache(CONFIG, name=name, lifetime="detached")
@@ -489,6 +492,7 @@ async def test_a_cache_shut_down_is_gone_and_can_be_shut_down_again(started: Cal
     await client.close()
 
 
+@pytest.mark.more
 async def test_draining_refuses_new_sessions_and_lets_open_leases_end(started: Callable[..., Any]) -> None:
     cache = started()
     async with PrefixCacheClient(cache) as client:
@@ -516,6 +520,7 @@ async def is_welcome(cache: Any) -> bool:
     return True
 
 
+@pytest.mark.more
 async def test_leases_still_open_after_the_drain_are_cut_short_and_the_log_says_how_many(
     started: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -576,6 +581,7 @@ VERBS: dict[str, Callable[[Orphans], Awaitable[Any]]] = {
 }
 
 
+@pytest.mark.more
 async def test_of_a_killed_cache_every_verb_says_that_it_is_unavailable(ray_cluster: None) -> None:
     name = new_name()
     async with killed(name) as (left, waiting), asyncio.timeout(300):
@@ -603,6 +609,7 @@ async def test_of_a_killed_cache_every_verb_says_that_it_is_unavailable(ray_clus
 # ---------------------------------------------------------------- a name that leads to another cache
 
 
+@pytest.mark.more
 async def test_a_client_of_a_name_goes_on_with_the_next_cache_of_that_name_and_one_of_a_handle_does_not(
     ray_cluster: None,
 ) -> None:
@@ -637,6 +644,7 @@ async def in_use(name: str) -> AsyncIterator[tuple[PrefixCacheClient, Lease, Att
         yield client, lease, pool
 
 
+@pytest.mark.more
 async def test_while_there_is_no_cache_of_that_name_a_client_of_it_says_so(started: Callable[..., Any]) -> None:
     name = new_name()
     started(name=name)

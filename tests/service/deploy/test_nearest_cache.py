@@ -26,6 +26,7 @@ def namespace(ray_cluster: None) -> Iterator[str]:
         shutdown_cache(handle)
 
 
+@pytest.mark.more
 def test_places_are_spread_over_the_caches_of_the_node(namespace: str) -> None:
     found = [nearest_cache("chat-*", place=place, namespace=namespace) for place in range(4)]
 
@@ -33,6 +34,7 @@ def test_places_are_spread_over_the_caches_of_the_node(namespace: str) -> None:
     assert nearest_cache("*-1", namespace=namespace) == "chat-1"
 
 
+@pytest.mark.more
 def test_a_node_without_such_a_cache(namespace: str) -> None:
     with pytest.raises(CacheUnavailable, match="no cache with a name like 'code-\\*' runs on node"):
         nearest_cache("code-*", namespace=namespace)

@@ -14,6 +14,7 @@ from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 TESTS = Path(__file__).parents[2]
 
 
+@pytest.mark.more
 @pytest.mark.ray
 def test_each_gpu_gets_a_cache_that_its_workers_share_and_is_free_when_that_is_stopped() -> None:
     command = [sys.executable, "-m", "support.processes.two_gpu_cluster"]

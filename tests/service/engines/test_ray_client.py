@@ -26,6 +26,7 @@ print(time.process_time() - before)
 """
 
 
+@pytest.mark.more
 @pytest.mark.ray
 def test_clients_of_processes_with_one_seed_leave_each_other_alone(ray_cluster: None) -> None:
     """With one id for both, each of their subscribers to Ray's errors uses a fifth of a core for ever."""

@@ -50,6 +50,7 @@ async def blocks_of(cache: Any) -> set[int]:
             return {each & UNSIGNED for event in snapshot.events for each in event.block_hashes}
 
 
+@pytest.mark.more
 async def test_a_subscriber_follows_a_cache_that_is_killed_until_the_command_is_stopped(namespace: str) -> None:
     cache = ray.get_actor("kv-0", namespace=namespace)
     async with PrefixCacheClient(cache) as client:
@@ -96,6 +97,7 @@ async def test_a_subscriber_follows_a_cache_that_is_killed_until_the_command_is_
             await exporting.wait()
 
 
+@pytest.mark.more
 def test_it_ends_after_its_time(namespace: str) -> None:
     options = ("--namespace", namespace, "--endpoint", "tcp://127.0.0.1:*", "--seconds", "0.2")
 

@@ -16,6 +16,7 @@ import pytest
 from support.exporters.event_structs import EVENTS, described, recorded
 from support.exporters.running_exporter import FREE_PORT, PAGE, exported, exporting, full, host_of, publish, restart
 from support.exporters.vllm_subscriber import UNSIGNED, VllmSubscriber
+from support.more import more
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.engines.namespaces import adapter_name, namespace_of
@@ -453,7 +454,7 @@ async def test_a_wrong_request_for_a_replay_is_ignored(caplog: pytest.LogCapture
     assert caplog.text.count("wrong form") == 2
 
 
-@pytest.mark.parametrize("missing", ["msgspec", "zmq"])
+@pytest.mark.parametrize("missing", [*more("msgspec"), "zmq"])
 def test_without_the_extra_the_error_names_it(missing: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; import {vllm_events.__name__}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.caches.cache_fixtures import over_calls
 from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
+from support.more import more
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.actors.transport import batch_codec
@@ -155,8 +156,8 @@ class Lossy:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("error", [CacheUnavailable, CacheError])
-@pytest.mark.parametrize("lost", ["the grant", "the end"])
+@pytest.mark.parametrize("error", [CacheUnavailable, *more(CacheError)])
+@pytest.mark.parametrize("lost", ["the grant", *more("the end")])
 async def test_what_an_answer_that_was_lost_leaves_behind_is_given_back_when_the_cache_answers_again(
     ray_cache: Any, lost: str, error: type[CacheError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ class Never:
 # ---------------------------------------------------------------- garbage-collected without a close
 
 
+@pytest.mark.more
 async def test_a_local_cache_dropped_without_a_close_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "asyncio"):
         cache = LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=8, device="cpu")))

@@ -175,6 +175,7 @@ async def test_a_drain_that_lets_a_lease_in_is_noticed(monkeypatch: pytest.Monke
     await ending
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_a_cache_killed_while_it_drains_does_not_come_back(ray_cluster: None) -> None:
     """Ray must not restart it. Its pool is an unnamed file and is freed with its process."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from support.caches.cache_under_test import small_config
+from support.more import more
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 
@@ -62,7 +63,7 @@ async def lose_the_session(cache: LocalPrefixCache, client: PrefixCacheClient, l
     await client.match([1])  # in another session
 
 
-@pytest.mark.parametrize("end", [release, abort, insert_and_release, grant, close_the_client, lose_the_session])
+@pytest.mark.parametrize("end", [release, lose_the_session, *more(abort, insert_and_release, grant, close_the_client)])
 async def test_a_lease_that_has_ended_does_not_warn(end: End) -> None:
     async with LocalPrefixCache(small_config()) as cache, PrefixCacheClient(cache) as client:
         lease = await client.acquire([1, 2, 3])

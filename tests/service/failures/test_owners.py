@@ -91,6 +91,7 @@ async def test_an_actor_of_which_nobody_holds_a_handle_ends_though_it_is_watched
     await until(client, all_free)
 
 
+@pytest.mark.more
 async def test_a_client_that_names_its_owner_ends_with_it(patient: tuple[Any, PrefixCacheClient]) -> None:
     cache, client = patient
     owner, process = start_client(watched=True), start_client(watched=False)
@@ -105,6 +106,7 @@ async def test_a_client_that_names_its_owner_ends_with_it(patient: tuple[Any, Pr
     await process.close.remote()
 
 
+@pytest.mark.more
 async def test_the_death_of_one_actor_leaves_others_alone(patient: tuple[Any, PrefixCacheClient]) -> None:
     cache, client = patient
     dies, lives = start_client(watched=True), start_client(watched=True)
@@ -199,6 +201,7 @@ async def test_a_plain_process_that_is_killed_holds_nothing_a_moment_later(start
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.more
 async def test_a_process_that_is_stopped_keeps_its_lease_within_its_time_to_live(
     patient: tuple[Any, PrefixCacheClient],
 ) -> None:
@@ -218,6 +221,7 @@ async def test_a_process_that_is_stopped_keeps_its_lease_within_its_time_to_live
     await process.close.remote()
 
 
+@pytest.mark.more
 async def test_a_process_that_stands_still_loses_its_lease_but_its_slots_are_withheld_until_it_is_back(
     hasty: tuple[Any, PrefixCacheClient],
 ) -> None:
@@ -327,6 +331,7 @@ async def test_a_lease_is_handed_from_process_to_process(patient: tuple[Any, Pre
     ray.kill(worker)  # the death of the adopter ends the lease
 
 
+@pytest.mark.more
 async def test_a_lease_nobody_adopts_ends_with_its_granter(patient: tuple[Any, PrefixCacheClient]) -> None:
     cache, client = patient
     scheduler = start_client(watched=True)

@@ -67,6 +67,7 @@ async def held(cache: Any) -> AsyncIterator[tuple[PrefixCacheClient, Lease, Atta
         yield client, lease, await client.attach_pool(mapped=True)
 
 
+@pytest.mark.more
 async def test_after_its_process_was_killed_clients_go_on_with_an_empty_cache_and_a_new_pool(cache: Any) -> None:
     async with held(cache) as (client, lease, pool):
         path = (await cache.pool_handle.remote()).path
@@ -204,6 +205,7 @@ def mapped(epoch: str) -> bool:
         return any(f"raydix-{epoch}" in line for line in maps)
 
 
+@pytest.mark.more
 async def test_who_waits_for_room_while_the_cache_dies_is_told_so_and_no_lease_is_left(cache: Any) -> None:
     async with held(cache) as (client, lease, _):
         waiting = asyncio.create_task(client.acquire([9] * 6))
@@ -219,6 +221,7 @@ async def test_who_waits_for_room_while_the_cache_dies_is_told_so_and_no_lease_i
         assert (stats.open_leases, stats.waiters) == (0, 0)
 
 
+@pytest.mark.more
 async def test_a_cache_may_be_started_so_that_it_does_not_restart(ray_cluster: None) -> None:
     cache = start_cache(LONG, max_restarts=0)
     async with PrefixCacheClient(cache) as client:

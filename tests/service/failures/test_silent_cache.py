@@ -60,6 +60,7 @@ async def process_of(cache: Any) -> int:
     return int((await cache.pool_handle.remote()).path.split("/")[2])
 
 
+@pytest.mark.more
 async def test_who_waits_for_a_cache_that_stands_still_is_told_so(
     hasty: tuple[Any, PrefixCacheClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ async def test_who_waits_for_a_cache_that_stands_still_is_told_so(
     await until(client, all_free)  # the resumed cache may have served requests that had failed
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", ["socket", pytest.param("calls", marks=pytest.mark.long)])
 def test_a_client_whose_own_loop_stood_still_does_not_blame_the_cache(
     running_cache: Callable[[CacheConfig], Any], way: str, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ async def test_routes_follow_prefixes_and_call_no_actor(namespace: str, monkeypa
         assert calls == ["noop"], "such calls are counted"
 
 
+@pytest.mark.more
 async def test_a_killed_cache_is_replaced_by_the_next_best_and_comes_back_empty(namespace: str) -> None:
     tokens = prompt(11, 4)
     caches = caches_of(namespace)
@@ -91,6 +92,7 @@ async def test_a_killed_cache_is_replaced_by_the_next_best_and_comes_back_empty(
         fleet.index.check_invariants()
 
 
+@pytest.mark.more
 async def test_caches_come_and_go(namespace: str) -> None:
     async with await connect_fleet("*-0", namespace=namespace) as fleet:
         added = start_cache(slim(), name="new-0", namespace=namespace)

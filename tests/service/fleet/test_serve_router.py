@@ -123,6 +123,7 @@ def converse(handle: Any, first: int, after_each: Callable[[list[int]], None]) -
     return answers
 
 
+@pytest.mark.more
 def test_turns_follow_their_prefix_with_the_answers_of_the_default_router(routed: Routed) -> None:
     before = stats(routed)
 
@@ -230,6 +231,7 @@ def test_a_killed_replica_ends_its_routes_and_the_others_go_on(routed: Routed, t
     until(lambda: sum(stats(routed).replicas.values()) == 3)
 
 
+@pytest.mark.more
 def test_a_killed_cache_gets_no_requests_and_the_others_go_on(routed: Routed) -> None:
     ray.kill(routed.caches["chat-1"])  # for ever
 

@@ -17,6 +17,7 @@ from support.models.model_variants import NAMES, VARIANTS, config_named
 from support.models.model_zoo import MODEL_TYPES, NO_CONFIG
 from support.models.quick_models import QUICK
 from support.models.survey_cases import TOLERANCE, Tally
+from support.more import more
 
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.transformers_worker import Generation
@@ -24,9 +25,10 @@ from raydix.cache_core import MambaPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import LeaseResponse
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CUTS = (4, 20)  # of a prompt of 40 tokens: one within the windows of 12, one beyond
+QUICKEST = ["llama, YaRN", "gemma4_text, shared KV", "falcon_h1", "xlstm", "bart"]
+"""One model of each kind of cache, one without, and a refused one."""
+
 MUST_BE_SERVED = {
     "bamba": "mamba",
     "gemma3n_text": "radix + window",
@@ -71,7 +73,11 @@ async def check(name: str, page_size: int, dtype: str, cuts: tuple[int, ...] | N
     )
 
 
-@pytest.mark.parametrize("name", QUICK, ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "name",
+    [*QUICKEST, *more(*(name for name in QUICK if name not in QUICKEST))],
+    ids=lambda name: name.replace(" ", "_"),
+)
 async def test_models_of_each_kind_are_served_right_or_refused(name: str, table: dict[str, Row]) -> None:
     await check(name, 4, "float32", CUTS, table)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.tiny_models import COMMON, check_same, random_model, random_prompt
+from support.more import more
 from transformers import DogeConfig, LlamaConfig, MptConfig, Phi3Config, PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
@@ -90,7 +91,7 @@ def stepwise(config: PreTrainedConfig, prompt: list[int], num_new: int) -> tuple
     return torch.cat(logits), tokens[len(prompt) :]
 
 
-SOME_LENGTHS = [20, LONGEST - 6, LONGEST, LONGEST + 1]
+SOME_LENGTHS = [20, LONGEST + 1, *more(LONGEST - 6, LONGEST)]
 MORE_LENGTHS = [pytest.param(num_tokens, marks=pytest.mark.long) for num_tokens in (LONGEST - 1, 50)]
 
 

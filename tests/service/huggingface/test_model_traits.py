@@ -10,6 +10,7 @@ import torch
 from support.models.model_zoo import tiny_config
 from support.models.tiny_llama import LLAMA
 from support.models.tiny_models import BAMBA, COMMON, JAMBA, MOSHI, check_same, random_model, random_prompt
+from support.more import more
 from transformers import (
     AutoConfig,
     BertConfig,
@@ -65,7 +66,7 @@ def name(config: PreTrainedConfig) -> str:
 MORE_MODELS = [pytest.param(each, marks=pytest.mark.long) for each in (*WITHOUT_A_CACHE[1:], JAMBA, MOSHI)]
 
 
-@pytest.mark.parametrize("config", [WITHOUT_A_CACHE[0], BAMBA, LLAMA, ROBERTA, *MORE_MODELS], ids=name)
+@pytest.mark.parametrize("config", [WITHOUT_A_CACHE[0], LLAMA, *more(BAMBA, ROBERTA), *MORE_MODELS], ids=name)
 async def test_a_worker_without_a_cache_gives_the_logits_of_one_pass(config: PreTrainedConfig) -> None:
     """The model's own cache does not matter: that of Moshi forgets tokens, and RWKV has none that fits."""
     expected = one_pass(random_model(config), random_prompt(40), 12)
@@ -102,7 +103,7 @@ async def test_a_model_gets_the_position_ids_that_it_needs(config: PreTrainedCon
     model.close()
 
 
-@pytest.mark.parametrize("config", [BAMBA, ROBERTA], ids=name)
+@pytest.mark.parametrize("config", [*more(BAMBA), ROBERTA], ids=name)
 async def test_cut_prompts_with_pad_tokens_get_the_logits_of_one_pass(config: PreTrainedConfig) -> None:
     """RoBERTa's positions skip pad tokens, also those in the cached prefix."""
     prompt = random_prompt(40)
@@ -140,7 +141,7 @@ async def test_a_model_that_is_not_causal_is_refused_in_each_dtype(config: PreTr
         await TransformersWorker(None, model=deepcopy(config), use_cache=False, device="cpu", dtype=dtype).open()
 
 
-@pytest.mark.parametrize("model_type", ["inkling2_text", "xlstm"])
+@pytest.mark.parametrize("model_type", [*more("inkling2_text"), "xlstm"])
 async def test_a_model_that_fails_in_its_dtype_alone_is_refused_before_its_first_request(model_type: str) -> None:
     """These models multiply float32 by weights of another dtype; xLSTM only if a prompt fills a chunk."""
     config = tiny_config(model_type)
@@ -175,7 +176,7 @@ async def test_a_model_that_fails_with_a_pool_alone_is_refused_before_a_lease_is
 # ---------------------------------------------------------------- states computed by decoding
 
 
-@pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
+@pytest.mark.parametrize("model_type", [*more("zamba2"), "nemotron_h"])
 async def test_the_next_turn_computes_the_states_that_decoding_made(model_type: str) -> None:
     """These models clamp the steps of their states in a prefill, but not in decoding."""
     config, prompt = tiny_config(model_type), random_prompt(24)

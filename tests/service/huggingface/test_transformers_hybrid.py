@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support.models.tiny_models import FALCON_H1, QWEN3_NEXT, continuation, random_model, random_prompt
+from support.more import more
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, InvalidRequest
 
-pytestmark = [pytest.mark.figures, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.figures
 
 PROMPT = random_prompt(24)
 NUM_NEW = 6
@@ -244,7 +245,7 @@ async def test_concurrent_requests_get_the_same_outputs_as_alone(workers: list[T
         assert [list(each.token_ids) for each in together] == [continuation(model, p, [], 8)[1] for p in prompts]
 
 
-@pytest.mark.parametrize("num_state_slots", [1, 2, 5])
+@pytest.mark.parametrize("num_state_slots", [*more(1), 2, *more(5)])
 async def test_few_states_cost_reuse_but_no_request(model: Any, num_state_slots: int) -> None:
     async with LocalPrefixCache(config_of(model.config, 4, num_state_slots)) as cache:
         worker = TransformersWorker(cache, model=deepcopy(model.config), device="cpu")

@@ -17,7 +17,7 @@ from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, ConfigMismatch, EvictionConfig, PoolExhausted
 
-pytestmark = [pytest.mark.figures, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.figures
 
 PROMPT = random_prompt(3 * WINDOW)
 NUM_NEW = 12  # decoding moves past a window, too

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.models.tiny_llama import LLAMA, continuation, random_llama, random_prompt
 from support.models.tiny_models import FALCON_H1, GEMMA_3, JAMBA, MOSHI, QWEN3_NEXT
+from support.more import more
 from transformers import (
     DeepseekV3Config,
     FalconConfig,
@@ -569,7 +570,7 @@ def test_without_a_cache_use_cache_must_be_off() -> None:
 
 
 @pytest.mark.parametrize("config", [JAMBA, MOSHI], ids=lambda config: config.model_type)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *more("bfloat16")])
 async def test_a_model_that_cannot_continue_from_its_cache_is_refused(config: PreTrainedConfig, dtype: str) -> None:
     """Jamba starts again when a prompt comes in parts, Moshi forgets the tokens before its window."""
     with pytest.raises(ConfigMismatch, match=rf"this {config.model_type} model.* cannot continue .*use_cache=False"):
@@ -612,8 +613,8 @@ async def test_a_model_that_fails_to_continue_is_refused_but_not_one_that_has_no
     model.close()
 
 
-@pytest.mark.parametrize("config", [LLAMA, GEMMA_3, FALCON_H1, QWEN3_NEXT], ids=lambda config: config.model_type)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA_3, *more(FALCON_H1, QWEN3_NEXT)], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("dtype", [*more("float32", "float16"), "bfloat16"])
 @pytest.mark.parametrize("max_positions", [24, 256])
 async def test_rounding_does_not_refuse_a_model(config: PreTrainedConfig, dtype: str, max_positions: int) -> None:
     config = deepcopy(config)

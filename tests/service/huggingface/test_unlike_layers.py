@@ -221,6 +221,7 @@ def worker_class() -> Any:
     return Worker
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_kv_that_one_process_writes_to_unlike_layers_is_read_by_another(
     running_cache: Callable[[CacheConfig], Any],

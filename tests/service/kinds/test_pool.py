@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.more import more
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
 from raydix.actors.client import attached_pool
@@ -151,7 +152,7 @@ async def attached(processes: Workers, cache: Any) -> AsyncIterator[Workers]:
         await client.reset()
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=["bfloat16", *more(*(name for name in DTYPES if name != "bfloat16"))])
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -210,6 +211,7 @@ async def test_a_write_after_attaching_is_seen_by_all_mappings_of_the_pool(worke
     assert await writer.read.remote(1, True) == await writer.read.remote(1, False)  # the cache sees it, too
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_a_killed_cache_leaves_no_file_behind_and_mapped_tensors_stay_readable(ray_cluster: None) -> None:
     cache = start_cache(config_of("float32"))
@@ -453,6 +455,7 @@ async def test_states_are_counted_whatever_there_is_of_them(pool: dict[str, Any]
         assert (again.prefix_len, again.state_slot is None) == (3, False)
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_a_copy_of_many_megabytes_through_an_actor_is_whole(ray_cluster: None) -> None:
     config = CacheConfig(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.models.tiny_llama import LLAMA, continuation, random_llama, random_prompt
+from support.more import more
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
 from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
@@ -56,7 +57,7 @@ async def client(start: Callable[[CacheConfig], Any]) -> AsyncIterator[PrefixCac
         yield client
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=["bfloat16", *more(*(name for name in DTYPES if name != "bfloat16"))])
 async def typed_client(
     start: Callable[[CacheConfig], Any], request: pytest.FixtureRequest
 ) -> AsyncIterator[PrefixCacheClient]:

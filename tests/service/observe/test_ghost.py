@@ -28,7 +28,7 @@ async def send(client: PrefixCacheClient, *prompts: list[int]) -> CacheStats:
     return await client.stats()
 
 
-@pytest.mark.parametrize("where", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("where", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.more])])
 async def test_two_prompts_that_take_turns_would_fit_a_pool_twice_as_large(
     where: str, request: pytest.FixtureRequest
 ) -> None:

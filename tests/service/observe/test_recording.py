@@ -346,6 +346,7 @@ async def test_a_cache_actor_records_and_the_command_replays(
     assert (row["requests"], row["reused_tokens"]) == (3, 1024)
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_the_command_records_for_a_while(
     running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path
@@ -358,6 +359,7 @@ async def test_the_command_records_for_a_while(
     assert (tmp_path / "t.jsonl").exists()
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_the_command_ends_with_the_last_request_that_it_was_to_record(
     running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path
@@ -373,6 +375,7 @@ async def test_the_command_ends_with_the_last_request_that_it_was_to_record(
         assert (await asyncio.wait_for(recording, 200))["requests"] == 1
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_the_command_fails_where_the_file_could_not_be_written(
     running: tuple[ray.actor.ActorHandle, list[str]], tmp_path: Path
@@ -390,6 +393,7 @@ def test_a_time_without_an_end_is_refused() -> None:
     assert "max_seconds: Input should be a finite number" in run("record", "a", "--seconds", "inf", exit_code=2).stderr
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 async def test_a_command_that_gets_a_signal_to_end_ends_the_recording(

@@ -479,6 +479,7 @@ async def some_requests(client: PrefixCacheClient, rng: Random) -> int:
     return served
 
 
+@pytest.mark.more
 async def test_a_client_dropped_without_a_close_leaves_no_connection(listening: Listening, handle: Any) -> None:
     client = PrefixCacheClient(handle)
     await client.match([1])
@@ -521,6 +522,7 @@ async def test_an_actors_client_on_its_machine_has_a_channel_unless_it_is_switch
         await client.reset()
 
 
+@pytest.mark.more
 @pytest.mark.ray
 async def test_a_killed_cache_is_known_to_be_gone_at_once_and_leaves_no_socket(
     ray_cluster: None,

@@ -7,6 +7,7 @@ import pytest
 from support.caches.cache_kinds import Access, KindUnderTest, radix, reached_kinds
 from support.caches.cache_under_test import CacheUnderTest, Reached
 from support.caches.raw_calls import Scene, counts
+from support.more import more
 
 from raydix.actors.transport.unix_socket import SWITCH
 
@@ -29,10 +30,13 @@ async def cache(request: pytest.FixtureRequest) -> AsyncIterator[CacheUnderTest]
         yield cache
 
 
-ON_RAY = [pytest.param(access, marks=pytest.mark.ray) for access in ("ray", "calls")]
+ON_RAY = [
+    pytest.param("ray", marks=pytest.mark.ray),
+    pytest.param("calls", marks=[pytest.mark.ray, pytest.mark.more]),  # Ray carries the same bytes
+]
 
 
-@pytest.fixture(params=["local", "client", *ON_RAY])
+@pytest.fixture(params=["local", *more("client"), *ON_RAY])
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Access:
     """How the cache is reached; on Ray, by a socket and by calls."""
     return over_calls(monkeypatch) if request.param == "calls" else request.param

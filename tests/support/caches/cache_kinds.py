@@ -187,7 +187,10 @@ def reached_kinds(*traits: Trait, faulty: Mapping[Trait, str] | None = None) -> 
                 faults = [reason for trait, reason in (faulty or {}).items() if trait(kind)]
                 marks = [pytest.mark.xfail(strict=True, reason=reason) for reason in faults]
                 marks += [pytest.mark.ray] if access == "ray" else []
-                marks += [pytest.mark.more] if access == "ray" and str(kind) not in once else []  # Ray carries bytes
+                is_alike = (
+                    str(kind) not in once if access == "ray" else kind in PAGES_OF_ONE
+                )  # Ray carries the same bytes
+                marks += [pytest.mark.more] if is_alike else []
                 params.append(pytest.param((kind, access), marks=marks, id=f"{kind}-{access}"))
     assert params, f"no kind has all of {[trait.__name__ for trait in traits]}"
     return params

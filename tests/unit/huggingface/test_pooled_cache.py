@@ -14,6 +14,7 @@ import torch
 from support.models.tiny_llama import LLAMA, continuation, random_llama, random_prompt
 from support.models.tiny_models import FALCON_H1, GEMMA_3, MISTRAL, QWEN3_NEXT, WINDOW, random_model
 from support.models.tiny_models import continuation as continuation_of
+from support.more import more
 from support.processes.fresh_process import run_fresh
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 
@@ -27,8 +28,6 @@ from raydix.actors.transport.pool_memory import layout_of
 from raydix.cache_core import KVPool
 from raydix.cache_core.pool.pool_layout import PoolLayout
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_ROWS = 64
 CPU = torch.device("cpu")
@@ -254,8 +253,8 @@ for config in (FALCON_H1, QWEN3_NEXT):
     assert done.stdout.splitlines() == [str(states) for states in expected], done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [FALCON_H1, QWEN3_NEXT], ids=["falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("dtype", [*more("float32"), "bfloat16"])
+@pytest.mark.parametrize("config", [FALCON_H1, *more(QWEN3_NEXT)], ids=["falcon_h1", "qwen3_next"])
 def test_a_state_in_the_pool_keeps_every_bit_in_whatever_dtype_the_pool_is(
     config: PreTrainedConfig, dtype: str
 ) -> None:

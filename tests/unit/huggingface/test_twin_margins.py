@@ -18,8 +18,6 @@ from support.models.twin_margins import margins_in, margins_of
 from raydix.actors.huggingface.in_float64 import InFloat64
 from raydix.actors.huggingface.model_check import TWIN_BOUND
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEAREST = ["gemma4_text, shared KV", "olmo_hybrid", "qwen3_next", "nemotron_h, M-*E"]
 """The model that failed once, and those nearest the bound: two right ones, and a wrong one."""
 

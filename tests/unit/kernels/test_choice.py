@@ -10,6 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from support.more import more
 from support.processes.fresh_process import run_fresh
 from support.source_files import ROOT
 
@@ -78,7 +79,7 @@ def test_compiled_modules_run_unless_the_environment_asks_for_the_sources(
         assert done.stdout.split("\n") == [expected, "", ""], done.stderr
 
 
-@pytest.mark.parametrize("name", ["tree", "packed_slots", "page_lists"])
+@pytest.mark.parametrize("name", ["page_lists", *more("tree", "packed_slots")])
 def test_a_changed_source_runs_with_one_warning(
     has_compiled: bool, copy_package: Callable[[bool], Path], tmp_path: Path, name: str
 ) -> None:
@@ -103,6 +104,7 @@ def test_without_compiled_modules_the_sources_run_without_a_warning(
     assert done.stdout.split("\n") == ["interpreted False True 2", "", ""], done.stderr
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("plain", ["0", pytest.param("1", marks=pytest.mark.long)])
 def test_a_fault_planted_in_a_source_is_found(copy_package: Callable[[bool], Path], tmp_path: Path, plain: str) -> None:
     source = copy_package(plain == "1") / "tree.py"  # with the compiled modules, RAYDIX_PLAIN must pass them over
@@ -115,7 +117,7 @@ def test_a_fault_planted_in_a_source_is_found(copy_package: Callable[[bool], Pat
     assert "TrafficFailed: operation" in done.stderr
 
 
-@pytest.mark.parametrize(("plain", "core"), [("1", "interpreted"), ("", CORE)])
+@pytest.mark.parametrize(("plain", "core"), [*more(("1", "interpreted")), ("", CORE)])
 def test_the_command_and_the_stats_name_the_form(plain: str, core: str) -> None:
     program = (
         "import asyncio\n"
