@@ -57,7 +57,11 @@ class AttachedPool:
     Attributes:
         epoch: the life of the cache that the pool belongs to.
         layout: the shapes and dtypes of its tensors.
+        on_lost: called on the client's loop once the cache has ended or restarted, to drop views of its tensors: the
+            memory stays mapped as long as there is one.
     """
+
+    on_lost: Callable[[], None] | None = None
 
     def __init__(self, client: PoolClient, handle: PoolHandle, pool: KVPool | None) -> None:
         self._client = client
@@ -108,6 +112,8 @@ class AttachedPool:
     def drop(self, error: CacheError) -> None:
         """Release the memory of a cache that has ended; every later use of the pool raises `error`."""
         self._lost, self._pool = error, None
+        if self.on_lost is not None:
+            self.on_lost()
 
     def drop_if_orphaned(self) -> None:
         """Release mapped memory if the cache's process has ended: a cache that restarts may need the memory."""

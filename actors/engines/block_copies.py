@@ -1,9 +1,10 @@
-"""`BlockCopies`: copies of whole blocks between an engine's KV caches and the pages of a mapped pool, as bytes."""
+"""`BlockCopies`: an engine's KV caches as pages of bytes; `PoolTarget` copies blocks to a mapped pool and back."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,22 +31,14 @@ class BlockCopies:
         block_size: tokens of a block.
         check: stamp each saved page with its identity and the digest of its bytes, and verify both when it is loaded.
 
-    Attributes:
-        pages_per_block: pages in which a block is cached; set by `attach`.
-
     Raises:
         InvalidRequest: a tensor has another shape.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], block_size: int, *, check: bool = False) -> None:
-        self.pages_per_block = 1
         self.check = check
         self._block_size = block_size
-        self._page_size = block_size
         self._blocks = [_with_heads(layer, block_size) for layer in layers]
-        self._layers: list[torch.Tensor] = []  # `[num_blocks, pages_per_block, num_kv_heads, page_size, content]`
-        self._pool: list[torch.Tensor] = []  # `[num_pages, num_kv_heads, page_size, content]`
-        self._stamps: torch.Tensor | None = None
         device = layers[0].device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -65,30 +58,50 @@ class BlockCopies:
         """Bytes of a block in all layers."""
         return sum(each[0].numel() * each.dtype.itemsize for each in self._blocks)
 
-    def attach(self, pool: Sequence[torch.Tensor], page_size: int) -> None:
-        """Copy from and to this pool from now on.
+    def attach(self, pool: Sequence[torch.Tensor], page_size: int, epoch: str = "") -> PoolTarget:
+        """Return what copies blocks to a pool and back.
 
         Args:
             pool: each layer's K, `[num_pages * page_size, 1, bytes]` uint8, as `AttachedPool.k`.
             page_size: tokens of a page of the cache; a divisor of the block size.
+            epoch: the life of the cache that the pool belongs to.
         """
-        layers = list(pool)
-        assert [each.shape[-1] for each in layers] == self.slot_bytes, "a cache that does not fit is refused"
+        in_pool = list(pool)
+        assert [layer.shape[-1] for layer in in_pool] == self.slot_bytes, "a cache that does not fit is refused"
         assert self._block_size % page_size == 0, (self._block_size, page_size)
-        self._page_size, self.pages_per_block = page_size, self._block_size // page_size
-        self._layers = [self._by_page(layer) for layer in self._blocks]
-        self._stamps = layers.pop().view(-1, page_size * STAMP_BYTES) if self.check else None
-        self._pool = [
+        layers = tuple(_by_page(layer, page_size) for layer in self._blocks)
+        stamps = in_pool.pop().view(-1, page_size * STAMP_BYTES) if self.check else None
+        pages = tuple(
             ours.view(-1, page_size * ours.shape[-1]).view(theirs.dtype).view(-1, *theirs.shape[2:])
-            for ours, theirs in zip(layers, self._layers, strict=True)
-        ]
+            for ours, theirs in zip(in_pool, layers, strict=True)
+        )
+        return PoolTarget(layers, pages, page_size, self._block_size // page_size, stamps, self._stream, epoch)
 
-    def _by_page(self, layer: torch.Tensor) -> torch.Tensor:
-        num_blocks, num_heads, _, content = layer.shape
-        by_page = layer.view(num_blocks, num_heads, self.pages_per_block, self._page_size, content)
-        return by_page.permute(0, 2, 1, 3, 4)
 
-    # ---------------------------------------------------------------- copies
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolTarget:
+    """A pool to which a worker's blocks are copied, and from which they are loaded. It never changes.
+
+    The pages of a copy are those of one life of a cache. So a copy keeps the target that it was prepared with: if the
+    cache restarts before it runs, it writes into the pool of the old life, which no cache uses any more.
+
+    Attributes:
+        layers: of the engine, `[num_blocks, pages_per_block, num_kv_heads, page_size, content]` each.
+        pool: `[num_pages, num_kv_heads, page_size, content]` of each layer.
+        page_size: tokens of a page.
+        pages_per_block: pages in which a block is cached.
+        stamps: bytes of each page's stamp, `[num_pages, bytes]`; None: pages are not stamped.
+        stream: of the copies, where the KV caches lie on a GPU.
+        epoch: the life of the cache that the pool belongs to.
+    """
+
+    layers: tuple[torch.Tensor, ...]
+    pool: tuple[torch.Tensor, ...]
+    page_size: int
+    pages_per_block: int
+    stamps: torch.Tensor | None
+    stream: torch.cuda.Stream | None
+    epoch: str
 
     def save(
         self,
@@ -106,11 +119,11 @@ class BlockCopies:
             after: an event behind the work that the GPU must have done before.
         """
         self._copy(block_ids, pages, to_pool=True, after=after)
-        if self._stamps is not None and stamps is not None:
+        if self.stamps is not None and stamps is not None:
             for at, page in enumerate(pages.tolist()):
                 if page >= 0:
-                    stamp = stamps[at] + self._digest(self._pool, page)
-                    self._stamps[page, : len(stamp)] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
+                    stamp = stamps[at] + _digest(self.pool, page)
+                    self.stamps[page, : len(stamp)] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
 
     def load(
         self,
@@ -131,30 +144,30 @@ class BlockCopies:
             WrongPage: a page has the KV of other tokens, or other bytes than were saved.
         """
         self._copy(block_ids, pages, to_pool=False, after=after)
-        if self._stamps is None or stamps is None:
+        if self.stamps is None or stamps is None:
             return
         for at, page in enumerate(pages.tolist()):
             if page < 0:
                 continue
             block, part = divmod(at, self.pages_per_block)
-            found = bytes(self._stamps[page, : 2 * STAMP_BYTES].cpu().numpy())
+            found = bytes(self.stamps[page, : 2 * STAMP_BYTES].cpu().numpy())
             if found[:STAMP_BYTES] != stamps[at]:
                 raise WrongPage(f"page {page} has the KV of other tokens")
-            loaded = [layer[int(block_ids[block])] for layer in self._layers]
-            if found[STAMP_BYTES:] != self._digest(loaded, part):
+            loaded = [layer[int(block_ids[block])] for layer in self.layers]
+            if found[STAMP_BYTES:] != _digest(loaded, part):
                 raise WrongPage(f"page {page} has other bytes than were saved")
 
     def _copy(
         self, block_ids: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool, after: torch.cuda.Event | None
     ) -> None:
-        if self._stream is None:
+        if self.stream is None:
             self._copy_parts(block_ids, pages, to_pool=to_pool)
             return
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             if after is not None:
-                self._stream.wait_event(after)
+                self.stream.wait_event(after)
             self._copy_parts(block_ids, pages, to_pool=to_pool)
-        self._stream.synchronize()
+        self.stream.synchronize()
 
     def _copy_parts(self, block_ids: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool) -> None:
         step = self.pages_per_block
@@ -167,7 +180,7 @@ class BlockCopies:
             if not len(blocks):
                 continue
             runs = find_runs(blocks, of_part, step)
-            for layer, pool in zip(self._layers, self._pool, strict=True):
+            for layer, pool in zip(self.layers, self.pool, strict=True):
                 ours = layer[:, part]
                 if len(runs) > _MANY_RUNS:
                     _copy_by_index(ours, pool, blocks, of_part, to_pool=to_pool)
@@ -180,12 +193,19 @@ class BlockCopies:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _digest(self, layers: Sequence[torch.Tensor], page: int) -> bytes:
-        """Return the digest of one page's bytes in all layers."""
-        digest = hashlib.blake2b(digest_size=STAMP_BYTES)
-        for layer in layers:
-            digest.update(layer[page].contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        return digest.digest()
+
+def _digest(layers: Sequence[torch.Tensor], page: int) -> bytes:
+    """Return the digest of one page's bytes in all layers."""
+    digest = hashlib.blake2b(digest_size=STAMP_BYTES)
+    for layer in layers:
+        digest.update(layer[page].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
+    num_blocks, num_heads, block_size, content = layer.shape
+    by_page = layer.view(num_blocks, num_heads, block_size // page_size, page_size, content)
+    return by_page.permute(0, 2, 1, 3, 4)
 
 
 def _with_heads(layer: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from raydix.actors.client.attached_pool import AttachedPool
 from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
-from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest, ModelFingerprint
+from raydix.schemas import (
+    CacheConfig,
+    CacheError,
+    CacheUnavailable,
+    ConfigMismatch,
+    InvalidRequest,
+    ModelFingerprint,
+    StaleEpoch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +177,8 @@ class CacheLink:
         self._check_config(client.config)
         epoch = client.session.transport.epoch
         if self._maps_pool and (self.pool is None or self.pool.lost or self.pool.epoch != epoch):
+            if self.pool is not None and not self.pool.lost:
+                self.pool.drop(StaleEpoch(self.pool.epoch, epoch))
             self.pool = None
             self.pool = await client.attach_pool(mapped=True)
             epoch = self.pool.epoch

@@ -75,6 +75,7 @@ class _LookUp:
 class _Request:
     """A request of the engine, from its arrival to its end."""
 
+    number: int  # no other request has it, though ids may come again
     request_id: str
     read_tokens: Callable[[int, int | None], Sequence[int]]
     namespace: CacheNamespace
@@ -121,9 +122,11 @@ class SchedulerSide:
         self._loop = loop
         self._block_size = block_size
         self._reads = reads
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Request] = {}  # by id: those that have not ended
+        self._by_number: dict[int, _Request] = {}  # the same
+        self._loading: dict[str, _Request] = {}  # by id: the request with the load last begun under it
+        self._numbers = count(1)
         self._num_waiting = 0  # requests with a look-up, and with grants that the workers do not have
-        self._load_numbers = count(1)
         self._plan = StepPlan()
         self._loads: list[LoadPlan] = []
         self._is_idle = True
@@ -142,7 +145,9 @@ class SchedulerSide:
         """
         if not self._reads:
             return
-        request = self._requests[request_id] = _Request(request_id, read_tokens, namespace)
+        self.finish_request(request_id)  # of an earlier request with this id that the engine has not ended
+        request = _Request(next(self._numbers), request_id, read_tokens, namespace)
+        self._requests[request_id] = self._by_number[request.number] = request
         if self._num_waiting < self._settings.max_waiting_leases:
             self._begin_look_up(request)
 
@@ -217,7 +222,8 @@ class SchedulerSide:
         if self._settings.check:
             stamps = self._stamps(request, first * self._block_size, last * self._block_size)
         blocks = list(block_ids[first:last])
-        request.loading = LoadPlan(request_id, next(self._load_numbers), num_local, blocks, stamps)
+        request.loading = LoadPlan(request.number, request_id, num_local, blocks, stamps)
+        self._loading[request_id] = request
         self._loads.append(request.loading)
         self.counts.add("hit_tokens", num_loaded)
 
@@ -229,11 +235,14 @@ class SchedulerSide:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
+        del self._by_number[request.number]
         if not request.in_worker:
             self._give_up(request)
             return False
         holds = request.loading is None and not request.is_given_up and request.available < request.planned
-        self._plan.ended[request_id] = holds
+        self._plan.ended.add(request.number)
+        if holds:
+            self._plan.held[request.number] = request_id
         return holds
 
     # ---------------------------------------------------------------- look-ups
@@ -306,16 +315,16 @@ class SchedulerSide:
         """
         self._is_idle = is_idle
         plan, self._plan = self._plan, StepPlan()
-        plan.preempted = preempted
+        lost = [request for request_id in preempted if (request := self._requests.get(request_id)) is not None]
+        plan.preempted = {request.number for request in lost}
         plan.weights = self._weights.order
         for load in self._loads:
-            if (request := self._requests.get(load.request_id)) is not None:
+            if (request := self._by_number.get(load.request)) is not None:
                 self._hand_over(request, plan)
             plan.loads.append(load)
         self._loads = []
-        for request_id in preempted:
-            if (request := self._requests.get(request_id)) is not None:
-                request.planned = request.available
+        for request in lost:
+            request.planned = request.available
         for each in scheduled:
             self._plan_save(each, plan)
         return plan
@@ -339,7 +348,7 @@ class SchedulerSide:
         blocks = list(scheduled.block_ids()[start // self._block_size : end // self._block_size])
         stamps = self._stamps(request, start, end) if self._settings.check else None
         self._hand_over(request, plan)
-        plan.saves.append(SavePlan(request.request_id, start, blocks, request.sent, tokens, stamps))
+        plan.saves.append(SavePlan(request.number, start, blocks, request.sent, tokens, stamps))
         request.planned = request.sent = end
 
     def _hand_over(self, request: _Request, plan: StepPlan) -> None:
@@ -347,7 +356,7 @@ class SchedulerSide:
         look_up = request.look_up
         if request.in_worker or look_up is None or look_up.grants is None:
             return
-        plan.grants[request.request_id] = look_up.grants
+        plan.grants[request.number] = look_up.grants
         request.in_worker = True
         self._num_waiting -= 1
 
@@ -359,24 +368,24 @@ class SchedulerSide:
         """Note what the workers have saved, and which loads have failed."""
         self._weights.read_report(report.bound)
         for rank, of_rank in report.saved.items():
-            for request_id, saved in of_rank.items():
-                request = self._requests.get(request_id)
+            for number, saved in of_rank.items():
+                request = self._by_number.get(number)
                 if request is None or request.is_given_up:
                     continue
                 request.saved[rank] = saved
                 if len(request.saved) == len(self._links):
                     request.available = max(request.available, min(request.saved.values()))
-        for request_id in report.refused:
-            if (request := self._requests.get(request_id)) is not None:
+        for number in report.refused:
+            if (request := self._by_number.get(number)) is not None:
                 request.planned = max(request.available, min(request.saved.values(), default=0))
-        for request_id in report.failed:
-            if (request := self._requests.get(request_id)) is not None:
+        for number in report.failed:
+            if (request := self._by_number.get(number)) is not None:
                 request.is_given_up, request.available = True, 0
 
     def finish_loads(self, request_ids: set[str]) -> None:
         """Note the loads that the workers of all ranks have reported, finished or failed."""
         for request_id in request_ids:
-            if (request := self._requests.get(request_id)) is not None:
+            if (request := self._loading.pop(request_id, None)) is not None:
                 request.loading = None
 
     # ---------------------------------------------------------------- weights and the end
@@ -388,7 +397,7 @@ class SchedulerSide:
         """
         for request in self._requests.values():
             if request.in_worker:
-                self._plan.ended[request.request_id] = False
+                self._plan.ended.add(request.number)
                 request.is_given_up, request.available = True, 0
             else:
                 self._give_up(request)

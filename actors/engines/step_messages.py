@@ -1,4 +1,8 @@
-"""Messages between the scheduler's and the worker's side of an engine: one `StepPlan` and one `StepReport` a step."""
+"""Messages between the scheduler's and the worker's side of an engine: one `StepPlan` and one `StepReport` a step.
+
+They name requests by numbers of the scheduler's side: an engine may use the id of an ended request again, and a message
+about the one must not be taken for a message about the other. `request_id` is for the engine's own sets of ids.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,13 @@ class LoadPlan:
     """Load cached pages into blocks: those of tokens [start, start + block_size * len(block_ids)).
 
     Attributes:
-        number: of this load; each is reported once.
+        request: number of the request.
+        request_id: the engine's.
         stamps: 16 bytes for each page, that identify the tokens up to its end; None: not checked.
     """
 
+    request: int
     request_id: str
-    number: int
     start: int
     block_ids: list[int]
     stamps: list[bytes] | None = None
@@ -31,11 +36,12 @@ class SavePlan:
     """Save blocks that this step completes: those of tokens [start, start + block_size * len(block_ids)).
 
     Attributes:
+        request: number of the request.
         tokens: ids [first, end of the last block); the worker knows the ids before them.
         stamps: as for a load.
     """
 
-    request_id: str
+    request: int
     start: int
     block_ids: list[int]
     first: int
@@ -49,16 +55,18 @@ class StepPlan:
 
     Attributes:
         grants: by request that the worker hears of for the first time: the grant of each rank.
-        ended: requests that have ended. True: the engine holds their blocks until their saves are reported.
+        ended: requests that have ended.
+        held: the ids of ended requests for which the engine holds blocks until their saves are reported, by number.
         preempted: requests that have lost their blocks.
         weights: the number of the latest order about weights, and the label to bind; None: bind nothing.
     """
 
-    grants: dict[str, list[LeaseGrant]] = field(default_factory=dict)
+    grants: dict[int, list[LeaseGrant]] = field(default_factory=dict)
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
-    ended: dict[str, bool] = field(default_factory=dict)
-    preempted: set[str] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    held: dict[int, str] = field(default_factory=dict)
+    preempted: set[int] = field(default_factory=set)
     weights: tuple[int, str | None] = (0, None)
 
 
@@ -73,9 +81,9 @@ class StepReport:
         bound: by rank: the number of the order about weights that the worker has carried out.
     """
 
-    saved: dict[int, dict[str, int]] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
+    saved: dict[int, dict[int, int]] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
     bound: dict[int, int] = field(default_factory=dict)
 
     def merge(self, other: StepReport) -> StepReport:

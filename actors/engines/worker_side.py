@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.client.lease import Lease
 from raydix.actors.client.loop_thread import LoopThread
-from raydix.actors.engines.block_copies import BlockCopies, WrongPage
+from raydix.actors.engines.block_copies import BlockCopies, PoolTarget, WrongPage
 from raydix.actors.engines.cache_link import CacheLink
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import LoadPlan, SavePlan, StepPlan, StepReport
@@ -51,7 +51,7 @@ _IDLE_WAIT_S = 0.002  # for a load, in a step that computes nothing
 class _Transfer:
     """A load or a save. Only a "waiting" one can be cancelled, and only that begins to copy."""
 
-    request_id: str
+    request: int
     state: str = "waiting"  # then "copying", then "done"; or "failed"
     copied: threading.Event = field(default_factory=threading.Event)  # its blocks are used no more
 
@@ -64,7 +64,7 @@ class _Transfer:
 class _Request:
     """A request with a lease that this process adopts. Used on the loop thread alone."""
 
-    request_id: str
+    number: int
     grant: LeaseGrant
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of its verbs and copies
     lease: Lease | None = None
@@ -107,15 +107,16 @@ class WorkerSide:
         self._copies = copies
         self._block_size = block_size
         self._keeps_blocks = keeps_blocks
-        self._attached_epoch: str | None = None
-        self._requests: dict[str, _Request] = {}  # used on the loop thread alone, as is the next
+        self._target: PoolTarget | None = None  # replaced on the loop thread alone
+        self._requests: dict[int, _Request] = {}  # used on the loop thread alone, as is the next
         self._tasks: set[asyncio.Task[Any]] = set()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="raydix-copy")
         self._lock = threading.Lock()  # of all below
-        self._loads: dict[str, _LoadInFlight] = {}  # in flight or not reported, by request
+        self._loads: dict[int, _LoadInFlight] = {}  # in flight or not reported, by request
+        self._loading: dict[str, int] = {}  # by the engine's id: the request with the load last begun under it
         self._saves: list[_Transfer] = []  # that have not ended
         self._save_step: _SaveStep | None = None  # of this step, until the forward pass has run
-        self._held: set[str] = set()  # ended requests with blocks that the engine holds
+        self._held: dict[int, str] = {}  # ended requests with blocks that the engine holds; its ids
         self._report = StepReport()
         self._finished_saves: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -126,11 +127,11 @@ class WorkerSide:
 
     def before_step(self, plan: StepPlan) -> None:
         """Make sure that no copy reads or writes a block that its request has lost. It waits for copies that run."""
-        lost = plan.preempted | {each for each, held in plan.ended.items() if not held}
+        lost = plan.preempted | (plan.ended - plan.held.keys())
         running: list[_Transfer] = []
         with self._lock:
             for save in self._saves.copy():
-                if save.request_id in lost or not self._keeps_blocks:
+                if save.request in lost or not self._keeps_blocks:
                     if save.state == "waiting":
                         self._end_save(save, "failed")
                     else:
@@ -143,17 +144,17 @@ class WorkerSide:
         loads: list[_LoadInFlight] = []
         with self._lock:
             for load in plan.loads:
-                assert load.request_id not in self._loads, "a request loads once at a time"
-                self._loads[load.request_id] = (load, _Transfer(load.request_id))
-                loads.append(self._loads[load.request_id])
-            saves = [_Save(each, _Transfer(each.request_id)) for each in plan.saves]
+                assert load.request not in self._loads, "a request loads once at a time"
+                self._loads[load.request] = (load, _Transfer(load.request))
+                self._loading[load.request_id] = load.request
+                loads.append(self._loads[load.request])
+            saves = [_Save(each, _Transfer(each.request)) for each in plan.saves]
             self._saves += [each.transfer for each in saves]
             self._save_step = _SaveStep(saves) if saves else None
-            for request_id, is_held in plan.ended.items():
-                if is_held:
-                    self._held.add(request_id)
-                elif request_id in self._loads:
-                    self._fail_load(request_id)
+            self._held.update(plan.held)
+            for number in plan.ended - plan.held.keys():
+                if number in self._loads:
+                    self._fail_load(number)
         self._loop.call(self._begin, plan, loads, self._save_step, _record_event(self._copies))
 
     def end_step(self, *, is_idle: bool) -> None:
@@ -169,12 +170,19 @@ class WorkerSide:
             self._load_ended.wait(_IDLE_WAIT_S)
 
     def take_results(self) -> tuple[set[str], set[str], set[int]]:
-        """Return the requests with ended saves, those with ended loads, and the blocks of failed loads. Each once."""
+        """Return the ids of requests with ended saves and with ended loads, and the blocks of failed loads. Each once.
+
+        If an id was used again, it means the request with the load last begun under it.
+        """
         with self._lock:
             self._load_ended.clear()
-            loaded = {each for each, (_, load) in self._loads.items() if load.has_ended}
-            for each in loaded:
-                del self._loads[each]
+            loaded = set()
+            for number, (plan, load) in list(self._loads.items()):
+                if load.has_ended:
+                    del self._loads[number]
+                    if self._loading.get(plan.request_id) == number:
+                        del self._loading[plan.request_id]
+                        loaded.add(plan.request_id)
             saved, self._finished_saves = self._finished_saves, set()
             failed, self._failed_blocks = self._failed_blocks, set()
         return saved, loaded, failed
@@ -202,21 +210,20 @@ class WorkerSide:
         save.copied.set()
         self._saves.remove(save)
         if state == "failed":
-            self._report.refused.add(save.request_id)
+            self._report.refused.add(save.request)
             self.counts.add("saves_refused")
-        self._report_if_held(save.request_id)
+        self._report_if_held(save.request)
 
-    def _report_if_held(self, request_id: str) -> None:
+    def _report_if_held(self, number: int) -> None:
         """Report a request with held blocks, if no save of it is left."""
-        if request_id in self._held and not any(each.request_id == request_id for each in self._saves):
-            self._held.discard(request_id)
-            self._finished_saves.add(request_id)
+        if number in self._held and not any(save.request == number for save in self._saves):
+            self._finished_saves.add(self._held.pop(number))
 
-    def _fail_load(self, request_id: str) -> None:
+    def _fail_load(self, number: int) -> None:
         """Fail a load that is not reported yet; one that copies ends first."""
-        plan, load = self._loads[request_id]
+        plan, load = self._loads[number]
         self._failed_blocks.update(plan.block_ids)
-        self._report.failed.add(request_id)
+        self._report.failed.add(number)
         if load.state == "waiting":
             load.state = "failed"
             self._load_ended.set()
@@ -228,8 +235,8 @@ class WorkerSide:
         self, plan: StepPlan, loads: list[_LoadInFlight], saves: _SaveStep | None, event: torch.cuda.Event | None
     ) -> None:
         self._link.order(*plan.weights)
-        for request_id, grants in plan.grants.items():
-            self._requests[request_id] = _Request(request_id, grants[self._rank])
+        for number, grants in plan.grants.items():
+            self._requests[number] = _Request(number, grants[self._rank])
         for load, transfer in loads:
             self._start(self._load(load, transfer, event))
         if saves is not None:
@@ -237,8 +244,8 @@ class WorkerSide:
             # These tasks are made here, so that they queue for their requests' turns before the ends below.
             prepared = [self._start(self._prepare_save(each, turns)) for each in saves.saves]
             self._start(self._save_all(saves, prepared, turns))
-        for request_id in plan.ended:
-            self._start(self._end_request(request_id))
+        for number in plan.ended:
+            self._start(self._end_request(number))
 
     def _start(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -246,14 +253,14 @@ class WorkerSide:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _adopt(self, request: _Request) -> Lease:
-        """Return the request's lease, which is adopted if it is not yet; attach the pool of its epoch.
+    async def _adopt(self, request: _Request) -> tuple[Lease, PoolTarget]:
+        """Return the request's lease, which is adopted if it is not yet, and the pool of its epoch.
 
         Raises:
             CacheError: the lease cannot be used any more.
         """
         if request.is_lost:
-            raise UnknownLease(f"the lease of request {request.request_id!r} is lost")
+            raise UnknownLease(f"the lease of request {request.number} is lost")
         if request.lease is None:
             if not self._link.connected:
                 raise CacheUnavailable(f"cache {self._link.name!r} is not connected")
@@ -262,38 +269,52 @@ class WorkerSide:
         pool = self._link.pool
         if pool is None or pool.lost or pool.epoch != request.lease.epoch:
             raise UnknownLease(f"the pool of epoch {request.lease.epoch!r} is gone")
-        if self._attached_epoch != pool.epoch:
-            self._copies.attach(pool.k, self._link.client.config.page_size)
-            self._attached_epoch = pool.epoch
-        return request.lease
+        if self._target is None or self._target.epoch != pool.epoch:
+            self._target = self._copies.attach(pool.k, self._link.client.config.page_size, pool.epoch)
+            pool.on_lost = self._drop_target
+        return request.lease, self._target
 
-    async def _copy_load(self, transfer: _Transfer, copy: Callable[[], None]) -> bool:
-        """Load in the copy thread, unless the transfer was cancelled; return whether it was copied."""
+    def _drop_target(self) -> None:
+        """Drop the views of a pool whose cache has ended. Copies to and from it that have not begun end unrun."""
+        self._target = None
+
+    async def _copy_load(self, transfer: _Transfer, target: PoolTarget, load: Callable[[], None]) -> bool:
+        """Load in the copy thread, unless the transfer was cancelled; return whether it was copied.
+
+        Raises:
+            UnknownLease: the cache has ended before the load began.
+        """
         with self._lock:
             if transfer.state != "waiting":
                 return False
             transfer.state = "copying"
+
+        def load_from_live_pool() -> None:
+            if target is not self._target:
+                raise UnknownLease(f"the pool of epoch {target.epoch!r} is gone")
+            load()
+
         started = time.perf_counter()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._copier, copy)
+            await asyncio.get_running_loop().run_in_executor(self._copier, load_from_live_pool)
         finally:
             transfer.copied.set()
         self.counts.observe("load_s", time.perf_counter() - started)
         return True
 
     async def _load(self, plan: LoadPlan, transfer: _Transfer, event: torch.cuda.Event | None) -> None:
-        request = self._requests.get(plan.request_id)
-        timer = self._set_timer(self._give_up_load, plan.request_id, transfer)
+        request = self._requests.get(plan.request)
+        timer = self._set_timer(self._give_up_load, plan.request, transfer)
         try:
             if request is None:
                 raise CacheUnavailable(f"request {plan.request_id!r} has no lease")
             async with request.turn:
-                lease = await self._adopt(request)
-                pages = self._pages_of(lease, plan.start, len(plan.block_ids))
+                lease, target = await self._adopt(request)
+                pages = _pages_of(lease, target, plan.start, len(plan.block_ids))
                 blocks = np.asarray(plan.block_ids, np.int64)
-                pages[np.repeat(blocks == _NULL_BLOCK, self._copies.pages_per_block)] = -1
-                load = partial(self._copies.load, pages, blocks, plan.stamps, event)
-                if await self._copy_load(transfer, load):
+                pages[np.repeat(blocks == _NULL_BLOCK, target.pages_per_block)] = -1
+                load = partial(target.load, pages, blocks, plan.stamps, event)
+                if await self._copy_load(transfer, target, load):
                     lease.check_open()  # if its session was lost meanwhile, the pages may have been another's
                     self._finish_load(transfer, len(blocks))
         except WrongPage as error:
@@ -308,7 +329,7 @@ class WorkerSide:
             with self._lock:
                 if not transfer.has_ended:
                     transfer.state = "waiting"
-                    self._fail_load(plan.request_id)
+                    self._fail_load(plan.request)
 
     def _finish_load(self, transfer: _Transfer, num_blocks: int) -> None:
         with self._lock:
@@ -320,10 +341,10 @@ class WorkerSide:
     def _set_timer(self, give_up: Callable[..., None], *about: Any) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._settings.load_timeout_ms / 1000, give_up, *about)
 
-    def _give_up_load(self, request_id: str, transfer: _Transfer) -> None:
+    def _give_up_load(self, number: int, transfer: _Transfer) -> None:
         with self._lock:
             if transfer.state == "waiting":
-                self._fail_load(request_id)
+                self._fail_load(number)
 
     def _give_up_save(self, save: _Save) -> None:
         with self._lock:
@@ -357,44 +378,52 @@ class WorkerSide:
     async def _prepare_save(self, save: _Save, turns: AsyncExitStack) -> _Copy | None:
         """Return the pages of a save, in private slots; None if it cannot be saved. Take its request's turn."""
         plan = save.plan
-        request = self._requests.get(plan.request_id)
+        request = self._requests.get(plan.request)
         if request is None:
             return None
         request.tokens = np.concatenate([request.tokens[: plan.first], plan.tokens])
         await turns.enter_async_context(request.turn)
         try:
-            lease, blocks = await self._adopt(request), np.asarray(plan.block_ids, np.int64)
+            lease, target = await self._adopt(request)
+            blocks = np.asarray(plan.block_ids, np.int64)
             end = plan.start + self._block_size * len(blocks)
             if lease.published_len < plan.start or not blocks.all():
                 return None  # an earlier save was not carried out, or a window has left a block: the null block is 0
             if end > len(lease):
                 await lease.extend(end - len(lease), timeout_s=0)
-            pages = self._pages_of(lease, plan.start, len(blocks))
-            pages[: max(0, lease.published_len - plan.start) // self._page_size] = -1  # the tree's
+            pages = _pages_of(lease, target, plan.start, len(blocks))
+            pages[: max(0, lease.published_len - plan.start) // target.page_size] = -1  # the tree's
         except CacheError as error:
             self._note_failed_save(request, error)
             return None
-        return _Copy(save, request, lease, blocks, pages, end)
+        return _Copy(save, request, lease, target, blocks, pages, end)
 
     async def _copy_saves(self, copies: list[_Copy], event: torch.cuda.Event | None) -> list[_Copy]:
-        """Copy in one job of the copy thread; return the copies whose saves were not cancelled before."""
+        """Copy in one job of the copy thread; return the copies that were made.
+
+        Cancelled saves are not copied, nor are those to the pool of a cache that has ended.
+        """
         with self._lock:
             chosen = [each for each in copies if each.save.transfer.state == "waiting"]
             for each in chosen:
                 each.save.transfer.state = "copying"
 
+        copied: list[_Copy] = []
+
         def copy_all() -> None:
-            for each in chosen:
+            for copy in chosen:
                 started = time.perf_counter()
                 try:
-                    self._copies.save(each.blocks, each.pages, each.save.plan.stamps, event)
+                    if copy.target is self._target:
+                        copy.target.save(copy.blocks, copy.pages, copy.save.plan.stamps, event)
+                        copied.append(copy)
+                        self.counts.observe("save_s", time.perf_counter() - started)
                 finally:
-                    each.save.transfer.copied.set()
-                self.counts.observe("save_s", time.perf_counter() - started)
+                    copy.save.transfer.copied.set()
 
         if chosen:
             await asyncio.get_running_loop().run_in_executor(self._copier, copy_all)
-        return chosen
+        return copied
 
     def _end_copied(self, copies: list[_Copy]) -> None:
         with self._lock:
@@ -413,36 +442,25 @@ class WorkerSide:
         self.counts.add("saves")
         self.counts.add("saved_bytes", len(copy.blocks) * self._copies.block_bytes)
         with self._lock:
-            self._report.saved.setdefault(self._rank, {})[request.request_id] = lease.published_len
+            self._report.saved.setdefault(self._rank, {})[request.number] = lease.published_len
 
     def _note_failed_save(self, request: _Request, error: CacheError) -> None:
         if isinstance(error, PoolExhausted):
-            logger.debug("blocks of request %r are not saved: %s", request.request_id, error)
+            logger.debug("blocks of request %d are not saved: %s", request.number, error)
             return
-        logger.debug("the save of request %r has failed: %s", request.request_id, error)
+        logger.debug("the save of request %d has failed: %s", request.number, error)
         self._link.on_error(error)
         self._lose(request)
-
-    @property
-    def _page_size(self) -> int:
-        return self._block_size // self._copies.pages_per_block
-
-    def _pages_of(self, lease: Lease, start: int, num_blocks: int) -> NDArray[np.int64]:
-        first, step = start // self._page_size, self._copies.pages_per_block
-        pages: NDArray[np.int64] = lease.pages[first : first + num_blocks * step].numpy()
-        if len(pages) != num_blocks * step:
-            raise UnknownLease("the lease covers fewer tokens than the plan")
-        return pages.copy()
 
     def _lose(self, request: _Request | None) -> None:
         """Save and load nothing more of a request."""
         if request is not None:
             request.is_lost = True
             with self._lock:
-                self._report.failed.add(request.request_id)
+                self._report.failed.add(request.number)
 
-    async def _end_request(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
+    async def _end_request(self, number: int) -> None:
+        request = self._requests.pop(number, None)
         try:
             if request is not None:
                 async with request.turn:
@@ -451,10 +469,10 @@ class WorkerSide:
                     else:
                         self._start(self._end_unadopted(request))
         except CacheError as error:
-            logger.debug("the lease of request %r has ended by itself: %s", request_id, error)
+            logger.debug("the lease of request %d has ended by itself: %s", number, error)
         finally:
             with self._lock:
-                self._report_if_held(request_id)
+                self._report_if_held(number)
 
     async def _end_unadopted(self, request: _Request) -> None:
         """End a lease that no load or save could adopt, as soon as the cache is connected: else its grant holds it.
@@ -467,7 +485,7 @@ class WorkerSide:
             lease = await self._link.client.adopt(request.grant)
             await lease.release()
         except CacheError as error:
-            logger.debug("the lease of request %r has ended by itself: %s", request.request_id, error)
+            logger.debug("the lease of request %d has ended by itself: %s", request.number, error)
 
 
 @dataclass(eq=False, slots=True)
@@ -499,12 +517,26 @@ class _Copy:
     save: _Save
     request: _Request
     lease: Lease
+    target: PoolTarget  # with the pool that the pages are of
     blocks: NDArray[np.int64]
     pages: NDArray[np.int64]
     end: int  # tokens of the request that its lease holds then
 
 
 _LoadInFlight = tuple[LoadPlan, _Transfer]
+
+
+def _pages_of(lease: Lease, target: PoolTarget, start: int, num_blocks: int) -> NDArray[np.int64]:
+    """Return the lease's pages of the blocks from token `start` on.
+
+    Raises:
+        UnknownLease: the lease covers fewer tokens.
+    """
+    first, step = start // target.page_size, target.pages_per_block
+    pages: NDArray[np.int64] = lease.pages[first : first + num_blocks * step].numpy()
+    if len(pages) != num_blocks * step:
+        raise UnknownLease("the lease covers fewer tokens than the plan")
+    return pages.copy()
 
 
 def _record_event(copies: BlockCopies) -> torch.cuda.Event | None:

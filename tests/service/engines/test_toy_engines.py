@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import BLOCK, ToyEngine, prompts
+from support.engines.waiting import wait_until
 from support.more import more
 
 from raydix.actors.engines import CacheNamespace, namespace_of
-from raydix.actors.engines.block_copies import BlockCopies
+from raydix.actors.engines.block_copies import PoolTarget
 from raydix.actors.engines.scheduler_side import SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.worker_side import WorkerSide
@@ -51,13 +52,6 @@ def check_ends(caches: ToyCaches) -> None:
         wait_until(lambda rank=rank: caches.stats(rank).open_leases == 0)  # type: ignore[misc]
         assert caches.stats(rank).private_slots == 0
         caches.loop.run(cache.check_invariants())
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 # -------------------------------------------------------------------- hits and saves
@@ -299,6 +293,25 @@ def test_wrong_settings_are_refused_by_name(given: dict[str, Any], message: str)
 # -------------------------------------------------------------------- random operations
 
 
+def test_a_request_id_that_comes_again_hits_and_leaves_no_lease(make_caches: MakeCaches) -> None:
+    """The grants of a request come with the end of the one that had its id before."""
+    caches = make_caches()
+    engine = caches.make_engine()
+    (prompt,) = prompts(1, 96)
+    engine.run(prompt)
+    hits = []
+    for _ in range(60):
+        request = engine.add(prompt, 2, request_id="again")
+        known = engine.scheduler._requests["again"]
+        wait_until(lambda known=known: known.look_up is not None and known.look_up.done.is_set())  # type: ignore[misc]
+        while request.state != "finished" or "again" in engine.held:
+            engine.step()
+        hits.append(request.num_hit)
+    engine.run_all()
+
+    assert hits == [96] * 60
+
+
 @pytest.mark.parametrize("keeps_blocks", [True, False])
 @pytest.mark.parametrize("seed", [0, *more(1, 2)])
 def test_random_operations_on_two_engines(make_caches: MakeCaches, seed: int, keeps_blocks: bool) -> None:
@@ -340,12 +353,12 @@ def test_a_load_of_another_prompts_page_is_seen(make_caches: MakeCaches, monkeyp
     one, other = prompts(2, 96)
     engine.run(one)
     engine.run(other)
-    load = BlockCopies.load
+    load = PoolTarget.load
 
-    def load_others(self: BlockCopies, pages: Any, *args: Any) -> None:
+    def load_others(self: PoolTarget, pages: Any, *args: Any) -> None:
         load(self, np.roll(pages, 1), *args)
 
-    monkeypatch.setattr(BlockCopies, "load", load_others)
+    monkeypatch.setattr(PoolTarget, "load", load_others)
     engine.run(one, 2)
 
     assert engine.num_wrong > 0
@@ -357,8 +370,8 @@ def test_with_check_a_wrong_page_is_refused_and_recomputed(make_caches: MakeCach
     engine = caches.make_engine()
     (prompt,) = prompts(1, 96)
     engine.run(prompt)
-    load = BlockCopies.load
-    monkeypatch.setattr(BlockCopies, "load", lambda self, pages, *args: load(self, np.roll(pages, 1), *args))
+    load = PoolTarget.load
+    monkeypatch.setattr(PoolTarget, "load", lambda self, pages, *args: load(self, np.roll(pages, 1), *args))
 
     request = engine.run(prompt, 2)
 
@@ -371,12 +384,12 @@ def test_a_load_that_leaves_out_the_last_block_is_seen(make_caches: MakeCaches, 
     one, other = caches.make_engine(), caches.make_engine()
     (prompt,) = prompts(1, 96)
     one.run(prompt)
-    load = BlockCopies.load
+    load = PoolTarget.load
 
-    def load_less(self: BlockCopies, pages: Any, blocks: Any, stamps: Any = None, after: Any = None) -> None:
+    def load_less(self: PoolTarget, pages: Any, blocks: Any, stamps: Any = None, after: Any = None) -> None:
         load(self, pages[:-1], blocks[:-1], stamps, after)
 
-    monkeypatch.setattr(BlockCopies, "load", load_less)
+    monkeypatch.setattr(PoolTarget, "load", load_less)
     other.run(prompt, 2)
 
     assert other.num_wrong > 0

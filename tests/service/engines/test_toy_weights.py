@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import ToyEngine, prompts
+from support.engines.waiting import wait_until
 from support.more import more
 
 from raydix.actors.engines.weights_state import WeightsState
@@ -41,13 +41,6 @@ def make_caches() -> Iterator[MakeCaches]:
             wait_until(lambda caches=caches, rank=rank: caches.stats(rank).open_leases == 0)  # type: ignore[misc]
             caches.loop.run(cache.check_invariants())
         caches.close()
-
-
-def wait_until(is_true: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 def set_weights(caches: ToyCaches, label: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 from support.engines.checkpoints import make_config, save_model
 from support.engines.engine_process import EngineProcess
+from support.engines.waiting import wait_until
 
 from raydix.actors import PrefixCacheClient, start_cache
 from raydix.actors.client.prefix_cache_client import SyncClient
@@ -116,13 +115,6 @@ class Laboratory:
             ray.kill(cache)
         for model in self.folder.glob("*/model*.safetensors"):
             os.unlink(model)
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

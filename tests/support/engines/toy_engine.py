@@ -136,10 +136,15 @@ class ToyEngine:
 
     # ---------------------------------------------------------------- requests
 
-    def add(self, tokens: Sequence[int], num_new: int = 1, namespace: CacheNamespace | None = None) -> ToyRequest:
-        request = ToyRequest(
-            f"r{next(self._numbers)}", list(tokens), num_new, namespace or CacheNamespace(), len(tokens)
-        )
+    def add(
+        self,
+        tokens: Sequence[int],
+        num_new: int = 1,
+        namespace: CacheNamespace | None = None,
+        request_id: str | None = None,
+    ) -> ToyRequest:
+        name = request_id or f"r{next(self._numbers)}"
+        request = ToyRequest(name, list(tokens), num_new, namespace or CacheNamespace(), len(tokens))
         self.waiting.append(request)
         self.scheduler.add_request(request.request_id, lambda start, end: request.tokens[start:end], request.namespace)
         return request

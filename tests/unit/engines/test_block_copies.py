@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from raydix.actors.engines import block_copies
-from raydix.actors.engines.block_copies import STAMP_BYTES, BlockCopies, WrongPage, find_runs, make_stamps
+from raydix.actors.engines.block_copies import STAMP_BYTES, BlockCopies, PoolTarget, WrongPage, find_runs, make_stamps
 from raydix.schemas import InvalidRequest
 
 BLOCK = 8
@@ -131,16 +131,16 @@ def test_random_copies_are_those_of_the_reference(
     layers = make(dtype)
     copies = BlockCopies(layers, BLOCK)
     pool = make_pool(copies, NUM_BLOCKS * BLOCK)
-    copies.attach(pool, page_size)
+    target = copies.attach(pool, page_size)
     naive = Naive(layers, pool, page_size)
     for number in range(8):
         blocks, pages = draw(rng, BLOCK // page_size, rng.choice(["runs", "fragments"]))
         monkeypatch.setattr(block_copies, "_MANY_RUNS", rng.choice([1, 4, 64]))
         if number % 2:
-            copies.load(pages, blocks)
+            target.load(pages, blocks)
             naive.load(pages, blocks)
         else:
-            copies.save(blocks, pages)
+            target.save(blocks, pages)
             naive.save(blocks, pages)
         check_equal(layers, pool, page_size, naive)
 
@@ -150,11 +150,11 @@ def test_a_save_and_a_load_move_the_bytes_of_blocks_to_others(make: Make) -> Non
     torch.manual_seed(1)
     layers = make(torch.bfloat16)
     copies = BlockCopies(layers, BLOCK)
-    copies.attach(make_pool(copies, NUM_BLOCKS * BLOCK), BLOCK // 4)
+    target = copies.attach(make_pool(copies, NUM_BLOCKS * BLOCK), BLOCK // 4)
     pages = np.asarray([8, 9, 10, 11, 3, 2, 1, 0], np.int64)
 
-    copies.save(np.asarray([1, 7], np.int64), pages)
-    copies.load(pages, np.asarray([30, 2], np.int64))
+    target.save(np.asarray([1, 7], np.int64), pages)
+    target.load(pages, np.asarray([30, 2], np.int64))
 
     for layer in layers:
         assert as_bytes(layer[30]) == as_bytes(layer[1])
@@ -177,14 +177,14 @@ def test_no_pages_or_negative_ones_alone_copy_nothing() -> None:
     layers = heads_first(torch.float32)
     copies = BlockCopies(layers, BLOCK)
     pool = make_pool(copies, NUM_BLOCKS * BLOCK)
-    copies.attach(pool, BLOCK)
+    target = copies.attach(pool, BLOCK)
     naive = Naive(layers, pool, BLOCK)
     nothing = np.empty(0, np.int64)
 
-    copies.save(nothing, nothing)
-    copies.load(nothing, nothing)
-    copies.save(np.asarray([1, 2]), np.asarray([-1, -1]))
-    copies.load(np.asarray([-1, -1]), np.asarray([1, 2]))
+    target.save(nothing, nothing)
+    target.load(nothing, nothing)
+    target.save(np.asarray([1, 2]), np.asarray([-1, -1]))
+    target.load(np.asarray([-1, -1]), np.asarray([1, 2]))
 
     check_equal(layers, pool, BLOCK, naive)
 
@@ -200,56 +200,56 @@ def test_runs_cover_all_blocks_in_order() -> None:
 
 
 @pytest.fixture(params=[BLOCK, BLOCK // 2])
-def stamped(request: Any) -> tuple[BlockCopies, list[torch.Tensor], list[torch.Tensor], int]:
-    """Copies with stamps, the layers, and the pool."""
+def stamped(request: Any) -> tuple[PoolTarget, list[torch.Tensor], list[torch.Tensor], int]:
+    """A target with stamps, the layers, and the pool."""
     torch.manual_seed(2)
     layers = tokens_first(torch.bfloat16)
     copies = BlockCopies(layers, BLOCK, check=True)
     pool = make_pool(copies, NUM_BLOCKS * BLOCK)
-    copies.attach(pool, request.param)
-    return copies, layers, pool, request.param
+    target = copies.attach(pool, request.param)
+    return target, layers, pool, request.param
 
 
-Stamped = tuple[BlockCopies, list[torch.Tensor], list[torch.Tensor], int]
+Stamped = tuple[PoolTarget, list[torch.Tensor], list[torch.Tensor], int]
 
 
 def test_a_loaded_page_is_that_of_its_stamp_and_has_its_bytes(stamped: Stamped) -> None:
-    copies, layers, pool, page_size = stamped
+    target, layers, pool, page_size = stamped
     step = BLOCK // page_size
     tokens = np.arange(4 * BLOCK)
     stamps = make_stamps(tokens, "base", page_size, 0, len(tokens))
     other = make_stamps(tokens, "salted", page_size, 0, len(tokens))
     blocks, pages = np.arange(1, 5), np.arange(4 * step)[::-1].copy()
-    copies.save(blocks, pages, stamps)
+    target.save(blocks, pages, stamps)
 
-    copies.load(pages, blocks + 10, stamps)
+    target.load(pages, blocks + 10, stamps)
     assert all(as_bytes(each[11:15]) == as_bytes(each[1:5]) for each in layers)
 
     with pytest.raises(WrongPage, match="other tokens"):
-        copies.load(pages, blocks + 10, other)
+        target.load(pages, blocks + 10, other)
     with pytest.raises(WrongPage, match="other tokens"):
-        copies.load(np.roll(pages, 1), blocks + 10, stamps)
+        target.load(np.roll(pages, 1), blocks + 10, stamps)
     pool[1][int(pages[-1]) * page_size, 0, 0] ^= 1
     with pytest.raises(WrongPage, match="other bytes"):
-        copies.load(pages, blocks + 10, stamps)
+        target.load(pages, blocks + 10, stamps)
     pages[-1] = -1  # a page that is not loaded is not verified
-    copies.load(pages, blocks + 10, stamps)
+    target.load(pages, blocks + 10, stamps)
 
 
 def test_a_page_that_is_not_saved_keeps_its_stamp(stamped: Stamped) -> None:
-    copies, _, _, page_size = stamped
+    target, _, _, page_size = stamped
     step = BLOCK // page_size
     one, other = (make_stamps(np.full(2 * BLOCK, number), "", page_size, 0, 2 * BLOCK) for number in (1, 2))
     blocks, pages = np.asarray([1, 2]), np.arange(2 * step)
-    copies.save(blocks, pages, one)
+    target.save(blocks, pages, one)
     kept = pages.copy()
     kept[:step] = -1
 
-    copies.save(blocks, kept, other)
+    target.save(blocks, kept, other)
 
-    copies.load(pages, blocks + 5, one[:step] + other[step:])
+    target.load(pages, blocks + 5, one[:step] + other[step:])
     with pytest.raises(WrongPage):
-        copies.load(pages, blocks + 5, other)
+        target.load(pages, blocks + 5, other)
 
 
 def test_stamps_depend_on_all_tokens_before_and_on_the_namespace() -> None:
@@ -276,11 +276,11 @@ def test_a_run_that_takes_one_page_for_another_is_seen(monkeypatch: pytest.Monke
     layers = heads_first(torch.float32)
     copies = BlockCopies(layers, BLOCK)
     pool = make_pool(copies, NUM_BLOCKS * BLOCK)
-    copies.attach(pool, BLOCK)
+    target = copies.attach(pool, BLOCK)
     naive = Naive(layers, pool, BLOCK)
     monkeypatch.setattr(block_copies, "find_runs", lambda blocks, pages, _: [(blocks[0], pages[0], len(blocks))])
 
-    copies.save(np.asarray([1, 3]), np.asarray([0, 1]))
+    target.save(np.asarray([1, 3]), np.asarray([0, 1]))
     naive.save(np.asarray([1, 3]), np.asarray([0, 1]))
 
     with pytest.raises(AssertionError):
