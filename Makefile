@@ -6,7 +6,9 @@ ARGS   ?=
 # Two processes share the tests. Those of one Ray cluster stay together, as do those of a file (tests/conftest.py).
 SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 
-MORE_MINUTES := 20
+MORE_MINUTES := 15
+# 1: the interpreted core, so that its kernels are measured, too; empty: the compiled one, in a third of the time.
+COVERAGE_PLAIN ?= 1
 WITHOUT_RAY := not ray and not long and not gpu
 # The folders of the tests that run the kernels.
 CORE := $(addprefix tests/unit/,components eviction ghost kernels leases pool radix_cache rows tree) tests/property
@@ -95,13 +97,17 @@ test-engines: $(ENGINES_STAMP)  ## tests with the real vLLM on CPU, in .venv-eng
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest tests/engines -p no:xdist $(ARGS)
 
 # Subprocesses and Ray's workers inherit the environment, so they are measured, too.
-coverage: $(STAMP)  ## lines and branches that the tests run, with the interpreted core, by package
+coverage: $(STAMP)  ## lines and branches that test and test-more run, with the interpreted core, by package
 	rm -rf build/coverage && mkdir -p build/coverage
-	@status=0; \
-	RAYDIX_PLAIN=1 RAYDIX_ROOT=$(CURDIR) COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
-		PYTHONPATH=$(CURDIR)/tests/support/coverage $(BIN)/pytest -m "not long" $(SPREAD) $(ARGS) || status=$$?; \
-	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet -o build/coverage/report.json && \
-	$(BIN)/python tests/support/coverage/table.py build/coverage/report.json && exit $$status
+	@status=0; export RAYDIX_ROOT=$(CURDIR); \
+	for part in test more; do \
+		test $$part = test && marks="not long and not more" || marks="more and not long and not trace"; \
+		RAYDIX_PLAIN=$(COVERAGE_PLAIN) COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+			PYTHONPATH=$(CURDIR)/tests/support/coverage $(BIN)/pytest -m "$$marks" $(SPREAD) $(ARGS) || status=$$?; \
+		$(BIN)/coverage combine --append --quiet && \
+		$(BIN)/coverage json --quiet -o build/coverage/$$part.json || exit 1; \
+	done; \
+	$(BIN)/python tests/support/coverage/table.py build/coverage/test.json build/coverage/more.json && exit $$status
 
 bench: $(STAMP)  ## every measurement in one table, as `make bench ARGS="core scale --quick"`; fails where a gate is missed
 	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(BIN)/python -m benchmarks $(ARGS)

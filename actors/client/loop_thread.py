@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from raydix.schemas import InvalidRequest
+
 T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a thread. It runs coroutines for callers in all other threads, and starts with the first one."""
+    """An event loop in a thread. It runs coroutines for callers in all other threads, and starts with the first one.
+
+    A forked process has no such thread: there, all methods but `stop` raise InvalidRequest.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._pid = os.getpid()  # of the process in which the loop was started, if there is one
 
     def run(self, coroutine: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, Any]] | None = None) -> T:
         """Run a coroutine, and return its result or raise its error.
 
         If the caller is interrupted (by Ctrl-C, or by another exception of a signal handler), the coroutine is
         cancelled and has ended when the interrupt goes on. If it has returned a result by then, `undo` is run with it.
+
+        Raises:
+            InvalidRequest: this process was forked from the one in which the loop runs.
         """
+        if self._is_forked:
+            coroutine.close()
+        self._check_process()
         loop: asyncio.AbstractEventLoop | None = None
         done = threading.Event()
         tasks: list[asyncio.Task[T]] = []
@@ -61,29 +74,48 @@ class LoopThread:
 
         Coroutines start in the order of the calls.
         """
+        self._check_process()
         with self._lock:
             return asyncio.run_coroutine_threadsafe(coroutine, self._ensure_loop())
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function on the loop, without waiting for it, in the order of the calls."""
+        self._check_process()
         with self._lock:
             self._ensure_loop().call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
-        """End the loop with its tasks, and the thread. Idempotent; a later `run` starts another."""
+        """End the loop with its tasks, and the thread. Idempotent; a later `run` starts another.
+
+        In a forked process it has no effect, as the loop is that of the process before.
+        """
+        if self._is_forked:
+            return
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
+    @property
+    def _is_forked(self) -> bool:
+        return self._loop is not None and self._pid != os.getpid()
+
+    def _check_process(self) -> None:
+        """Raise InvalidRequest in a forked process. The lock may be held there for ever, so it is not taken."""
+        if self._is_forked:
+            raise InvalidRequest(
+                f"this client runs in process {self._pid}, from which process {os.getpid()} was forked: make another "
+                "client after a fork, or start processes with multiprocessing's method 'spawn'"
+            )
+
     def _ensure_loop(self) -> asyncio.AbstractEventLoop:
         """Return the loop, which is started if there is none. The caller must hold the lock."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
             self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
-            weakref.finalize(self, _stop_soon, self._loop).atexit = False
+            weakref.finalize(self, _stop_soon, self._loop, self._pid).atexit = False
         if self._thread is threading.current_thread():
             raise RuntimeError("a plain call would wait for the loop that it runs on: await the coroutine instead")
         return self._loop
@@ -103,6 +135,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _stop_soon(loop: asyncio.AbstractEventLoop) -> None:
-    if not loop.is_closed():
+def _stop_soon(loop: asyncio.AbstractEventLoop, pid: int) -> None:
+    if pid == os.getpid() and not loop.is_closed():  # a forked process would wake the loop of the other one
         loop.call_soon_threadsafe(loop.stop)

@@ -11,8 +11,8 @@ import pytest
 import ray
 from support.engines.engine_process import EngineProcess
 from support.engines.laboratory import Laboratory, prompt, slot_bytes
-from support.engines.waiting import wait_until
 from support.processes.command_line import run, run_json
+from support.waiting import wait_until
 
 from raydix.actors.engines.vllm_cache import EngineOptions, read_in_own_process
 from raydix.schemas import InvalidRequest

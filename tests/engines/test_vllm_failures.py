@@ -10,7 +10,7 @@ from typing import Any
 
 from support.engines.engine_process import EngineProcess
 from support.engines.laboratory import BLOCK, Laboratory, prompt, slot_bytes
-from support.engines.waiting import wait_until
+from support.waiting import wait_until
 
 NUM_NEW = 6
 STALL_S = 3.0  # load_timeout_ms and a second

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.engines.engine_process import EngineProcess
 from support.engines.laboratory import BLOCK, Laboratory, prompt, slot_bytes
-from support.engines.waiting import wait_until
+from support.waiting import wait_until
 
 
 def refusal_of(engine: EngineProcess) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import BLOCK, ToyEngine, prompts
-from support.engines.waiting import wait_until
 from support.more import more
+from support.waiting import wait_until
 
 from raydix.actors.engines import CacheNamespace, namespace_of
 from raydix.actors.engines.block_copies import PoolTarget

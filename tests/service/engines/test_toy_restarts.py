@@ -16,8 +16,8 @@ import pytest
 import ray
 from support.engines.toy_caches import toy_config
 from support.engines.toy_engine import BLOCK, ToyEngine, prompts
-from support.engines.waiting import wait_until
 from support.more import more
+from support.waiting import wait_until
 
 from raydix.actors import PrefixCacheClient, start_cache
 from raydix.actors.engines.block_copies import PoolTarget

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import ToyEngine, prompts
-from support.engines.waiting import wait_until
 from support.more import more
+from support.waiting import wait_until
 
 from raydix.actors.engines.weights_state import WeightsState
 

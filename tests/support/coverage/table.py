@@ -1,24 +1,42 @@
-"""Prints the line and branch coverage of each package and folder, from coverage.py's JSON report: `table.py REPORT`."""
+"""Prints the line and branch coverage of each package and folder, from coverage.py's JSON reports.
+
+table.py REPORT ...: two columns for each report, such as that of `make test`, and that of it and `make test-more`.
+"""
 
 import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 COUNTS = ("covered_lines", "num_statements", "covered_branches", "num_branches")
 
 
-def table(report: dict[str, dict[str, dict[str, dict[str, int]]]]) -> list[str]:
-    """Return a line for each package and each folder of one."""
+def totals_of(report: dict[str, Any]) -> dict[str, Counter[str]]:
+    """Return the counts of each package and each folder of one."""
     totals: dict[str, Counter[str]] = {}
     for path, measured in report["files"].items():
         package, *folders = Path(path).parts[:-1]
         for name in {package, "/".join([package, *folders])}:
             totals.setdefault(name, Counter()).update({count: measured["summary"][count] for count in COUNTS})
-    lines = [f"{'':28} {'lines':>8} {'branches':>9}"]
-    for name, total in sorted(totals.items()):
-        covered, statements, taken, branches = (total[count] for count in COUNTS)
-        lines.append(f"{name:28} {percent(covered, statements):>8} {percent(taken, branches):>9}")
+    return totals
+
+
+def table(reports: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a heading, and a line for each package and folder.
+
+    Args:
+        reports: by their names.
+    """
+    totals = {name: totals_of(report) for name, report in reports.items()}
+    heading = "".join(f" {name + ': lines':>14} {'branches':>9}" for name in reports)
+    lines = [f"{'':28}{heading}"]
+    for folder in sorted({folder for each in totals.values() for folder in each}):
+        cells = ""
+        for of_report in totals.values():
+            covered, statements, taken, branches = (of_report.get(folder, Counter())[count] for count in COUNTS)
+            cells += f" {percent(covered, statements):>14} {percent(taken, branches):>9}"
+        lines.append(f"{folder:28}{cells}")
     return lines
 
 
@@ -28,4 +46,4 @@ def percent(part: int, whole: int) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(table(json.loads(Path(sys.argv[1]).read_text()))))
+    print("\n".join(table({Path(path).stem: json.loads(Path(path).read_text()) for path in sys.argv[1:]})))

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 from support.engines.checkpoints import make_config, save_model
 from support.engines.engine_process import EngineProcess
-from support.engines.waiting import wait_until
+from support.waiting import wait_until
 
 from raydix.actors import PrefixCacheClient, start_cache
 from raydix.actors.client.prefix_cache_client import SyncClient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 from support.processes.alarm import MAIN, Alarm
+from support.waiting import wait_until
 
 from raydix.actors.client.loop_thread import LoopThread
+from raydix.schemas import InvalidRequest
 
 
 @pytest.fixture
@@ -190,6 +193,33 @@ def test_a_call_that_begins_while_another_thread_stops_the_loop_does_not_wait_fo
     assert not stopping.is_alive()
     assert thread.run(double(4)) == 8
     thread.stop()
+
+
+def test_a_call_in_a_forked_process_is_refused_instead_of_waiting_for_ever(thread: LoopThread) -> None:
+    assert thread.run(double(1)) == 2
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for use in (lambda: thread.run(double(1)), lambda: thread.spawn(double(1)), lambda: thread.call(print)):
+            try:
+                use()
+            except InvalidRequest as error:
+                os.write(write, f"{error}\n".encode())
+        thread.stop()
+        os._exit(0)
+    os.close(write)
+    try:
+        wait_until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, 300)
+        refused = os.read(read, 4096).decode().splitlines()
+        assert len(refused) == 3
+        assert set(refused) == {refused[0]}
+        assert refused[0].startswith(f"this client runs in process {os.getpid()}, from which process {child} was")
+        assert thread.run(double(4)) == 8
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        thread.stop()
 
 
 def test_a_call_from_its_own_loop_is_refused_instead_of_waiting_for_ever(thread: LoopThread) -> None:
