@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class PromptReader:
 
     The namespace is a `CacheNamespace`, another tuple of its three parts, or None. The function runs in a thread. A
     request without a prompt is counted: the function has returned None, has failed, or was late. A call that is late
-    runs on in its thread. While all threads run such calls, every request is late.
+    runs on in its thread. While all threads run such calls, every request is late at once, and no call is queued.
 
     Attributes:
         counts: the number of requests without a prompt, by cause.
@@ -63,6 +63,7 @@ class PromptReader:
         self._arguments = dict(arguments or {})
         self.timeout_s = checked_seconds(timeout_s)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="raydix-tokens-of")
+        self._late: list[Future[Any]] = []  # calls that were late, and may still run
         self._function: Callable[[Any], Any] | None = None
         self._failed_to_load = False
 
@@ -95,14 +96,22 @@ class PromptReader:
         if self._function is None:
             self.counts[FAILED if self._failed_to_load else LOADING] += 1
             return None
+        self._late = [call for call in self._late if not call.done()]
+        if len(self._late) == _NUM_THREADS:
+            self._note(LATE, f"was not called, as {_NUM_THREADS} earlier calls still run")
+            return None
         call = self._threads.submit(self._function, request)
         waited = asyncio.wrap_future(call)
+        is_late = True
         try:
             await asyncio.wait([waited], timeout=self.timeout_s)
+            is_late = not call.done()  # `waited` may be later, as this loop may be busy
         finally:
+            if is_late and not call.cancel():  # it runs on; one that still waits for a thread is never made
+                self._late.append(call)
             if not waited.cancel():  # it has ended
                 waited.exception()  # else asyncio logs it
-        if not call.done():  # `waited` may be later, as this loop may be busy
+        if is_late:
             self._note(LATE, f"took more than {self.timeout_s:g} s")
             return None
         try:

@@ -52,6 +52,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this module be imported by its name, as an application's module is."""
     import sys
 
+    may_go_on.clear()
     module = SimpleNamespace(read_request=read_request, Doubled=Doubled)
     monkeypatch.setitem(sys.modules, HERE, module)  # type: ignore[misc]
 
@@ -96,6 +97,34 @@ async def test_a_late_call_is_counted_and_the_next_request_is_not_held_up() -> N
         may_go_on.set()
 
     assert reader.counts == {"late": 1}
+
+
+async def test_while_all_threads_run_late_calls_nothing_is_queued_and_requests_are_late_at_once() -> None:
+    reader = await made(timeout_s=0.01)
+    try:
+        for _ in range(4):
+            assert await reader.read("wait") is None
+        reader.timeout_s = LONG_S  # no request waits for it
+        for _ in range(100):
+            assert await reader.read("any") is None
+
+        assert reader.counts == {"late": 104}
+        assert reader._threads._work_queue.qsize() == 0
+    finally:
+        may_go_on.set()
+    while any(not call.done() for call in reader._late):  # noqa: ASYNC110 -- they run in threads
+        await asyncio.sleep(0.001)
+    assert await reader.read(([1], None)) is not None
+
+
+async def test_a_call_that_waits_for_a_thread_too_long_is_late_and_never_made() -> None:
+    reader = await made(timeout_s=0.01)
+    try:
+        assert await asyncio.gather(*(reader.read("wait") for _ in range(6))) == [None] * 6
+        assert reader.counts == {"late": 6}
+        assert len(reader._late) == 4
+    finally:
+        may_go_on.set()
 
 
 async def test_a_call_that_was_done_while_the_loop_was_busy_is_in_time() -> None:
