@@ -109,7 +109,7 @@ def _ropes(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
 
 
 def _max_positions(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> int | None:
-    """Return the longest sequence: that of the configuration, or the one to which YaRN or dynamic NTK extends it."""
+    """Return the longest sequence: that of the configuration, or the one to which its rope is scaled."""
     named = next((limit for name in _LIMITS if isinstance(limit := getattr(text, name, None), int) and limit > 0), None)
     if named is None:
         return None
@@ -119,6 +119,6 @@ def _max_positions(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> int |
 
 def _extended(rope: dict[str, Any], named: int) -> int:
     kind, factor = str(rope.get("rope_type")), rope.get("factor") or 1.0
-    if kind == "yarn":
+    if kind in ("yarn", "linear"):
         return int(factor * (rope.get("original_max_position_embeddings") or named))
     return int(factor * named) if "dynamic" in kind else named

@@ -44,10 +44,22 @@ YARN = LlamaConfig(
         "original_max_position_embeddings": LONGEST,
     },
 )
+LINEAR = LlamaConfig(
+    **(SIZES | {"max_position_embeddings": LONGEST}),
+    rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+)
+LINEAR_OF_16 = LlamaConfig(
+    **(SIZES | {"max_position_embeddings": LONGEST}),
+    rope_parameters={**LINEAR.rope_parameters, "original_max_position_embeddings": 16},
+)
 DOGE = DogeConfig(**SIZES, keep_window_size=LONGEST)
 
 
-@pytest.fixture(scope="module", params=[LONGROPE, DYNAMIC, YARN, DOGE], ids=["longrope", "dynamic", "yarn", "doge"])
+@pytest.fixture(
+    scope="module",
+    params=[LONGROPE, DYNAMIC, YARN, DOGE, *more(LINEAR)],
+    ids=["longrope", "dynamic", "yarn", "doge", "linear"],
+)
 def model(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
@@ -158,10 +170,12 @@ def test_namespaces_of_long_sequences_are_as_different_as_those_of_callers() -> 
         (LONGROPE, (LengthRange(LONGEST), LengthRange(None, is_first=False)), 128),
         (DYNAMIC, (LengthRange(LONGEST), LengthRange(None, is_first=False, reusable=False)), 4 * LONGEST),
         (YARN, (LengthRange(None),), 4 * LONGEST),
+        (LINEAR, (LengthRange(None),), 4 * LONGEST),
+        (LINEAR_OF_16, (LengthRange(None),), 4 * 16),
         (DOGE, (LengthRange(LONGEST), LengthRange(None, is_first=False, reusable=False)), 256),
         (MptConfig(max_seq_len=64), (LengthRange(None),), 64),
     ],
-    ids=["longrope", "dynamic", "yarn", "doge", "mpt"],
+    ids=["longrope", "dynamic", "yarn", "linear", "linear_of_16", "doge", "mpt"],
 )
 def test_ranges_and_limits_come_from_the_configuration(
     config: PreTrainedConfig, ranges: tuple[LengthRange, ...], max_positions: int
