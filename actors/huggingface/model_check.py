@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -43,9 +44,15 @@ _SPAN, _LONGEST_SPAN = 64, 512  # tokens that stand for a missing window, and li
 # groups: right ones are at most 2.9e-13 off, and the smallest difference of a wrong one is 3.7e-3 (Nemotron-H, whose
 # decoding clamps other steps than its prefill).
 TWIN_BOUND = 1e-8
-# The most that a model may be off in its own dtype. GPUs may round the products of float32 to 10 bits.
-_MOST = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.05, torch.bfloat16: 0.3}
-_FACTOR = 30  # from the rounding of two sequences to the bound: two seeds of one model differ by up to 25 times
+# The least and the largest bound of a model that is checked itself, by its dtype. GPUs may round float32 to 10 bits in
+# products.
+_BOUNDS = {
+    torch.float64: (1e-8, 1e-6),
+    torch.float32: (1e-3, 1e-2),
+    torch.float16: (0.05, 0.05),
+    torch.bfloat16: (0.3, 0.3),
+}
+_FACTOR = 10  # from the rounding of two sequences to the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +106,9 @@ class ModelCheck:
         forward: the forward pass of the model; the check sets its `positions`.
         config: its configuration.
         bound: the largest difference that counts as rounding, in standard deviations of the logits. None: it is derived
-            from the model, for a model that is checked itself. That stays a judgement: the rounding of two sequences,
-            between one pass over them and one over their first part, times 30, and at most 0.01 (float32) to 0.3
-            (bfloat16).
+            from the model, for a model that is checked itself. That stays a judgement: ten times the difference that
+            the model's own cache makes in two sequences, cut at the same places, but 0.001 to 0.01 in float32, 0.05 in
+            float16 and 0.3 in bfloat16.
     """
 
     def __init__(self, forward: ForwardPass, config: PreTrainedConfig, bound: float | None = None) -> None:
@@ -280,21 +287,20 @@ class ModelCheck:
         return off <= self._bound
 
     def _derived_bound(self, num_tokens: int) -> float:
-        """Return the bound for this model, from the rounding of two sequences and of its dtype.
+        """Return the bound for this model; see the class.
 
         Raises:
-            ModelFails: a pass raises an error.
+            ModelFails: a pass without a cache raises an error.
         """
         rounding = 0.0
         for seed in range(2):
             tokens = np.random.default_rng(seed).integers(0, self._vocab_size, num_tokens)
             with refusing(f"{self._model} cannot be run", ModelFails):
                 whole = _Sequence(tokens, self._forward.logits(tokens, 0, None, num_tokens))
-                for end in (_FIRST, num_tokens // 2, num_tokens - 3):
-                    off = whole.off(self._forward.logits(tokens[:end], 0, None, end))
-                    rounding = max(rounding, off)
-        dtype = whole.logits.dtype
-        return min(_FACTOR * max(rounding, torch.finfo(dtype).eps), _MOST[dtype])
+            with suppress(ConfigMismatch), refusing("it does not run in its own cache"):
+                rounding = max(rounding, whole.off(self._run_own(tokens, self._cuts(num_tokens))))
+        least, most = _BOUNDS[whole.logits.dtype]
+        return min(max(least, _FACTOR * rounding), most)
 
     # ---------------------------------------------------------------- ways to run
 

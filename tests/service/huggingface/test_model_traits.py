@@ -26,8 +26,10 @@ from transformers import (
 )
 
 from raydix.actors import LocalPrefixCache
+from raydix.actors.huggingface import model_traits
 from raydix.actors.huggingface.causal_model import CausalModel
 from raydix.actors.huggingface.forward_pass import Positions
+from raydix.actors.huggingface.small_twin import TwinUnavailable
 from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
 
@@ -85,6 +87,31 @@ async def test_reuse_off_gives_the_logits_of_one_pass(config: PreTrainedConfig) 
 
         assert found.prefix_len == 0
         check_same(found, *one_pass(random_model(config), random_prompt(40), 12))
+
+
+# ---------------------------------------------------------------- without a small model
+
+
+@pytest.mark.parametrize("dtype", ["float32", *more("bfloat16")])
+@pytest.mark.parametrize(
+    ("config", "can_share"),
+    [(LLAMA, True), (MoshiConfig(**COMMON, num_hidden_layers=2, sliding_window=12), False), *more((BAMBA, True))],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+async def test_a_model_that_has_no_small_one_is_checked_itself(
+    config: PreTrainedConfig, can_share: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(config: PreTrainedConfig) -> PreTrainedConfig:
+        raise TwinUnavailable("none")
+
+    monkeypatch.setattr(model_traits, "small_twin", unavailable)
+    monkeypatch.setattr(model_traits, "_kept", type(model_traits._kept)())
+    model = CausalModel(deepcopy(config), device="cpu", dtype=dtype)
+
+    traits = await model.prepare()
+
+    assert (traits.cannot_share is None) == can_share
+    model.close()
 
 
 # ---------------------------------------------------------------- positions
