@@ -47,6 +47,7 @@ __all__ = ["RaydixRequestRouter", "running_routers"]
 
 _CLOSE_S = 5.0  # for the goodbyes to the caches at the exit of a process
 _SENT = "raydix_sent"  # the attribute of a pending request that keeps its `SentRequest`
+_RANKED = "raydix_ranked"  # and the one that keeps how it was ranked last
 
 
 class RaydixRequestRouter(RequestRouter):
@@ -134,7 +135,8 @@ class RaydixRequestRouter(RequestRouter):
         earlier: SentRequest | None = getattr(pending_request, _SENT, None)
         if earlier is not None:  # a replica was at capacity
             earlier.end(computed=False)
-        ranked = await self._ranks.rank(pending_request, list(replicas))
+        ranked = await self._ranks.rank(pending_request, list(replicas), getattr(pending_request, _RANKED, None))
+        setattr(pending_request, _RANKED, ranked)
         if ranked.route is not None:
             sent = SentRequest(ranked, earlier)
             setattr(pending_request, _SENT, sent)
@@ -152,6 +154,7 @@ class RaydixRequestRouter(RequestRouter):
         delattr(pending_request, _SENT)
         self._called.pop(pending_request.metadata.internal_request_id, None)
         sent.accept()
+        self._ranks.count(sent.ranked)
         loop, opened = self._loop, self._open[replica_id]
         opened.add(sent)
 

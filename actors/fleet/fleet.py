@@ -98,6 +98,7 @@ class _Prompt(NamedTuple):
 
     num_tokens: int
     hashes: Hashes  # of the pages at the ends of strides
+    shape: Any  # of the fleet when it was hashed
 
 
 class _Choice(NamedTuple):
@@ -301,6 +302,7 @@ class Fleet:
         lora_id: str | None = None,
         cache_salt: str | None = None,
         among: Collection[str] | None = None,
+        replaces: Route | None = None,
     ) -> Route:
         """Choose a cache for a request, and count the request there until its first token.
 
@@ -309,19 +311,29 @@ class Fleet:
         Args:
             tokens: the ids of the prompt, as in `PrefixCacheClient.acquire`, and so are the following.
             among: the names of the caches to choose from; None: all.
+            replaces: the route of an earlier attempt at the same request. It is cancelled, and its hashes are used
+                again. The request counts once, at the later cache.
 
         Raises:
             CacheUnavailable: no cache was alive for `timeout_s`, or none of `among` is alive.
             InvalidRequest: an argument is wrong, or the router was closed.
         """
-        packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
+        known = None if replaces is None else replaces.prompt
+        if replaces is not None:
+            replaces.cancel()
+        if known is None:
+            packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
         await self._wait_alive()
         columns = self._columns
         if among is not None:
             columns = [column for column, feed in self._by_column.items() if feed.name in among]
             if not columns:
                 raise CacheUnavailable(f"none of the {len(among)} caches in `among` is alive: route among others")
-        return self._send(self._prompt(packed, namespace), columns)
+        if known is None or known.shape != self._shape:  # another shape, if all caches have restarted
+            if known is not None:
+                packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
+            known = self._prompt(packed, namespace)
+        return self._send(known, columns, replaces)
 
     def client(self, route: Route) -> PrefixCacheClient:
         """Return the client of a route's cache. It belongs to the router: do not close it.
@@ -447,10 +459,14 @@ class Fleet:
         assert self._shape is not None, "a cache is alive, so its shape is known"
         key = RadixKey.from_packed(packed.data, packed.width, namespace)
         hashes = page_hashes(key, self._shape.page_size, self._shape.stride_tokens, namespace, self._shape.bigram)
-        return _Prompt(len(packed), hashes)
+        return _Prompt(len(packed), hashes, self._shape)
 
-    def _send(self, prompt: _Prompt, columns: Sequence[int]) -> Route:
-        """Choose one of these columns (empty: of all), and count the request there, in one step."""
+    def _send(self, prompt: _Prompt, columns: Sequence[int], replaces: Route | None = None) -> Route:
+        """Choose one of these columns (empty: of all), and count the request there, in one step.
+
+        Args:
+            replaces: the earlier route of the request, which counts no more.
+        """
         self._routes.expire()
         candidates, runs = self._compare(prompt, columns or self._columns)
         best = choose(candidates, self.config.weight, self._rng)
@@ -458,7 +474,10 @@ class Fleet:
         stored, expected = runs.get(best.cache, (0, 0))
         feed = self._by_column[best.cache]
         feed.num_routes += 1
-        self._num_routes += 1
+        if replaces is None:
+            self._num_routes += 1
+        elif (earlier := self._feeds.get(replaces.cache)) is not None and earlier.num_routes:
+            earlier.num_routes -= 1
         end = self._routes.add(best.cache, prompt.hashes, expected, int(best.uncached))
         return Route(
             feed.name,
@@ -470,6 +489,7 @@ class Fleet:
             why=f"least cost of {len(candidates)}: {best.pending:.0f} pending + {self.config.weight:g} * "
             f"{best.uncached:.0f} uncached tokens",
             end=end,
+            prompt=prompt,
         )
 
     def _names_of(self, candidates: list[Candidate], best: Candidate) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class PromptReader:
 
     The namespace is a `CacheNamespace`, another tuple of its three parts, or None. The function runs in a thread. A
     request without a prompt is counted: the function has returned None, has failed, or was late. A call that is late
-    runs on in its thread. While all threads run such calls, every request is late at once, and no call is queued.
+    runs on in its thread. While all threads run such calls, requests are late immediately, without another call.
 
     Attributes:
         counts: the number of requests without a prompt, by cause.

@@ -40,6 +40,7 @@ class Ranked(NamedTuple):
     groups: list[list[Hashable]]
     route: Route | None = None  # to the cache of the first group; None: all replicas are one group
     prompt: RequestPrompt | None = None
+    has_no_prompt: bool = False  # it was read in vain, or refused
 
 
 class ReplicaRanks:
@@ -130,43 +131,54 @@ class ReplicaRanks:
 
     # ---------------------------------------------------------------- requests
 
-    async def rank(self, request: Any, keys: Sequence[Hashable]) -> Ranked:
+    async def rank(self, request: Any, keys: Sequence[Hashable], earlier: Ranked | None = None) -> Ranked:
         """Return the replicas for a request, and the route that counts the request at its cache.
 
         Args:
             request: as the function that reads prompts takes it.
             keys: of the replicas that may get the request.
+            earlier: the result of an earlier call for the request, if no replica has accepted it. Its prompt is used
+                again, its route is cancelled, and the cause why it has none is not counted again.
         """
         self._log()
+        if earlier is not None and earlier.has_no_prompt:
+            return Ranked(least_loaded(keys), has_no_prompt=True)
         if self._has_pairs():
-            prompt = await self.reader.read(request)
+            prompt = earlier.prompt if earlier is not None and earlier.prompt else await self.reader.read(request)
             if prompt is None:  # which the reader has counted
-                return Ranked(least_loaded(keys))
-            if (ranked := await self._rank(prompt, keys)) is not None:
+                return Ranked(least_loaded(keys), has_no_prompt=True)
+            if (ranked := await self._rank(prompt, keys, earlier and earlier.route)) is not None:
                 return ranked
-        self._counts[NO_CACHE] += 1
+        if earlier is None:
+            self._counts[NO_CACHE] += 1
+        elif earlier.route is not None:
+            earlier.route.cancel()
         return Ranked(least_loaded(keys))
+
+    def count(self, ranked: Ranked) -> None:
+        """Count a request with a route that a replica has accepted."""
+        assert ranked.route is not None and ranked.prompt is not None
+        self._counts["routes"] += 1
+        self._counts["prompt"] += len(ranked.prompt.tokens)
+        self._counts["prefix"] += ranked.route.prefix_len
 
     def _has_pairs(self) -> bool:
         pairs = self._paired()
         return pairs is not None and bool(pairs.by_cache)
 
-    async def _rank(self, prompt: RequestPrompt, keys: Sequence[Hashable]) -> Ranked | None:
+    async def _rank(self, prompt: RequestPrompt, keys: Sequence[Hashable], earlier: Route | None) -> Ranked | None:
         pairs = self._paired()
         assert self._fleet is not None and pairs is not None
         if not pairs.by_cache:  # they were lost meanwhile
             return None
         among = None if pairs.cover_all else pairs.by_cache
         try:
-            route = await self._fleet.route(prompt.tokens, **prompt.namespace, among=among)
+            route = await self._fleet.route(prompt.tokens, **prompt.namespace, among=among, replaces=earlier)
         except InvalidRequest as error:
             self.reader.note_refused(error)
-            return Ranked(least_loaded(keys))
+            return Ranked(least_loaded(keys), has_no_prompt=True)
         except CacheUnavailable:
             return None
-        self._counts["routes"] += 1
-        self._counts["prompt"] += len(prompt.tokens)
-        self._counts["prefix"] += route.prefix_len
         allowed = set(keys)
         groups: list[list[Hashable]] = []
         for name in (route.cache, *route.next_best):
@@ -183,9 +195,9 @@ class ReplicaRanks:
         """
         assert ranked.route is not None and ranked.prompt is not None and self._fleet is not None
         self._counts["moved"] += 1
-        ranked.route.cancel()
+        prompt = ranked.prompt
         try:
-            return await self._fleet.route(ranked.prompt.tokens, **ranked.prompt.namespace, among=caches)
+            return await self._fleet.route(prompt.tokens, **prompt.namespace, among=caches, replaces=ranked.route)
         except CacheError:
             return None
 

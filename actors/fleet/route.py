@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from raydix.schemas.shown import shown
 
@@ -24,6 +24,7 @@ class Route:
         pending_tokens: tokens that are computed there, or wait for it, without this request.
         next_best: the names of the other caches that were compared, the cheapest first.
         why: the reason for the choice, as text.
+        prompt: the prompt as the router knows it, for another route of the same request.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class Route:
         "pending_tokens",
         "prefix_len",
         "promised_len",
+        "prompt",
         "uncached_tokens",
         "why",
     )
@@ -48,6 +50,7 @@ class Route:
         next_best: tuple[str, ...],
         why: str,
         end: Callable[[bool], None],
+        prompt: Any = None,
     ) -> None:
         """Make a route.
 
@@ -61,6 +64,7 @@ class Route:
         self.pending_tokens = pending_tokens
         self.next_best = next_best
         self.why = why
+        self.prompt = prompt
         self._end = end
 
     def first_token(self) -> None:

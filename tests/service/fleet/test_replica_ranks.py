@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from support.fleet.running_fleet import STRIDE, prompt, publish, slim, until
 
 from raydix.actors import LocalPrefixCache
+from raydix.actors.fleet import fleet as fleet_module
 from raydix.actors.fleet.prompt_reader import PromptReader
 from raydix.actors.fleet.replica_pairs import ReplicaPlace
 from raydix.actors.fleet.replica_ranks import FleetOptions, ReplicaRanks, least_loaded
@@ -58,6 +60,8 @@ async def test_the_replicas_of_the_longest_prefix_come_first_and_those_without_a
         assert [sorted(map(str, group)) for group in found.groups] == [["2", "3"], ["1"], ["4"]]
         assert found.route is not None and found.route.prefix_len == 4 * STRIDE
         assert ranks.caches_of(2) == ["b"] and ranks.caches_of(4) == []
+        assert ranks.stats().routes == 0  # no replica has accepted it
+        ranks.count(found)
         stats = ranks.stats()
         assert (stats.routes, stats.prompt_tokens, stats.prefix_tokens) == (1, 5 * STRIDE, 4 * STRIDE)
         assert (stats.deployment, stats.unpaired, stats.least_loaded) == ("d", 1, {})
@@ -138,3 +142,46 @@ def test_of_many_replicas_some_random_ones_are_asked_first() -> None:
 
     assert (len(first), len(others), set(first) | set(others)) == (16, 84, set(range(100)))
     assert least_loaded([]) == []
+
+
+async def test_a_request_counts_once_however_often_it_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt is read and hashed once, and one route is open."""
+    caches = two_caches()
+    await publish(caches["b"], prompt(1, 4))
+    hashed: list[int] = []
+    page_hashes = fleet_module.page_hashes
+
+    def count(key: Any, *args: Any) -> Any:
+        hashed.append(len(key))
+        return page_hashes(key, *args)
+
+    async with ranked(caches) as ranks:
+        await until_paired(ranks, a=1, b=2)
+        monkeypatch.setattr(fleet_module, "page_hashes", count)
+        requests = [Request(prompt(1, 5)), Request(prompt(1, 4))]
+        found = []
+        for request in requests:
+            found.append(await ranks.rank(request, KEYS))
+            for _ in range(10):
+                found[-1] = await ranks.rank(None, KEYS, found[-1])
+        for each in found:
+            ranks.count(each)
+
+        stats = ranks.stats()
+        assert (stats.routes, stats.prompt_tokens, stats.prefix_tokens) == (2, 9 * STRIDE, 8 * STRIDE)
+        assert stats.fleet is not None
+        assert (stats.fleet.routes, stats.fleet.open_routes) == (2, 2)
+        assert {each.cache: each.routes for each in stats.fleet.caches} == {"a": 0, "b": 2}
+        assert len(hashed) == 2
+
+
+async def test_a_request_without_a_prompt_counts_once_however_often_it_is_ranked() -> None:
+    caches = two_caches()
+    async with ranked(caches) as ranks:
+        await until_paired(ranks, a=1, b=2)
+        found = await ranks.rank(Request(None), KEYS)
+        for _ in range(5):
+            found = await ranks.rank(Request(None), KEYS, found)
+
+        assert found.route is None
+        assert sum(ranks.stats().least_loaded.values()) == 1

@@ -184,6 +184,9 @@ def test_a_full_replica_passes_the_request_to_the_next_best_cache(routed: Routed
     until(lambda: fleet_of(routed).open_routes == 3)
     until(lambda: {each.cache: each.open_routes for each in fleet_of(routed).caches}[single] == 2)
     assert stats(routed).moved == before.moved + 1
+    assert stats(routed).routes == before.routes + 3  # though the third request was ranked again and again
+    assert stats(routed).prompt_tokens == before.prompt_tokens + 3 * len(tokens)
+    assert fleet_of(routed).routes == before.fleet.routes + 3
     gate.touch()
     assert {each.result(timeout_s=LONG_S)["cache"] for each in held} == {single}
     assert other.result(timeout_s=LONG_S)["cache"] != single
