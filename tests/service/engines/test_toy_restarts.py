@@ -131,6 +131,7 @@ def test_a_save_that_is_held_back_over_a_restart_writes_into_the_old_pool(
     assert (reader.num_wrong, one.num_wrong) == (0, 0)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("cache", PAGE_SIZES, indirect=True)
 def test_a_load_that_is_held_back_over_a_restart_gives_no_wrong_kv(
     cache: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +183,7 @@ def mapped_inodes() -> set[str]:
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("cache", [BLOCK], indirect=True)
 def test_an_idle_engine_does_not_keep_the_pool_of_a_dead_cache_mapped(cache: Any, make_engine: MakeEngine) -> None:
     engine = make_engine()
