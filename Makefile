@@ -6,6 +6,9 @@ ARGS   ?=
 # Two processes share the tests. Those of one Ray cluster stay together, as do those of a file (tests/conftest.py).
 SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 
+# What make test runs, and what make test-more adds. Together they are what CI runs.
+TEST := not long and not more
+MORE := more and not long and not trace
 MORE_MINUTES := 15
 # 1: the interpreted core, so that its kernels are measured, too; empty: the compiled one, in a third of the time.
 COVERAGE_PLAIN ?= 1
@@ -63,13 +66,13 @@ demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends wit
 test: $(STAMP)  ## the tests for each change, 8 minutes; ends with what did not run here, and the command that runs it
 	$(if $(ARGS),,@echo "make test takes about 8 minutes on two cores")
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
-	$(BIN)/pytest -m "not long and not more" $(SPREAD) $(ARGS)
+	$(BIN)/pytest -m "$(TEST)" $(SPREAD) $(ARGS)
 	$(if $(ARGS),,@echo "Other tests: make test-more ($(MORE_MINUTES) minutes), test-long (hours), test-trace, test-engines")
 
 test-more: $(STAMP)  ## the other tests that CI runs: what a test of make test nearly covers, and slow ones
 	$(if $(ARGS),,@echo "make test-more takes about $(MORE_MINUTES) minutes on two cores")
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
-	$(BIN)/pytest -m "more and not long and not trace" $(SPREAD) $(ARGS)
+	$(BIN)/pytest -m "$(MORE)" $(SPREAD) $(ARGS)
 
 test-core: $(STAMP)  ## tests that need neither Ray nor a GPU; then those of the core again, interpreted
 	$(BIN)/pytest -m "$(WITHOUT_RAY)" $(ARGS)
@@ -101,7 +104,7 @@ coverage: $(STAMP)  ## lines and branches that test and test-more run, with the 
 	rm -rf build/coverage && mkdir -p build/coverage
 	@status=0; export RAYDIX_ROOT=$(CURDIR); \
 	for part in test more; do \
-		test $$part = test && marks="not long and not more" || marks="more and not long and not trace"; \
+		test $$part = test && marks="$(TEST)" || marks="$(MORE)"; \
 		RAYDIX_PLAIN=$(COVERAGE_PLAIN) COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
 			PYTHONPATH=$(CURDIR)/tests/support/coverage $(BIN)/pytest -m "$$marks" $(SPREAD) $(ARGS) || status=$$?; \
 		$(BIN)/coverage combine --append --quiet && \

@@ -26,7 +26,7 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._pid = os.getpid()  # of the process in which the loop was started, if there is one
+        self._pid = os.getpid()  # the process that started the loop, if there is a loop
 
     def run(self, coroutine: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, Any]] | None = None) -> T:
         """Run a coroutine, and return its result or raise its error.
@@ -37,9 +37,7 @@ class LoopThread:
         Raises:
             InvalidRequest: this process was forked from the one in which the loop runs.
         """
-        if self._is_forked:
-            coroutine.close()
-        self._check_process()
+        self._check_process(coroutine)
         loop: asyncio.AbstractEventLoop | None = None
         done = threading.Event()
         tasks: list[asyncio.Task[T]] = []
@@ -74,7 +72,7 @@ class LoopThread:
 
         Coroutines start in the order of the calls.
         """
-        self._check_process()
+        self._check_process(coroutine)
         with self._lock:
             return asyncio.run_coroutine_threadsafe(coroutine, self._ensure_loop())
 
@@ -101,9 +99,14 @@ class LoopThread:
     def _is_forked(self) -> bool:
         return self._loop is not None and self._pid != os.getpid()
 
-    def _check_process(self) -> None:
-        """Raise InvalidRequest in a forked process. The lock may be held there for ever, so it is not taken."""
+    def _check_process(self, coroutine: Coroutine[Any, Any, Any] | None = None) -> None:
+        """Raise InvalidRequest in a forked process, and close the coroutine that it cannot run.
+
+        The lock may be held there for ever, so it is not taken.
+        """
         if self._is_forked:
+            if coroutine is not None:
+                coroutine.close()
             raise InvalidRequest(
                 f"this client runs in process {self._pid}, from which process {os.getpid()} was forked: make another "
                 "client after a fork, or start processes with multiprocessing's method 'spawn'"

@@ -122,9 +122,9 @@ class SchedulerSide:
         self._loop = loop
         self._block_size = block_size
         self._reads = reads
-        self._requests: dict[str, _Request] = {}  # by id: those that have not ended
-        self._by_number: dict[int, _Request] = {}  # the same
-        self._loading: dict[str, _Request] = {}  # by id: the request with the load last begun under it
+        self._requests: dict[str, _Request] = {}  # the requests that have not ended, by id
+        self._by_number: dict[int, _Request] = {}  # the same requests, by number
+        self._loading: dict[str, _Request] = {}  # the request with the last load under an id
         self._numbers = count(1)
         self._num_waiting = 0  # requests with a look-up, and with grants that the workers do not have
         self._plan = StepPlan()
@@ -145,7 +145,7 @@ class SchedulerSide:
         """
         if not self._reads:
             return
-        self.finish_request(request_id)  # of an earlier request with this id that the engine has not ended
+        self.finish_request(request_id)  # the engine may not have ended an earlier request with this id
         request = _Request(next(self._numbers), request_id, read_tokens, namespace)
         self._requests[request_id] = self._by_number[request.number] = request
         if self._num_waiting < self._settings.max_waiting_leases:

@@ -98,7 +98,7 @@ class _Prompt(NamedTuple):
 
     num_tokens: int
     hashes: Hashes  # of the pages at the ends of strides
-    shape: Any  # of the fleet when it was hashed
+    shape: PageShape | None  # the shape by which it was hashed
 
 
 class _Choice(NamedTuple):
@@ -318,22 +318,19 @@ class Fleet:
             CacheUnavailable: no cache was alive for `timeout_s`, or none of `among` is alive.
             InvalidRequest: an argument is wrong, or the router was closed.
         """
-        known = None if replaces is None else replaces.prompt
+        packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
         if replaces is not None:
             replaces.cancel()
-        if known is None:
-            packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
         await self._wait_alive()
         columns = self._columns
         if among is not None:
             columns = [column for column, feed in self._by_column.items() if feed.name in among]
             if not columns:
                 raise CacheUnavailable(f"none of the {len(among)} caches in `among` is alive: route among others")
-        if known is None or known.shape != self._shape:  # another shape, if all caches have restarted
-            if known is not None:
-                packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
-            known = self._prompt(packed, namespace)
-        return self._send(known, columns, replaces)
+        prompt = None if replaces is None else replaces.prompt
+        if prompt is None or prompt.shape != self._shape:  # the caches may all have restarted with another shape
+            prompt = self._prompt(packed, namespace)
+        return self._send(prompt, columns, replaces)
 
     def client(self, route: Route) -> PrefixCacheClient:
         """Return the client of a route's cache. It belongs to the router: do not close it.

@@ -103,7 +103,8 @@ def test_nothing_is_lost_in_any_order_with_operations_cancelled(kind: KindUnderT
         counts += Counter(floor.counts)
 
     print(f"{kind} {way}: {len(seeds)} schedules, {dict(counts)}")
-    assert min(counts[outcome] for outcome in ("done", "refused", "cancelled")) > len(seeds) // 4
+    fewest = len(seeds) // (4 if len(seeds) == 10 else 2)  # ten schedules differ more among themselves
+    assert min(counts[outcome] for outcome in ("done", "refused", "cancelled")) > fewest
 
 
 @pytest.mark.parametrize("kind", [radix(1), *more(TIGHT_STATES, TIGHT_ROWS)], ids=str)

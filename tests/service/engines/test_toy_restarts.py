@@ -168,19 +168,10 @@ def test_a_save_into_the_pool_of_the_next_life_is_seen(
     assert reader.num_wrong > 0
 
 
-def mappings_of(address: int) -> set[str]:
-    """Return the inode of the mapping at an address, as text."""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)", line):
-            if int(match[1], 16) <= address < int(match[2], 16):
-                return {match[3]}
-    return set()
-
-
-def mapped_inodes() -> set[str]:
-    return set(
-        re.findall(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+)", Path("/proc/self/smaps").read_text(), re.MULTILINE)
-    )
+def mapped_inodes(address: int | None = None) -> set[str]:
+    """Return the inodes of this process's mappings, or that of the mapping at an address."""
+    mappings = re.findall(r"^(\w+)-(\w+) \S+ \S+ \S+ (\d+)", Path("/proc/self/smaps").read_text(), re.MULTILINE)
+    return {inode for start, end, inode in mappings if address is None or int(start, 16) <= address < int(end, 16)}
 
 
 @pytest.mark.more
@@ -190,7 +181,7 @@ def test_an_idle_engine_does_not_keep_the_pool_of_a_dead_cache_mapped(cache: Any
     engine.run(prompts(1, 96)[0])
     link = engine.worker_links[0]
     assert link.pool is not None
-    inode, pool = mappings_of(link.pool.k[0].data_ptr()), link.pool
+    inode, pool = mapped_inodes(link.pool.k[0].data_ptr()), link.pool
     assert inode and inode <= mapped_inodes()
 
     ray.kill(cache, no_restart=False)
