@@ -105,6 +105,10 @@ class RaydixRequestRouter(RequestRouter):
 
     # ---------------------------------------------------------------- replicas
 
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        """Return a replica that notes the calls of requests. Serve calls this for each new replica."""
+        return _FollowedReplica(replica_info, self._called)
+
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the running replicas. Serve calls this on the router's loop."""
         super().update_replicas(replicas)
@@ -172,7 +176,7 @@ class RaydixRequestRouter(RequestRouter):
             move.add_done_callback(self._moves.discard)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """End the route of a request that was cancelled between the call of a replica and its acceptance."""
+        """End the route of a request that ends between the call of a replica and its acceptance."""
         super().on_request_completed(replica_id, internal_request_id)
         sent = self._called.get(internal_request_id)
         if sent is not None:
@@ -184,6 +188,31 @@ class RaydixRequestRouter(RequestRouter):
     def stats(self) -> ReplicaRouterStats:
         """Return the counts of this router since its start. `running_routers` returns all of a process."""
         return self._ranks.stats()
+
+
+class _FollowedReplica(RunningReplica):
+    """A replica that notes at a request's `SentRequest` that the request calls it or reserves a slot at it.
+
+    Args:
+        called: the requests by Serve's id, of the router.
+    """
+
+    def __init__(self, replica_info: Any, called: Mapping[str, SentRequest]) -> None:
+        super().__init__(replica_info)
+        self._called = called
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> Any:
+        self._note_call(pr.metadata)
+        return super().try_send_request(pr, with_rejection)
+
+    async def reserve_slot(self, request_metadata: Any) -> Any:
+        self._note_call(request_metadata)
+        return await super().reserve_slot(request_metadata)
+
+    def _note_call(self, metadata: Any) -> None:
+        sent = self._called.get(metadata.internal_request_id)
+        if sent is not None:
+            sent.note_call()
 
 
 def _watch_first_item(result: Any, note: Callable[[], None]) -> None:

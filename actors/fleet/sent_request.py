@@ -59,12 +59,18 @@ class SentRequest:
             self._computed = computed
             self._end_route(computed)
 
+    def note_call(self) -> None:
+        """Note that a replica is called."""
+        self._calls += 1
+
     def note_choice(self, future: asyncio.Future[Any]) -> None:
-        """Note that a replica is called, or end the route if the caller has cancelled the request before."""
-        if future.cancelled():
+        """End the route if the caller cancelled the request before a replica was called.
+
+        The task that calls the replica waits for this future before the router does. So it runs first, and calls the
+        replica unless it is cancelled, though the future has a result.
+        """
+        if not self._calls:
             self.end(computed=False)
-        else:
-            self._calls += 1
 
     def note_completion(self) -> None:
         """End the route if the call of this attempt completes before a replica has accepted it."""

@@ -79,14 +79,15 @@ class LargeFleet:
 
     def prompts(self, count: int, first: Pages) -> list[_Prompt]:
         """Return prompts of 1 to 64 pages, each of `first`, a part of a cached chain, and pages that no cache has."""
-        columns = list(self.chains)
+        columns, shape = list(self.chains), self.fleet._shape
+        assert shape is not None
         found = []
         for _ in range(count):
             chains = self.chains[columns[self.rng.integers(len(columns))]]
             cached = chains[self.rng.integers(len(chains))][: self.rng.integers(CHAIN + 1)]
             num_pages = int(self.rng.integers(1, MAX_PROMPT_PAGES + 1))
             hashes = np.concatenate((first, cached, some_pages(self.rng, num_pages)))[:num_pages].copy()
-            found.append(_Prompt(num_pages * STRIDE + 7, hashes))
+            found.append(_Prompt(num_pages * STRIDE + 7, hashes, shape))
         return found
 
     def route_us(self, count: int, first: Pages) -> NDArray[np.float64]:

@@ -82,8 +82,8 @@ def routed(ray_cluster: None) -> Iterator[Routed]:
     finally:
         serve.shutdown()
         until(lambda: all(each.stats().fleet is None for each in running_routers()))  # else it calls Ray after its end
-        for name in ("chat-0", "plain-0", "plain-1"):
-            shutdown_cache(caches[name])
+        for cache in caches.values():
+            shutdown_cache(cache)
 
 
 def generate(handle: Any, tokens: list[int], **options: Any) -> Any:
@@ -194,9 +194,24 @@ def test_a_full_replica_passes_the_request_to_the_next_best_cache(routed: Routed
     assert sum(each.open_routes for each in fleet_of(routed).caches) == 0
 
 
-@pytest.mark.parametrize("when", ["while its replica is called", "while its replica computes"])
-def test_a_cancelled_request_ends_its_route(routed: Routed, tmp_path: Path, when: str) -> None:
+def answer_slowly(rank: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `rank` that holds the router's loop after it has opened a route, so that a cancellation waits there."""
+
+    async def rank_slowly(*arguments: Any) -> Any:
+        ranked = await rank(*arguments)
+        time.sleep(0.5)  # noqa: ASYNC251 -- Serve gives the request its replica in the same step of the loop
+        return ranked
+
+    return rank_slowly
+
+
+@pytest.mark.parametrize("when", ["as it gets its replica", "while its replica is called", "while its replica computes"])
+def test_a_cancelled_request_ends_its_route(
+    routed: Routed, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, called = tmp_path / "gate", tmp_path / "gate.called"
+    if when == "as it gets its replica":
+        monkeypatch.setattr(routed.router, "rank", answer_slowly(routed.router.rank))
     gc.disable()  # Serve keeps a cancelled request in a cycle: its collection must not be what ends the route
     try:
         response = routed.handle.generate.remote(prompt(500, 1), gate=str(gate))
