@@ -97,7 +97,6 @@ async def test_a_subscriber_follows_a_cache_that_is_killed_until_the_command_is_
             await exporting.wait()
 
 
-@pytest.mark.more
 def test_it_ends_after_its_time(namespace: str) -> None:
     options = ("--namespace", namespace, "--endpoint", "tcp://127.0.0.1:*", "--seconds", "0.2")
 

@@ -205,7 +205,9 @@ def answer_slowly(rank: Callable[..., Any]) -> Callable[..., Any]:
     return rank_slowly
 
 
-@pytest.mark.parametrize("when", ["as it gets its replica", "while its replica is called", "while its replica computes"])
+@pytest.mark.parametrize(
+    "when", ["as it gets its replica", "while its replica is called", "while its replica computes"]
+)
 def test_a_cancelled_request_ends_its_route(
     routed: Routed, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
