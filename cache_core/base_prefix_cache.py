@@ -197,12 +197,23 @@ class BasePrefixCache(ABC):
         """Return the number of locked tokens with live sliding-window KV; 0 without a window."""
         return 0
 
+    @property
+    def kept_tail(self) -> int:
+        """How many tokens at the end of a prefix a lock holds with their window KV; 0 without a window."""
+        return 0
+
     def window_start(self, receipt: Any) -> int | None:
-        """Return the first token of the window that the receipt's lock holds; None if it holds none."""
+        """Return where the window KV begins that the receipt's lock holds, in tokens; None if it holds none."""
         return None
+
+    def use_window(self, node: Any) -> None:  # noqa: B027 -- no effect without a window
+        """Note that the window KV at the end of a node is in use until now."""
 
     def release_window(self, node: Any, receipt: Any) -> None:  # noqa: B027 -- no effect without a window
         """Release the window of a lock before the lock itself; the full KV stays locked. Idempotent."""
+
+    def check_window_locks(self, receipts: Iterable[Any]) -> None:  # noqa: B027 -- no effect without a window
+        """Raise AssertionError unless the locks of these receipts hold their tails, and no others do. O(n)."""
 
     # ---------------------------------------------------------------- states
 

@@ -161,8 +161,13 @@ class Lease:
     async def release_window(self, up_to: int) -> None:
         """Free the window KV before token `up_to`, which decoding no longer reads: `swa_slots` is 0 there.
 
-        The lease keeps one page more, so that the next inserted tokens can be matched. It also keeps the last window of
-        its published tokens, unless all of it lies before that page. No effect without a window.
+        The lease keeps what later requests need: one page more than the window at the end of its whole pages; of pages
+        of one token, two more. It also keeps so much at the end of its published tokens, unless all of it lies before
+        that. No effect without a window.
+
+        Args:
+            up_to: the first token that the next token attends to: the number of computed tokens, less the cache's
+                window, plus 1.
 
         Raises:
             InvalidRequest: `up_to` is negative, or larger than the number of tokens that the lease covers.

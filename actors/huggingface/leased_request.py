@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raydix.actors.huggingface.pooled_cache import PooledCache
+from raydix.cache_core.components.window_kv import kept_tail
 from raydix.schemas import PoolExhausted
 
 if TYPE_CHECKING:
@@ -118,12 +119,13 @@ class LeasedRequest:
     # ---------------------------------------------------------------- windows
 
     async def _leave_window(self) -> None:
-        """Free the window KV that no later token attends to, when it is at least a quarter of a window."""
-        window, lease = self._model.layers.window, self._lease
+        """Free the window KV that no later token and no later request needs, at least a quarter of a window of it."""
+        lease, num_computed = self._lease, self._decoding.num_computed
+        window = lease.client.config.sliding_window_size  # the model's, or a larger one
         if window is None:
             return
-        attended_from = max(0, self._decoding.num_computed - window + 1)
-        freed_to = self._floor(attended_from) - self._page_size  # the cache keeps one page more
+        attended_from = max(0, num_computed - window + 1)
+        freed_to = self._floor(num_computed) - kept_tail(window, self._page_size)
         if freed_to - max(lease.published_len, self._window_from) >= max(self._page_size, window // 4):
             await lease.release_window(attended_from)
             self._window_from = freed_to

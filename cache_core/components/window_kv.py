@@ -8,12 +8,15 @@ the last `window` tokens are all live, or all tokens up to the root. For a windo
     [l2]             2: no hole up to the root
     [l4 | t2 | l2]   4: the run after the hole is too short
 
-A lock holds the window up to its node, and nothing above; eviction makes tombstones of nodes that no window holds.
-Fresh KV for a tombstone's tokens heals it.
+A request ends its match at least one token before its end, so the same prompt again needs the window that ends a page
+earlier. So the tail of a prefix is one window in whole pages and one page more; of pages of one token, two more: see
+`kept_tail`. A lock holds the tail up to its node, and nothing above. Eviction makes tombstones of nodes that no lock
+holds so: first of those that no tail had, then of those with the tail that was used least recently. Fresh KV for a
+tombstone's tokens heals it.
 
 Rules, checked by `check`:
 
-1. `evictable` is the tokens of live nodes that no window holds, `protected` of those that one does.
+1. `evictable` is the tokens of live nodes that no window lock holds, `protected` of those that one does.
 2. `swa_lock_ref` of a node is at most its `lock_ref`.
 3. The live nodes are in the queue, held or not. A held node that an eviction pops moves to the waiting nodes until its
    last window lock is released.
@@ -21,6 +24,7 @@ Rules, checked by `check`:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
@@ -34,10 +38,20 @@ from raydix.cache_core.tree.packed_slots import Row, expand_slots, meet
 from raydix.cache_core.tree.tree_node import TreeNode
 
 _BITS_OF_A_DEPTH = 40  # of a token, from the root
+_NEVER = 2**62  # ticks; a node that was in no tail yet comes before all others, the oldest of these first
+
+
+def kept_tail(window: int, page_size: int) -> int:
+    """Return how many tokens at the end of a prefix keep their window KV: whole pages.
+
+    They are the window, padded to whole pages, and as many pages as hold two tokens. So a match may end there that is
+    cut one or two tokens before the end of the prefix.
+    """
+    return -(-window // page_size) * page_size + max(page_size, 2)
 
 
 class WindowReceipt:
-    """The receipt of a window lock, good for one unlock: where the window begins, in tokens from the root.
+    """The receipt of a window lock, good for one unlock: where the locked tail begins, in tokens from the root.
 
     Splits move nodes, not tokens, so a position stays right whatever happens to the nodes.
     """
@@ -55,8 +69,8 @@ class WindowKV(Component):
     """Window locks, tombstones and how they heal, and the eviction order of sliding-window KV. Its unit is a token.
 
     Attributes:
-        window: tokens that a layer attends to.
-        padded_window: the same in whole pages.
+        window: tokens that a layer attends to. A match needs so many live ones.
+        tail: tokens at the end of a prefix that a lock holds and a use refreshes, as `kept_tail` returns them.
         transfer_swa: the pool's `transfer_swa(src, dst)`; None if it has none.
 
     Args:
@@ -67,7 +81,7 @@ class WindowKV(Component):
 
     def __init__(self, window: int, page_size: int, pool: Any = None) -> None:
         self.window = window
-        self.padded_window = -(-window // page_size) * page_size
+        self.tail = kept_tail(window, page_size)
         self.transfer_swa = getattr(pool, "transfer_swa", None)
         self._page_size = page_size
         self._pool = pool
@@ -94,8 +108,9 @@ class WindowKV(Component):
         return count
 
     def add(self, leaf: TreeNode, live: bool) -> None:
-        """Add a new, unlocked leaf: live, or a tombstone."""
+        """Add a new, unlocked leaf that no tail has had: live, or a tombstone."""
         leaf.swa_tombstone = not live
+        leaf.swa_access_time -= _NEVER
         if live:
             self.evictable += len(leaf)
             self._queue.push(leaf)
@@ -105,12 +120,12 @@ class WindowKV(Component):
     def split_spans(self, start: int, stop: int, fresh_from: int) -> Sequence[tuple[int, int, bool]]:
         """Return the new nodes over [start, stop), which is not empty: from, to, and whether they are live.
 
-        Tokens without window KV make a tombstone. The tail is one window, so that a lock holds no more than that.
+        Tokens without window KV make a tombstone. The tail is a node of its own, so that a lock holds no more.
         """
-        if fresh_from <= start and stop - start <= self.padded_window:
+        if fresh_from <= start and stop - start <= self.tail:
             return ((start, stop, True),)
         edge = min(max(start, fresh_from), stop)
-        tail = max(edge, stop - self.padded_window)
+        tail = max(edge, stop - self.tail)
         spans = [(start, edge, False), (edge, tail, True), (tail, stop, True)]
         return [span for span in spans if span[0] < span[1]]
 
@@ -184,7 +199,7 @@ class WindowKV(Component):
         self._queue.push(node)
 
     def drop(self, node: TreeNode) -> None:
-        """Make a tombstone of a live node that no window holds."""
+        """Make a tombstone of a live node that no window lock holds."""
         if node.swa_tombstone or node.swa_lock_ref:
             return
         num_tokens = len(node)
@@ -206,9 +221,9 @@ class WindowKV(Component):
     # ---------------------------------------------------------------- uses and locks
 
     def touch(self, end: TreeNode, now: int) -> None:
-        """Note the use of the last window up to `end`; nodes above it are not used."""
+        """Note the use of the tail up to `end`; nodes above it are not used."""
         stop = end.end
-        start, node, used, queue = max(0, stop - self.window), end, list[TreeNode](), self._queue
+        start, node, used, queue = max(0, stop - self.tail), end, list[TreeNode](), self._queue
         while stop > start:
             node.swa_access_time = now
             if node in queue:
@@ -239,9 +254,9 @@ class WindowKV(Component):
             leaf.swa_tombstone = True
 
     def lock(self, node: TreeNode) -> WindowReceipt:
-        """Lock the last window up to `node`, tombstones counted by position."""
+        """Lock the tail up to `node`, tombstones counted by position."""
         stop, end, boundary, held = node.end, node, node, 0
-        start = max(0, stop - self.window)
+        start = max(0, stop - self.tail)
         while stop > start:
             parent, num_locks = node.parent, node.swa_lock_ref
             assert parent is not None
@@ -252,7 +267,7 @@ class WindowKV(Component):
             node, stop = parent, above
         self.evictable -= held
         self.protected += held
-        if stop:  # the window ends below the root
+        if stop:  # the tail begins below the root
             boundary.swa_boundary_id = next(self._next_boundary_id)
         return WindowReceipt(end, stop)
 
@@ -287,9 +302,9 @@ class WindowKV(Component):
         self.protected -= freed
 
     def pop_victim(self) -> TreeNode | None:
-        """Take out the live node that was longest in no window, among those without a window lock; None if none.
+        """Take out the live node that was longest in no tail, among those without a window lock; None if none.
 
-        Of the nodes of one window the upper goes first: a match that ends in the window needs the lower ones. Held
+        Of the nodes of one tail the upper goes first: a match that ends in the tail needs the lower ones. Held
         nodes that come before it move to the waiting nodes: one step for each, once per time that it is held.
         """
         while (node := self._queue.pop()) is not None and node.swa_lock_ref:
@@ -317,7 +332,19 @@ class WindowKV(Component):
         assert evictable == self.evictable, f"rule 1: {evictable=}, but {self.evictable=}"
         assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
 
+    def check_locks(self, nodes: Iterable[TreeNode], receipts: Iterable[WindowReceipt]) -> None:
+        """Raise AssertionError unless the locks of these receipts hold their tails, and no others do. O(n)."""
+        locks: Counter[TreeNode] = Counter()
+        for receipt in receipts:
+            node, start = receipt.node, max(0, receipt.node.end - self.tail)
+            assert receipt.start <= start, f"the lock of {node} holds from token {receipt.start}, not {start}"
+            while not receipt.released and node.end > receipt.start:
+                assert node.parent is not None
+                locks[node], node = locks[node] + 1, node.parent
+        for node in nodes:
+            assert node.swa_lock_ref == locks[node], f"{locks[node]} locks hold the window of {node}"
+
 
 def _rank(node: TreeNode) -> int:
-    """Return when a match last had a node in its window; of one window the upper node is the earlier one."""
+    """Return when a node was last in the tail of a use; of one tail the upper node is the earlier one."""
     return node.swa_access_time << _BITS_OF_A_DEPTH | node.end

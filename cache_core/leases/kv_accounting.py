@@ -7,6 +7,7 @@
 4. Each window slot and each state slot has exactly one owner, as in rule 1.
 5. `private` of a tenant counts the private slots of its leases, including those in quarantine. A tenant holds at most
    its cap.
+6. An open lease holds the window KV at the end of its published pages until it releases that, and no other lock does.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def check_accounting(
     assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
     _check_published(tree, leases, set(np.concatenate(cached).tolist()) if cached else set(), page_size)
     _check_windows_and_states(tree, allocator, states, everyone)
+    tree.check_window_locks(lease.receipt for lease in leases)
     for tenant in tenants:
         mine = [lease for lease in everyone if tenants.of(lease.key.extra_key) is tenant]
         num_private = sum(len(lease.private_starts) for lease in mine) * page_size

@@ -223,8 +223,11 @@ class KVCache(LeasedCache):
         return Published(result.prefix_len, num_new, num_duplicates, False, existing)
 
     def _release_window(self, lease: LeaseRecord, up_to: int) -> None:
-        page = self.page_size
-        keep_from = (up_to // page - 1) * page
+        page, window = self.page_size, self.tree.sliding_window_size
+        if window is None:
+            return
+        num_computed = max(0, up_to + window - 1)  # the next token attends to `up_to` and what follows
+        keep_from = num_computed // page * page - self.tree.kept_tail
         published = lease.num_published_pages * page
         first = max(published, lease.swa_freed_len)
         if keep_from > first:
@@ -234,6 +237,7 @@ class KVCache(LeasedCache):
             self.tree.release_window(lease.node, lease.receipt)
 
     def _unlock(self, lease: LeaseRecord) -> None:
+        self.tree.use_window(lease.node)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         if lease.retired:
             self._reclaim_some()

@@ -99,8 +99,7 @@ class LeaseAllocator:
         """Return the least number of window slots that a lease locks with a prefix; 0 for other pools."""
         if pool != "window slots":
             return 0
-        window = min(prefix_len, self._tree.sliding_window_size or 0)
-        return -(-window // self._page_size) * self._page_size
+        return min(prefix_len, self._tree.kept_tail)
 
     def evictable_for(self, tenant: Tenant) -> int:
         """Return the number of slots that can be evicted for a tenant: the others are locked or kept by floors.

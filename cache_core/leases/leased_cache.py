@@ -183,8 +183,11 @@ class LeasedCache(ABC):
     def release_window(self, lease_id: str, session_id: str, up_to: int) -> None:
         """Free the window KV of a lease before token `up_to`. No effect without a sliding window.
 
-        The last whole page before `up_to` is kept, so that the pages published next can be matched at a page boundary.
-        The last window of the published pages is kept, unless all of it lies before that page.
+        The window KV of the last whole pages is kept where a later request needs it, also if that request is cut one or
+        two tokens before their end: `kept_tail`. That of the published pages is kept, unless all of it lies before.
+
+        Args:
+            up_to: the first token that the next computed token attends to, so `up_to + window - 1` are computed.
 
         Raises:
             LeaseRangeError: `up_to` is negative, or beyond the lease's tokens.

@@ -56,6 +56,8 @@ def insert_slots(
     prefix_len, found, last_node = _insert(
         parts, key, from_node, slots, pack_slots, prev_prefix_len, fresh_from, priority
     )
+    if parts.window is not None:
+        parts.window.touch(last_node, parts.clock)
     if found and prefix_len > prev_prefix_len:
         return InsertResult(prefix_len, last_node, False, duplicates(parts, slots, prev_prefix_len, prefix_len, found))
     return InsertResult(prefix_len, last_node, False, NO_SLOTS)
@@ -126,8 +128,8 @@ def _insert(
         for start, stop, live in spans:
             row = take(incoming, parts.page_size, start, stop)
             last_node = _add_leaf(parts, last_node, key, stop, row, priority, live)
-    if parts.components:
-        parts.touch(last_node)
+    if parts.states is not None:
+        parts.states.touch(last_node, parts.clock)
     return end, path, last_node
 
 

@@ -10,7 +10,7 @@ Rule, checked by `check_invariants` besides those of the tree and of each compon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
 from typing import Any, cast
@@ -172,7 +172,8 @@ class PrefixCache(BasePrefixCache):
         """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
 
         The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
-        that differ from `existing`, page by page, stay the caller's to free.
+        that differ from `existing`, page by page, stay the caller's to free. The caller locks the result's node, and
+        notes the use of its window with `use_window` when it ends.
         """
         try:
             return insertion.insert_pages(self.parts, key, starts, from_node, swa_evicted_seqlen, priority)
@@ -258,9 +259,18 @@ class PrefixCache(BasePrefixCache):
             raise LockError("release_window needs the unused receipt that inc_lock_ref returned for this node")
         window.release(node, receipt)
 
+    @property
+    def kept_tail(self) -> int:
+        return 0 if self.parts.window is None else self.parts.window.tail
+
     def window_start(self, receipt: WindowReceipt | None) -> int | None:
-        """Return the first token of the window that the lock of this receipt holds; None if it holds no window."""
         return None if receipt is None or receipt.released else receipt.start
+
+    def use_window(self, node: TreeNode) -> None:
+        window = self.parts.window
+        if window is not None and node.namespace.live:
+            self.parts.clock += 1
+            window.touch(node, self.parts.clock)
 
     # ---------------------------------------------------------------- eviction
 
@@ -486,6 +496,10 @@ class PrefixCache(BasePrefixCache):
     def num_locks(self) -> int:
         """Locks taken and not given back. O(namespaces)."""
         return sum(top.lock_ref for top in self.parts.tops())
+
+    def check_window_locks(self, receipts: Iterable[WindowReceipt | None]) -> None:
+        if self.parts.window is not None:
+            self.parts.window.check_locks(self.parts.nodes(), (receipt for receipt in receipts if receipt is not None))
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module, the tree or a component is broken. O(n)."""

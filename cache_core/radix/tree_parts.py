@@ -60,7 +60,7 @@ class TreeParts:
         return above
 
     def touch(self, end: TreeNode) -> None:
-        """Note in each component that a match or an insert ends at a node now."""
+        """Note in each component that a match ends at a node now."""
         for component in self.components:
             component.touch(end, self.clock)
 

@@ -64,7 +64,7 @@ class TreeNode(Node):
     swa_tombstone: bool  # its sliding-window KV is gone (or never was there)
     swa_lock_ref: int  # locks with a window over this node
     swa_boundary_id: int | None  # of the last lock with a window that begins in this node
-    swa_access_time: int  # when a match last had this node in its window
+    swa_access_time: int  # when this node was last in the tail of a use; negative: never
     hash_values: list[str] | None  # chained, one per page; None until asked for
 
     @property

@@ -19,7 +19,7 @@ from raydix.cache_core.radix import lookup
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.radix.tree_parts import TreeParts
 
-RUNS = [(0, 1, 3), (3, 1, 7), (4, 4, 6)]  # seed, page size, window
+RUNS = [(0, 1, 3), (3, 1, 7), (4, 4, 2)]  # seed, page size, window
 
 FAULTS = Catalogue()
 fault, late_fault = FAULTS.register, FAULTS.register_late

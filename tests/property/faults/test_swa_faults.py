@@ -23,15 +23,15 @@ FAULTS = Catalogue()
 fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
-def with_window(patch: Patch, name: str, change: Callable[[int, int], int]) -> None:
-    """Let one function of the component work with another window, made of the right one and its padding."""
+def with_tail(patch: Patch, name: str, change: Callable[[int, int], int]) -> None:
+    """Let one function of the component work with another tail, made of the right one and the page size."""
 
     def changed(original: Any, swa: WindowKV, *args: Any) -> Any:
-        window, swa.window = swa.window, change(swa.window, swa.padded_window)
+        tail, swa.tail = swa.tail, change(swa.tail, swa._page_size)
         try:
             return original(swa, *args)
         finally:
-            swa.window = window
+            swa.tail = tail
 
     around(patch, WindowKV, name, changed)
 
@@ -112,12 +112,29 @@ def the_longer_full_prefix_is_not_told(patch: Patch) -> None:
 
 @fault
 def a_match_uses_the_windows_of_all_ancestors(patch: Patch) -> None:
-    with_window(patch, "touch", lambda window, padded: 10**9)
+    with_tail(patch, "touch", lambda tail, page: 10**9)
 
 
 @fault
 def a_match_uses_its_last_node_alone(patch: Patch) -> None:
-    with_window(patch, "touch", lambda window, padded: 1)
+    with_tail(patch, "touch", lambda tail, page: 1)
+
+
+@fault
+def a_match_uses_its_window_and_no_page_more(patch: Patch) -> None:
+    with_tail(patch, "touch", lambda tail, page: tail - max(page, 2))
+
+
+@fault
+def a_new_leaf_was_used_before_any_use(patch: Patch) -> None:
+    def add(original: Any, swa: WindowKV, leaf: Any, live: bool) -> None:
+        now = leaf.swa_access_time
+        original(swa, leaf, live)
+        leaf.swa_access_time = now
+        if live:
+            swa._queue.push(leaf)
+
+    around(patch, WindowKV, "add", add)
 
 
 @fault
@@ -139,12 +156,17 @@ def a_split_renews_the_window(patch: Patch) -> None:
 
 @fault
 def a_lock_holds_a_page_less_than_the_window(patch: Patch) -> None:
-    with_window(patch, "lock", lambda window, padded: padded // 2)
+    with_tail(patch, "lock", lambda tail, page: tail // 2)
 
 
 @fault
 def a_lock_holds_a_page_more_than_the_window(patch: Patch) -> None:
-    with_window(patch, "lock", lambda window, padded: padded + 1)
+    with_tail(patch, "lock", lambda tail, page: tail + 1)
+
+
+@fault
+def a_lock_holds_its_window_and_no_page_more(patch: Patch) -> None:
+    with_tail(patch, "lock", lambda tail, page: tail - max(page, 2))
 
 
 @fault
@@ -328,10 +350,15 @@ def a_leaf_is_as_long_as_its_key(patch: Patch) -> None:
 
 
 @fault
+def a_leaf_is_one_window_and_no_page_more(patch: Patch) -> None:
+    with_tail(patch, "split_spans", lambda tail, page: tail - max(page, 2))
+
+
+@fault
 def a_leaf_is_cut_within_a_page(patch: Patch) -> None:
     def init(original: Any, swa: WindowKV, window: int, *args: Any) -> None:
         original(swa, window, *args)
-        swa.padded_window = window
+        swa.tail = window
 
     around(patch, WindowKV, "__init__", init)
     patch.setattr(

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
+from raydix.cache_core.components.window_kv import kept_tail
 from raydix.schemas import CacheConfig, CacheStats, ConfigMismatch, EvictionConfig, PoolExhausted
 
 pytestmark = pytest.mark.figures
@@ -117,14 +118,15 @@ async def test_a_window_with_evicted_inner_nodes_gives_the_same_bits(
     cache: LocalPrefixCache, workers: list[TransformersWorker], model: Any, page_size: int
 ) -> None:
     writer, reader = workers
+    tail = kept_tail(WINDOW, page_size)
     for cut in (2 * WINDOW, 2 * WINDOW + 4):
         await cache.reset()
         await writer.generate(PROMPT[:cut], 1)
-        await make_room(cache, cut - WINDOW)  # all but the last window
+        await make_room(cache, cut - tail)
 
         stats = await cache.stats()
         assert stats.swa is not None
-        assert (stats.tree_slots, stats.swa.tree_slots) == (cut, WINDOW)
+        assert (stats.tree_slots, stats.swa.tree_slots) == (cut, tail)
         check_same(await reader.generate(PROMPT, NUM_NEW, return_logits=True), model, PROMPT, cut)
 
 

@@ -76,7 +76,7 @@ async def test_a_long_answer_gives_its_window_up_and_is_hit_at_its_end(cache: Ca
     for stop in answer:
         tokens = cache.tokens(*range(1, stop + 1))
         await compute(cache, pool, lease, tokens, (stop - 1) * page)
-        await lease.release_window(max(0, len(tokens) - cache.kind.window_size))
+        await lease.release_window(max(0, len(tokens) - cache.kind.window_size + 1))
     _, windows, _ = await pools(cache)
     assert windows.private_slots == 3 * page, "of six pages, two for the window and one more"
     assert (lease.swa_slots[: 3 * page] == 0).all()
@@ -95,9 +95,9 @@ async def test_a_window_given_up_early_leaves_its_state_with_the_lease(cache: Ca
     page = cache.page_size
     lease = await cache.client.acquire(cache.tokens(1, 2, 3), new_tokens=2 * page)
     _, windows, states = await pools(cache)
-    assert (windows.protected_slots, states.protected_slots) == (2 * page, 1)
+    assert (windows.protected_slots, states.protected_slots) == (3 * page, 1)
 
-    await lease.release_window(4 * page)
+    await lease.release_window(5 * page)
 
     full, windows, states = await pools(cache)
     assert (full.protected_slots, windows.protected_slots, states.protected_slots) == (3 * page, 0, 1)

@@ -179,12 +179,12 @@ async def test_who_waited_hits_what_was_published_meanwhile(cache1: CacheUnderTe
 
 
 async def test_who_turns_out_never_to_fit_is_told_so_in_turn_and_holds_up_nobody(reached: Reached) -> None:
-    async with reached(window(1, 2, num_swa_pages=4)) as cache:
-        prefix = await cache.hold(2, 2, 2)
+    async with reached(window(1, 1, num_swa_pages=5)) as cache:  # tails of 3
+        prefix = await cache.hold(2, 2, 2, 2, 2)
         (held,) = await fill(cache, 2)
         first, vast, last = await cache.in_line(
             cache.client.acquire([1, 1]),
-            cache.client.acquire([2] * 5, max_prefix_len=0),  # would fit with the prefix
+            cache.client.acquire([2] * 6, max_prefix_len=0),  # would fit with the prefix
             cache.client.acquire([3, 3]),
         )
 
@@ -193,7 +193,7 @@ async def test_who_turns_out_never_to_fit_is_told_so_in_turn_and_holds_up_nobody
         served = await first
         with pytest.raises(PoolExhausted, match="window slots") as caught:
             await vast
-        assert (caught.value.needed, caught.value.can_ever_fit) == (5, False)
+        assert (caught.value.needed, caught.value.can_ever_fit) == (6, False)
         await served.release()
         assert len(await last) == 2
         await prefix.release()

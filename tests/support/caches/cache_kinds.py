@@ -164,7 +164,7 @@ KINDS = (
     slots(4),
 )
 PAGES_OF_ONE = (window(1, 3), mamba(1), bigram(1), trie(1), slots(1))  # nothing that Ray would add to: in process alone
-TIGHT_WINDOW = window(4, 6, num_swa_pages=4)  # fewer window slots than slots
+TIGHT_WINDOW = window(4, 4, num_swa_pages=4)  # fewer window slots than slots
 TIGHT_HYBRID = hybrid(4, 6, num_swa_pages=4)
 TIGHT_STATES = mamba(4, num_states=4)  # fewer states than leases
 

@@ -94,7 +94,7 @@ class CheckedHybridCache(CheckedMambaCache, CheckedSwaCache):
         self._attached(Held(result.last_node, expected.handle), state, result.mamba_exist)
         known = max(prev_prefix_len, len(handle.place.prefix), gone)
         has_state = state is not None or result.mamba_exist
-        if has_state and all_lent and self.transfers and known <= whole - self.reference.padded_window:
+        if has_state and all_lent and self.transfers and known <= whole - self.reference.tail:
             found = self.cache.peek_prefix(make_key(tokens, namespace)).prefix_len
             agree("a lookup of what was inserted", found, whole)
         self.pool.take_back([slot for slot in slots if slot in self.pool.lent])

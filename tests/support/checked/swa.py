@@ -184,7 +184,7 @@ class CheckedSwaCache(CheckedRadixCache):
         self.check()
         known = max(prev_prefix_len, len(handle.place.prefix), gone)
         whole = len(tokens) - len(tokens) % self.page_size
-        if all_lent and self.transfers and known <= whole - self.reference.padded_window:
+        if all_lent and self.transfers and known <= whole - self.reference.tail:
             agree(
                 "a lookup of what was inserted", self.cache.peek_prefix(make_key(tokens, namespace)).prefix_len, whole
             )

@@ -14,7 +14,7 @@ class SwaPage(Page):
     """A page with or without its window half. All pages of a node share `live`, `swa_tick` and `swa_locks`."""
 
     live: bool = True
-    swa_tick: int = 0  # the operation that last had its node in its window
+    swa_tick: int = 0  # the operation that last had its node in its tail
     swa_locks: int = 0  # windows of locks that hold it
 
 
@@ -31,9 +31,9 @@ class Window:
 class ReferenceSwaCache(ReferenceRadixCache):
     """A prefix cache for sliding windows: each page also has a bit that says whether its window half is there.
 
-    A prefix can be used if the last `min(window, its length)` tokens are all live. A lock holds the nodes that the last
-    `window` tokens lie in, whole, live or not. Window halves are evicted node by node, the one first that was longest
-    in no window of a match or an insert.
+    A prefix can be used if the last `min(window, its length)` tokens are all live. A lock holds the nodes that its tail
+    lies in, whole, live or not: the last window in whole pages, and the pages of two tokens more. Window halves are
+    evicted node by node, the one first that was longest in no tail of a match or an insert.
 
     Attributes:
         moved: window halves that the last insert moved under locks: the slots that lost one, and those that got it.
@@ -45,7 +45,7 @@ class ReferenceSwaCache(ReferenceRadixCache):
     def __init__(self, page_size: int, window: int, *, heals_under_locks: bool = True) -> None:
         super().__init__(page_size)
         self.window = window
-        self.padded_window = -(-window // page_size) * page_size
+        self.tail = page_size * (-(-window // page_size) + -(-2 // page_size))
         self.heals_under_locks = heals_under_locks
         self.moved: list[tuple[int, int]] = []
         self.replaced: list[int] = []
@@ -94,9 +94,9 @@ class ReferenceSwaCache(ReferenceRadixCache):
             self.page(place).swa_tick = self._clock
 
     def _window_of(self, path: list[Place]) -> list[Place]:
-        """The pages of the nodes that the last tokens of a path lie in, a window of them."""
+        """The pages of the nodes that the last tokens of a path lie in, as many as a tail has."""
         end = len(path) * self.page_size
-        nodes = [node for node in self._nodes_of(path) if len(node[-1].prefix) > end - self.window]
+        nodes = [node for node in self._nodes_of(path) if len(node[-1].prefix) > end - self.tail]
         return [place for node in nodes for place in node]
 
     def _nodes_of(self, path: list[Place]) -> list[list[Place]]:
@@ -123,7 +123,7 @@ class ReferenceSwaCache(ReferenceRadixCache):
         """As for full attention; and tombstones heal by incoming slots with window halves.
 
         Those before `swa_evicted_seqlen` have none. New pages without are tombstones; the tail of the new pages with
-        them is a separate node, one window long at most.
+        them is a separate node, one tail long at most.
         """
         self.moved, self.replaced = [], []
         path = self._resident_path(tokens, namespace)
@@ -138,8 +138,8 @@ class ReferenceSwaCache(ReferenceRadixCache):
         for place in self._places(tokens, namespace)[len(path) :]:
             end = len(place.prefix)
             its_slots = tuple(slots[end - self.page_size : end])
-            page = SwaPage(its_slots, self._clock, self._clock, live=end > live_from, swa_tick=self._clock)
-            page.ends_node = end in (live_from, max(live_from, stop - self.padded_window), stop)
+            page = SwaPage(its_slots, self._clock, self._clock, live=end > live_from, swa_tick=self._clock - 2**62)
+            page.ends_node = end in (live_from, max(live_from, stop - self.tail), stop)
             self.pages[place] = page
             adopted += its_slots
             path.append(place)
@@ -178,7 +178,7 @@ class ReferenceSwaCache(ReferenceRadixCache):
     # ---------------------------------------------------------------- locks
 
     def lock_window(self, handle: Handle) -> Window:
-        """`lock`, and hold the last window: it must stay as it is or get better."""
+        """`lock`, and hold the tail: it must stay as it is or get better."""
         self.lock(handle)
         window = Window(handle, [self.page(place) for place in self._window_of(self._path_to(handle.place))])
         for page in window.pages:
@@ -217,7 +217,7 @@ class ReferenceSwaCache(ReferenceRadixCache):
     # ---------------------------------------------------------------- eviction
 
     def evict_both(self, num_tokens: int, swa_num_tokens: int) -> list[Node]:
-        """Full leaves first, then window halves, of one window the upper node first; returns what went whole."""
+        """Full leaves first, then window halves, of one tail the upper node first; returns what went whole."""
         before = self.swa_evictable_size()
         self.tombstoned = []
         victims = self.evict(num_tokens)

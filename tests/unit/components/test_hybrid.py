@@ -82,7 +82,7 @@ def build(cache: MambaRadixCache, shape: str) -> list[TreeNode]:
         state, lost = end if "*" in run else None, end if run[0] == "t" else start
         done = cache.insert(text(end), slots(end), mamba_value=state, from_node=nodes[-1], swa_evicted_seqlen=lost)
         nodes.append(done.last_node)
-    assert picture(cache) == shape, "no run may be longer than a window"
+    assert picture(cache) == shape, "no run may be longer than a tail"
     return nodes[1:]
 
 
@@ -148,7 +148,7 @@ def test_the_branching_length_is_whole_chunks_beyond_what_both_allow() -> None:
         return match.prefix_len, match.full_prefix_len, match.mamba_branching_seqlen
 
     assert [found(160), found(100)] == [(64, 160, 128), (64, 100, None)]
-    cache.evict(0, 33)  # the two oldest of five runs of 32
+    cache.evict(0, 61)  # the two runs of 30 that were in no tail, and the oldest tail
     assert [found(160), found(100), found(63)] == [(0, 160, 128), (0, 100, 64), (0, 63, None)]
     cache.check_invariants()
 
@@ -166,11 +166,11 @@ def test_in_pages_a_window_needs_whole_pages_and_a_state_stands_at_their_end() -
 
 
 def test_a_state_stands_on_the_last_window_of_what_is_inserted(cache: MambaRadixCache) -> None:
-    done = cache.insert(text(10), slots(10), mamba_value=5, swa_evicted_seqlen=3)
+    done = cache.insert(text(12), slots(12), mamba_value=5, swa_evicted_seqlen=3)
 
-    assert picture(cache) == "t3 l3 l4*"
-    assert (done.last_node.end, done.mamba_exist) == (10, False)
-    assert hit(cache, 10) == 10
+    assert picture(cache) == "t3 l3 l6*"
+    assert (done.last_node.end, done.mamba_exist) == (12, False)
+    assert hit(cache, 12) == 12
 
 
 def test_a_state_may_come_before_the_window_it_needs(cache: MambaRadixCache, pool: ThreePools) -> None:
@@ -223,16 +223,16 @@ def test_pages_come_with_windows_and_states_as_tokens_do() -> None:
     allocator = SWATokenToKVPoolAllocator(32, 32, 4)
     states = MambaPool(4, [[(1,)]])
     cache = MambaRadixCache(4, allocator, states, sliding_window_size=6)
-    pages = allocator.alloc_pages(5)
+    pages = allocator.alloc_pages(6)
     allocator.free_swa_pages(pages[:2])
 
-    done = cache.insert_pages(text(20), pages, cache.root, swa_evicted_seqlen=8)
+    done = cache.insert_pages(text(24), pages, cache.root, swa_evicted_seqlen=8)
     cache.attach_state(done.last_node, states.alloc_track_slot())
 
-    assert picture(cache) == "t8 l4 l8*"
-    found = cache.match_pages(text(22))
-    assert (found.prefix_len, found.starts.tolist(), found.branching_len) == (20, pages.tolist(), None)
-    assert cache.evict(0, 0, 1) == EvictResult(8, 8, 1)
+    assert picture(cache) == "t8 l4 l12*"
+    found = cache.match_pages(text(26))
+    assert (found.prefix_len, found.starts.tolist(), found.branching_len) == (24, pages.tolist(), None)
+    assert cache.evict(0, 0, 1) == EvictResult(12, 12, 1)
     assert cache.evict(99) == EvictResult(12, 4, 0)
     assert (allocator.available_size(), allocator.swa_available_size(), states.available_size()) == (32, 32, 4)
     allocator.check_invariants()
@@ -244,18 +244,18 @@ def test_pages_come_with_windows_and_states_as_tokens_do() -> None:
 def test_a_lock_holds_the_kv_up_to_the_root_a_window_and_its_own_state(
     cache: MambaRadixCache, pool: ThreePools
 ) -> None:
-    leaf = build(cache, "l3* l3* l2*")[-1]
+    leaf = build(cache, "l3* l3* l3*")[-1]
 
     receipt = cache.inc_lock_ref(leaf)
 
-    assert sizes(cache) == ((0, 8), (3, 5), (2, 1))
+    assert sizes(cache) == ((0, 9), (3, 6), (2, 1))
     assert cache.evict(99, 99, 99) == EvictResult(0, 3, 2)
     assert pool.take() == ([], [10, 11, 12], [3, 6])
-    assert picture(cache) == "t3 l3 l2*"
-    assert hit(cache, 8) == 8
+    assert picture(cache) == "t3 l3 l3*"
+    assert hit(cache, 9) == 9
     cache.dec_lock_ref(leaf, receipt)
-    assert sizes(cache) == ((8, 0), (5, 0), (1, 0))
-    assert cache.evict(99) == EvictResult(8, 5, 1)
+    assert sizes(cache) == ((9, 0), (6, 0), (1, 0))
+    assert cache.evict(99) == EvictResult(9, 6, 1)
 
 
 def test_an_unlock_needs_its_own_unused_receipt(cache: MambaRadixCache) -> None:
@@ -361,18 +361,18 @@ def test_what_goes_for_one_counts_for_the_others(
 
 
 def test_a_match_refreshes_its_window_and_its_own_state(cache: MambaRadixCache, pool: ThreePools) -> None:
-    build(cache, "l4* l2* l2*")
+    build(cache, "l4* l4* l2*")
     cache.insert(RadixKey([8, 9]), slots(2, 40), mamba_value=40)
-    assert hit(cache, 8) == 8
+    assert hit(cache, 10) == 10
 
     assert cache.evict(0, 0, 1).mamba_evicted == 1
     assert pool.take() == ([], [], [4])
     assert cache.evict(0, 1) == EvictResult(0, 4, 0)
     assert cache.evict(0, 0, 1) == EvictResult(0, 0, 1)
-    assert pool.take() == ([], [10, 11, 12, 13], [6])
+    assert pool.take() == ([], [10, 11, 12, 13], [8])
     assert cache.evict(0, 1) == EvictResult(2, 2, 1), "the other text was used before this match"
     assert pool.take() == ([40, 41], [], [40])
-    assert picture(cache) == "t4 l2 l2*"
+    assert picture(cache) == "t4 l4 l2*"
 
 
 def test_a_state_of_a_tombstone_can_be_evicted(cache: MambaRadixCache, pool: ThreePools) -> None:

@@ -80,7 +80,7 @@ def build(cache: RadixCache, shape: str) -> TreeNode:
         lost = end if run[0] == "t" else start
         slots = torch.arange(10, 10 + end)
         node = cache.insert(RadixKey(range(1, end + 1)), slots, from_node=node, swa_evicted_seqlen=lost).last_node
-    assert picture(cache) == shape, "no run may be longer than a window"
+    assert picture(cache) == shape, "no run may be longer than a tail"
     return node
 
 
@@ -163,15 +163,16 @@ def test_what_is_inserted_is_found_up_to_its_last_page(pool: BothHalves) -> None
     ("page_size", "window", "length", "runs"),
     [
         (1, 4, 3, [3]),
-        (1, 4, 4, [4]),
-        (1, 4, 10, [6, 4]),
-        (4, 4, 12, [8, 4]),
-        (4, 6, 20, [12, 8]),
-        (4, 3, 8, [4, 4]),
-        (16, 5, 48, [32, 16]),
+        (1, 4, 6, [6]),
+        (1, 4, 10, [4, 6]),
+        (2, 4, 10, [4, 6]),
+        (4, 4, 12, [4, 8]),
+        (4, 6, 20, [8, 12]),
+        (4, 3, 12, [4, 8]),
+        (16, 5, 48, [16, 32]),
     ],
 )
-def test_a_new_leaf_is_one_padded_window_long_at_most(
+def test_a_new_leaf_is_at_most_one_window_and_the_pages_of_two_tokens_long(
     page_size: int, window: int, length: int, runs: list[int]
 ) -> None:
     cache = RadixCache(page_size, window)
@@ -185,10 +186,10 @@ def test_a_new_leaf_is_one_padded_window_long_at_most(
 
 
 def test_what_lost_its_window_before_the_insert_is_a_tombstone(cache: RadixCache) -> None:
-    cache.insert(RadixKey(range(1, 11)), torch.arange(10, 20), swa_evicted_seqlen=5)
+    cache.insert(RadixKey(range(1, 13)), torch.arange(10, 22), swa_evicted_seqlen=5)
 
-    assert picture(cache) == "t5 l1 l4"
-    assert hit(cache, 10) == 10
+    assert picture(cache) == "t5 l1 l6"
+    assert hit(cache, 12) == 12
 
 
 def test_a_leaf_without_any_window_is_a_tombstone_with_full_kv(cache: RadixCache, pool: BothHalves) -> None:
@@ -245,16 +246,16 @@ def test_an_insert_raises_once_a_tombstone_has_healed_if_the_pool_refuses_its_ol
 
 
 def test_a_locked_tombstone_keeps_its_slots_and_takes_the_window_halves(cache: RadixCache, pool: BothHalves) -> None:
-    leaf = build(cache, "t4 l4")
+    leaf = build(cache, "t4 l6")
     cache.inc_lock_ref(leaf)
 
-    result = cache.insert(RadixKey(range(1, 9)), torch.arange(20, 28))
+    result = cache.insert(RadixKey(range(1, 11)), torch.arange(20, 30))
 
-    assert picture(cache) == "l4 l4"
+    assert picture(cache) == "l4 l6"
     assert pool.moved == [([20, 21, 22, 23], [10, 11, 12, 13])]
     assert pool.take() == ([], [])
-    assert result.duplicate_indices.tolist() == list(range(20, 28))
-    assert sizes(cache) == (4, 4)
+    assert result.duplicate_indices.tolist() == list(range(20, 30))
+    assert sizes(cache) == (4, 6)
 
 
 @pytest.mark.parametrize("kind", [RadixCache, MambaRadixCache])
@@ -298,8 +299,8 @@ def test_a_pool_may_evict_and_insert_while_it_takes_back_what_a_tombstone_had(ki
     assert (pool.available_size(), pool.swa_available_size()) == (32, 32)
 
 
-@pytest.mark.parametrize("page", [1, 4])
-def test_a_pool_whose_own_class_frees_by_slots_is_handed_slots(page: int) -> None:
+@pytest.mark.parametrize(("page", "tail"), [(1, 3), (4, 8)])
+def test_a_pool_whose_own_class_frees_by_slots_is_handed_slots(page: int, tail: int) -> None:
     class Watched(SWATokenToKVPoolAllocator):
         def free(self, indices: torch.Tensor) -> None:
             told.append(("slots", len(indices)))
@@ -317,7 +318,7 @@ def test_a_pool_whose_own_class_frees_by_slots_is_handed_slots(page: int) -> Non
     cache.evict(0, page)
     cache.evict(page)
 
-    assert told == [("window halves", 3 * page), ("slots", page)]
+    assert told == [("window halves", 4 * page - tail), ("slots", tail)]
 
 
 def test_what_a_tombstone_had_is_freed_though_its_insert_is_cut_short(cache: RadixCache, pool: BothHalves) -> None:
@@ -437,15 +438,15 @@ def test_the_trees_own_slots_heal_nothing(cache: RadixCache, pool: BothHalves) -
 def test_a_healed_page_outlives_the_page_that_healed_it() -> None:
     allocator = SWATokenToKVPoolAllocator(32, 32, 4)
     cache = RadixCache(4, 4, allocator)
-    text = RadixKey(range(8))
-    leaf = cache.insert(text, allocator.alloc(8)).last_node
+    text = RadixKey(range(12))
+    leaf = cache.insert(text, allocator.alloc(12)).last_node
     cache.evict(0, 4)
     receipt = cache.inc_lock_ref(leaf)
 
-    result = cache.insert(text, allocator.alloc(8))
+    result = cache.insert(text, allocator.alloc(12))
     allocator.free(result.duplicate_indices)
 
-    assert len(result.duplicate_indices) == 8
+    assert len(result.duplicate_indices) == 12
     assert bool((allocator.swa_slots(cache.peek_prefix(text).indices) > 0).all())
     cache.dec_lock_ref(leaf, receipt)
     cache.evict(99)
@@ -456,31 +457,31 @@ def test_a_healed_page_outlives_the_page_that_healed_it() -> None:
 # ---------------------------------------------------------------- locks
 
 
-def test_a_lock_holds_the_nodes_of_the_last_window_and_no_more(cache: RadixCache) -> None:
-    leaf = build(cache, "l3 l3 l2")
+def test_a_lock_holds_the_nodes_of_the_tail_and_no_more(cache: RadixCache) -> None:
+    leaf = build(cache, "l3 l3 l3")
 
     cache.inc_lock_ref(leaf)
 
-    assert (cache.evictable_size(), cache.protected_size()) == (0, 8)
-    assert sizes(cache) == (3, 5)
+    assert (cache.evictable_size(), cache.protected_size()) == (0, 9)
+    assert sizes(cache) == (3, 6)
 
 
-def test_a_window_counts_tombstones_by_position(cache: RadixCache) -> None:
-    leaf = build(cache, "l3 t3 l1")
+def test_a_tail_counts_tombstones_by_position(cache: RadixCache) -> None:
+    leaf = build(cache, "l3 t5 l1")
 
     cache.inc_lock_ref(leaf)
 
     assert sizes(cache) == (3, 1)
 
 
-def test_a_locked_window_is_never_made_a_tombstone(cache: RadixCache, pool: BothHalves) -> None:
-    leaf = build(cache, "l3 l3 l2")
+def test_a_locked_tail_is_never_made_a_tombstone(cache: RadixCache, pool: BothHalves) -> None:
+    leaf = build(cache, "l3 l3 l3")
     cache.inc_lock_ref(leaf)
 
     assert cache.evict(99, 99) == EvictResult(0, 3, 0)
-    assert picture(cache) == "t3 l3 l2"
+    assert picture(cache) == "t3 l3 l3"
     assert pool.take() == ([], [10, 11, 12])
-    assert hit(cache, 8) == 8
+    assert [hit(cache, length) for length in (9, 8, 7)] == [9, 8, 7]
 
 
 def test_a_split_within_a_held_window_holds_both_halves(cache: RadixCache) -> None:
@@ -620,28 +621,39 @@ def test_windows_that_full_eviction_frees_count(cache: RadixCache) -> None:
     assert picture(cache) == "l4"
 
 
-def test_window_eviction_is_by_the_last_window_a_node_was_in(cache: RadixCache, pool: BothHalves) -> None:
-    cache.insert(key(1, 2, 3, 4, 5, 6, 7, 8), torch.arange(10, 18))
-    cache.insert(key(9, 8, 7, 6, 5, 4, 3, 2), torch.arange(20, 28))
+def test_window_eviction_is_by_the_last_tail_a_node_was_in(cache: RadixCache, pool: BothHalves) -> None:
+    cache.insert(RadixKey(range(1, 11)), torch.arange(10, 20))
+    cache.insert(RadixKey(range(21, 31)), torch.arange(20, 30))
     cache.match_prefix(key(1, 2, 3, 4))  # uses the upper four of the first
-    cache.match_prefix(key(9, 8, 7, 6, 5, 4, 3, 2))  # uses the lower four, though it goes through the upper
+    cache.match_prefix(RadixKey(range(21, 31)))  # uses the lower six, though it goes through the upper
 
     went = []
     while cache.evict(0, 1).swa_evicted:
         went.append(pool.take())
 
     assert went == [
-        ([14, 15, 16, 17], []),  # in no match's window
-        ([], [20, 21, 22, 23]),  # the same, but not a leaf
+        ([], [20, 21, 22, 23]),  # in no tail
+        ([14, 15, 16, 17, 18, 19], []),  # in the tail of the first insert, and a leaf
         ([10, 11, 12, 13], []),
-        ([24, 25, 26, 27], []),
+        ([24, 25, 26, 27, 28, 29], []),
     ]
 
 
-def test_a_match_refreshes_its_window_only(cache: RadixCache, pool: BothHalves) -> None:
-    build(cache, "l4 l4")
+def test_window_kv_that_no_tail_had_goes_before_the_tails_of_idle_prefixes(cache: RadixCache, pool: BothHalves) -> None:
+    cache.insert(RadixKey(range(6)), torch.arange(10, 16))
+    for first in (100, 200):
+        cache.insert(RadixKey(range(first, first + 20)), torch.arange(first, first + 20))
+
+    assert cache.evict(0, 28) == EvictResult(0, 28, 0)
+
+    assert sorted(pool.take()[1]) == [*range(100, 114), *range(200, 214)]
+    assert cache.match_prefix(RadixKey(range(6))).prefix_len == 6
+
+
+def test_a_match_refreshes_its_tail_only(cache: RadixCache, pool: BothHalves) -> None:
+    build(cache, "l4 l6")
     cache.insert(key(50, 51), row(50, 51))
-    cache.match_prefix(RadixKey(range(1, 9)))
+    cache.match_prefix(RadixKey(range(1, 11)))
 
     cache.evict(0, 1)
     assert pool.take() == ([], [10, 11, 12, 13])
@@ -661,14 +673,14 @@ def test_a_reset_gives_back_tombstones_by_their_full_half(cache: RadixCache, poo
 
 
 def test_retired_windows_can_be_evicted_and_reclaimed(cache: RadixCache, pool: BothHalves) -> None:
-    leaf = build(cache, "l4 l4")
+    leaf = build(cache, "l4 l6")
     receipt = cache.inc_lock_ref(leaf)
     cache.retire_all()
 
     assert cache.evict(0, 99).swa_evicted == 4
     cache.dec_lock_ref(leaf, receipt)
-    assert cache.reclaim_retired() == 8
-    assert pool.take() == ([14, 15, 16, 17, 10, 11, 12, 13], [10, 11, 12, 13])
+    assert cache.reclaim_retired() == 10
+    assert pool.take() == ([14, 15, 16, 17, 18, 19, 10, 11, 12, 13], [10, 11, 12, 13])
     assert sizes(cache) == (0, 0)
 
 
@@ -679,7 +691,7 @@ def test_retired_windows_can_be_evicted_and_reclaimed(cache: RadixCache, pool: B
 def test_the_steps_for_a_victim_do_not_grow_with_the_tree(monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> None:
     cache = RadixCache(1, 4)
     for token in range(num_nodes // 2):
-        cache.insert(RadixKey([token, 1, 2, 3, 4]))  # two nodes
+        cache.insert(RadixKey([token, 1, 2, 3, 4, 5, 6]))  # two nodes
     monkeypatch.setattr(cache.parts.tree, "nodes_below", lambda top: pytest.fail("an eviction walked the tree"))
     done = queue_operations(monkeypatch)
 
@@ -705,12 +717,12 @@ def test_a_chain_of_ten_thousand_nodes_works(pool: BothHalves) -> None:
 
     leaf = cache.match_prefix(ids).last_node
     receipt = cache.inc_lock_ref(leaf)
-    assert sizes(cache) == (deep - 4, 4)
-    assert cache.evict(1, deep) == EvictResult(0, deep - 4, 0)
-    assert len(pool.take()[1]) == deep - 4
+    assert sizes(cache) == (deep - 6, 6)
+    assert cache.evict(1, deep) == EvictResult(0, deep - 6, 0)
+    assert len(pool.take()[1]) == deep - 6
     assert cache.peek_prefix(ids).prefix_len == deep
     cache.insert(ids, torch.arange(deep, 2 * deep))
-    assert sizes(cache) == (deep - 4, 4)
+    assert sizes(cache) == (deep - 6, 6)
     assert len(cache.compute_node_hash(leaf)) == 1
     cache.check_invariants()
     with open(devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -764,10 +776,10 @@ def test_the_trees_own_slots_heal_nothing_however_they_are_kept(pool: BothHalves
 
 def test_a_known_prefix_that_ends_within_a_page_of_a_tombstone_is_allowed() -> None:
     cache = RadixCache(4, 4, BothHalves())
-    cache.insert(RadixKey(range(8)), torch.arange(8, 16))
+    cache.insert(RadixKey(range(12)), torch.arange(8, 20))
     cache.evict(0, 4)
 
-    cache.insert(RadixKey(range(8)), torch.arange(16, 24), prev_prefix_len=2)
+    cache.insert(RadixKey(range(12)), torch.arange(20, 32), prev_prefix_len=2)
 
     cache.check_invariants()
 

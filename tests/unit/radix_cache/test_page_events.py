@@ -172,15 +172,15 @@ def test_what_was_locked_when_all_was_retired_is_told_of_once(told: Told) -> Non
 
 def test_a_tombstone_counts_as_there_until_its_full_kv_goes() -> None:
     told = Told(RadixCache(PAGE, sliding_window_size=2))
-    one, two = chain([1, 2], [3, 4])
-    told.insert(1, 2, 3, 4)
-    assert told.news() == [stored([one], None, [1, 2]), stored([two], one, [3, 4])]  # the last window is a node
+    one, two, three = chain([1, 2], [3, 4], [5, 6])
+    told.insert(1, 2, 3, 4, 5, 6)
+    assert told.news() == [stored([one], None, [1, 2]), stored([two, three], one, [3, 4, 5, 6])]  # the tail is a node
 
     told.tree.evict(0, 2)
     assert told.news() == []
 
-    told.tree.evict(4)
-    assert told.news() == [removed(two, one)]
+    told.tree.evict(6)
+    assert told.news() == [removed(three, two, one)]
 
 
 def test_a_state_that_goes_is_not_told_unless_its_leaf_goes_with_it() -> None:
