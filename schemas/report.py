@@ -22,12 +22,13 @@ class HistoryPoint(PydanticMessage):
 
 
 class NamespaceStats(PydanticMessage):
-    """The requests of one namespace, refused ones included."""
+    """The requests of one namespace."""
 
     label: str = Field(description="the fields of the namespace, as text")
-    requests: int
-    tokens_requested: int
-    tokens_reused: int
+    requests: int = Field(description="granted ones")
+    tokens_requested: int = Field(description="prompt tokens of these")
+    tokens_reused: int = Field(description="of tokens_requested, the tokens with cached KV")
+    tokens_refused: int = Field(default=0, description="prompt tokens of refused requests, each time")
 
 
 class TreePart(PydanticMessage):

@@ -116,6 +116,7 @@ class AcquireRequest(Message):
         max_prefix_len: match at most so many tokens; None: all.
         priority: under the policy "priority", KV used by higher ones stays longer.
         timeout_s: seconds to wait for room; None: as configured.
+        resumed: the request was preempted before: it is counted apart.
     """
 
     lease_id: LeaseId
@@ -125,6 +126,7 @@ class AcquireRequest(Message):
     max_prefix_len: Count | None = None
     priority: Priority = 0
     timeout_s: TimeoutSeconds = None
+    resumed: bool = False
 
     def check(self) -> None:
         """Apply the rules of the fields. Values that most requests have are compared here, which takes less time."""
@@ -149,6 +151,8 @@ class AcquireRequest(Message):
             apply_rule(self, "priority")
         if self.timeout_s is not None:
             apply_rule(self, "timeout_s")
+        if type(self.resumed) is not bool:
+            apply_rule(self, "resumed")
 
     __post_init__ = check  # type: ignore[misc]  # so that no message is without it
 

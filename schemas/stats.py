@@ -20,6 +20,9 @@ class EvictionTaskStats(PydanticMessage):
     rounds: int = Field(description="times it was woken and ran to the low mark")
     slices: int = Field(description="times it held the event loop")
     tokens_evicted: int
+    window_slots_evicted: int = Field(default=0, description="for the watermarks of the window slots")
+    states_evicted: int = Field(default=0, description="for the watermarks of the states")
+    retired_tokens: int = Field(default=0, description="of retired namespaces, freed")
     failures: int = Field(description="rounds that raised; each was logged, and the task continued")
     last_error: str | None
     longest_slice_ms: float
@@ -35,6 +38,7 @@ class PoolStats(PydanticMessage):
     quarantined_slots: int
     evictable_slots: int
     protected_slots: int
+    evicted: int = Field(default=0, description="slots evicted for any cause, with their pages or alone")
 
 
 class TenantStats(PydanticMessage):
@@ -66,7 +70,7 @@ class GhostStats(PydanticMessage):
     the rates are of full KV only.
     """
 
-    tokens_requested: int = Field(description="prompt tokens of all requests, of refused ones, too")
+    tokens_requested: int = Field(description="prompt tokens of granted requests")
     sample_rate: float = Field(description="share of the pages that was followed")
     num_slots: tuple[int, ...] = Field(description="sizes of the pool, rising; the present one is among them")
     hit_rates: tuple[float, ...] = Field(description="share of prompt tokens found, for each size")
@@ -130,13 +134,16 @@ class CacheStats(PydanticMessage):
     waiters: int
     expired_sessions: int = Field(description="clients that sent nothing for too long")
     dead_sessions: int = Field(description="clients with a process or an owner that died")
-    acquires: int = Field(description="requests granted by acquire or lock, a lease each")
+    acquires: int = Field(description="requests granted by acquire or lock, a lease each; not the resumed ones")
     hits: int = Field(description="of those, the ones that found a prefix")
-    tokens_requested: int = Field(description="prompt tokens of acquires and locks, of refused ones, too")
-    tokens_refused: int = Field(
-        default=0, description="of those, the tokens of acquires refused because slots were missing, each time"
-    )
+    tokens_requested: int = Field(description="prompt tokens of acquires")
     tokens_reused: int = Field(description="of tokens_requested, the tokens with cached KV")
+    tokens_refused: int = Field(
+        default=0, description="prompt tokens of acquires refused because slots were missing, each time"
+    )
+    resumed_acquires: int = Field(default=0, description="leases granted to requests that had been preempted")
+    resumed_tokens: int = Field(default=0, description="tokens of these: prompts, and tokens generated before")
+    resumed_tokens_reused: int = Field(default=0, description="of resumed_tokens, the tokens with cached KV")
     tokens_inserted: int
     tokens_duplicate: int = Field(description="tokens computed twice: their slots were freed on insert")
     tokens_evicted: int = Field(description="by the task, by requests short of slots and by evict()")
@@ -174,5 +181,8 @@ class CacheStats(PydanticMessage):
 
     @property
     def hit_rate(self) -> float:
-        """Reused tokens as a share of requested ones: refused requests count as misses. 0 before the first request."""
+        """Reused tokens as a share of the prompt tokens of granted requests. 0 before the first one.
+
+        Refused requests are not in it, nor are the further attempts of a preempted request.
+        """
         return self.tokens_reused / self.tokens_requested if self.tokens_requested else 0.0

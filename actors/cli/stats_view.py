@@ -114,6 +114,9 @@ def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
     rate = share(stats.tokens_reused, stats.tokens_requested)
     table.add_row("hit rate", f"{rate} of tokens{recent}, {stats.hits:,} of {stats.acquires:,} requests")
     table.add_row("tokens", f"{count('tokens_requested')} requested, {count('tokens_reused')} reused")
+    if stats.resumed_acquires:
+        resumed = share(stats.resumed_tokens_reused, stats.resumed_tokens)
+        table.add_row("resumed", f"{count('resumed_acquires')} preempted requests, {resumed} of tokens reused")
     table.add_row("", f"{count('tokens_inserted')} published, {count('tokens_duplicate')} computed twice")
     if stats.ghost is not None and 2 * stats.num_slots <= stats.ghost.num_slots[-1]:
         gain = stats.ghost.hit_rate_at(2 * stats.num_slots) - stats.ghost.hit_rate_at(stats.num_slots)

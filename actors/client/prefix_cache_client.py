@@ -230,6 +230,7 @@ class PrefixCacheClient:
         max_prefix_len: int | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        resumed: bool = False,
     ) -> Lease:
         """Lock the cached prefix of `tokens` and allocate slots for the rest and `new_tokens` more, in one step.
 
@@ -248,6 +249,7 @@ class PrefixCacheClient:
             priority: under the policy "priority", pages that the lease uses and publishes stay longer the higher this
                 is.
             timeout_s: seconds to wait for slots; None: `LeaseConfig.acquire_timeout_s`; 0: do not wait.
+            resumed: the request had a lease before, which was preempted: `stats` counts it apart from other requests.
 
         Returns:
             The lease, to be awaited or entered once. `lease.slots` has `len(tokens) + new_tokens` entries: those of
@@ -273,6 +275,7 @@ class PrefixCacheClient:
             max_prefix_len=max_prefix_len,
             priority=priority,
             timeout_s=timeout_s,
+            resumed=resumed,
         )
         lease = await self._request_lease(request)
         lease.remember_packed(tokens)

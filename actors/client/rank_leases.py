@@ -31,6 +31,7 @@ async def acquire_ranks(
     max_prefix_len: int | None = None,
     priority: int = 0,
     timeout_s: float | None = None,
+    resumed: bool = False,
 ) -> list[Lease]:
     """Acquire one lease per rank of a tensor-parallel engine, all with the same `prefix_len`, or none.
 
@@ -49,6 +50,7 @@ async def acquire_ranks(
         timeout_s: seconds for all attempts together, from the time when all sessions are open; None:
             `LeaseConfig.acquire_timeout_s` of the first cache; 0: one attempt without waiting. If a rank has lost a
             part of the prefix after that time, another attempt with the shorter prefix follows without waiting.
+        resumed: as in `PrefixCacheClient.acquire`.
 
     Returns:
         The leases in the order of `clients`; the caller ends each. If the caller is cancelled, all that were granted
@@ -73,6 +75,7 @@ async def acquire_ranks(
         max_prefix_len=max_prefix_len,
         priority=priority,
         timeout_s=timeout_s,
+        resumed=resumed,
     )
     await _gather(client.open() for client in ranks)
     if (time_s := request.timeout_s) is None:
@@ -163,6 +166,7 @@ class _Attempts:
             max_prefix_len=limit,
             priority=request.priority,
             timeout_s=timeout_s,
+            resumed=request.resumed,
         )
 
 

@@ -355,6 +355,7 @@ class Fleet:
         max_prefix_len: int | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        resumed: bool = False,
     ) -> Lease:
         """Route a request, and acquire a lease at its cache; if that cache refuses, at the next best.
 
@@ -364,6 +365,7 @@ class Fleet:
         Args:
             tokens: as in `PrefixCacheClient.acquire`, and so are the following.
             timeout_s: seconds to wait for slots; None: `LeaseConfig.acquire_timeout_s` of the cache; 0: do not wait.
+            resumed: as in `PrefixCacheClient.acquire`.
 
         Returns:
             The lease, to be awaited or entered once. `lease.client` is the client of its cache.
@@ -384,6 +386,7 @@ class Fleet:
             max_prefix_len=max_prefix_len,
             priority=priority,
             timeout_s=timeout_s,
+            resumed=resumed,
         )
         await self._wait_alive()
         names = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
@@ -434,6 +437,7 @@ class Fleet:
                 max_prefix_len=request.max_prefix_len,
                 priority=request.priority,
                 timeout_s=timeout_s,
+                resumed=request.resumed,
             )
         except BaseException as error:
             route.cancel()

@@ -60,7 +60,26 @@ _PANELS = (
         "short",
         tuple(
             (f"sum by (cache) (rate(ray_raydix_{name}_tokens_total{_OF}[$__rate_interval]))", f"{{{{cache}}}} {name}")
-            for name in ("requested", "reused", "refused", "inserted", "duplicate", "evicted")
+            for name in (
+                "requested",
+                "reused",
+                "refused",
+                "resumed",
+                "resumed_reused",
+                "inserted",
+                "duplicate",
+                "evicted",
+            )
+        ),
+    ),
+    _Panel(
+        "Slots evicted per second",
+        "short",
+        (
+            (
+                f"sum by (cache, pool) (rate(ray_raydix_evicted_slots_total{_OF}[$__rate_interval]))",
+                "{{cache}} {{pool}}",
+            ),
         ),
     ),
     _Panel(
@@ -97,6 +116,7 @@ _PANELS = (
             for name in (
                 "acquires",
                 "hits",
+                "resumed",
                 "probes",
                 "requests",
                 "batches",

@@ -63,6 +63,13 @@ def _slots(stats: CacheStats) -> Iterator[Sample]:
                 yield (("pool", name), ("use", use)), float(getattr(pool, f"{use}_slots"))
 
 
+def _evicted(stats: CacheStats) -> Iterator[Sample]:
+    yield (("pool", "kv"),), float(stats.tokens_evicted)
+    for name, pool in (("window", stats.swa), ("state", stats.state)):
+        if pool is not None:
+            yield (("pool", name),), float(pool.evicted)
+
+
 def _histogram(name: str, field: str, meaning: str) -> tuple[Metric, ...]:
     """Return the three series of a Prometheus histogram, as gauges.
 
@@ -197,17 +204,37 @@ METRICS = (
     Metric(
         "raydix_requested_tokens_total",
         "counter",
-        "prompt tokens of all requests",
+        "prompt tokens of granted requests",
         _field("tokens_requested"),
     ),
     Metric("raydix_reused_tokens_total", "counter", "of those, the tokens with cached KV", _field("tokens_reused")),
+    Metric(
+        "raydix_resumed_total",
+        "counter",
+        "leases granted to requests that had been preempted",
+        _field("resumed_acquires"),
+    ),
+    Metric("raydix_resumed_tokens_total", "counter", "tokens of these requests", _field("resumed_tokens")),
+    Metric(
+        "raydix_resumed_reused_tokens_total",
+        "counter",
+        "of those, the tokens with cached KV",
+        _field("resumed_tokens_reused"),
+    ),
     Metric("raydix_inserted_tokens_total", "counter", "tokens published", _field("tokens_inserted")),
     Metric("raydix_duplicate_tokens_total", "counter", "tokens computed twice", _field("tokens_duplicate")),
     Metric("raydix_evicted_tokens_total", "counter", "tokens evicted, for any cause", _field("tokens_evicted")),
     Metric(
+        "raydix_evicted_slots_total",
+        "counter",
+        "slots evicted by pool (kv, window, state), for any cause, with their pages or alone",
+        _evicted,
+        ("pool",),
+    ),
+    Metric(
         "raydix_tenant_evicted_tokens_total",
         "counter",
-        "of those, a tenant's",
+        "tokens evicted of a tenant",
         _tenants("tokens_evicted"),
         ("tenant",),
     ),

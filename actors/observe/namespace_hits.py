@@ -10,7 +10,7 @@ from raydix.schemas import NamespaceStats, unframe_namespace
 
 _KEPT = 256  # namespaces after a fold; up to twice as many before it
 
-_Counts = list[int]  # requests, tokens requested, tokens reused
+_Counts = list[int]  # requests, tokens requested, tokens reused, tokens refused
 
 
 class NamespaceUse:
@@ -18,25 +18,25 @@ class NamespaceUse:
 
     def __init__(self) -> None:
         self._counts: dict[str | None, _Counts] = {}
-        self._others: _Counts = [0, 0, 0]
+        self._others: _Counts = [0] * 4
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """Count a request with its hit."""
-        self._count(lease.key, lease.prefix_len)
+        """Count a request with its hit, once."""
+        if not lease.resumed:
+            self._count(lease.key, 1, len(lease.key), lease.prefix_len, 0)
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Count a refused request as a miss."""
-        self._count(key, 0)
+        """Count the tokens of a refused request, which are in no hit rate."""
+        self._count(key, 0, 0, 0, len(key))
 
-    def _count(self, key: RadixKey, prefix_len: int) -> None:
+    def _count(self, key: RadixKey, *rise: int) -> None:
         counts = self._counts.get(key.extra_key)
         if counts is None:
             if len(self._counts) >= 2 * _KEPT:
                 self._fold()
-            counts = self._counts[key.extra_key] = [0, 0, 0]
-        counts[0] += 1
-        counts[1] += len(key)
-        counts[2] += prefix_len
+            counts = self._counts[key.extra_key] = [0] * 4
+        for place, number in enumerate(rise):
+            counts[place] += number
 
     def published(self, lease: LeaseRecord) -> None:
         """Do nothing."""
@@ -52,7 +52,7 @@ class NamespaceUse:
         ranked = self._ranked()
         rows = [_stats(namespace_label(extra_key), counts) for extra_key, counts in ranked[:most]]
         others = [sum(each) for each in zip(self._others, *(counts for _, counts in ranked[most:]), strict=True)]
-        return (*rows, _stats("all others", others)) if others[0] else tuple(rows)
+        return (*rows, _stats("all others", others)) if any(others) else tuple(rows)
 
     def _ranked(self) -> list[tuple[str | None, _Counts]]:
         return sorted(self._counts.items(), key=lambda item: item[1][1], reverse=True)
@@ -73,4 +73,7 @@ def namespace_label(extra_key: str | None) -> str:
 
 
 def _stats(label: str, counts: list[int]) -> NamespaceStats:
-    return NamespaceStats(label=label, requests=counts[0], tokens_requested=counts[1], tokens_reused=counts[2])
+    requests, requested, reused, refused = counts
+    return NamespaceStats(
+        label=label, requests=requests, tokens_requested=requested, tokens_reused=reused, tokens_refused=refused
+    )

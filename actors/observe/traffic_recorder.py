@@ -47,8 +47,8 @@ class TrafficRecorder:
         return max(0.0, self._request.max_seconds - (self._clock() - self._began_at))
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """Note the start of a request."""
-        if (since := self._since_begun()) is not None:
+        """Note the start of a request. A resumed one was noted before."""
+        if not lease.resumed and (since := self._since_begun()) is not None:
             self._open[lease] = since, lease.key
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:

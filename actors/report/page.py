@@ -73,13 +73,9 @@ def _figures(report: CacheReport) -> Section:
     used = stats.num_slots - stats.free_slots
     figures = (
         Figure("pool in use", rate(used, stats.num_slots) if used else NONE, f"{used:,} of {stats.num_slots:,} slots"),
-        Figure("hit rate", rate(stats.tokens_reused, stats.tokens_requested, 2), "of prompt tokens"),
+        Figure("hit rate", rate(stats.tokens_reused, stats.tokens_requested, 2), "of granted prompt tokens"),
         Figure("tokens reused", short_count(stats.tokens_reused), "of prompts"),
-        Figure(
-            "tokens computed",
-            short_count(stats.tokens_requested - stats.tokens_refused - stats.tokens_reused),
-            "of prompts",
-        ),
+        Figure("tokens computed", short_count(stats.tokens_requested - stats.tokens_reused), "of prompts"),
         Figure("tokens evicted", short_count(stats.tokens_evicted)),
         Figure("requests served", f"{stats.acquires:,}", "leases granted"),
         Figure("open leases", f"{stats.open_leases:,}", f"of {stats.open_sessions:,} clients"),
@@ -90,7 +86,7 @@ def _figures(report: CacheReport) -> Section:
     never = [Text(f"{sentence}.") for sentence in too_large(stats)]
     notes = []
     if stats.exhausted:
-        notes.append(Text(f"Requests refused for lack of slots count as misses: {stats.exhausted:,}.", True))
+        notes.append(Text(f"Refused for lack of slots, and in no hit rate: {stats.exhausted:,} requests.", True))
     if stats.restarts:
         notes.append(Text(f"The last restart: {stats.last_restart_cause}", True))
     return Section("", (*never, Figures(figures), *notes))
@@ -107,10 +103,13 @@ def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> Section:
             rate(each.tokens_reused, each.tokens_requested),
             f"{each.requests:,}",
             short_count(each.tokens_requested),
+            short_count(each.tokens_refused),
         )
         for each in namespaces
     ]
-    return Section(title, (Table(("namespace", "", "hit rate", "requests", "tokens"), rows, numbers_from=2),))
+    return Section(
+        title, (Table(("namespace", "", "hit rate", "requests", "tokens", "refused"), rows, numbers_from=2),)
+    )
 
 
 def _tenants(stats: CacheStats) -> Section:

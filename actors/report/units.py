@@ -34,10 +34,10 @@ def too_large(stats: CacheStats) -> list[str]:
     if not found.requests:
         return []
     noun = "request" if found.requests == 1 else "requests"
-    share = percent(found.tokens / stats.tokens_requested)
+    share = percent(found.tokens / (stats.tokens_requested + stats.tokens_refused))
     return [
         f"{found.requests:,} {noun}, {share} of the prompt tokens, can never fit in {stats.num_slots:,} slots and "
-        f"count as misses; the largest needs a capacity of {found.largest_slots:,}"
+        f"are in no hit rate; the largest needs a capacity of {found.largest_slots:,}"
     ]
 
 

@@ -70,11 +70,11 @@ def _build_tree(
     gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num, "watermark"))]
     swa_floor = state_floor = 0
     if (swa := allocator.swa) is not None:
-        window = PoolGauge(marks, swa.num_slots, swa.available_size, lambda num: core.evict_window(num))
+        window = PoolGauge(marks, swa.num_slots, swa.available_size, lambda num: core.evict_window(num), "window slots")
         gauges.append(window)
         swa_floor = window.pressure_floor
     if states is not None:
-        state = PoolGauge(marks, states.num_slots, states.available_size, lambda num: core.evict_states(num))
+        state = PoolGauge(marks, states.num_slots, states.available_size, lambda num: core.evict_states(num), "states")
         gauges.append(state)
         state_floor = state.pressure_floor
     tenants = (Tenant(each.name, each.namespace, each.floor_slots, each.cap_slots) for each in config.tenants)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from raydix.schemas import EvictionConfig, EvictionTaskStats
@@ -23,10 +24,16 @@ class PoolGauge:
         num_slots: its size.
         free_slots: returns the number of free slots.
         evict: frees at least so many slots, or all it may; returns the number freed.
+        pool: its name, as in `OutOfSlotsError`.
     """
 
     def __init__(
-        self, config: EvictionConfig, num_slots: int, free_slots: Callable[[], int], evict: Callable[[int], int]
+        self,
+        config: EvictionConfig,
+        num_slots: int,
+        free_slots: Callable[[], int],
+        evict: Callable[[int], int],
+        pool: str = "slots",
     ) -> None:
         # Both marks as free slots: below the floor the task wakes, at the goal it sleeps again.
         enabled = config.high_watermark < 1.0
@@ -34,6 +41,7 @@ class PoolGauge:
         self.goal = num_slots - int(config.low_watermark * num_slots)
         self.free_slots = free_slots
         self.evict = evict
+        self.pool = pool
 
 
 class Steps:
@@ -91,7 +99,8 @@ class EvictionTask:
         self._after_slice = after_slice
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._rounds = self._slices = self._tokens_evicted = self._failures = 0
+        self._rounds = self._slices = self._retired = self._failures = 0
+        self._evicted: Counter[str] = Counter()  # by pool
         self._longest_slice_s = 0.0
         self._last_error: str | None = None
 
@@ -128,49 +137,44 @@ class EvictionTask:
             loop.call_soon_threadsafe(self._task.cancel)
 
     async def run_round(self) -> int:
-        """Evict down to the low watermark, or until nothing is evictable; return the tokens evicted."""
-        total, done = 0, False
+        """Evict down to the low watermarks, or until nothing is evictable; return the tokens freed."""
+        before, done = self._retired + self._evicted["slots"], False
         while not done:
-            evicted, done = self._run_slice()
-            total += evicted
+            done = self._run_slice()
             self._after_slice()
             if not done:
                 await asyncio.sleep(0)
         self._rounds += 1
-        return total
+        return self._retired + self._evicted["slots"] - before
 
-    def _run_slice(self) -> tuple[int, bool]:
-        """Evict for as long as a slice lasts; return the tokens evicted, and whether the round is over."""
+    def _run_slice(self) -> bool:
+        """Evict for as long as a slice lasts; return whether the round is over."""
         started = self._steps.begin()
-        total, done = self._reclaim_retired()
+        done = self._reclaim_retired()
         for gauge in self._gauges:
-            evicted, relieved = self._relieve(gauge)
-            total += evicted
-            done = done and relieved
+            done = self._relieve(gauge) and done
         self._slices += 1
-        self._tokens_evicted += total
         self._longest_slice_s = max(self._longest_slice_s, time.monotonic() - started)
-        return total, done
+        return done
 
-    def _reclaim_retired(self) -> tuple[int, bool]:
-        """Free retired slots for as long as the slice lasts; return their number, and whether none is left."""
-        total = 0
+    def _reclaim_retired(self) -> bool:
+        """Free retired slots for as long as the slice lasts; return whether none is left."""
         while freed := self._reclaim(self._steps.num_tokens):
-            total += freed
+            self._retired += freed
             if self._steps.done():
-                return total, False
-        return total, True
+                return False
+        return True
 
-    def _relieve(self, gauge: PoolGauge) -> tuple[int, bool]:
-        """Evict from one pool for as long as the slice lasts; return the tokens, and whether the goal is met."""
-        total, done = 0, gauge.free_slots() >= gauge.goal
+    def _relieve(self, gauge: PoolGauge) -> bool:
+        """Evict from one pool for as long as the slice lasts; return whether the goal is met."""
+        done = gauge.free_slots() >= gauge.goal
         while not done:
             evicted = gauge.evict(min(gauge.goal - gauge.free_slots(), self._steps.num_tokens))
-            total += evicted
+            self._evicted[gauge.pool] += evicted
             done = evicted == 0 or gauge.free_slots() >= gauge.goal
             if self._steps.done():
                 break
-        return total, done
+        return done
 
     async def _run(self) -> None:
         while True:
@@ -192,7 +196,10 @@ class EvictionTask:
             alive=self._task is not None and not self._task.done(),
             rounds=self._rounds,
             slices=self._slices,
-            tokens_evicted=self._tokens_evicted,
+            tokens_evicted=self._evicted["slots"],
+            window_slots_evicted=self._evicted["window slots"],
+            states_evicted=self._evicted["states"],
+            retired_tokens=self._retired,
             failures=self._failures,
             last_error=self._last_error,
             longest_slice_ms=self._longest_slice_s * 1000,

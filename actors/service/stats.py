@@ -31,6 +31,9 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
         "tokens_requested": counters.tokens_requested,
         "tokens_refused": counters.tokens_refused,
         "tokens_reused": counters.tokens_reused,
+        "resumed_acquires": counters.num_resumed,
+        "resumed_tokens": counters.tokens_resumed,
+        "resumed_tokens_reused": counters.tokens_reused_resumed,
         "tokens_inserted": counters.tokens_inserted,
         "tokens_duplicate": counters.tokens_duplicate,
         "tokens_evicted": counters.tokens_evicted,
@@ -40,8 +43,8 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
             tokens=counters.tokens_too_large,
             largest_slots=counters.largest_too_large,
         ),
-        "swa": _pool_stats(core.swa_sizes()),
-        "state": _pool_stats(core.state_sizes()),
+        "swa": _pool_stats(core.swa_sizes(), counters.window_slots_evicted),
+        "state": _pool_stats(core.state_sizes(), counters.states_evicted),
         "tenants": tuple(map(_tenant_stats, core.configured_tenants())),
     }
 
@@ -87,7 +90,7 @@ def _tenant_stats(tenant: Tenant) -> TenantStats:
     )
 
 
-def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:
+def _pool_stats(sizes: PoolSizes | None, evicted: int) -> PoolStats | None:
     if sizes is None:
         return None
     tree = sizes.evictable + sizes.protected
@@ -99,4 +102,5 @@ def _pool_stats(sizes: PoolSizes | None) -> PoolStats | None:
         quarantined_slots=sizes.quarantined,
         evictable_slots=sizes.evictable,
         protected_slots=sizes.protected,
+        evicted=evicted,
     )

@@ -150,9 +150,8 @@ class Admission:
 
     def _grant(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
         self._check_binding(session_id, request)
-        lease = self._core.acquire(
-            request.lease_id, session_id, key, request.new_tokens, request.max_prefix_len, request.priority
-        )
+        limits = request.new_tokens, request.max_prefix_len, request.priority, request.resumed
+        lease = self._core.acquire(request.lease_id, session_id, key, *limits)
         return self.granted(lease)
 
     def _grow(self, session_id: str, request: ExtendRequest) -> ExtendResponse:

@@ -91,7 +91,7 @@ def _unpacked(kind: Any, *fields: Any) -> Message:
 def _row_of_request(request: Message) -> Any:
     if isinstance(request, AcquireRequest):
         tokens = request.tokens
-        limits = request.new_tokens, request.max_prefix_len, request.priority, request.timeout_s
+        limits = request.new_tokens, request.max_prefix_len, request.priority, request.timeout_s, request.resumed
         return _ACQUIRE, request.lease_id, tokens.data, tokens.width, request.namespace, *limits
     if isinstance(request, InsertRequest):
         ids, flags = request.suffix, (request.release, request.publish_state)
@@ -106,9 +106,8 @@ def _request(row: Any) -> Any:
     kind = row[0]
     try:
         if kind == _ACQUIRE:
-            _, lease_id, data, width, namespace, new_tokens, max_prefix_len, priority, timeout_s = row
-            tokens = TokenIds(data, width)
-            return AcquireRequest(lease_id, tokens, namespace, new_tokens, max_prefix_len, priority, timeout_s)
+            _, lease_id, data, width, namespace, *limits = row
+            return AcquireRequest(lease_id, TokenIds(data, width), namespace, *limits)
         if kind == _INSERT:
             _, lease_id, num_tokens, data, width, release, publish_state, known_len = row
             return InsertRequest(lease_id, num_tokens, TokenIds(data, width), release, publish_state, known_len)

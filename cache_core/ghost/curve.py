@@ -81,32 +81,21 @@ class GhostCurve:
     # ---------------------------------------------------------------- requests
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """Look up the prompt of a lease."""
-        use = self._look_up(lease.key, lease.num_slots, max_prefix_len)
+        """Look up the prompt of a lease. That of a resumed lease is not counted again."""
+        page, key = self.page_size, lease.key
+        num_pages = max(0, len(key) - self._bigram) // page
+        if lease.resumed:
+            counted = 0
+        else:
+            counted = num_pages if max_prefix_len is None else min(num_pages, max_prefix_len // page)
+            self.tokens_requested += len(key)
+            self._num_pages += counted
+        use = _Use(key, num_pages, self._seed_of(key.extra_key), counted, -(-lease.num_slots // page))
         self._open[lease] = use, 0
         self._add(use)
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Count a rejected request: a larger cache would look up and store its prompt.
-
-        If the request can ever fit, other leases take its space now, and it will be sent again: count it as a miss in
-        caches of all sizes.
-        """
-        if can_ever_fit:
-            self.tokens_requested += len(key)
-            return
-        use = self._look_up(key, num_tokens, None)
-        use.stores = True
-        self._add(use)
-
-    def _look_up(self, key: RadixKey, num_tokens: int, max_prefix_len: int | None) -> _Use:
-        """Return the lookup of a prompt by a lease over `num_tokens` tokens, and count its tokens as requested."""
-        page = self.page_size
-        num_pages = max(0, len(key) - self._bigram) // page
-        counted = num_pages if max_prefix_len is None else min(num_pages, max_prefix_len // page)
-        self.tokens_requested += len(key)
-        self._num_pages += counted
-        return _Use(key, num_pages, self._seed_of(key.extra_key), counted, -(-num_tokens // page))
+        """Do nothing: a refused request is in no hit rate."""
 
     def published(self, lease: LeaseRecord) -> None:
         """Store the pages that a lease publishes first; `ended` stores the pages that it publishes later."""

@@ -211,7 +211,10 @@ class LeaseAllocator:
             result = self._tree.evict(num_tokens, swa_num_tokens, num_states)
         finally:
             self._tenants.caller = None
-        self._counters.tokens_evicted += result.full_evicted
+        counters = self._counters
+        counters.tokens_evicted += result.full_evicted
+        counters.window_slots_evicted += result.swa_evicted
+        counters.states_evicted += result.mamba_evicted
         return result
 
     def _evict_own(self, tenant: Tenant, num_tokens: int) -> None:

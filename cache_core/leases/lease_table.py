@@ -34,6 +34,7 @@ class LeaseRecord:
         "prefix_len",
         "priority",
         "receipt",
+        "resumed",
         "retired",
         "session_id",
         "since",
@@ -72,6 +73,7 @@ class LeaseRecord:
         self.swa_freed_len = 0  # leading tokens without window KV, because the lease freed it; whole pages
         self.state_slot: int | None = None  # slot of its private recurrent state
         self.offer_id = ""  # of the open offer to other sessions; "" without one
+        self.resumed = False  # its request had a lease before, which was preempted
         self.only_locks = False  # `lock` granted it, and `extend` was not called
 
     @property

@@ -71,12 +71,16 @@ class LeasedCache(ABC):
         new_tokens: int = 0,
         max_prefix_len: int | None = None,
         priority: int = 0,
+        resumed: bool = False,
     ) -> LeaseRecord:
         """Lock the cached prefix of `key`, and allocate slots for its other tokens and `new_tokens` more.
 
         If too few slots are free, the shortfall is evicted. The lease reuses at most `max_prefix_len` tokens of the
         cached prefix. If the cache evicts by priority, the pages that the lease uses and publishes get at least its
         `priority`. If the session has this lease open already, returns it.
+
+        Args:
+            resumed: the request had a lease before, which was preempted. It is counted apart from other requests.
 
         Raises:
             OutOfSlotsError: too few slots are free or evictable; nothing was allocated or evicted.
@@ -93,6 +97,7 @@ class LeasedCache(ABC):
         if max_prefix_len is not None and max_prefix_len < 0:
             raise LeaseRangeError(f"max_prefix_len must not be negative: {max_prefix_len}")
         lease = self._grant(lease_id, session_id, key, len(key) + new_tokens, max_prefix_len, priority)
+        lease.resumed = resumed
         self._open(lease, max_prefix_len)
         return lease
 
@@ -125,17 +130,21 @@ class LeasedCache(ABC):
     def _open(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         self.leases.add(lease)
         counters, prefix_len = self.counters, lease.prefix_len
-        counters.acquires += 1
-        counters.hits += prefix_len > 0
-        counters.tokens_requested += len(lease.key)
-        counters.tokens_reused += prefix_len
+        if lease.resumed:
+            counters.num_resumed += 1
+            counters.tokens_resumed += len(lease.key)
+            counters.tokens_reused_resumed += prefix_len
+        else:
+            counters.acquires += 1
+            counters.hits += prefix_len > 0
+            counters.tokens_requested += len(lease.key)
+            counters.tokens_reused += prefix_len
         for observer in self.observers:
             observer.granted(lease, max_prefix_len)
 
     def count_refusal(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Count that the caller refuses a lease of `key` over `num_tokens` tokens for lack of slots."""
         counters = self.counters
-        counters.tokens_requested += len(key)
         counters.tokens_refused += len(key)
         if not can_ever_fit:
             counters.num_too_large += 1

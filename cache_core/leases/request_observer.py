@@ -13,7 +13,10 @@ class RequestObserver(Protocol):
     """An observer of a cache's requests. The cache waits for each call, which must be quick and must not raise."""
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """Note that a lease began. It may reuse at most `max_prefix_len` tokens; None: all that are cached."""
+        """Note that a lease began. It may reuse at most `max_prefix_len` tokens; None: all that are cached.
+
+        If it is `resumed`, its request was noted before.
+        """
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Note that a request for a lease of `key` over `num_tokens` tokens was refused for lack of slots."""

@@ -34,15 +34,20 @@ class PoolSizes(NamedTuple):
 class Counters:
     """Counts of events and tokens since the start."""
 
-    acquires: int = 0
+    acquires: int = 0  # granted, by requests that had no lease before
     hits: int = 0
-    tokens_requested: int = 0  # also of refused requests
+    tokens_requested: int = 0  # prompt tokens of these
     tokens_refused: int = 0
     num_too_large: int = 0  # refused requests that can never fit
     tokens_too_large: int = 0
     largest_too_large: int = 0  # slots
     tokens_reused: int = 0
+    num_resumed: int = 0  # leases granted to preempted requests
+    tokens_resumed: int = 0
+    tokens_reused_resumed: int = 0
     tokens_inserted: int = 0
     tokens_duplicate: int = 0
     tokens_evicted: int = 0
+    window_slots_evicted: int = 0
+    states_evicted: int = 0
     probes: int = 0

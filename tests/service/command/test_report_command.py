@@ -15,6 +15,7 @@ from support.models.sample_trace import EVICTED, PROMPT_TOKENS, PROMPTS, REUSED,
 from support.processes.command_line import run, run_json
 
 from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache_async
+from raydix.actors.report.units import short_count
 from raydix.schemas import CacheConfig, GhostConfig, PoolConfig
 
 
@@ -60,7 +61,7 @@ def test_the_page_of_a_trace(tmp_path: Path) -> None:
     assert (told["stats"]["exhausted"], told["stats"]["refusals"]) == (1, {"never_fits": 1})
     assert sum(each["tokens_requested"] for each in told["namespaces"]) == PROMPT_TOKENS
     html = out.read_text(encoding="utf-8")
-    assert "Requests refused for lack of slots count as misses: 1." in html
+    assert "Refused for lack of slots, and in no hit rate: 1 requests." in html
     assert "7 requests" not in html
     assert "<h1>trace.jsonl</h1>" in html
 
@@ -70,14 +71,14 @@ def test_requests_that_can_never_fit_come_before_all_figures(tmp_path: Path) -> 
 
     lines = run("report", write_trace(tmp_path), "-o", out, "--capacity", 2048).stdout.splitlines()
 
-    share = 100 * PROMPTS[-1][0] / PROMPT_TOKENS
+    share = 100 * PROMPTS[-1][0] / (PROMPT_TOKENS + PROMPTS[-1][0])
     sentence = (
-        f"1 request, {share:.1f} % of the prompt tokens, can never fit in 2,048 slots and count as misses; the largest "
-        "needs a capacity of 2,560"
+        f"1 request, {share:.1f} % of the prompt tokens, can never fit in 2,048 slots and are in no hit rate; the "
+        "largest needs a capacity of 2,560"
     )
     assert lines == [
         sentence,
-        f"hit rate {100 * REUSED / PROMPT_TOKENS:.2f} % of 8.5k prompt tokens",
+        f"hit rate {100 * REUSED / PROMPT_TOKENS:.2f} % of {short_count(PROMPT_TOKENS)} prompt tokens",
         f"{out}: open it in a browser",
     ]
     html = out.read_text(encoding="utf-8")

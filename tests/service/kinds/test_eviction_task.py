@@ -106,6 +106,25 @@ async def test_above_the_high_mark_it_evicts_the_least_recently_used_down_to_the
     assert len(held) == 1
 
 
+async def test_evictions_are_counted_by_pool() -> None:
+    pool = PoolConfig(num_slots=1_000, num_swa_slots=20, num_state_slots=10, device="cpu")
+    config = CacheConfig(kind="mamba", sliding_window_size=2, pool=pool, eviction=config_of().eviction)
+    async with opened(config) as cache:
+        for token in range(30):
+            lease = await cache.acquire([token, token])
+            await lease.insert([token, token], publish_state=True, release=True)
+
+        stats = await settle(cache)
+
+        task = stats.eviction_task
+        assert stats.swa is not None and stats.state is not None
+        assert task.tokens_evicted == task.retired_tokens == 0
+        assert task.window_slots_evicted > 0
+        assert task.window_slots_evicted + 2 * task.states_evicted <= stats.swa.evicted
+        assert stats.swa.evicted == stats.tokens_evicted == 60 - stats.swa.tree_slots  # leaves go whole
+        assert stats.state.evicted == 30 - stats.state.tree_slots
+
+
 def timers() -> list[str]:
     """Return the loop's timers, except those of heartbeats."""
     scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]

@@ -334,6 +334,7 @@ class _AcquireRules(_Rules):
     max_prefix_len: Count | None = None
     priority: Priority = 0
     timeout_s: TimeoutSeconds = None
+    resumed: bool = False
 
 
 class _InsertRules(_Rules):
@@ -364,7 +365,7 @@ class _BatchRules(_Rules):
 RULES = {AcquireRequest: _AcquireRules, InsertRequest: _InsertRules, Batch: _BatchRules}
 FREQUENT: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # a request's values, and others in place of each
     AcquireRequest: (
-        ("l", TOKENS, None, 0, None, 0, None),
+        ("l", TOKENS, None, 0, None, 0, None, True),
         [
             ["", "l" * 128, "l" * 129, None, b"l"],
             [WIDE, [1, 2], EMPTY, TORN, TokenIds("abcd", 4), None],  # type: ignore[arg-type]
@@ -373,6 +374,7 @@ FREQUENT: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # a request's
             [0, 7, -1, False, 1.5],
             [-(2**31), 2**31 - 1, -(2**31) - 1, 2**31, True, 0.0, None],
             [0, 1.5, -1, float("nan"), float("inf"), "soon"],
+            [1, "perhaps", None],
         ],
     ),
     InsertRequest: (
