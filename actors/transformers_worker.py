@@ -220,6 +220,10 @@ class TransformersWorker(WatchedActor):
         if self._model.layers.has_states:
             branching_len = (await client.match(decoding.prompt, **namespace)).branching_len
 
+        layers, page = self._model.layers, client.config.page_size
+        crosses = decoding.max_computed // page > decoding.num_prompt // page
+        keeps_boundary = layers.has_states and self._model.traits.decodes_alike and crosses
+
         def take() -> Awaitable[Lease]:
             return client.acquire(
                 decoding.prompt,
@@ -228,6 +232,7 @@ class TransformersWorker(WatchedActor):
                 max_prefix_len=max(
                     0, decoding.num_prompt - self._model.least_part
                 ),  # compute at least the last token, for its logits
+                boundary_state=keeps_boundary,
             )
 
         async with await self._binding.lease(client, namespace["lora_id"], take) as lease:

@@ -117,6 +117,7 @@ class AcquireRequest(Message):
         priority: under the policy "priority", KV used by higher ones stays longer.
         timeout_s: seconds to wait for room; None: as configured.
         resumed: the request was preempted before: it is counted apart.
+        boundary_state: the lease gets a second state slot if there is one.
     """
 
     lease_id: LeaseId
@@ -127,6 +128,7 @@ class AcquireRequest(Message):
     priority: Priority = 0
     timeout_s: TimeoutSeconds = None
     resumed: bool = False
+    boundary_state: bool = False
 
     def check(self) -> None:
         """Apply the rules of the fields. Values that most requests have are compared here, which takes less time."""
@@ -151,8 +153,9 @@ class AcquireRequest(Message):
             apply_rule(self, "priority")
         if self.timeout_s is not None:
             apply_rule(self, "timeout_s")
-        if type(self.resumed) is not bool:
+        if not type(self.resumed) is type(self.boundary_state) is bool:
             apply_rule(self, "resumed")
+            apply_rule(self, "boundary_state")
 
     __post_init__ = check  # type: ignore[misc]  # so that no message is without it
 
@@ -176,6 +179,7 @@ class InsertRequest(Message):
         release: end the lease in the same step.
         publish_state: publish the lease's state as the one after these tokens.
         known_len: tokens that the client knows to be published already.
+        boundary_len: publish the state in the lease's boundary slot as the one after so many tokens; None: do not.
     """
 
     lease_id: LeaseId
@@ -184,6 +188,7 @@ class InsertRequest(Message):
     release: bool = False
     publish_state: bool = False
     known_len: Count = 0
+    boundary_len: Count | None = None
 
     def check(self) -> None:
         """As `AcquireRequest.check`."""
@@ -199,6 +204,8 @@ class InsertRequest(Message):
             apply_rule(self, "publish_state")
         if type(self.known_len) is not int or not 0 <= self.known_len <= MAX_COUNT:
             apply_rule(self, "known_len")
+        if self.boundary_len is not None:
+            apply_rule(self, "boundary_len")
 
     __post_init__ = check  # type: ignore[misc]  # so that no message is without it
 

@@ -45,6 +45,7 @@ class LeaseResponse(Answer):
         page_starts: int32: first slots of the lease's runs of `CacheConfig.run_len`, in token order.
         swa_page_starts: int32: each page in the window pool; 0: gone.
         state_slot: the lease's own recurrent state.
+        boundary_slot: the lease's own slot for a copy of its state at the end of a page.
     """
 
     lease_id: str
@@ -53,6 +54,7 @@ class LeaseResponse(Answer):
     page_starts: bytes = field(repr=False)
     swa_page_starts: bytes = field(default=b"", repr=False)
     state_slot: int | None = None
+    boundary_slot: int | None = None
 
 
 class AdoptResponse(PydanticAnswer):

@@ -144,6 +144,9 @@ class CacheStats(PydanticMessage):
     resumed_acquires: int = Field(default=0, description="leases granted to requests that had been preempted")
     resumed_tokens: int = Field(default=0, description="tokens of these: prompts, and tokens generated before")
     resumed_tokens_reused: int = Field(default=0, description="of resumed_tokens, the tokens with cached KV")
+    boundary_states_refused: int = Field(
+        default=0, description="acquires with boundary_state that found no second state slot, and were granted without"
+    )
     tokens_inserted: int
     tokens_duplicate: int = Field(description="tokens computed twice: their slots were freed on insert")
     tokens_evicted: int = Field(description="by the task, by requests short of slots and by evict()")

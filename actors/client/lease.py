@@ -70,6 +70,8 @@ class Lease:
         published_len: tokens in the tree, held by this lease; grows with `insert`.
         state_slot: the lease's own row of the state tensors, which holds a copy of the state after the prefix (zeros
             where there is none); None for kinds without states.
+        boundary_slot: the lease's own row for a copy of that at the end of a page, which `insert(boundary_len=...)`
+            publishes; None: it has none, or it may be published.
         on_change: called after the lease has published pages or has ended; None: there is nothing to call. For the
             parts of this package.
     """
@@ -85,6 +87,7 @@ class Lease:
         self._dtype: np.dtype[Any] | None = None  # of the caller's array, if `_tokens` has its bytes
         self._held = LeaseSlots(response.page_starts, response.swa_page_starts, response.num_slots, run_len)
         self.state_slot = response.state_slot
+        self.boundary_slot = response.boundary_slot
         self.on_change: Callable[[], None] | None = None
         self._ended = False
         self._has_raised_loss = False  # a caller has seen that the lease ended with its session
@@ -145,18 +148,28 @@ class Lease:
         """Return True, even if the lease covers no tokens: it must be ended like any other."""
         return True
 
-    async def insert(self, tokens: Any, *, release: bool = False, publish_state: bool = False) -> InsertResponse:
+    async def insert(
+        self, tokens: Any, *, release: bool = False, publish_state: bool = False, boundary_len: int | None = None
+    ) -> InsertResponse:
         """Publish computed tokens: whole pages of `tokens`, which begin with those the lease was acquired for.
 
         From then on other requests hit them. If the tree has a page already, the lease's page is freed and `slots`
         names the tree's. `release=True` ends the lease in the same message. `publish_state=True` publishes a copy of
         the lease's state as the state after the last token, which must end a page.
 
+        Args:
+            boundary_len: publish the state in `boundary_slot`, which the caller has copied there after so many tokens:
+                those of the last whole page. The slot is the cache's then: do not write it again. None: no page has
+                ended since the lease began, or it has no such slot.
+
         Raises:
-            InvalidRequest: more tokens than the lease covers, or other tokens than it was acquired for.
+            InvalidRequest: more tokens than the lease covers, other tokens than it was acquired for, or a
+                `boundary_len` that is not the end of the last whole page.
             UnknownLease: the lease has ended.
         """
-        return await self.client.insert(self, tokens, release=release, publish_state=publish_state)
+        return await self.client.insert(
+            self, tokens, release=release, publish_state=publish_state, boundary_len=boundary_len
+        )
 
     async def release_window(self, up_to: int) -> None:
         """Free the window KV before token `up_to`, which decoding no longer reads: `swa_slots` is 0 there.
@@ -201,20 +214,20 @@ class Lease:
         """
         return await self.client.grant(self, timeout_s=timeout_s)
 
-    async def preempt(self, tokens: Any, *, publish_state: bool = False) -> None:
+    async def preempt(self, tokens: Any, *, publish_state: bool = False, boundary_len: int | None = None) -> None:
         """Publish the whole pages of `tokens` and end the lease, so that other requests get its slots.
 
         A later `acquire` of the same tokens hits the pages that were not evicted in between.
 
         Args:
             tokens: all ids with computed KV, as for `insert`; empty if no KV was computed yet.
-            publish_state: as for `insert`.
+            publish_state: as for `insert`, and so is `boundary_len`.
 
         Raises:
             InvalidRequest: as for `insert`; the lease is as before.
             UnknownLease: the lease has ended.
         """
-        await self.client.preempt(self, tokens, publish_state=publish_state)
+        await self.client.preempt(self, tokens, publish_state=publish_state, boundary_len=boundary_len)
 
     async def release(self) -> None:
         """End the lease: private slots are freed, inserted pages stay. No effect if it has ended."""
@@ -316,7 +329,9 @@ class Lease:
         self._num_requests += 1
         return self.published_len, self._num_requests
 
-    def on_insert(self, tokens: TokenIds, release: bool, mark: RequestMark, outcome: Outcome) -> None:
+    def on_insert(
+        self, tokens: TokenIds, release: bool, publishes_boundary: bool, mark: RequestMark, outcome: Outcome
+    ) -> None:
         """Update the lease after an insert: pages went to the tree, and some slots may be the tree's now.
 
         The response has all slots behind the tokens that were known to be published, so earlier responses may be lost.
@@ -325,8 +340,11 @@ class Lease:
         if not isinstance(outcome, InsertResponse):
             if isinstance(outcome, CacheError) and may_have_taken_effect(outcome):
                 self._unanswered = max(self._unanswered, number)
+                self.boundary_slot = None if publishes_boundary else self.boundary_slot
             return
         self._answered = max(self._answered, number)
+        if publishes_boundary and not outcome.retired:
+            self.boundary_slot = None
         self._ended = self._ended or release
         if tokens is not self._tokens and len(tokens) > len(self._tokens):
             self._tokens, self._dtype = tokens, None

@@ -231,6 +231,7 @@ class PrefixCacheClient:
         priority: int = 0,
         timeout_s: float | None = None,
         resumed: bool = False,
+        boundary_state: bool = False,
     ) -> Lease:
         """Lock the cached prefix of `tokens` and allocate slots for the rest and `new_tokens` more, in one step.
 
@@ -250,6 +251,9 @@ class PrefixCacheClient:
                 is.
             timeout_s: seconds to wait for slots; None: `LeaseConfig.acquire_timeout_s`; 0: do not wait.
             resumed: the request had a lease before, which was preempted: `stats` counts it apart from other requests.
+            boundary_state: for models with recurrent states: `boundary_slot` is a second state slot, for a copy of the
+                state at the end of each page, as a request seldom knows where its answer ends. Where none is free or
+                evictable, it is None.
 
         Returns:
             The lease, to be awaited or entered once. `lease.slots` has `len(tokens) + new_tokens` entries: those of
@@ -276,6 +280,7 @@ class PrefixCacheClient:
             priority=priority,
             timeout_s=timeout_s,
             resumed=resumed,
+            boundary_state=boundary_state,
         )
         lease = await self._request_lease(request)
         lease.remember_packed(tokens)
@@ -297,7 +302,13 @@ class PrefixCacheClient:
         return lease
 
     async def insert(
-        self, lease: Lease, tokens: Any, *, release: bool = False, publish_state: bool = False
+        self,
+        lease: Lease,
+        tokens: Any,
+        *,
+        release: bool = False,
+        publish_state: bool = False,
+        boundary_len: int | None = None,
     ) -> InsertResponse:
         """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease is updated."""
         self.check_lease(lease)
@@ -311,14 +322,18 @@ class PrefixCacheClient:
             release=release,
             publish_state=publish_state,
             known_len=mark[0],
+            boundary_len=boundary_len,
         )
-        note = partial(lease.on_insert, packed, request.release, mark)
+        publishes_boundary = boundary_len is not None and not publish_state
+        note = partial(lease.on_insert, packed, request.release, publishes_boundary, mark)
         return checked_response(InsertResponse, await self.session.ask_for_lease(request, note))
 
-    async def preempt(self, lease: Lease, tokens: Any, *, publish_state: bool = False) -> None:
+    async def preempt(
+        self, lease: Lease, tokens: Any, *, publish_state: bool = False, boundary_len: int | None = None
+    ) -> None:
         """`Lease.preempt`."""
         if len(packed := checked_token_ids(tokens)):
-            await self.insert(lease, packed, release=True, publish_state=publish_state)
+            await self.insert(lease, packed, release=True, publish_state=publish_state, boundary_len=boundary_len)
         else:
             self.check_lease(lease)
             await self.release(lease)

@@ -32,6 +32,7 @@ async def acquire_ranks(
     priority: int = 0,
     timeout_s: float | None = None,
     resumed: bool = False,
+    boundary_state: bool = False,
 ) -> list[Lease]:
     """Acquire one lease per rank of a tensor-parallel engine, all with the same `prefix_len`, or none.
 
@@ -50,7 +51,7 @@ async def acquire_ranks(
         timeout_s: seconds for all attempts together, from the time when all sessions are open; None:
             `LeaseConfig.acquire_timeout_s` of the first cache; 0: one attempt without waiting. If a rank has lost a
             part of the prefix after that time, another attempt with the shorter prefix follows without waiting.
-        resumed: as in `PrefixCacheClient.acquire`.
+        resumed: as in `PrefixCacheClient.acquire`, and so is `boundary_state`.
 
     Returns:
         The leases in the order of `clients`; the caller ends each. If the caller is cancelled, all that were granted
@@ -76,6 +77,7 @@ async def acquire_ranks(
         priority=priority,
         timeout_s=timeout_s,
         resumed=resumed,
+        boundary_state=boundary_state,
     )
     await _gather(client.open() for client in ranks)
     if (time_s := request.timeout_s) is None:
@@ -167,6 +169,7 @@ class _Attempts:
             priority=request.priority,
             timeout_s=timeout_s,
             resumed=request.resumed,
+            boundary_state=request.boundary_state,
         )
 
 

@@ -83,6 +83,11 @@ class SyncLease:
         return self.lease.state_slot
 
     @property
+    def boundary_slot(self) -> int | None:
+        """`Lease.boundary_slot`."""
+        return self.lease.boundary_slot
+
+    @property
     def lease_id(self) -> str:
         """`Lease.lease_id`."""
         return self.lease.lease_id

@@ -356,6 +356,7 @@ class Fleet:
         priority: int = 0,
         timeout_s: float | None = None,
         resumed: bool = False,
+        boundary_state: bool = False,
     ) -> Lease:
         """Route a request, and acquire a lease at its cache; if that cache refuses, at the next best.
 
@@ -365,7 +366,7 @@ class Fleet:
         Args:
             tokens: as in `PrefixCacheClient.acquire`, and so are the following.
             timeout_s: seconds to wait for slots; None: `LeaseConfig.acquire_timeout_s` of the cache; 0: do not wait.
-            resumed: as in `PrefixCacheClient.acquire`.
+            resumed: as in `PrefixCacheClient.acquire`, and so is `boundary_state`.
 
         Returns:
             The lease, to be awaited or entered once. `lease.client` is the client of its cache.
@@ -387,6 +388,7 @@ class Fleet:
             priority=priority,
             timeout_s=timeout_s,
             resumed=resumed,
+            boundary_state=boundary_state,
         )
         await self._wait_alive()
         names = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
@@ -438,6 +440,7 @@ class Fleet:
                 priority=request.priority,
                 timeout_s=timeout_s,
                 resumed=request.resumed,
+                boundary_state=request.boundary_state,
             )
         except BaseException as error:
             route.cancel()

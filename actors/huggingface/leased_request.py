@@ -5,7 +5,8 @@
      from the  prefill   ┊ in parts, where a state is        ┊
      cache               ┊ published: ─────────────────────> ┊ the last page boundary
 
-Without recurrent states the prefill is one part. With a sliding window, decoding frees the KV behind the window.
+Without recurrent states the prefill is one part. With a sliding window, decoding frees the KV behind the window. With
+recurrent states, decoding copies its state at each page boundary, and publishes the last copy with the answer.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class LeasedRequest:
         self._branching_len = branching_len
         self._page_size = pool.layout.page_size
         self._state_len = lease.prefix_len  # tokens after which the last state was published
+        self._boundary_len = 0  # tokens after which the state was copied to the lease's boundary slot; 0: it was not
         self._window_from = 0  # the window KV of the private tokens before this has been freed
         self._cache: PooledCache | CopiedCache
 
@@ -68,16 +70,26 @@ class LeasedRequest:
         if not decoding.done and self._floor(decoding.num_prompt) > lease.published_len:
             await self._publish()
         await self._decode()
-        await self._publish(with_state=self._at_page_end(), release=True)
+        await self._publish(with_state=self._at_page_end() and not self._boundary_len, release=True)
 
     async def _decode(self) -> None:
+        """Decode. Copy the state at each page boundary, as the answer may end before the next one.
+
+        Without a slot for the copy, the state is published at the last boundary that the answer can reach.
+        """
         decoding = self._decoding
         last_page_end = self._floor(decoding.max_computed)
         publishes = self._model.layers.has_states and self._model.traits.decodes_alike
         while not decoding.done:
             await self._step()
             await self._leave_window()
-            if publishes and decoding.num_computed == last_page_end and not decoding.done:
+            if not publishes:
+                continue
+            if self._lease.boundary_slot is not None and isinstance(self._cache, PooledCache):
+                if self._at_page_end():
+                    await self._model.run(self._cache.copy_state, self._lease.boundary_slot)
+                    self._boundary_len = decoding.num_computed
+            elif decoding.num_computed == last_page_end and not decoding.done:
                 await self._publish(with_state=True)
 
     async def _decode_unpublished(self) -> None:
@@ -169,7 +181,7 @@ class LeasedRequest:
             await self._repoint()
 
     async def _insert(self, with_state: bool, release: bool) -> None:
-        """Publish the computed tokens, with the state after them if a state slot is free."""
+        """Publish the computed tokens, with the state after them if a state slot is free, or that of the boundary."""
         computed = self._decoding.computed
         if with_state:
             try:
@@ -179,7 +191,8 @@ class LeasedRequest:
             else:
                 self._state_len = len(computed)
                 return
-        await self._lease.insert(computed, release=release)
+        boundary_len = self._boundary_len or None if release else None
+        await self._lease.insert(computed, release=release, boundary_len=boundary_len)
 
     def _floor(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self._page_size

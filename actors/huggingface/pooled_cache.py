@@ -82,6 +82,7 @@ class PooledCache(Cache):
         self._state_slot = state_slot
         self._states = states
         layers = layers or ModelLayers.full(len(pool.k))
+        self._state_layers = [uses.state for uses in layers.layers if uses.state is not None]
         some_kv = next(uses.kv for uses in layers.layers if uses.kv is not None)
         self._kv = PooledKV(pool.write, pool.k[some_kv].device)
         self.repoint(slots, swa_slots)
@@ -90,6 +91,13 @@ class PooledCache(Cache):
     def repoint(self, slots: torch.Tensor, swa_slots: torch.Tensor | None = None) -> None:
         """Replace slots by those of the tree, which have equal KV. Do not call it during a forward pass."""
         self._kv.point(slots, swa_slots)
+
+    def copy_state(self, state_slot: int) -> None:
+        """Copy the state after the last token to another row of the state tensors. Not during a forward pass."""
+        assert self._state_slot is not None, "the model keeps no states"
+        for layer in self._state_layers:
+            for tensor in self._pool.state(layer):
+                tensor[state_slot].copy_(tensor[self._state_slot])
 
     def _layer(self, uses: PoolLayers, num_tokens: int) -> Any:
         if uses.kv is None:

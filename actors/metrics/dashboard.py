@@ -124,6 +124,7 @@ _PANELS = (
                 "exhausted",
                 "deadlocks",
                 "grants_expired",
+                "boundary_states_refused",
                 "too_large",
             )
         ),

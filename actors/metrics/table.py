@@ -221,6 +221,12 @@ METRICS = (
         "of those, the tokens with cached KV",
         _field("resumed_tokens_reused"),
     ),
+    Metric(
+        "raydix_boundary_states_refused_total",
+        "counter",
+        "leases that were to have a second state slot, and were granted without",
+        _field("boundary_states_refused"),
+    ),
     Metric("raydix_inserted_tokens_total", "counter", "tokens published", _field("tokens_inserted")),
     Metric("raydix_duplicate_tokens_total", "counter", "tokens computed twice", _field("tokens_duplicate")),
     Metric("raydix_evicted_tokens_total", "counter", "tokens evicted, for any cause", _field("tokens_evicted")),

@@ -147,7 +147,8 @@ class RequestHandlers:
         lease = self._core.leases.get(request.lease_id, session_id)
         suffix = key_of(request.suffix, lease.key.extra_key)
         before, known_len = self._core.published_len(lease), request.known_len
-        done = self._core.insert(request.lease_id, session_id, request.num_tokens, suffix, request.publish_state)
+        flags = request.publish_state, request.boundary_len
+        done = self._core.insert(request.lease_id, session_id, request.num_tokens, suffix, *flags)
         window, after = self._admission.packed_window(lease), self._core.published_len(lease)
         changed = done.repointed
         if known_len != before:  # an answer before was lost, or is on its way

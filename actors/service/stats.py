@@ -34,6 +34,7 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
         "resumed_acquires": counters.num_resumed,
         "resumed_tokens": counters.tokens_resumed,
         "resumed_tokens_reused": counters.tokens_reused_resumed,
+        "boundary_states_refused": counters.boundary_states_refused,
         "tokens_inserted": counters.tokens_inserted,
         "tokens_duplicate": counters.tokens_duplicate,
         "tokens_evicted": counters.tokens_evicted,

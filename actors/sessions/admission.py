@@ -139,7 +139,8 @@ class Admission:
     def granted(self, lease: LeaseRecord) -> LeaseResponse:
         """Return the response that describes a lease."""
         starts, window = packed(lease.starts), self.packed_window(lease)
-        return LeaseResponse(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, lease.state_slot)
+        slots = lease.state_slot, lease.boundary_slot
+        return LeaseResponse(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, *slots)
 
     def packed_window(self, lease: LeaseRecord) -> bytes:
         """Return the first slots of a lease's window pages, packed; nothing without a sliding window."""
@@ -150,8 +151,9 @@ class Admission:
 
     def _grant(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
         self._check_binding(session_id, request)
-        limits = request.new_tokens, request.max_prefix_len, request.priority, request.resumed
-        lease = self._core.acquire(request.lease_id, session_id, key, *limits)
+        limits = request.new_tokens, request.max_prefix_len, request.priority
+        flags = request.resumed, request.boundary_state
+        lease = self._core.acquire(request.lease_id, session_id, key, *limits, *flags)
         return self.granted(lease)
 
     def _grow(self, session_id: str, request: ExtendRequest) -> ExtendResponse:

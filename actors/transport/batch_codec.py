@@ -88,14 +88,18 @@ def _unpacked(kind: Any, *fields: Any) -> Message:
         return malformed(Batch, error)
 
 
+# those that follow the tokens, or the suffix
+_acquire_fields = attrgetter(*AcquireRequest.field_names()[2:])
+_insert_fields = attrgetter(*InsertRequest.field_names()[3:])
+
+
 def _row_of_request(request: Message) -> Any:
     if isinstance(request, AcquireRequest):
         tokens = request.tokens
-        limits = request.new_tokens, request.max_prefix_len, request.priority, request.timeout_s, request.resumed
-        return _ACQUIRE, request.lease_id, tokens.data, tokens.width, request.namespace, *limits
+        return _ACQUIRE, request.lease_id, tokens.data, tokens.width, *_acquire_fields(request)
     if isinstance(request, InsertRequest):
-        ids, flags = request.suffix, (request.release, request.publish_state)
-        return _INSERT, request.lease_id, request.num_tokens, ids.data, ids.width, *flags, request.known_len
+        ids = request.suffix
+        return _INSERT, request.lease_id, request.num_tokens, ids.data, ids.width, *_insert_fields(request)
     return request.__reduce__()[1] if isinstance(request, Message) else request
 
 
@@ -106,11 +110,11 @@ def _request(row: Any) -> Any:
     kind = row[0]
     try:
         if kind == _ACQUIRE:
-            _, lease_id, data, width, namespace, *limits = row
-            return AcquireRequest(lease_id, TokenIds(data, width), namespace, *limits)
+            _, lease_id, data, width, *fields = row
+            return AcquireRequest(lease_id, TokenIds(data, width), *fields)
         if kind == _INSERT:
-            _, lease_id, num_tokens, data, width, release, publish_state, known_len = row
-            return InsertRequest(lease_id, num_tokens, TokenIds(data, width), release, publish_state, known_len)
+            _, lease_id, num_tokens, data, width, *fields = row
+            return InsertRequest(lease_id, num_tokens, TokenIds(data, width), *fields)
     except ValidationError as error:
         return malformed(AcquireRequest if kind == _ACQUIRE else InsertRequest, error)
     if not (isinstance(kind, type) and issubclass(kind, Message)):

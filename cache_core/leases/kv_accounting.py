@@ -76,7 +76,7 @@ def _check_windows_and_states(
         held = halves * allocator.page_size + tree.swa_evictable_size() + tree.swa_protected_size()
         assert held + swa.available_size() == swa.num_slots, f"rule 4: {held=} of the window slots"
     if states is not None:
-        own = [lease.state_slot for lease in leases if lease.state_slot is not None]
+        own = [slot for lease in leases for slot in lease.state_slots]
         slots = [*own, *states.free_slots(), *tree.state_slots()]
         assert len(set(slots)) == len(slots) == states.num_slots, "rule 4: a state slot has no owner, or two"
         states.check_invariants()

@@ -35,7 +35,8 @@ class KVCache(LeasedCache):
     """Prefix reuse with leases over a pool of slots in pages.
 
     If the cache has states, each lease gets a private state slot. It begins as a copy of the state at the end of the
-    cached prefix, or as zeros.
+    cached prefix, or as zeros. A lease may get a second one, for a copy of its state at the end of a page: a decoding
+    request does not know which page will be its last, so it copies its state at each, and publishes the last copy.
 
     Args:
         tree: the empty cache that maps prefixes to pages; it must free to `allocator`.
@@ -120,7 +121,7 @@ class KVCache(LeasedCache):
             private = self.pools.take_pages(num_pages - len(match.starts), tenant)
         except BaseException as error:  # a pool may raise while an eviction frees pages to it
             self.tree.dec_lock_ref(match.last_node, receipt)
-            self.pools.free_private(match.starts[:0], state_slot, tenant)
+            self.pools.free_private(match.starts[:0], [] if state_slot is None else [state_slot], tenant)
             if not isinstance(error, OutOfSlotsError):
                 raise
             needed = error.needed + self.pools.held_by_prefix(error.pool, match.prefix_len)
@@ -159,8 +160,20 @@ class KVCache(LeasedCache):
         lease.num_slots += num_tokens
         return added
 
+    def _add_boundary_slot(self, lease: LeaseRecord) -> None:
+        try:
+            lease.boundary_slot = self.pools.take_state(self.tenants.of(lease.key.extra_key))
+        except OutOfSlotsError:
+            self.counters.boundary_states_refused += 1
+
     def insert(
-        self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
+        self,
+        lease_id: str,
+        session_id: str,
+        num_tokens: int,
+        suffix: RadixKey,
+        publish_state: bool = False,
+        boundary_len: int | None = None,
     ) -> Published:
         """Insert the lease's pages into the tree. A state can be published only at the end of a page.
 
@@ -172,22 +185,41 @@ class KVCache(LeasedCache):
         tree_key = self._tree_key(key if len(key) == num_tokens else key[:num_tokens])
         if publish_state:
             self._check_state(lease, tree_key)
+        if boundary_len is not None:
+            boundary_len = index(boundary_len)
+            self._check_boundary(lease, tree_key, boundary_len)
+            if publish_state or boundary_len == lease.boundary_len:
+                boundary_len = None  # the lease's own state follows the same token, or it was published before
         published, retired = lease.num_published_pages, lease.retired
         new_pages = len(tree_key) // self.page_size - published
         tenant = self.tenants.of(lease.key.extra_key)
         state_slot = self.pools.take_state(tenant) if publish_state and not retired else None
         if key is not lease.key and len(key) > len(lease.key):
             lease.key = key
-        if retired or new_pages < 0 or (new_pages == 0 and state_slot is None):
+        if retired or new_pages < 0 or (new_pages == 0 and state_slot is boundary_len is None):
             return Published(published * self.page_size, 0, 0, retired, lease.starts[:0])
         try:
             done = self._publish(lease, tree_key, published, published + new_pages, tenant)
         except BaseException:  # the pool may raise while the duplicates are freed
-            self.pools.free_private(lease.starts[:0], state_slot, tenant)
+            self.pools.free_private(lease.starts[:0], [] if state_slot is None else [state_slot], tenant)
             raise
         if state_slot is not None:
             self.pools.store_state(lease.state_slot, state_slot, lease.node)
+        if boundary_len is not None:
+            slot, lease.boundary_slot, lease.boundary_len = lease.boundary_slot, None, boundary_len
+            assert slot is not None, "the check found one"
+            self.pools.publish_state(slot, lease.node)
         return done
+
+    def _check_boundary(self, lease: LeaseRecord, tree_key: RadixKey, boundary_len: int) -> None:
+        """Raise LeaseRangeError if the lease's boundary state cannot be published after so many tokens."""
+        end = len(tree_key) - len(tree_key) % self.page_size
+        if not end or boundary_len != end + self._bigram:
+            raise LeaseRangeError(f"boundary_len must be the end of the last whole page, {end}, not {boundary_len}")
+        if lease.boundary_slot is None and boundary_len != lease.boundary_len:
+            raise LeaseRangeError("boundary_len must be None: the lease has no boundary state, or has published it")
+        if end < lease.num_published_pages * self.page_size:
+            raise LeaseRangeError("boundary_len needs all published tokens: a state is published after the last one")
 
     def _check_state(self, lease: LeaseRecord, tree_key: RadixKey) -> None:
         """Raise LeaseRangeError if the lease's state cannot be published after these tokens."""
@@ -243,7 +275,7 @@ class KVCache(LeasedCache):
             self._reclaim_some()
 
     def _free_private(self, lease: LeaseRecord) -> None:
-        self.pools.free_private(lease.private_starts, lease.state_slot, self.tenants.of(lease.key.extra_key))
+        self.pools.free_private(lease.private_starts, lease.state_slots, self.tenants.of(lease.key.extra_key))
 
     def _notify_pressure(self) -> None:
         self.pools.notify_pressure()
@@ -313,7 +345,7 @@ class KVCache(LeasedCache):
         tree, states = self.tree, self.pools.states
         if states is None:
             return None
-        withheld = sum(lease.state_slot is not None for lease in self.quarantine)
+        withheld = sum(len(lease.state_slots) for lease in self.quarantine)
         evictable, protected = tree.mamba_evictable_size(), tree.mamba_protected_size()
         return PoolSizes(states.num_slots, states.available_size(), evictable, protected, withheld)
 

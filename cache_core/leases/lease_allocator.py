@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -165,9 +165,14 @@ class LeaseAllocator:
             self.states.copy_states(source, state_slot)
 
     def store_state(self, source: int | None, state_slot: int, node: Any) -> None:
-        """Copy the state in `source` into `state_slot`, and attach that to a node. Free it if the node has a state."""
+        """Copy the state in `source` into `state_slot`, and publish that at a node."""
         assert self.states is not None and source is not None
         self.states.copy_states(source, state_slot)
+        self.publish_state(state_slot, node)
+
+    def publish_state(self, state_slot: int, node: Any) -> None:
+        """Give a node the state in a private slot, with the slot. If the node has a state, free the slot."""
+        assert self.states is not None
         if self._checks is not None:
             self._checks.states.publish(np.array([state_slot]))
         if self._tree.attach_state(node, state_slot):
@@ -181,14 +186,14 @@ class LeaseAllocator:
         if self._checks is not None:
             self._checks.publish(starts)
 
-    def free_private(self, starts: Starts, state_slot: int | None, tenant: Tenant) -> None:
-        """Free the private pages and the state of a lease."""
+    def free_private(self, starts: Starts, state_slots: Iterable[int], tenant: Tenant) -> None:
+        """Free the private pages and the states of a lease."""
         tenant.private -= len(starts) * self._page_size  # first: the pool may raise below
         try:
             if len(starts):
                 self._allocator.free_pages(starts)
         finally:
-            if state_slot is not None:
+            for state_slot in state_slots:
                 assert self.states is not None
                 self.states.free_track_slot(state_slot)
 

@@ -23,6 +23,8 @@ class LeaseRecord:
 
     __slots__ = (
         "_buffer",
+        "boundary_len",
+        "boundary_slot",
         "key",
         "lease_id",
         "node",
@@ -72,6 +74,8 @@ class LeaseRecord:
         self.outdated = False  # a reset or retirement after the grant may have changed the namespace's model
         self.swa_freed_len = 0  # leading tokens without window KV, because the lease freed it; whole pages
         self.state_slot: int | None = None  # slot of its private recurrent state
+        self.boundary_slot: int | None = None  # slot for a copy of it at the end of a page; None: none, or published
+        self.boundary_len = 0  # tokens after which that copy was published
         self.offer_id = ""  # of the open offer to other sessions; "" without one
         self.resumed = False  # its request had a lease before, which was preempted
         self.only_locks = False  # `lock` granted it, and `extend` was not called
@@ -80,6 +84,11 @@ class LeaseRecord:
     def private_starts(self) -> Starts:
         """The private pages, by their first slots."""
         return self.starts[self.num_published_pages :]
+
+    @property
+    def state_slots(self) -> list[int]:
+        """The slots of its private states."""
+        return [slot for slot in (self.state_slot, self.boundary_slot) if slot is not None]
 
     def add_pages(self, starts: Starts) -> None:
         """Append private pages."""

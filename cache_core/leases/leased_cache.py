@@ -72,6 +72,7 @@ class LeasedCache(ABC):
         max_prefix_len: int | None = None,
         priority: int = 0,
         resumed: bool = False,
+        boundary_state: bool = False,
     ) -> LeaseRecord:
         """Lock the cached prefix of `key`, and allocate slots for its other tokens and `new_tokens` more.
 
@@ -81,6 +82,8 @@ class LeasedCache(ABC):
 
         Args:
             resumed: the request had a lease before, which was preempted. It is counted apart from other requests.
+            boundary_state: the lease gets a second state slot, if one is free or evictable: for a copy of its state at
+                the end of a page, which `insert` publishes. No effect for a cache without states.
 
         Raises:
             OutOfSlotsError: too few slots are free or evictable; nothing was allocated or evicted.
@@ -99,7 +102,12 @@ class LeasedCache(ABC):
         lease = self._grant(lease_id, session_id, key, len(key) + new_tokens, max_prefix_len, priority)
         lease.resumed = resumed
         self._open(lease, max_prefix_len)
+        if boundary_state:
+            self._add_boundary_slot(lease)
         return lease
+
+    def _add_boundary_slot(self, lease: LeaseRecord) -> None:  # noqa: B027 -- no effect without states
+        """Give an open lease a second state slot, or count that there is none."""
 
     def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
         """Lock the cached prefix of `key`, without slots for more tokens. `extend` adds private slots.
@@ -174,13 +182,21 @@ class LeasedCache(ABC):
 
     @abstractmethod
     def insert(
-        self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
+        self,
+        lease_id: str,
+        session_id: str,
+        num_tokens: int,
+        suffix: RadixKey,
+        publish_state: bool = False,
+        boundary_len: int | None = None,
     ) -> Published:
         """Publish the whole pages of the lease's first `num_tokens` tokens. The lease keeps holding them.
 
         Args:
             suffix: the token ids that the cache does not know yet; it ends at `num_tokens`.
             publish_state: also publish a copy of the lease's state, as the state after `num_tokens` tokens.
+            boundary_len: also publish the state in the lease's boundary slot, as the state after so many tokens: the
+                end of the last whole page. The slot goes to the tree. Again with the same length: no effect.
 
         Raises:
             LeaseRangeError: the lease covers fewer tokens; `suffix` leaves a gap or differs from the lease's tokens; or

@@ -50,4 +50,5 @@ class Counters:
     tokens_evicted: int = 0
     window_slots_evicted: int = 0
     states_evicted: int = 0
+    boundary_states_refused: int = 0  # leases that were to have a slot for one, and were granted without
     probes: int = 0

@@ -142,7 +142,13 @@ class RowCache(LeasedCache):
         return NO_STARTS
 
     def insert(
-        self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey, publish_state: bool = False
+        self,
+        lease_id: str,
+        session_id: str,
+        num_tokens: int,
+        suffix: RadixKey,
+        publish_state: bool = False,
+        boundary_len: int | None = None,
     ) -> Published:
         """Record the lease's pages in its row. No state can be published.
 
@@ -154,6 +160,8 @@ class RowCache(LeasedCache):
         key = lease.known_key(num_tokens, suffix)
         if publish_state:
             raise LeaseRangeError("publish_state must be False: this cache keeps no states")
+        if boundary_len is not None:
+            raise LeaseRangeError("boundary_len must be None: this cache keeps no states")
         lease.key = key
         before, stop = lease.published_len, self._whole_pages(num_tokens)
         if lease.retired or stop <= before:

@@ -21,6 +21,7 @@ from raydix.cache_core import (
     MambaRadixCache,
     OutOfSlotsError,
     RadixKey,
+    SlotError,
     SWATokenToKVPoolAllocator,
 )
 from raydix.cache_core.components.window_kv import WindowKV
@@ -43,6 +44,7 @@ class OpenLease:
     computed: int  # tokens with written KV; the lease's state is the one after the last of them
     told: int  # tokens that the cache has seen
     left_behind: int = 0  # tokens with a released window
+    boundary: int = 0  # tokens after which the state was copied to the boundary slot
 
 
 def fingerprints(tokens: list[int]) -> list[int]:
@@ -89,7 +91,8 @@ class Leases:
         self.next_id += 1
         found, before = self.tree.peek_prefix(RadixKey(tokens)).prefix_len, self.sizes()
         try:
-            record = self.cache.acquire(lease_id, session, RadixKey(tokens), self.rng.randrange(2 * self.page_size))
+            num_new, wants_boundary = self.rng.randrange(2 * self.page_size), self.rng.random() < 0.5
+            record = self.cache.acquire(lease_id, session, RadixKey(tokens), num_new, boundary_state=wants_boundary)
         except OutOfSlotsError:
             assert self.sizes() == before, "a refusal changed something"
             self.done["refused"] += 1
@@ -100,6 +103,7 @@ class Leases:
         assert not found or (self.halves(lease)[max(0, found - self.window) : found] > 0).all(), "a hole in the window"
         self.compute(lease, len(tokens))
         self.open[lease_id] = lease
+        self.done["with boundary"] += record.boundary_slot is not None
         self.done["hit" if found else "miss"] += 1
 
     def generate(self) -> None:
@@ -122,11 +126,13 @@ class Leases:
         if lease is None:
             return
         size, page = lease.computed, self.page_size
-        with_state = size > 0 and size % page == 0 and self.rng.random() < 0.9
+        with_state = size > 0 and size % page == 0 and self.rng.random() < 0.6
         suffix = RadixKey(lease.tokens[min(lease.told, size) : size])
-        before = self.sizes()
+        before, boundary = self.sizes(), None
+        if lease.record.boundary_slot is not None and lease.boundary and self.rng.random() < 0.8:
+            boundary = lease.boundary
         try:
-            result = self.cache.insert(lease_id, lease.session, size, suffix, publish_state=with_state)
+            result = self.cache.insert(lease_id, lease.session, size, suffix, with_state, boundary)
         except OutOfSlotsError:
             assert self.sizes() == before, "a refusal changed something"
             return
@@ -135,6 +141,11 @@ class Leases:
         if with_state and not result.retired and lease.left_behind <= max(0, size - self.window):
             assert self.tree.peek_prefix(RadixKey(lease.tokens[:size])).prefix_len == size, "it is not found"
             self.done["published with state"] += 1
+        if boundary is not None and not with_state and not result.retired:
+            assert lease.record.boundary_slot is None
+            if lease.left_behind <= max(0, boundary - self.window):
+                assert self.tree.peek_prefix(RadixKey(lease.tokens[:size])).prefix_len == boundary, "it is not found"
+                self.done["boundary published"] += 1
 
     def release_window(self) -> None:
         lease_id, lease = self.some_lease()
@@ -194,6 +205,8 @@ class Leases:
         halves = self.halves(lease)[:size]
         assert ((halves == 0) | (self.swa[halves] == prints[1:])).all(), "foreign window KV"
         assert self.rows[lease.record.state_slot].item() == last, "a foreign state"
+        if lease.record.boundary_slot is not None and lease.boundary:
+            assert self.rows[lease.record.boundary_slot].item() == prints[lease.boundary], "a foreign boundary state"
 
     def sizes(self) -> tuple[int, ...]:
         """Everything that a refusal must leave as it is."""
@@ -223,6 +236,9 @@ class Leases:
         self.full[slots] = prints[first + 1 :]
         self.swa[halves[halves > 0]] = prints[first + 1 :][halves > 0]
         self.rows[lease.record.state_slot] = int(prints[-1])
+        boundary = size - size % self.page_size
+        if lease.record.boundary_slot is not None and boundary > lease.computed - lease.computed % self.page_size:
+            self.rows[lease.record.boundary_slot], lease.boundary = int(prints[boundary]), boundary
         lease.computed = size
 
     def slots(self, lease: OpenLease) -> np.ndarray[Any, Any]:
@@ -266,6 +282,7 @@ def test_leases_read_their_own_kv_windows_and_states_and_lose_nothing(page_size:
     done = run(0, page_size, window, 1500)
 
     verbs = {"hit", "miss", "refused", "published", "published with state", "window released"}
+    verbs |= {"with boundary", "boundary published"}
     assert {verb for verb, count in done.items() if count > 10} == verbs, f"{done}"
 
 
@@ -283,7 +300,7 @@ def test_tombstones_heal_under_windows_and_nodes_laid_aside_are_split(monkeypatc
     monkeypatch.setattr(WindowKV, "revive", counted_revive)
     monkeypatch.setattr(WindowKV, "on_split", counted_split)
 
-    for page_size, window in ((1, 7), (4, 10)):
+    for page_size, window in ((1, 5), (1, 7), (4, 14)):
         run(0, page_size, window, 3000, crowded=True)
 
     assert min(reached["healed under a window"], reached["split while laid aside"]) > 2, f"{reached}"
@@ -313,6 +330,28 @@ def states_are_published_empty(patch: Patch) -> None:
         room.states.clear_state(slot)  # type: ignore[union-attr]
 
     patch.setattr(LeaseAllocator, "store_state", store_state)
+
+
+def boundary_states_are_published_unfilled(patch: Patch) -> None:
+    publish = LeaseAllocator.publish_state
+
+    def publish_state(room: LeaseAllocator, slot: int, node: Any) -> None:
+        publish(room, slot, node)
+        if room.tree_has(slot):  # type: ignore[attr-defined]
+            room.states.clear_state(slot)  # type: ignore[union-attr]
+
+    patch.setattr(LeaseAllocator, "tree_has", lambda room, slot: slot in room._tree.state_slots(), raising=False)
+    patch.setattr(LeaseAllocator, "publish_state", publish_state)
+
+
+def boundary_states_are_published_at_another_length(patch: Patch) -> None:
+    publish = LeaseAllocator.publish_state
+
+    def publish_state(room: LeaseAllocator, slot: int, node: Any) -> None:
+        other = node.parent if node.parent.data and node.parent.mamba_value is None else node
+        publish(room, slot, other)
+
+    patch.setattr(LeaseAllocator, "publish_state", publish_state)
 
 
 def windows_given_up_are_not_freed(patch: Patch) -> None:
@@ -359,6 +398,8 @@ def a_refusal_evicts_a_state(patch: Patch) -> None:
     [
         states_are_not_copied_for_leases,
         states_are_published_empty,
+        boundary_states_are_published_unfilled,
+        boundary_states_are_published_at_another_length,
         windows_given_up_are_not_freed,
         windows_given_up_are_published_as_live,
         the_window_of_a_match_is_never_given_up,
@@ -370,6 +411,6 @@ def a_refusal_evicts_a_state(patch: Patch) -> None:
 def test_a_planted_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)
 
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, SlotError)):
         for page_size, window in SIZES:
             run(0, page_size, window, 1500)

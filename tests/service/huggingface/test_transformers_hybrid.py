@@ -159,6 +159,28 @@ async def test_a_conversation_goes_on_from_the_last_page_that_was_generated(
         assert list(second.token_ids) == continuation(model, turn, [], 6)[1]
 
 
+SEEDS = {"falcon_h1": 7, "qwen3_next": 3}  # of prompts of 100 tokens with an answer that has its 120th token once
+
+
+async def test_an_answer_that_ends_by_an_end_token_is_continued_from_its_last_whole_page(model: Any) -> None:
+    prompt = random_prompt(100, seed=SEEDS[model.config.model_type])
+    answer = continuation(model, prompt, [], 120)[1]
+    assert answer.index(answer[-1]) == 119
+    async with LocalPrefixCache(config_of(model.config, 16)) as cache:
+        async with TransformersWorker(cache, model=deepcopy(model.config), device="cpu") as worker:
+            first = await worker.generate(prompt, 150, eos_token_id=answer[-1])
+            turn = [*prompt, *answer, *random_prompt(10, seed=5)]
+
+            second = await worker.generate(turn, 6)
+            samples = [await worker.generate(prompt, 2) for _ in range(4)]
+
+        assert list(first.token_ids) == answer
+        assert (len(turn), second.prefix_len) == (230, 208)
+        assert list(second.token_ids) == continuation(model, turn, [], 6)[1]
+        assert [each.prefix_len for each in samples] == [96] * 4
+        check_nothing_is_left(await cache.stats())
+
+
 async def test_generation_that_stops_early_at_a_page_end_leaves_its_state(
     cache: LocalPrefixCache, workers: list[TransformersWorker]
 ) -> None:

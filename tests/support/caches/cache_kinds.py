@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 from _pytest.mark import ParameterSet
 
+from raydix.cache_core.components.window_kv import kept_tail
 from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
 
 NUM_PAGES = 8
@@ -94,7 +95,7 @@ def window(page_size: int, window_size: int, bigram: bool = False, num_swa_pages
         {"sliding_window_size": window_size, "bigram": bigram},
         {"num_swa_slots": num_swa_pages * page_size},
         lost_tokens=int(bigram),
-        largest_leaf=-(-window_size // page_size),
+        largest_leaf=kept_tail(window_size, page_size) // page_size,
         layer_kinds=("full", "swa", "full"),
     )
 

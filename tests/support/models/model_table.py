@@ -42,6 +42,7 @@ inside the prompt, and a cache so small that it evicts.
 - **bfloat16**: the largest difference from the model's own cache, cut at the same places. *same bits*: no difference.
   *refused*: transformers cannot run it in bfloat16.
 - **remark**: why there is no cache, in the words of the `ConfigMismatch`, or a special case.
+  Where decoding differs from a prefill, a worker publishes prompts alone, so answers are computed again.
 
 `make models` makes this page again. `tests/service/huggingface/test_every_causal_lm.py` checks the table.
 """

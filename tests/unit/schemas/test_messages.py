@@ -335,6 +335,7 @@ class _AcquireRules(_Rules):
     priority: Priority = 0
     timeout_s: TimeoutSeconds = None
     resumed: bool = False
+    boundary_state: bool = False
 
 
 class _InsertRules(_Rules):
@@ -345,6 +346,7 @@ class _InsertRules(_Rules):
     release: bool = False
     publish_state: bool = False
     known_len: Count = 0
+    boundary_len: Count | None = None
 
 
 class _BatchRules(_Rules):
@@ -365,7 +367,7 @@ class _BatchRules(_Rules):
 RULES = {AcquireRequest: _AcquireRules, InsertRequest: _InsertRules, Batch: _BatchRules}
 FREQUENT: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # a request's values, and others in place of each
     AcquireRequest: (
-        ("l", TOKENS, None, 0, None, 0, None, True),
+        ("l", TOKENS, None, 0, None, 0, None, True, False),
         [
             ["", "l" * 128, "l" * 129, None, b"l"],
             [WIDE, [1, 2], EMPTY, TORN, TokenIds("abcd", 4), None],  # type: ignore[arg-type]
@@ -375,10 +377,11 @@ FREQUENT: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # a request's
             [-(2**31), 2**31 - 1, -(2**31) - 1, 2**31, True, 0.0, None],
             [0, 1.5, -1, float("nan"), float("inf"), "soon"],
             [1, "perhaps", None],
+            [True, 1, None],
         ],
     ),
     InsertRequest: (
-        ("l", 3, EMPTY, True, False, 2),
+        ("l", 3, EMPTY, True, False, 2, None),
         [
             ["", None],
             [0, -1, True, "3"],
@@ -386,6 +389,7 @@ FREQUENT: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # a request's
             [1, "perhaps", None],
             [1, None],
             [0, 2**70, -1, True, 1.0, None],
+            [0, 16, 2**70, -1, True, 1.0],
         ],
     ),
     Batch: (
@@ -452,10 +456,10 @@ def test_the_hit_rate_is_reused_tokens_as_a_share_of_requested_ones(requested: i
 
 
 def test_an_answer_of_another_version_says_that_versions_differ() -> None:
-    packed = pickled(restore, LeaseResponse, *range(7))
-    row_of_one_more = pickle.dumps((1, "epoch", [(4, *range(7))]))
+    packed = pickled(restore, LeaseResponse, *range(8))
+    row_of_one_more = pickle.dumps((1, "epoch", [(4, *range(8))]))
 
-    with pytest.raises(ValueError, match=r"^a LeaseResponse has 6 fields here, 7 where it was made: the versions"):
+    with pytest.raises(ValueError, match=r"^a LeaseResponse has 7 fields here, 8 where it was made: the versions"):
         pickle.loads(packed)
     for answer in (packed, row_of_one_more):
         with pytest.raises(CacheError, match="the versions of raydix differ on both sides"):
