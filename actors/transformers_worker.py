@@ -32,13 +32,15 @@ from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.huggingface.causal_model import CausalModel
 from raydix.actors.huggingface.fingerprint import model_fingerprint
 from raydix.actors.huggingface.generation import Generation, GreedyDecoding, end_tokens
-from raydix.actors.huggingface.leased_request import LeasedRequest
+from raydix.actors.huggingface.leased_request import LeasedRequest, parts, window_room
 from raydix.actors.huggingface.model_config import ModelSource, cache_config_for, pool_config_for
 from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.actors.huggingface.running_requests import RunningRequests
+from raydix.actors.huggingface.slot_wait import SlotWait
 from raydix.actors.huggingface.worker_binding import Fingerprint, WorkerBinding, check_fingerprint
 from raydix.actors.sessions.watched_actor import WatchedActor
 from raydix.actors.transport.error_map import has_failed
+from raydix.actors.transport.validation import checked_count, checked_seconds
 from raydix.schemas import ConfigMismatch, InvalidRequest, StaleEpoch
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class TransformersWorker(WatchedActor):
         fingerprint: fingerprint of the model, to bind for each `lora_id` that it serves (see `bind_model`). "auto"
             computes it when the worker opens, and again if the cache requires a new binding. None binds nothing: this
             worker and the others on the cache must then have the same weights.
+        prefill_chunk: the most tokens of a forward pass that goes on from a cache: bounds the memory of a long prompt,
+            and lets the passes of other requests in between.
 
     Raises:
         ConfigMismatch: the model is not a causal LM, or transformers cannot make it.
@@ -96,8 +100,10 @@ class TransformersWorker(WatchedActor):
         num_threads: int | None = None,
         owner: str | None = None,
         fingerprint: Fingerprint = "auto",
+        prefill_chunk: int = 2048,
     ) -> None:
         check_fingerprint(fingerprint)
+        self._prefill_chunk = checked_count(prefill_chunk, "prefill_chunk", least=2)
         if use_cache and cache is None:
             raise InvalidRequest("without a cache a worker needs use_cache=False")
         self._client = PrefixCacheClient(cache, owner=owner) if use_cache else None
@@ -172,6 +178,7 @@ class TransformersWorker(WatchedActor):
         reuse: bool = True,
         return_logits: bool = False,
         eos_token_id: int | Collection[int] | None = None,
+        timeout_s: float | None = None,
     ) -> Generation:
         """Continue a prompt greedily, and compute only the tokens that the cache lacks.
 
@@ -182,12 +189,16 @@ class TransformersWorker(WatchedActor):
         Args:
             tokens: the prompt's ids: a list, numpy array or torch tensor.
             max_new_tokens: most tokens to generate; an end token ends the request earlier. The lease reserves slots for
-                all of them at the start.
+                all of them at the start, unless they are more than the window slots of the pool: then it takes slots
+                part by part, and gives them back and starts again where requests block each other. 0: compute and
+                publish the prompt alone, in whole pages, to warm a prefix.
             extra_key, lora_id, cache_salt: the namespace; requests share prefixes within one.
             reuse: False computes all tokens in the model's `DynamicCache`, or, if that gives other logits, all tokens
                 in each pass. The cache does not change.
             return_logits: return the logits of every computed token (much memory for a long prompt).
             eos_token_id: end tokens. None: those of the model's generation configuration; `()`: none.
+            timeout_s: seconds to wait for slots, all waits together; None: `LeaseConfig.acquire_timeout_s`; 0: do not
+                wait.
 
         Raises:
             InvalidRequest: the arguments cannot be served, or the worker was closed; the message says why.
@@ -198,6 +209,9 @@ class TransformersWorker(WatchedActor):
         """
         ends = self._model.end_tokens if eos_token_id is None else end_tokens(eos_token_id)
         decoding = GreedyDecoding(tokens, max_new_tokens, ends, return_logits)
+        if not max_new_tokens and (self._client is None or not reuse):
+            raise InvalidRequest("max_new_tokens must be at least 1 without a cache: there is no prefix to warm")
+        timeout_s = None if timeout_s is None else checked_seconds(timeout_s)
         namespaces = {
             lengths: Namespace(extra_key=lengths.extra_key(extra_key), lora_id=lora_id, cache_salt=cache_salt)
             for lengths in self._model.lengths.ranges
@@ -205,47 +219,75 @@ class TransformersWorker(WatchedActor):
         with self._running.one():
             await self._model.prepare()
             self._model.check_tokens(decoding.prompt, decoding.max_computed)
+            wait: SlotWait | None = None
             while not decoding.complete:
                 lengths = self._model.lengths.range_of(decoding.num_known)
                 decoding.begin(lengths.longest)
                 if self._client is None or not (reuse and lengths.reusable):
                     await self._decode_alone(decoding, self._model.own_cache() if lengths.reusable else None)
-                else:
-                    await self._decode_leased(self._client, decoding, namespaces[lengths])
+                    continue
+                resumed = False
+                while not decoding.done:  # again after each preemption
+                    pool = await self._attached(self._client)
+                    if wait is None:
+                        default_s = self._client.config.leases.acquire_timeout_s
+                        wait = SlotWait(default_s if timeout_s is None else timeout_s)
+                    await self._decode_leased(self._client, pool, decoding, namespaces[lengths], wait, resumed)
+                    resumed = True
+                    if not decoding.done:
+                        decoding.begin(lengths.longest)
         return decoding.result()
 
-    async def _decode_leased(self, client: PrefixCacheClient, decoding: GreedyDecoding, namespace: Namespace) -> None:
-        pool = await self._attached(client)
-        branching_len = None
-        if self._model.layers.has_states:
-            branching_len = (await client.match(decoding.prompt, **namespace)).branching_len
-
-        layers, page = self._model.layers, client.config.page_size
+    async def _decode_leased(
+        self,
+        client: PrefixCacheClient,
+        pool: AttachedPool,
+        decoding: GreedyDecoding,
+        namespace: Namespace,
+        wait: SlotWait,
+        resumed: bool,
+    ) -> None:
+        model, page = self._model, client.config.page_size
+        room = window_room(client.config, decoding.max_computed)
+        in_parts = room is not None
+        chunk = self._prefill_chunk if room is None else min(self._prefill_chunk, room)
+        found = await client.match(decoding.prompt, **namespace) if in_parts or model.layers.has_states else None
+        # compute at least the last token, for its logits
+        max_prefix_len = max(0, decoding.num_prompt - model.least_part)
+        num_slots = decoding.max_computed
+        if in_parts:
+            assert found is not None
+            num_slots = min(num_slots, min(found.prefix_len, max_prefix_len) // page * page + chunk)
         crosses = decoding.max_computed // page > decoding.num_prompt // page
-        keeps_boundary = layers.has_states and self._model.traits.decodes_alike and crosses
 
         def take() -> Awaitable[Lease]:
             return client.acquire(
-                decoding.prompt,
+                decoding.prompt[:num_slots],
                 **namespace,
-                new_tokens=decoding.max_computed - decoding.num_prompt,
-                max_prefix_len=max(
-                    0, decoding.num_prompt - self._model.least_part
-                ),  # compute at least the last token, for its logits
-                boundary_state=keeps_boundary,
+                new_tokens=max(0, num_slots - decoding.num_prompt),
+                max_prefix_len=max_prefix_len,
+                resumed=resumed,
+                boundary_state=model.layers.has_states and model.traits.decodes_alike and crosses,
+                timeout_s=left_s,
             )
 
-        async with await self._binding.lease(client, namespace["lora_id"], take) as lease:
+        with wait.waiting() as left_s:
+            taken = await self._binding.lease(client, namespace["lora_id"], take)
+        async with taken as lease:
             if pool.lost:  # the cache has restarted
                 pool = await self._attached(client)
             if pool.epoch != lease.epoch:  # it has restarted again: the slots belong to another pool
                 raise StaleEpoch(lease.epoch, pool.epoch)
-            await LeasedRequest(self._model, pool, lease, decoding, branching_len).run()
+            branching_len = found.branching_len if found is not None and model.layers.has_states else None
+            await LeasedRequest(model, pool, lease, decoding, chunk, branching_len, wait if in_parts else None).run()
 
     async def _decode_alone(self, decoding: GreedyDecoding, cache: Cache | None) -> None:
         """Decode in the model's cache, or with all tokens in each pass."""
+        in_parts = cache is not None and self._model.traits.cannot_share is None
         while not decoding.done:
-            await self._model.advance(decoding, cache)
+            start, end = decoding.num_computed, decoding.num_known
+            for part in parts(start, end, self._prefill_chunk, self._model.least_part) if in_parts else [end]:
+                await self._model.advance(decoding, cache, None if part == end else part)
 
     # ---------------------------------------------------------------- parts
 

@@ -28,7 +28,9 @@ class Step(NamedTuple):
 class Generation(PydanticMessage):
     """The tokens that a worker has generated, and their cost."""
 
-    token_ids: tuple[int, ...] = Field(description="generated tokens, the end token included")
+    token_ids: tuple[int, ...] = Field(
+        description="generated tokens, the end token included; none with max_new_tokens=0"
+    )
     prefix_len: int = Field(description="leading tokens of the prompt with KV from the cache")
     num_computed: int = Field(
         description="tokens run through the model: the rest of the prompt, and all generated tokens but the last; "
@@ -58,7 +60,8 @@ class GreedyDecoding:
         self._tokens = _prompt(tokens)  # then the generated tokens, and spare capacity
         self.num_prompt = self._num_given = len(self._tokens)
         self.keep_logits = keep_logits
-        self._max_len = self._stop_len = self.num_prompt + checked_count(max_new_tokens, "max_new_tokens")
+        self._max_returned = checked_count(max_new_tokens, "max_new_tokens", least=0)
+        self._max_len = self._stop_len = self.num_prompt + max(1, self._max_returned)
         self._num_known = self.num_prompt
         self._num_computed = 0  # leading tokens with KV
         self._num_run = 0  # tokens run, also before the request began again
@@ -142,7 +145,7 @@ class GreedyDecoding:
     def result(self) -> Generation:
         """Return the result so far."""
         return Generation(
-            token_ids=tuple(self._tokens[self._num_given : self._num_known].tolist()),
+            token_ids=tuple(self._tokens[self._num_given : self._num_known].tolist()[: self._max_returned]),
             prefix_len=self._first_prefix_len or 0,
             num_computed=self._num_run,
             time_to_first_token_s=self._first_token_at - self._started,

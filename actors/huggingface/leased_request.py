@@ -5,12 +5,13 @@
      from the  prefill   ┊ in parts, where a state is        ┊
      cache               ┊ published: ─────────────────────> ┊ the last page boundary
 
-Without recurrent states the prefill is one part. With a sliding window, decoding frees the KV behind the window. With
+A pass computes at most `prefill_chunk` tokens. With a sliding window, decoding frees the KV behind the window. With
 recurrent states, decoding copies its state at each page boundary, and publishes the last copy with the answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from raydix.actors.huggingface.pooled_cache import PooledCache
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from raydix.actors.huggingface.causal_model import CausalModel
     from raydix.actors.huggingface.copied_cache import CopiedCache
     from raydix.actors.huggingface.generation import GreedyDecoding
+    from raydix.actors.huggingface.slot_wait import SlotWait
+    from raydix.schemas import CacheConfig
+
+
+class _OutOfSlots(Exception):
+    """Slots are short: the request gives its own back, and waits for all that it needs."""
 
 
 class LeasedRequest:
@@ -33,7 +40,9 @@ class LeasedRequest:
         pool: the pool of the cache.
         lease: a lease with slots for the prompt and all generated tokens but the last.
         decoding: the tokens of the request.
+        prefill_chunk: the most tokens of a pass.
         branching_len: a length where the cache lacks a state that other prompts could reuse; None: no such length.
+        wait: if the request takes its slots part by part: the time that it may wait for them. None: the lease has all.
     """
 
     def __init__(
@@ -42,13 +51,17 @@ class LeasedRequest:
         pool: AttachedPool,
         lease: Lease,
         decoding: GreedyDecoding,
+        prefill_chunk: int,
         branching_len: int | None = None,
+        wait: SlotWait | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._lease = lease
         self._decoding = decoding
+        self._prefill_chunk = prefill_chunk
         self._branching_len = branching_len
+        self._wait = wait
         self._page_size = pool.layout.page_size
         self._state_len = lease.prefix_len  # tokens after which the last state was published
         self._boundary_len = 0  # tokens after which the state was copied to the lease's boundary slot; 0: it was not
@@ -56,7 +69,20 @@ class LeasedRequest:
         self._cache: PooledCache | CopiedCache
 
     async def run(self) -> None:
-        """Prefill, publish the prompt, decode, publish the rest, and release the lease."""
+        """Prefill, publish the prompt, decode, publish the rest, and release the lease.
+
+        If slots are short, a request that takes them part by part publishes what it has computed, and ends its lease:
+        `decoding` is not done then, and another lease can go on.
+        """
+        try:
+            await self._run()
+        except _OutOfSlots:
+            if self._decoding.num_computed > self._decoding.num_prompt and not self._model.traits.decodes_alike:
+                await self._lease.release()
+            else:
+                await self._publish(with_state=self._at_page_end() and not self._boundary_len, release=True)
+
+    async def _run(self) -> None:
         decoding, lease = self._decoding, self._lease
         decoding.reuse(lease.prefix_len)
         self._cache = await self._make_cache()
@@ -99,7 +125,30 @@ class LeasedRequest:
         await self._lease.release()
 
     async def _step(self, stop: int | None = None) -> None:
-        await self._model.advance(self._decoding, self._cache, stop)
+        """Run the known tokens without KV, or those before `stop`, in parts."""
+        decoding = self._decoding
+        end = decoding.num_known if stop is None else stop
+        for part in parts(decoding.num_computed, end, self._prefill_chunk, self._model.least_part):
+            await self._take_slots(part)
+            await self._model.advance(decoding, self._cache, None if part == decoding.num_known else part)
+
+    # ---------------------------------------------------------------- slots, part by part
+
+    async def _take_slots(self, end: int) -> None:
+        """Extend the lease to `end` tokens, in whole pages; first free the window KV that no later token needs."""
+        lease = self._lease
+        if self._wait is None or len(lease) >= end:
+            return
+        await self._leave_window(least=1)
+        page_end = min(-(-end // self._page_size) * self._page_size, self._decoding.max_computed)
+        try:
+            with self._wait.waiting() as left_s:
+                await lease.extend(page_end - len(lease), timeout_s=left_s)
+        except PoolExhausted as error:
+            if not error.can_ever_fit or not self._wait.left_s:
+                raise
+            raise _OutOfSlots from error
+        await self._repoint()
 
     # ---------------------------------------------------------------- states
 
@@ -130,15 +179,20 @@ class LeasedRequest:
 
     # ---------------------------------------------------------------- windows
 
-    async def _leave_window(self) -> None:
-        """Free the window KV that no later token and no later request needs, at least a quarter of a window of it."""
+    async def _leave_window(self, least: int | None = None) -> None:
+        """Free the window KV that no later token and no later request needs.
+
+        Args:
+            least: the fewest tokens to free; None: a quarter of a window.
+        """
         lease, num_computed = self._lease, self._decoding.num_computed
         window = lease.client.config.sliding_window_size  # the model's, or a larger one
         if window is None:
             return
         attended_from = max(0, num_computed - window + 1)
         freed_to = self._floor(num_computed) - kept_tail(window, self._page_size)
-        if freed_to - max(lease.published_len, self._window_from) >= max(self._page_size, window // 4):
+        least = window // 4 if least is None else least
+        if freed_to - max(lease.published_len, self._window_from) >= max(self._page_size, least):
             await lease.release_window(attended_from)
             self._window_from = freed_to
             await self._repoint()
@@ -196,3 +250,23 @@ class LeasedRequest:
 
     def _floor(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self._page_size
+
+
+def parts(start: int, end: int, part_len: int, least: int) -> Iterator[int]:
+    """Yield where each part of the tokens [start, end) ends: parts of `part_len`, and the rest, of at least `least`."""
+    while end - start >= part_len + least:
+        start += part_len
+        yield start
+    yield end
+
+
+def window_room(config: CacheConfig, num_tokens: int) -> int | None:
+    """Return how many tokens a request can add to its lease at a time, whole pages; None: all, as they fit the pool.
+
+    Besides these tokens, the lease holds the window slots of two tails: of the published tokens, and of its own.
+    """
+    page, num_slots = config.page_size, config.pool.num_swa_slots or config.pool.num_slots
+    if config.sliding_window_size is None or num_tokens <= num_slots - num_slots % page:
+        return None
+    room = num_slots - 2 * kept_tail(config.sliding_window_size, page)
+    return max(page, room // page * page)

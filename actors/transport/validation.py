@@ -105,12 +105,13 @@ def checked_tokens(tokens: Any) -> TokenIds:
     return packed
 
 
-def checked_count(num_tokens: Any, name: str = "num_tokens") -> int:
-    """Return a number of tokens as a plain int; InvalidRequest if it is none, or less than 1."""
+def checked_count(num_tokens: Any, name: str = "num_tokens", least: int = 1) -> int:
+    """Return a number of tokens as a plain int; InvalidRequest if it is none, or less than `least`."""
     with suppress(Exception):  # a value may raise anything where a number is asked of it
-        if not isinstance(num_tokens, bool) and index(num_tokens) > 0:
+        if not isinstance(num_tokens, bool) and index(num_tokens) >= least:
             return index(num_tokens)
-    raise InvalidRequest(f"{name} must be a positive integer, not {brief(num_tokens)}")
+    kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    raise InvalidRequest(f"{name} must be {kind}, not {brief(num_tokens)}")
 
 
 def checked_namespace(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> str | None:

@@ -229,9 +229,9 @@ async def test_pressure_on_the_window_pool_does_not_change_the_outputs(model: An
 # ---------------------------------------------------------------- refused models
 
 
-async def test_a_request_larger_than_the_window_pool_is_refused_at_once() -> None:
+async def test_a_window_pool_that_holds_no_window_refuses_at_once() -> None:
     async with (
-        LocalPrefixCache(config_of(MISTRAL, 4, num_swa_slots=32)) as cache,
+        LocalPrefixCache(config_of(MISTRAL, 4, num_swa_slots=WINDOW)) as cache,
         TransformersWorker(cache, model=deepcopy(MISTRAL), device="cpu") as worker,
     ):
         with pytest.raises(PoolExhausted) as caught:

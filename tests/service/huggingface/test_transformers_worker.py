@@ -490,7 +490,7 @@ async def test_a_model_that_does_not_fit_the_pool_is_refused_naming_both(changed
         ([1, -2], 4, "negative"),
         ([1, 96], 4, "token 96 is not in the model's vocabulary of 96"),
         ([1, 2**40], 4, "vocabulary"),
-        ([1, 2], 0, "max_new_tokens"),
+        ([1, 2], -1, "max_new_tokens"),
         ([1, 2], 1.5, "max_new_tokens"),
         ([1, 2], True, "max_new_tokens"),
         ([1, 2], 10**13, "positions"),
