@@ -1,14 +1,10 @@
 """`RaydixRequestRouter`: Ray Serve sends each request to the replica with the cache that holds its prefix.
 
-    from ray.serve.config import RequestRouterConfig
+    from raydix.actors.serve_router import request_router_config
 
-    @serve.deployment(
-        num_replicas=4,
-        request_router_config=RequestRouterConfig(
-            request_router_class="raydix.actors.serve_router.RaydixRequestRouter",
-            request_router_kwargs={"caches": "chat-*", "tokens_of": "raydix.actors.serve_tokens:token_ids"},
-        ),
-    )
+    router = request_router_config(caches="chat-*", tokens_of="raydix.actors.serve_tokens:token_ids")
+
+    @serve.deployment(num_replicas=4, request_router_config=router)
     class Model: ...
 
 A router runs in each process that calls the deployment by a handle; `running_routers` lists those of a process. Needs
@@ -21,12 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import NoneType
 from typing import Any
+
+from pydantic import ValidationError
 
 from raydix.actors.deploy import NAMESPACE
 from raydix.actors.fleet.prompt_reader import PromptReader
@@ -34,17 +34,22 @@ from raydix.actors.fleet.replica_pairs import ReplicaPlace
 from raydix.actors.fleet.replica_ranks import FleetOptions, ReplicaRanks, running_routers
 from raydix.actors.fleet.sent_request import SentRequest
 from raydix.schemas import InvalidRequest, ReplicaRouterStats, RouteConfig
+from raydix.schemas.message import first_fault
 from raydix.schemas.shown import brief
 
 try:
+    from ray.serve.config import RequestRouterConfig
     from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 except ImportError as error:
     raise ImportError("Ray Serve needs the extra: pip install 'raydix[serve]'") from error
 if not hasattr(RunningReplica, "replica_metadata"):
     raise ImportError("RaydixRequestRouter needs Ray 2.60 or later: pip install 'ray[serve]>=2.60'")
 
-__all__ = ["RaydixRequestRouter", "running_routers"]
+__all__ = ["RaydixRequestRouter", "request_router_config", "running_routers"]
 
+logger = logging.getLogger(__name__)
+
+_NAME = "raydix.actors.serve_router.RaydixRequestRouter"
 _CLOSE_S = 5.0  # for the goodbyes to the caches at the exit of a process
 _SENT = "raydix_sent"  # the attribute of a pending request that keeps its `SentRequest`
 _RANKED = "raydix_ranked"  # and the one that keeps how it was ranked last
@@ -67,37 +72,19 @@ class RaydixRequestRouter(RequestRouter):
     Neither the locality of Serve's default router nor its placement of multiplexed models is heeded.
     """
 
-    def initialize_state(  # type: ignore[override]  # Serve calls it with the kwargs of the configuration
-        self,
-        caches: str,
-        tokens_of: str,
-        tokens_of_kwargs: Mapping[str, Any] | None = None,
-        tokens_of_timeout_s: float = 0.05,
-        route: Mapping[str, Any] | None = None,
-        namespace: str = NAMESPACE,
-        fingerprint: str | None = None,
-    ) -> None:
-        """Take the `request_router_kwargs`. The caches are looked for as soon as there are replicas.
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Take the `request_router_kwargs`, as `request_router_config` does. Serve calls this.
 
-        Args:
-            caches: a pattern of the names of cache actors, as of `connect_fleet`.
-            tokens_of: "module:function". It is called with a `PendingRequest` of Serve, in a thread, and returns
-                `(tokens, namespace)` as `PrefixCacheClient.acquire` takes them, or None; the namespace is a
-                `CacheNamespace` or None. Or "module:Class": an object of the class is called.
-            tokens_of_kwargs: keyword arguments of the class.
-            tokens_of_timeout_s: seconds; a request without tokens by then goes to the least loaded replica.
-            route: the fields of `RouteConfig`.
-            namespace: the Ray namespace of the caches.
-            fingerprint: of the base model, as of `connect_fleet`.
-
-        Raises:
-            InvalidRequest: an argument is wrong; the message names it.
+        The caches are looked for as soon as there are replicas. If the arguments are wrong, that is logged, and each
+        request fails with InvalidRequest: if this raised, Serve would let every request wait without end.
         """
-        if not isinstance(caches, str) or not caches:
-            raise InvalidRequest(f'caches must be a pattern of names, such as "chat-*", not {brief(caches)}')
-        options = FleetOptions(caches, RouteConfig(**(route or {})), namespace, fingerprint)
-        reader = PromptReader(tokens_of, tokens_of_kwargs, tokens_of_timeout_s)
-        self._ranks = ReplicaRanks(f"{self.app_name}:{self._deployment_id.name}", options, reader)
+        self._fault: InvalidRequest | None = None
+        self._ranks: ReplicaRanks | None = None
+        try:
+            self._ranks = ReplicaRanks(f"{self.app_name}:{self._deployment_id.name}", *_checked_options(kwargs))
+        except InvalidRequest as error:
+            self._fault = error
+            logger.error("every request of %s fails: %s", self._deployment_id, error)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: defaultdict[ReplicaID, set[SentRequest]] = defaultdict(set)  # by the replica that has the request
         self._called: weakref.WeakValueDictionary[str, SentRequest] = weakref.WeakValueDictionary()  # by Serve's id
@@ -112,6 +99,8 @@ class RaydixRequestRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the running replicas. Serve calls this on the router's loop."""
         super().update_replicas(replicas)
+        if self._ranks is None:
+            return
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             close = weakref.finalize(self, _begin_close, self._loop, self._ranks)
@@ -136,6 +125,11 @@ class RaydixRequestRouter(RequestRouter):
         replicas = {each.replica_id: each for each in candidate_replicas}
         if pending_request is None:
             return [list(replicas.values())]
+        if self._ranks is None:
+            assert self._fault is not None, "without ranks there is a fault"
+            if not pending_request.future.done():
+                pending_request.future.set_exception(self._fault)
+            return [list(replicas.values())]  # with none, Serve would ask again without a pause
         earlier: SentRequest | None = getattr(pending_request, _SENT, None)
         if earlier is not None:  # a replica was at capacity
             earlier.end(computed=False)
@@ -153,7 +147,7 @@ class RaydixRequestRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Follow a request that a replica has accepted, until its first item, its answer or its failure."""
         sent: SentRequest | None = getattr(pending_request, _SENT, None)
-        if sent is None or self._loop is None:
+        if sent is None or self._loop is None or self._ranks is None:
             return
         delattr(pending_request, _SENT)
         self._called.pop(pending_request.metadata.internal_request_id, None)
@@ -171,7 +165,7 @@ class RaydixRequestRouter(RequestRouter):
             _watch_first_item(result, lambda: _call_in(loop, end, True))
         caches = self._ranks.caches_of(replica_id)
         if sent.ranked.route is not None and sent.ranked.route.cache not in caches:
-            move = loop.create_task(self._move(sent, caches))
+            move = loop.create_task(_move(self._ranks, sent, caches))
             self._moves.add(move)
             move.add_done_callback(self._moves.discard)
 
@@ -182,12 +176,100 @@ class RaydixRequestRouter(RequestRouter):
         if sent is not None:
             sent.note_completion()
 
-    async def _move(self, sent: SentRequest, caches: list[str]) -> None:
-        sent.take(await self._ranks.move(sent.ranked, caches))
-
     def stats(self) -> ReplicaRouterStats:
-        """Return the counts of this router since its start. `running_routers` returns all of a process."""
+        """Return the counts of this router since its start. `running_routers` returns all of a process.
+
+        Raises:
+            InvalidRequest: the router has wrong `request_router_kwargs`.
+        """
+        if self._ranks is None:
+            assert self._fault is not None, "without ranks there is a fault"
+            raise self._fault
         return self._ranks.stats()
+
+
+def request_router_config(
+    caches: str,
+    tokens_of: str,
+    *,
+    tokens_of_kwargs: Mapping[str, Any] | None = None,
+    tokens_of_timeout_s: float = 0.05,
+    route: Mapping[str, Any] | None = None,
+    namespace: str = NAMESPACE,
+    fingerprint: str | None = None,
+) -> RequestRouterConfig:
+    """Return the `request_router_config` of a deployment, checked.
+
+    Args:
+        caches: a pattern of the names of cache actors, as of `connect_fleet`.
+        tokens_of: "module:function". It is called with a `PendingRequest` of Serve, in a thread, and returns
+            `(tokens, namespace)` as `PrefixCacheClient.acquire` takes them, or None; the namespace is a
+            `CacheNamespace` or None. Or "module:Class": an object of the class is called.
+        tokens_of_kwargs: keyword arguments of the class.
+        tokens_of_timeout_s: seconds; a request without tokens by then goes to the least loaded replica.
+        route: the fields of `RouteConfig`.
+        namespace: the Ray namespace of the caches.
+        fingerprint: of the base model, as of `connect_fleet`.
+
+    Raises:
+        InvalidRequest: an argument is wrong; the message names it.
+    """
+    kwargs = {
+        "caches": caches,
+        "tokens_of": tokens_of,
+        "tokens_of_kwargs": tokens_of_kwargs,
+        "tokens_of_timeout_s": tokens_of_timeout_s,
+        "route": route,
+        "namespace": namespace,
+        "fingerprint": fingerprint,
+    }
+    _, reader = _checked_options(kwargs)
+    reader.close()
+    return RequestRouterConfig(request_router_class=_NAME, request_router_kwargs=kwargs)  # type: ignore[arg-type]
+
+
+def _checked_options(kwargs: Mapping[str, Any]) -> tuple[FleetOptions, PromptReader]:
+    """Return what the `request_router_kwargs` say.
+
+    Raises:
+        InvalidRequest: one is wrong, missing or unknown; the message names it.
+    """
+    try:
+        return _options(**kwargs)
+    except TypeError as error:
+        wrong = str(error).replace("_options()", "request_router_kwargs:").replace("argument", "key")
+        raise InvalidRequest(wrong) from None
+
+
+def _options(
+    caches: Any,
+    tokens_of: Any,
+    tokens_of_kwargs: Any = None,
+    tokens_of_timeout_s: Any = 0.05,
+    route: Any = None,
+    namespace: Any = NAMESPACE,
+    fingerprint: Any = None,
+) -> tuple[FleetOptions, PromptReader]:
+    for name, value in (("caches", caches), ("namespace", namespace)):
+        if not isinstance(value, str) or not value:
+            raise InvalidRequest(f"{name} must be a string, not empty, not {brief(value)}")
+    if not isinstance(fingerprint, (str, NoneType)):
+        raise InvalidRequest(f"fingerprint must be a string or None, not {brief(fingerprint)}")
+    if not isinstance(route, (Mapping, NoneType)):
+        raise InvalidRequest(f"route must be a dict of the fields of RouteConfig, not {brief(route)}")
+    try:
+        config = RouteConfig(**(route or {}))
+    except ValidationError as error:
+        raise InvalidRequest(f"route: {first_fault(error)}") from None
+    except TypeError as error:
+        raise InvalidRequest(f"route: {error}") from None
+    return FleetOptions(caches, config, namespace, fingerprint), PromptReader(
+        tokens_of, tokens_of_kwargs, tokens_of_timeout_s
+    )
+
+
+async def _move(ranks: ReplicaRanks, sent: SentRequest, caches: list[str]) -> None:
+    sent.take(await ranks.move(sent.ranked, caches))
 
 
 class _FollowedReplica(RunningReplica):

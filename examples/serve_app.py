@@ -31,10 +31,11 @@ from raydix.schemas import CacheConfig, InvalidRequest, PoolExhausted
 
 try:
     from ray import serve
-    from ray.serve.config import RequestRouterConfig
     from starlette.responses import JSONResponse
 except ImportError as error:
     raise ImportError("Ray Serve needs the extra: pip install 'raydix[serve]'") from error
+
+from raydix.actors.serve_router import request_router_config
 
 
 def node_cache(config: CacheConfig, name: str = "kv") -> Any:
@@ -120,13 +121,10 @@ class Layout(pydantic.BaseModel):
 
 def routed(layout: Layout) -> Any:
     """Return the application with several caches, and a router of requests to their replicas."""
-    router = RequestRouterConfig(
-        request_router_class=cast(Any, "raydix.actors.serve_router.RaydixRequestRouter"),
-        request_router_kwargs={
-            "caches": "kv[0-9]*",
-            "tokens_of": "raydix.actors.serve_tokens:token_ids",
-            "tokens_of_timeout_s": layout.tokens_of_timeout_s,
-        },
+    router = request_router_config(
+        caches="kv[0-9]*",
+        tokens_of="raydix.actors.serve_tokens:token_ids",
+        tokens_of_timeout_s=layout.tokens_of_timeout_s,
     )
     config = cache_config_for(MODEL, num_slots=65_536, page_size=16, events="slim", events_stride_tokens=16)
     model = cast(Any, Model).options(num_replicas=layout.replicas, request_router_config=router)

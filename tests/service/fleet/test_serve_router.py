@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import ray
 from support.fleet.running_fleet import STRIDE, prompt, slim
 
 from raydix.actors import shutdown_cache, start_cache
-from raydix.schemas import FleetStats, ReplicaRouterStats, RouteExplanation
+from raydix.schemas import FleetStats, InvalidRequest, ReplicaRouterStats, RouteExplanation
 
 serve = pytest.importorskip(
     "ray.serve",
@@ -37,6 +38,7 @@ class Routed(NamedTuple):
     router: Any
     caches: dict[str, Any]
     deployment: str
+    namespace: str  # of the caches
 
 
 def until(holds: Callable[[], Any]) -> None:
@@ -48,25 +50,22 @@ def until(holds: Callable[[], Any]) -> None:
 
 @pytest.fixture(scope="module")
 def routed(ray_cluster: None) -> Iterator[Routed]:
-    from ray.serve.config import ProxyLocation, RequestRouterConfig
+    from ray.serve.config import ProxyLocation
     from support.fleet import served_replicas
 
-    from raydix.actors.serve_router import RaydixRequestRouter, running_routers
+    from raydix.actors.serve_router import RaydixRequestRouter, request_router_config, running_routers
 
     ray.cloudpickle.register_pickle_by_value(served_replicas)  # replicas cannot import it
     RaydixRequestRouter.queue_len_response_deadline_s = LONG_S  # the machine may be busy
     namespace = f"serve-{uuid4().hex[:8]}"
     names = ["chat-0", "chat-1", "plain-0", "plain-1"]
     caches = {name: start_cache(slim(), name=name, namespace=namespace) for name in names}
-    config = RequestRouterConfig(
-        request_router_class="raydix.actors.serve_router.RaydixRequestRouter",
-        request_router_kwargs={
-            "caches": "chat-*",
-            "namespace": namespace,
-            "tokens_of": "support.fleet.served_replicas:tokens_of",
-            "tokens_of_timeout_s": LONG_S,
-            "route": {"promise_ttl_s": 3600},
-        },
+    config = request_router_config(
+        "chat-*",
+        "support.fleet.served_replicas:tokens_of",
+        namespace=namespace,
+        tokens_of_timeout_s=LONG_S,
+        route={"promise_ttl_s": 3600},
     )
     serve.start(proxy_location=ProxyLocation.Disabled)
     made: Any = served_replicas.Replica
@@ -78,7 +77,7 @@ def routed(ray_cluster: None) -> Iterator[Routed]:
         generate(handle, [1])  # makes the router
         (router,) = running_routers()
         until(lambda: sum(router.stats().replicas.values()) == 3 and len(router.stats().replicas) == 2)
-        yield Routed(handle, default, router, caches, "ours:Ours")
+        yield Routed(handle, default, router, caches, "ours:Ours", namespace)
     finally:
         serve.shutdown()
         until(lambda: all(each.stats().fleet is None for each in running_routers()))  # else it calls Ray after its end
@@ -121,6 +120,49 @@ def converse(handle: Any, first: int, after_each: Callable[[list[int]], None]) -
         for tokens in prompts:
             after_each(tokens)
     return answers
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no caches": ({"tokens_of": "m:f"}, "caches"),
+    "another name": ({"cache": "chat-*", "tokens_of": "m:f"}, "'cache'"),
+    "an empty pattern": ({"caches": "", "tokens_of": "m:f"}, "caches must be a string"),
+    "a path": ({"caches": "c", "tokens_of": "m.f"}, "tokens_of must be"),
+    "a weight": ({"caches": "c", "tokens_of": "m:f", "route": {"weight": -1}}, "route: weight: "),
+    "a field": ({"caches": "c", "tokens_of": "m:f", "route": {"heft": 1}}, "route: heft: "),
+    "no dict": ({"caches": "c", "tokens_of": "m:f", "route": 3}, "route must be a dict"),
+    "a time": ({"caches": "c", "tokens_of": "m:f", "tokens_of_timeout_s": -1}, "seconds"),
+    "no namespace": ({"caches": "c", "tokens_of": "m:f", "namespace": None}, "namespace must be a string"),
+    "a fingerprint": ({"caches": "c", "tokens_of": "m:f", "fingerprint": 3}, "fingerprint must be"),
+}
+
+
+@pytest.mark.parametrize(("kwargs", "named"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named_where_they_are_given(kwargs: dict[str, Any], named: str) -> None:
+    from raydix.actors.serve_router import _checked_options
+
+    with pytest.raises(InvalidRequest, match=re.escape(named)):
+        _checked_options(kwargs)
+
+
+def test_with_wrong_arguments_each_request_fails_with_their_fault(
+    routed: Routed, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ray.serve.config import RequestRouterConfig
+    from support.fleet import served_replicas
+
+    kwargs = {"caches": "chat-*", "tokens_of": "m:f", "route": {"weight": -1}}
+    router = "raydix.actors.serve_router.RaydixRequestRouter"
+    config = RequestRouterConfig(request_router_class=router, request_router_kwargs=kwargs)  # type: ignore[arg-type]
+    made: Any = served_replicas.Replica
+    wrong = made.options(name="Wrong", num_replicas=1, request_router_config=config)
+    handle = serve.run(wrong.bind(["chat-0"], routed.namespace), name="wrong", route_prefix=None)
+
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="route: weight: "):
+            generate(handle, [1, 2])
+
+    assert len([record for record in caplog.records if "every request of" in record.message]) == 1
+    serve.delete("wrong")
 
 
 @pytest.mark.more

@@ -184,7 +184,7 @@ async def test_a_cache_of_a_later_protocol_is_refused_before_anything_is_sent(li
     handle = HandleInProcess(listening.cache, Random(0))
     handle.actor.handshake = later  # type: ignore[method-assign]
 
-    with pytest.raises(ConfigMismatch, match=r"the cache speaks protocol 2 \(raydix 9.9.9\)"):
+    with pytest.raises(ConfigMismatch, match=rf"the cache speaks protocol {PROTOCOL + 1} \(raydix 9.9.9\)"):
         await PrefixCacheClient(handle).open()
 
     assert (await listening.cache.stats()).open_sessions == 2
@@ -225,7 +225,7 @@ async def test_a_socket_whose_first_answer_is_of_another_protocol_is_refused(ans
         writer.close()
 
     server = await asyncio.start_unix_server(cache, "\0raydix-recorded-cache")
-    expected = OLD_CACHE if answer == "as recorded" else "the cache speaks protocol 2"
+    expected = OLD_CACHE if answer == "as recorded" else f"the cache speaks protocol {PROTOCOL + 1}"
     with pytest.raises(ConfigMismatch, match=expected):
         await UnixSocketClient.open("\0raydix-recorded-cache", server)
     async with asyncio.timeout(30):

@@ -396,6 +396,9 @@ DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
 }
 
 
+DEFAULTS[2] = DEFAULTS[1]
+
+
 def test_a_default_that_changes_gets_a_new_protocol_number() -> None:
     defaults = {
         model: {name: field.get_default() for name, field in model.model_fields.items() if not field.is_required()}
