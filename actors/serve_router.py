@@ -129,7 +129,7 @@ class RaydixRequestRouter(RequestRouter):
             assert self._fault is not None, "without ranks there is a fault"
             if not pending_request.future.done():
                 pending_request.future.set_exception(self._fault)
-            return [list(replicas.values())]  # with none, Serve would ask again without a pause
+            return [list(replicas.values())]  # Serve asks again without a pause if there are none
         earlier: SentRequest | None = getattr(pending_request, _SENT, None)
         if earlier is not None:  # a replica was at capacity
             earlier.end(computed=False)
@@ -229,7 +229,7 @@ def request_router_config(
 
 
 def _checked_options(kwargs: Mapping[str, Any]) -> tuple[FleetOptions, PromptReader]:
-    """Return what the `request_router_kwargs` say.
+    """Return the options in the `request_router_kwargs`.
 
     Raises:
         InvalidRequest: one is wrong, missing or unknown; the message names it.

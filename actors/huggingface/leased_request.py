@@ -71,8 +71,8 @@ class LeasedRequest:
     async def run(self) -> None:
         """Prefill, publish the prompt, decode, publish the rest, and release the lease.
 
-        If slots are short, a request that takes them part by part publishes what it has computed, and ends its lease:
-        `decoding` is not done then, and another lease can go on.
+        If slots are short, a request that takes them part by part publishes its computed tokens, and ends its lease.
+        Then `decoding` is not done, and another lease can go on.
         """
         try:
             await self._run()

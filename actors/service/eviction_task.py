@@ -100,7 +100,7 @@ class EvictionTask:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._rounds = self._slices = self._retired = self._failures = 0
-        self._evicted: Counter[str] = Counter()  # by pool
+        self._evicted: Counter[str] = Counter()  # slots of each pool
         self._longest_slice_s = 0.0
         self._last_error: str | None = None
 

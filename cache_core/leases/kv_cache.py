@@ -121,7 +121,7 @@ class KVCache(LeasedCache):
             private = self.pools.take_pages(num_pages - len(match.starts), tenant)
         except BaseException as error:  # a pool may raise while an eviction frees pages to it
             self.tree.dec_lock_ref(match.last_node, receipt)
-            self.pools.free_private(match.starts[:0], [] if state_slot is None else [state_slot], tenant)
+            self.pools.free_private(match.starts[:0], (state_slot,), tenant)
             if not isinstance(error, OutOfSlotsError):
                 raise
             needed = error.needed + self.pools.held_by_prefix(error.pool, match.prefix_len)
@@ -201,7 +201,7 @@ class KVCache(LeasedCache):
         try:
             done = self._publish(lease, tree_key, published, published + new_pages, tenant)
         except BaseException:  # the pool may raise while the duplicates are freed
-            self.pools.free_private(lease.starts[:0], [] if state_slot is None else [state_slot], tenant)
+            self.pools.free_private(lease.starts[:0], (state_slot,), tenant)
             raise
         if state_slot is not None:
             self.pools.store_state(lease.state_slot, state_slot, lease.node)

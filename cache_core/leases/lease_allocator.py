@@ -186,16 +186,17 @@ class LeaseAllocator:
         if self._checks is not None:
             self._checks.publish(starts)
 
-    def free_private(self, starts: Starts, state_slots: Iterable[int], tenant: Tenant) -> None:
-        """Free the private pages and the states of a lease."""
+    def free_private(self, starts: Starts, state_slots: Iterable[int | None], tenant: Tenant) -> None:
+        """Free the private pages and the states of a lease; a slot that is None is none."""
         tenant.private -= len(starts) * self._page_size  # first: the pool may raise below
         try:
             if len(starts):
                 self._allocator.free_pages(starts)
         finally:
             for state_slot in state_slots:
-                assert self.states is not None
-                self.states.free_track_slot(state_slot)
+                if state_slot is not None:
+                    assert self.states is not None
+                    self.states.free_track_slot(state_slot)
 
     def free_window(self, starts: Starts) -> None:
         """Free the window halves of private pages."""

@@ -13,6 +13,7 @@ from raydix.cache_core import (
     LeaseRangeError,
     MambaPool,
     MambaRadixCache,
+    RadixCache,
     TokenToKVPoolAllocator,
 )
 from raydix.cache_core.leases.lease_table import LeaseRecord
@@ -200,8 +201,6 @@ def test_an_adopted_lease_keeps_its_second_slot(make: Callable[..., KVCache]) ->
 
 
 def test_a_cache_without_states_takes_no_boundary() -> None:
-    from raydix.cache_core import RadixCache
-
     allocator = TokenToKVPoolAllocator(16, 2)
     cache = KVCache(RadixCache(2, token_to_kv_pool_allocator=allocator), allocator)
     lease = cache.acquire("l", "s", key(1, 2), boundary_state=True)
