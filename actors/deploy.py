@@ -263,8 +263,7 @@ def find(name: str, namespace: str) -> ActorHandle[Any] | None:
     checked_name(name)
     if not isinstance(namespace, str) or not namespace:
         raise InvalidRequest(f"a Ray namespace must be a text of at least one character, not {brief(namespace)}")
-    if not ray.is_initialized():
-        ray.init()
+    _join_cluster()
     try:
         actor: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
     except ValueError:
@@ -272,12 +271,33 @@ def find(name: str, namespace: str) -> ActorHandle[Any] | None:
     return actor
 
 
+def _join_cluster() -> None:
+    """Connect this process to the running Ray cluster, unless it is connected; a new one would have no caches.
+
+    Raises:
+        CacheUnavailable: no cluster runs.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address="auto")
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise CacheUnavailable(
+            "no Ray cluster is reached: call ray.init(address=...) first, or start one: ray start --head "
+            f"({str(error).partition(chr(10))[0]})"
+        ) from error
+
+
 def find_caches(pattern: str = "*", namespace: str = NAMESPACE) -> dict[str, ActorHandle[Any]]:
     """Return the handles of the running caches with names that match a pattern, by name. It asks Ray and waits.
 
     Args:
         pattern: as of a shell: `*`, `?` and `[...]`; upper and lower case differ.
+
+    Raises:
+        CacheUnavailable: no cluster runs.
     """
+    _join_cluster()
     found: dict[str, ActorHandle[Any]] = {}
     for actor in cast(list[dict[str, str]], ray.util.list_named_actors(all_namespaces=True)):
         if actor["namespace"] != namespace or not fnmatchcase(actor["name"], pattern):

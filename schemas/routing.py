@@ -43,8 +43,9 @@ class FleetCacheStats(_Facts):
     """A router's knowledge of a cache that it sends requests to."""
 
     cache: str = Field(description="the name")
-    epoch: str = Field(description="of the cache's present life")
-    pages: int = Field(description="that are stored, pending or promised, at the ends of strides")
+    ranks: int = Field(default=1, description="caches NAME-tp0, NAME-tp1 and so on of an engine; 1: it is one cache")
+    epoch: str = Field(description="of the cache's present life; of ranks, of the first, and so are the loads")
+    pages: int = Field(description="that are stored, pending or promised, at the ends of strides; of ranks, the fewest")
     pending_tokens: int = Field(
         description="that wait or are computed, as the cache reports them, and of this router's routes"
     )

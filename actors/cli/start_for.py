@@ -17,6 +17,7 @@ from raydix.actors.cli.cluster import cache_names, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import show
 from raydix.actors.cli.start_one import start_one, table_of_started
+from raydix.actors.rank_names import rank_name
 from raydix.actors.settings import Settings, load_settings
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.shown import brief
@@ -154,7 +155,7 @@ def start_for_engine(
     except ReadFailed as error:
         raise CommandError(str(error), "vllm serve with the same model and options shows more") from error
     settings = _settings_for(kvs[0], capacity, wishes.check, file, given, name)
-    names = [settings.name] if len(kvs) == 1 else [f"{settings.name}-tp{rank}" for rank in range(len(kvs))]
+    names = [settings.name] if len(kvs) == 1 else [rank_name(settings.name, rank) for rank in range(len(kvs))]
     there = cache_names(namespace)
     _check_names(settings, names, there, namespace, timeout_s)
 

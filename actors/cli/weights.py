@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, cache_names, join
 from raydix.actors.cli.failures import UNREACHABLE, CommandError
 from raydix.actors.cli.output import AsJson, show
+from raydix.actors.rank_names import group_ranks, missing_ranks, rank_name
 from raydix.schemas.shown import brief, shown
 
 if TYPE_CHECKING:
@@ -43,18 +43,14 @@ def _ranks_of(name: str, names: list[str]) -> list[str]:
     Raises:
         CommandError: a rank is missing.
     """
-    found = [re.fullmatch(rf"{re.escape(name)}-tp(0|[1-9]\d{{0,5}})", each) for each in names]
-    ranks = sorted(int(each.group(1)) for each in found if each is not None)
-    if name in names or not ranks:
-        return [name]
-    missing = sorted(set(range(ranks[-1] + 1)) - set(ranks))
-    if missing:
+    ranks = group_ranks(names).get(name, {})
+    if missing := missing_ranks(ranks):
         raise CommandError(
-            f"of the ranks of {name!r}, up to {name}-tp{ranks[-1]}, {name}-tp{missing[0]} does not run",
+            f"of the ranks of {name!r}, up to {list(ranks.values())[-1]}, {rank_name(name, missing[0])} does not run",
             "raydix list, or raydix start",
             UNREACHABLE,
         )
-    return [f"{name}-tp{rank}" for rank in ranks]
+    return list(ranks.values()) or [name]
 
 
 async def _weights(handles: list[tuple[str, ActorHandle[Any]]], label: str | None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from raydix.actors.rank_names import rank_name
 from raydix.schemas import InvalidRequest
 from raydix.schemas.shown import brief
 
@@ -45,4 +46,4 @@ class EngineSettings(BaseModel):
 
     def cache_of(self, rank: int, num_ranks: int) -> str:
         """Return the name of the cache of a rank."""
-        return self.cache if num_ranks == 1 else f"{self.cache}-tp{rank}"
+        return self.cache if num_ranks == 1 else rank_name(self.cache, rank)

@@ -24,7 +24,7 @@ from raydix.schemas import (
 from raydix.schemas.shown import brief
 
 try:
-    from raydix.actors.exporters.vllm_format import VllmEncoder, in_batches
+    from raydix.actors.exporters.vllm_format import MAX_PAYLOAD_BYTES, VllmEncoder, in_batches
     from raydix.actors.exporters.zmq_publisher import ZmqPublisher
 except ImportError as error:
     raise ImportError(f"exporting events needs msgspec and pyzmq: pip install 'raydix[zmq]' ({error})") from error
@@ -46,7 +46,7 @@ class VllmEventExporter:
     the blocks of a subscriber that missed no batch are those of the cache, late by the way of the events.
 
     A subscriber that missed batches asks the replay socket for them. If they are not kept any more, the exporter
-    publishes a snapshot for all. Without a replay socket it does so when a subscriber comes. An idle exporter sends an
+    publishes a snapshot for all. Without a replay socket it does so when subscribers come. An idle exporter sends an
     empty batch from time to time, so that subscribers find that they missed the last one.
 
     Args:
@@ -59,7 +59,8 @@ class VllmEventExporter:
             cache is on the CPU, while the KV is the engine's.
         connect: connect to the endpoint, which the consumer has bound.
         buffer_batches, buffer_bytes: batches kept for replays.
-        hwm: batches that wait for a slow subscriber; beyond it, that one misses some.
+        hwm: batches that wait for a slow subscriber, or fewer, so that they have at most 256 MB; beyond it, that one
+            misses some, which is logged.
         heartbeat_s: seconds without a batch until an empty one is sent.
 
     Attributes:
@@ -86,10 +87,14 @@ class VllmEventExporter:
     ) -> None:
         if medium not in (None, "GPU", "CPU"):
             raise InvalidRequest(f'medium must be "GPU", "CPU" or None, not {brief(medium)}')
-        if data_parallel_rank < 0:
-            raise InvalidRequest(f"data_parallel_rank must be 0 or more, not {data_parallel_rank}")
-        if min(buffer_batches, buffer_bytes, hwm) < 1 or heartbeat_s <= 0:
-            raise InvalidRequest("buffer_batches, buffer_bytes and hwm must be 1 or more, and heartbeat_s more than 0")
+        if not isinstance(topic, str):
+            raise InvalidRequest(f"topic must be a text, not {brief(topic)}")
+        _check_count("data_parallel_rank", data_parallel_rank, 0)
+        _check_count("buffer_batches", buffer_batches, 1)
+        _check_count("buffer_bytes", buffer_bytes, 1, most=2**63 - 1)
+        _check_count("hwm", hwm, 1)
+        if type(heartbeat_s) not in (int, float) or not 0 < heartbeat_s < float("inf"):
+            raise InvalidRequest(f"heartbeat_s must be a finite number above 0, not {brief(heartbeat_s)}")
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         self.num_batches = self.num_events = self.num_snapshots = 0
@@ -116,7 +121,11 @@ class VllmEventExporter:
             await self._client.open()
             self._check_config()
             self._publisher = ZmqPublisher(
-                self.endpoint, self.replay_endpoint, *self._sending, on_demand=self._publish_snapshot
+                self.endpoint,
+                self.replay_endpoint,
+                *self._sending,
+                max_payload_bytes=MAX_PAYLOAD_BYTES,
+                on_demand=self._publish_snapshot,
             )
             self.endpoint, self.replay_endpoint = self._publisher.endpoint, self._publisher.replay_endpoint
             self._beating = asyncio.create_task(self._beat())
@@ -149,7 +158,8 @@ class VllmEventExporter:
         if self._beating is not None and publisher is not None:
             self._beating.cancel()
             async with self._lock:
-                await publisher.publish(self._encoder.encode((AllBlocksCleared(),)), is_base=True)
+                for payload in self._encoder.encode((AllBlocksCleared(),)):
+                    await publisher.publish(payload, is_base=True)
             await publisher.close()
 
     async def __aenter__(self) -> Self:
@@ -214,11 +224,14 @@ class VllmEventExporter:
             await asyncio.sleep(0)
 
     async def _send(self, events: Sequence[KVEvent], is_base: bool = False) -> None:
-        if self._publisher is not None:
-            await self._publisher.publish(self._encoder.encode(events), is_base)
-            self._sent_at = asyncio.get_running_loop().time()
+        if self._publisher is None:
+            return
+        for payload in self._encoder.encode(events):
+            await self._publisher.publish(payload, is_base)
+            is_base = False
             self.num_batches += 1
-            self.num_events += len(events)
+        self._sent_at = asyncio.get_running_loop().time()
+        self.num_events += len(events)
 
     async def _beat(self) -> None:
         """Send an empty batch whenever there was none for a while."""
@@ -236,3 +249,9 @@ class VllmEventExporter:
                 f"exporting events needs a cache with CacheConfig(events='full'), not {self._client.config.events!r}: "
                 "start it with that"
             )
+
+
+def _check_count(argument: str, value: Any, least: int, most: int = 2**31 - 1) -> None:
+    """Raise InvalidRequest unless this is a whole number that ZMQ and a message can carry."""
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidRequest(f"{argument} must be a whole number from {least} to {most}, not {brief(value)}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from raydix.actors.engines.namespaces import adapter_name
 from raydix.schemas import BlockRemoved, BlockStored, KVEvent
@@ -21,6 +22,7 @@ from raydix.schemas.namespace import frame_namespace, unframe_namespace
 
 MAX_BATCH_EVENTS = 1_000
 MAX_BATCH_TOKENS = 2**16  # 20 ms of encoding
+MAX_PAYLOAD_BYTES = 2**15  # of an encoded batch, unless one block is larger
 _UNSIGNED = 2**64 - 1
 _DYNAMO_SALT = "dynamo-cache-salt:"  # Dynamo's engines put it before a salt, and its indexer takes it away
 
@@ -83,10 +85,14 @@ class VllmEncoder:
         self._medium = medium
         self._encoder = msgspec.msgpack.Encoder()
 
-    def encode(self, events: Iterable[KVEvent]) -> bytes:
-        """Return a batch of these events, with the present time."""
-        batch = VllmEventBatch(time.time(), [self._converted(each) for each in events], self._rank)
-        return self._encoder.encode(batch)
+    def encode(self, events: Iterable[KVEvent]) -> list[bytes]:
+        """Return batches of these events, in their order, with the present time: one, or several small ones."""
+        return self._encode(time.time(), [self._converted(each) for each in events])
+
+    def _encode(self, now_s: float, events: list[VllmEvent]) -> list[bytes]:
+        payload = self._encoder.encode(VllmEventBatch(now_s, events, self._rank))
+        halves = _halves(events) if len(payload) > MAX_PAYLOAD_BYTES else []
+        return [part for half in halves for part in self._encode(now_s, half)] or [payload]
 
     def _converted(self, event: KVEvent) -> VllmEvent:
         match event:
@@ -112,6 +118,34 @@ class VllmEncoder:
             extra_keys=keys,
             cache_salt=namespace.cache_salt,
         )
+
+
+def _halves(events: list[VllmEvent]) -> list[list[VllmEvent]]:
+    """Return events in two lists; empty: they are one block, or none."""
+    middle = len(events) // 2
+    if middle:
+        return [events[:middle], events[middle:]]
+    event = events[0] if events else None
+    if isinstance(event, VllmAllBlocksCleared | None) or len(event.block_hashes) < 2:
+        return []
+    middle = len(event.block_hashes) // 2
+    first, second = event.block_hashes[:middle], event.block_hashes[middle:]
+    if isinstance(event, VllmBlockRemoved):
+        return [[structs.replace(event, block_hashes=half)] for half in (first, second)]
+    tokens, keys = event.token_ids, event.extra_keys
+    num_tokens = middle * event.block_size
+    return [
+        [structs.replace(event, block_hashes=first, token_ids=tokens[:num_tokens], extra_keys=keys and keys[:middle])],
+        [
+            structs.replace(
+                event,
+                block_hashes=second,
+                parent_block_hash=first[-1],
+                token_ids=tokens[num_tokens:],
+                extra_keys=keys and keys[middle:],
+            )
+        ],
+    ]
 
 
 def in_batches(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:

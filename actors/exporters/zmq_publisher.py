@@ -8,10 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
+from raydix.actors.exporters.bounded_log import BoundedLog
 from raydix.schemas import CacheError, InvalidRequest
 from raydix.schemas.shown import brief
 
@@ -21,6 +24,11 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 1_000  # after the close, for the last payloads
 _TERM_S = 2.0  # after that second, for the threads of ZMQ to end
 _FRAMES_A_TURN = 100  # of a replay, before other tasks get their turn
+_MAX_WAITING_BYTES = 256 * 2**20  # payloads that wait for one subscriber
+_GATHER_S = 0.02  # for subscribers that come together
+_STUCK_S = 5.0  # a replay ends whose subscriber has read nothing for so long
+_ROOM_S = 0.01  # between looks for room in the queue of a replay
+_MAX_PORT = 65_535
 
 
 class ZmqPublisher:
@@ -48,6 +56,7 @@ class ZmqPublisher:
         max_payloads: int,
         max_bytes: int,
         hwm: int,
+        max_payload_bytes: int,
         on_demand: Callable[[], Awaitable[None]],
     ) -> None:
         """Open the sockets and serve them. Needs a running loop.
@@ -55,9 +64,11 @@ class ZmqPublisher:
         Args:
             connect: connect to the endpoint instead of binding it.
             max_payloads, max_bytes: kept for replays.
-            hwm: payloads that wait for a slow subscriber; beyond it, that subscriber misses some.
+            hwm: payloads that wait for a slow subscriber, or fewer, so that they have at most 256 MB. Beyond it, that
+                subscriber misses some, which is logged. ZMQ counts payloads, not bytes.
+            max_payload_bytes: of nearly every payload.
             on_demand: publishes everything from the beginning, with `is_base`. Called when a subscriber needs payloads
-                that are not kept any more; without a replay socket, when a subscriber comes.
+                that are not kept any more; without a replay socket, once for all subscribers that come together.
 
         Raises:
             InvalidRequest: an endpoint cannot be used.
@@ -71,21 +82,29 @@ class ZmqPublisher:
         self._max_bytes = max_bytes
         self._base = self.next_number  # the last payload that needs none before it
         self._on_demand = on_demand
+        self._demanding = asyncio.Lock()
+        self._asked: dict[bytes, int] = {}  # by the subscriber, the first number of its next replay
+        self._replays: dict[bytes, asyncio.Task[None]] = {}  # that run, by the subscriber
+        self._slow = BoundedLog(logger)
+        self._refused = BoundedLog(logger)
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
+        most = max(1, _MAX_WAITING_BYTES // max_payload_bytes)  # libzmq 4.3.5 can crash if it is changed later
         try:
-            self._pub = self._open(zmq.XPUB, hwm)  # a PUB that reports subscriptions
+            self._pub = self._open(zmq.XPUB, min(hwm, most))  # a PUB that reports subscriptions
             self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
             self.endpoint = _attach(self._pub, endpoint, "endpoint", connect)
-            self._tasks = [asyncio.create_task(self._serve_subscriptions(replay_endpoint is None))]
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                self._router = self._open(zmq.ROUTER, max_payloads + 1)
+                self._router = self._open(zmq.ROUTER, min(max_payloads + 1, most))
+                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error where there is no room, or no subscriber
                 self.replay_endpoint = _attach(self._router, replay_endpoint, "replay_endpoint")
-                self._tasks.append(asyncio.create_task(self._serve_replays()))
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._tasks = [asyncio.create_task(self._serve_subscriptions(replay_endpoint is None))]
+        if replay_endpoint is not None:
+            self._tasks.append(asyncio.create_task(self._serve_replays()))
 
     async def publish(self, payload: bytes, is_base: bool = False) -> None:
         """Send a payload to all subscribers, and keep it. Never waits.
@@ -101,7 +120,7 @@ class ZmqPublisher:
         self._num_bytes += len(payload)
         while len(self._kept) > self._max_payloads or (self._num_bytes > self._max_bytes and len(self._kept) > 1):
             self._num_bytes -= len(self._kept.popleft()[1])
-        await self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        await self._send((self._topic, number.to_bytes(8, "big"), payload))
 
     async def close(self) -> None:
         """Stop serving, and close the sockets once the last payloads are sent, or after a second.
@@ -109,9 +128,10 @@ class ZmqPublisher:
         libzmq 4.3.5 sometimes waits without end for the socket of a peer that left just before. The wait goes on in a
         daemon thread then, and a warning is logged.
         """
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._replays.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for socket in self._sockets:
             socket.close(linger=_LINGER_MS)
         ending = threading.Thread(target=self._context.term, daemon=True, name="raydix-zmq-term")
@@ -126,33 +146,87 @@ class ZmqPublisher:
         socket.set_hwm(hwm)
         return socket
 
+    async def _send(self, frames: tuple[bytes, bytes, bytes]) -> None:
+        """Send a payload to the subscribers that have room for it."""
+        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        try:
+            await self._pub.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._slow.warn("a subscriber at %s reads too slowly, and misses batches", self.endpoint)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 0)
+            await self._pub.send_multipart(frames)
+
     # ---------------------------------------------------------------- the tasks
 
     async def _serve_subscriptions(self, are_demands: bool) -> None:
         while True:
-            message: bytes = await self._pub.recv()
-            if message[:1] == b"\x01" and are_demands:
+            begins = await self._pub.recv()
+            await asyncio.sleep(_GATHER_S)
+            begun = [begins]
+            with suppress(zmq.Again):
+                while True:
+                    begun.append(await self._pub.recv(zmq.NOBLOCK))
+            if are_demands and any(message[:1] == b"\x01" for message in begun):
                 await self._demand()
 
     async def _serve_replays(self) -> None:
+        """Begin replays; of a subscriber that asks again before its replay has ended, the latest follows."""
         while True:
             frames: list[bytes] = await self._router.recv_multipart()
             if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-                logger.warning("a replay was asked for in a wrong form: %s", brief(frames[1:]))
+                self._refused.warn("a replay was asked for in a wrong form: %s", brief(frames[1:]))
                 continue
-            await self._replay(frames[0], int.from_bytes(frames[2], "big"))
+            subscriber = frames[0]
+            self._asked[subscriber] = int.from_bytes(frames[2], "big")
+            if subscriber not in self._replays:
+                self._replays[subscriber] = asyncio.create_task(self._replay_to(subscriber))
+
+    async def _replay_to(self, subscriber: bytes) -> None:
+        """Send replays to a subscriber while it asks for some."""
+        try:
+            while (first := self._asked.pop(subscriber, None)) is not None:
+                await self._replay(subscriber, first)
+        except TimeoutError:
+            self._slow.warn("a subscriber at %s does not read its replay, which ends", self.replay_endpoint)
+        except zmq.ZMQError as error:  # it has left
+            logger.debug("a replay ended: %s", error)
+        finally:
+            self._asked.pop(subscriber, None)
+            del self._replays[subscriber]
 
     async def _replay(self, subscriber: bytes, first: int) -> None:
-        oldest = self._kept[0][0] if self._kept else self.next_number
-        if first < oldest and self._base < oldest:
-            await self._demand()
-        kept = [each for each in self._kept if each[0] >= first]
-        for place, (number, payload) in enumerate(kept):
-            if place % _FRAMES_A_TURN == 0:
+        async with self._demanding:
+            oldest = self._oldest()
+            if first < oldest and self._base < oldest:
+                await self._demand()
+        end, number = self.next_number, first
+        while (number := max(number, self._oldest())) < end:
+            payload = self._kept[number - self._oldest()][1]
+            await self._send_replay((subscriber, b"", self._topic, number.to_bytes(8, "big"), payload))
+            number += 1
+            if number % _FRAMES_A_TURN == 0:
                 await asyncio.sleep(0)
-            await self._router.send_multipart((subscriber, b"", self._topic, number.to_bytes(8, "big"), payload))
-        await self._router.send_multipart((subscriber, b"", b"", END_OF_REPLAY, b""))
+        await self._send_replay((subscriber, b"", b"", END_OF_REPLAY, b""))
         self.num_replays += 1
+
+    async def _send_replay(self, frames: tuple[bytes, ...]) -> None:
+        """Send a part of a replay as soon as the subscriber's queue has room.
+
+        Raises:
+            TimeoutError: it has read nothing for five seconds.
+            ZMQError: the subscriber is gone.
+        """
+        async with asyncio.timeout(_STUCK_S):
+            while True:
+                try:
+                    await self._router.send_multipart(frames, zmq.NOBLOCK)
+                    return
+                except zmq.Again:
+                    await asyncio.sleep(_ROOM_S)
+
+    def _oldest(self) -> int:
+        """Return the number of the oldest payload that is kept."""
+        return self._kept[0][0] if self._kept else self.next_number
 
     async def _demand(self) -> None:
         try:
@@ -164,6 +238,7 @@ class ZmqPublisher:
 def _attach(socket: zmq.asyncio.Socket, endpoint: str, argument: str, connect: bool = False) -> str:
     """Bind or connect a socket; return its endpoint, with the port that was chosen."""
     try:
+        _check_port(endpoint)
         if connect:
             socket.connect(endpoint)
             return endpoint
@@ -173,3 +248,12 @@ def _attach(socket: zmq.asyncio.Socket, endpoint: str, argument: str, connect: b
             f"{argument} must be a free ZMQ address, such as tcp://127.0.0.1:5557, not {brief(endpoint)}: {error}"
         ) from None
     return str(socket.get_string(zmq.LAST_ENDPOINT))
+
+
+def _check_port(endpoint: Any) -> None:
+    """Raise an error if the address is no text, or its TCP port is too high: ZMQ would take another one."""
+    if not isinstance(endpoint, str):
+        raise TypeError("it must be a text")
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp:") and port.isdecimal() and int(port) > _MAX_PORT:
+        raise ValueError(f"the port must be at most {_MAX_PORT}")

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from raydix.schemas import InvalidRequest
+from raydix.schemas import CacheUnavailable, InvalidRequest
 from raydix.schemas.shown import brief
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,11 @@ class CacheDirectory(Protocol):
     """Lists the caches of a fleet."""
 
     async def look(self) -> dict[str, CacheSource]:
-        """Return the caches that exist now, by name."""
+        """Return the caches that exist now, by name.
+
+        Raises:
+            CacheUnavailable: no Ray cluster runs.
+        """
 
 
 class ListedCaches:
@@ -53,11 +57,17 @@ class NamedCaches:
         self._found: dict[str, CacheSource] = {}
 
     async def look(self) -> dict[str, CacheSource]:
-        """Return the running caches. Ray is asked in another thread, as it may take long to answer."""
+        """Return the running caches. Ray is asked in another thread, as it may take long to answer.
+
+        Raises:
+            CacheUnavailable: this process is in no Ray cluster, and none runs.
+        """
         from raydix.actors.deploy import find_caches
 
         try:
             caches = await asyncio.to_thread(find_caches, self._pattern, self._namespace)
+        except CacheUnavailable:
+            raise
         except Exception as error:  # Ray's errors for an unreachable control service have no common base
             logger.info("the caches %r could not be listed, the last list stays: %s", self._pattern, error)
             return self._found
@@ -75,6 +85,8 @@ def directory_of(caches: Any, namespace: str) -> ListedCaches | NamedCaches:
         InvalidRequest: they are given in another way.
     """
     if isinstance(caches, str) and caches:
+        if not isinstance(namespace, str) or not namespace:
+            raise InvalidRequest(f"namespace must be a text of at least one character, not {brief(namespace)}")
         return NamedCaches(caches, namespace)
     if isinstance(caches, Mapping):
         return ListedCaches(caches)

@@ -37,9 +37,6 @@ class CacheFeed:
         place: where the cache runs; None: it has not got requests yet.
         column: of the index; None: the cache gets no requests.
         heard_at: loop time of the last batch or snapshot.
-        num_routes: requests that were routed here.
-        num_refused: of these, those that the cache refused, or that it did not answer.
-        missed_tokens: stored tokens that the index promised and the cache did not have, of all leases of the fleet.
         num_batches, num_snapshots: of events, that were applied.
     """
 
@@ -67,13 +64,20 @@ class CacheFeed:
         self.place: CachePlace | None = None
         self.column: int | None = None
         self.heard_at = 0.0
-        self.num_routes = self.num_refused = self.missed_tokens = self.num_batches = self.num_snapshots = 0
+        self.num_batches = self.num_snapshots = 0
         self._index = index
         self._routes = routes
         self._decide = decide
         self._on_change = on_change
         self._admitted = asyncio.Event()
         self._task = asyncio.create_task(self._follow())
+
+    @property
+    def cause(self) -> str:
+        """Why the cache gets no requests; empty: it may get some."""
+        if self.column is not None:
+            return ""
+        return self.trouble or self.verdict or "it has not answered yet"
 
     @property
     def is_settled(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from raydix.actors.client.lease import Lease, make_pending
@@ -16,10 +16,17 @@ from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.fleet.cache_directory import CacheDirectory, CacheSource, directory_of
 from raydix.actors.fleet.cache_feed import CacheFeed
 from raydix.actors.fleet.cost import MAX_ALL, Candidate, choose, compared, cost
+from raydix.actors.fleet.fleet_member import FleetMember, members_of
 from raydix.actors.fleet.membership import CachePlace, PageShape, left_out_causes
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.actors.fleet.route import Route
-from raydix.actors.transport.validation import checked_namespace, checked_seconds, checked_tokens, make_request
+from raydix.actors.transport.validation import (
+    checked_name,
+    checked_namespace,
+    checked_seconds,
+    checked_tokens,
+    make_request,
+)
 from raydix.cache_core import PageIndex, RadixKey, page_hashes
 from raydix.cache_core.fleet_index.page_hashes import Hashes
 from raydix.schemas import (
@@ -37,7 +44,7 @@ from raydix.schemas import (
     RouteExplanation,
     TokenIds,
 )
-from raydix.schemas.shown import brief
+from raydix.schemas.shown import brief, shown
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +67,9 @@ async def connect_fleet(
     caches each second. Left out, with one warning that names the cause (`fleet.stats().left_out`), are: caches without
     slim events, caches with another page size or stride than most, and caches that are bound to another base model.
 
+    Without a cache NAME, the caches NAME-tp0, NAME-tp1 and so on are those of a tensor-parallel engine's ranks. They
+    are one destination, called NAME, with the least hit of its ranks. It is left out while one of them is.
+
     Args:
         caches: a pattern of the names of cache actors, such as "chat-*"; or a dict of caches by name, as
             `PrefixCacheClient` takes them, which the caller may change later.
@@ -73,7 +83,8 @@ async def connect_fleet(
         The router, which belongs to the running event loop. Close it.
 
     Raises:
-        CacheUnavailable: no cache could get requests within `timeout_s`; the message has the causes.
+        CacheUnavailable: no cache could get requests within `timeout_s`, and the message has the causes; or no Ray
+            cluster runs.
         InvalidRequest: an argument is wrong; the message names it.
     """
     if config is None:
@@ -134,7 +145,9 @@ class Fleet:
         self._routes = OpenRoutes(self.index, config.promise_ttl_s, self._loop.time)
         self._rng = Random()
         self._feeds: dict[str, CacheFeed] = {}
-        self._by_column: dict[int, CacheFeed] = {}
+        self._members: dict[str, FleetMember] = {}
+        self._by_column: dict[int, FleetMember] = {}  # those that get requests, by the column of the first rank
+        self._ranks: dict[int, tuple[int, ...]] = {}  # of those with several ranks: their columns, by the first
         self._columns: list[int] = []
         self._shape: PageShape | None = None
         self._may_decide = False
@@ -142,6 +155,7 @@ class Fleet:
         self._chores: set[asyncio.Task[None]] = set()
         self._is_alive = asyncio.Event()  # set while a cache can get requests
         self._num_routes = 0
+        self._fault = ""  # of the directory
         self.num_changes = 0
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
@@ -152,8 +166,10 @@ class Fleet:
         """Find the caches, and wait until one can get requests, and until each has answered or two seconds are over.
 
         Raises:
-            CacheUnavailable: no cache could within `timeout_s`.
+            CacheUnavailable: no cache could within `timeout_s`, or no Ray cluster runs.
+            InvalidRequest: the directory has a wrong name, or something that is no cache.
         """
+        self._note_caches(await self._directory.look())
         self._looking = asyncio.create_task(self._keep_looking())
         deadline = self._loop.time() + min(_GATHER_S, self._timeout_s)
         await self._wait_until(self._has_answers, deadline)
@@ -185,6 +201,7 @@ class Fleet:
             await asyncio.gather(self._looking, return_exceptions=True)
         feeds = list(self._feeds.values())
         self._feeds.clear()
+        self._members.clear()
         for feed in feeds:
             self._end_feed(feed)
         await asyncio.gather(*self._chores, return_exceptions=True)
@@ -205,23 +222,51 @@ class Fleet:
     async def _keep_looking(self) -> None:
         refresh_at = self._loop.time() + _REFRESH_S
         while True:
-            self._note_caches(await self._directory.look())
+            await asyncio.sleep(_LOOK_S if self._feeds else _LOOK_S / 10)
+            await self._look()
             self._routes.expire()
             if self._loop.time() >= refresh_at:
                 refresh_at = self._loop.time() + _REFRESH_S
-                for feed in self._by_column.values():
-                    self._begin_chore(self._refresh(feed))
-            await asyncio.sleep(_LOOK_S if self._feeds else _LOOK_S / 10)
+                for feed in self._feeds.values():
+                    if feed.column is not None:
+                        self._begin_chore(self._refresh(feed))
+
+    async def _look(self) -> None:
+        try:
+            self._note_caches(await self._directory.look())
+        except (InvalidRequest, CacheUnavailable) as error:
+            if str(error) != self._fault:
+                logger.error("looking for the caches of %s: %s", self._directory, error)
+            self._fault = str(error)
+        else:
+            self._fault = ""
 
     def _note_caches(self, found: dict[str, CacheSource]) -> None:
+        """Take the caches that are there now.
+
+        Raises:
+            InvalidRequest: the name of one is wrong, or it is no cache; the others are taken.
+        """
+        fault: InvalidRequest | None = None
         gone = [name for name, feed in self._feeds.items() if _identity(found.get(name)) != feed.identity]
         for name in gone:
             self._end_feed(self._feeds.pop(name))
         for name, source in found.items():
             if name not in self._feeds:
-                self._feeds[name] = CacheFeed(name, source, self.index, self._routes, self._decide, self._note_change)
+                try:
+                    self._feeds[checked_name(name)] = CacheFeed(
+                        name, source, self.index, self._routes, self._decide, self._note_change
+                    )
+                except InvalidRequest as error:
+                    fault = InvalidRequest(f"caches[{brief(name)}]: {error}")
+        members = members_of(self._feeds, self._members)
+        if members != self._members:
+            self._members = members
+            self._note_change()
         if gone:
             self._decide()
+        if fault is not None:
+            raise fault
 
     async def _refresh(self, feed: CacheFeed) -> None:
         """Ask a cache for its facts. If it does not answer, the task that reads its events acts."""
@@ -257,7 +302,9 @@ class Fleet:
     def _note_change(self) -> None:
         self._has_changed.set()
         self.num_changes += 1
-        self._by_column = {feed.column: feed for feed in self._feeds.values() if feed.column is not None}
+        alive = {member.columns: member for member in self._members.values() if not member.cause}
+        self._by_column = {columns[0]: member for columns, member in alive.items()}
+        self._ranks = {columns[0]: columns for columns in alive if len(columns) > 1}
         self._columns = list(self._by_column)
         if self._columns:
             self._is_alive.set()
@@ -286,11 +333,7 @@ class Fleet:
             ) from None
 
     def _left_out(self) -> dict[str, str]:
-        return {
-            name: feed.trouble or feed.verdict or "it has not answered yet"
-            for name, feed in sorted(self._feeds.items())
-            if feed.column is None
-        }
+        return {name: member.cause for name, member in self._members.items() if member.cause}
 
     # ---------------------------------------------------------------- routes
 
@@ -310,7 +353,7 @@ class Fleet:
 
         Args:
             tokens: the ids of the prompt, as in `PrefixCacheClient.acquire`, and so are the following.
-            among: the names of the caches to choose from; None: all.
+            among: the names of the caches to choose from, a set, list or dict of them; None: all.
             replaces: the route of an earlier attempt at the same request. It is cancelled, and its hashes are used
                 again. The request counts once, at the later cache.
 
@@ -319,12 +362,16 @@ class Fleet:
             InvalidRequest: an argument is wrong, or the router was closed.
         """
         packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
+        if among is not None:
+            among = _checked_names(among)
+        if not isinstance(replaces, (Route, NoneType)):
+            raise InvalidRequest(f"replaces must be a Route or None, not {brief(replaces)}")
         if replaces is not None:
             replaces.cancel()
         await self._wait_alive()
         columns = self._columns
         if among is not None:
-            columns = [column for column, feed in self._by_column.items() if feed.name in among]
+            columns = [column for column, member in self._by_column.items() if member.name in among]
             if not columns:
                 raise CacheUnavailable(f"none of the {len(among)} caches in `among` is alive: route among others")
         prompt = None if replaces is None else replaces.prompt
@@ -337,11 +384,27 @@ class Fleet:
 
         Raises:
             CacheUnavailable: the cache is gone: route again.
+            InvalidRequest: the route is to the caches of several ranks.
         """
-        feed = self._feeds.get(route.cache)
-        if feed is None:
+        clients = self.clients(route)
+        if len(clients) > 1:
+            raise InvalidRequest(
+                f"{shown(route.cache)} has {len(clients)} ranks: acquire_ranks(fleet.clients(route), ...)"
+            )
+        return clients[0]
+
+    def clients(self, route: Route) -> list[PrefixCacheClient]:
+        """Return the clients of the caches of a route's ranks, for `acquire_ranks`; of one cache, its client alone.
+
+        They belong to the router: do not close them.
+
+        Raises:
+            CacheUnavailable: the cache is gone: route again.
+        """
+        member = self._members.get(route.cache)
+        if member is None:
             raise CacheUnavailable(f"cache {route.cache!r} is no longer one of the fleet: route again")
-        return feed.client
+        return [feed.client for feed in member.feeds]
 
     @make_pending
     async def acquire(
@@ -361,7 +424,8 @@ class Fleet:
         """Route a request, and acquire a lease at its cache; if that cache refuses, at the next best.
 
         First each cache is asked without waiting, 16 at most. If all have too few slots, the request waits at the best
-        one. The request counts as pending until the lease has published the prompt, or has ended.
+        one. The request counts as pending until the lease has published the prompt, or has ended. The caches of an
+        engine's ranks are not asked: for these, `route`, and `acquire_ranks` with `clients(route)`.
 
         Args:
             tokens: as in `PrefixCacheClient.acquire`, and so are the following.
@@ -375,7 +439,7 @@ class Fleet:
             PoolExhausted: no cache had enough slots in time; this is the last refusal.
             CacheBusy: as PoolExhausted, if the last refusal was that the queue of a cache is full.
             CacheUnavailable: no cache has answered, or none was alive for `timeout_s` of `connect_fleet`.
-            InvalidRequest: an argument is wrong; the message says which and why.
+            InvalidRequest: an argument is wrong, or all caches are of ranks; the message says which and why.
         """
         packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
         request = make_request(  # is checked here, and never sent: each client makes its own
@@ -411,7 +475,7 @@ class Fleet:
         hopeless: set[str] = set()
         for waits in (False, True) if request.timeout_s != 0 else (False,):
             tried = set(hopeless)
-            while len(tried) < MAX_ALL and (columns := self._columns_without(tried)):
+            while len(tried) < MAX_ALL and (columns := self._single_columns(tried)):
                 route = self._send(prompt, columns)
                 try:
                     return await self._acquire_at(route, request, names, request.timeout_s if waits else 0.0)
@@ -424,13 +488,19 @@ class Fleet:
                     elif waits:
                         raise
                 tried.add(route.cache)
+        if failed is None and self._ranks:
+            raise InvalidRequest(
+                f"each of {self._directory} is an engine of several ranks: call route, and then "
+                "acquire_ranks(fleet.clients(route), ...)"
+            )
         raise failed or CacheUnavailable(f"no cache of {self._directory} is alive")
 
     async def _acquire_at(
         self, route: Route, request: AcquireRequest, names: dict[str, str | None], timeout_s: float | None
     ) -> Lease:
         """Acquire a lease at a route's cache; the route ends with it. If the cache refuses, the route has ended."""
-        feed = self._feeds[route.cache]
+        member = self._members[route.cache]
+        (feed,) = member.feeds
         try:
             lease = await feed.client.acquire(
                 request.tokens,
@@ -445,19 +515,24 @@ class Fleet:
         except BaseException as error:
             route.cancel()
             if isinstance(error, (PoolExhausted, CacheBusy, CacheUnavailable)):
-                feed.num_refused += 1
+                member.num_refused += 1
             if isinstance(error, CacheUnavailable):
                 feed.note_unavailable(error)
             raise
-        feed.missed_tokens += max(0, min(route.prefix_len, _limit(request)) - lease.prefix_len)
+        member.missed_tokens += max(0, min(route.prefix_len, _limit(request)) - lease.prefix_len)
         whole = len(request.tokens) // feed.client.config.page_size * feed.client.config.page_size
         lease.on_change = partial(_note_lease, lease, route, whole)
         return lease
 
-    def _columns_without(self, names: Collection[str]) -> list[int]:
-        if not names:
+    def _single_columns(self, tried: Collection[str]) -> list[int]:
+        """Return the columns of the members of one cache that were not tried."""
+        if not tried and not self._ranks:
             return self._columns
-        return [column for column, feed in self._by_column.items() if feed.name not in names]
+        return [
+            column
+            for column, member in self._by_column.items()
+            if column not in self._ranks and member.name not in tried
+        ]
 
     def _prompt(self, packed: TokenIds, namespace: str | None) -> _Prompt:
         assert self._shape is not None, "a cache is alive, so its shape is known"
@@ -476,15 +551,14 @@ class Fleet:
         best = choose(candidates, self.config.weight, self._rng)
         stride = self._stride
         stored, expected = runs.get(best.cache, (0, 0))
-        feed = self._by_column[best.cache]
-        feed.num_routes += 1
+        member = self._by_column[best.cache]
+        member.num_routes += 1
         if replaces is None:
             self._num_routes += 1
-        elif (earlier := self._feeds.get(replaces.cache)) is not None and earlier.num_routes:
+        elif (earlier := self._members.get(replaces.cache)) is not None and earlier.num_routes:
             earlier.num_routes -= 1
-        end = self._routes.add(best.cache, prompt.hashes, expected, int(best.uncached))
         return Route(
-            feed.name,
+            member.name,
             prefix_len=stored * stride,
             promised_len=expected * stride,
             uncached_tokens=int(best.uncached),
@@ -492,9 +566,24 @@ class Fleet:
             next_best=self._names_of(candidates, best),
             why=f"least cost of {len(candidates)}: {best.pending:.0f} pending + {self.config.weight:g} * "
             f"{best.uncached:.0f} uncached tokens",
-            end=end,
+            end=self._count(prompt, best, expected),
             prompt=prompt,
         )
+
+    def _count(self, prompt: _Prompt, best: Candidate, expected: int) -> Callable[[bool], None]:
+        """Count a request at a candidate, at each of its ranks; return the function that ends it there."""
+        column, hashes, uncached = best.cache, prompt.hashes, int(best.uncached)
+        if column not in self._ranks:
+            return self._routes.add(column, hashes, expected, uncached)
+        columns = self._ranks[column]
+        runs = self._runs(hashes, columns)
+        ends = [self._routes.add(each, hashes, runs[each][1], uncached) for each in columns]
+
+        def end(computed: bool) -> None:
+            for end_one in ends:
+                end_one(computed)
+
+        return end
 
     def _names_of(self, candidates: list[Candidate], best: Candidate) -> tuple[str, ...]:
         """Return the names of the other candidates, the cheapest first."""
@@ -510,12 +599,36 @@ class Fleet:
     def _compare(self, prompt: _Prompt, columns: Sequence[int]) -> _Choice:
         """Return the candidates among these columns."""
         runs = compared(self.index, prompt.hashes, columns, self.config.num_random, self._rng)
-        num_tokens, stride, pending = prompt.num_tokens, self._stride, self._routes.pending
+        if self._ranks:
+            self._lower_to_least(prompt.hashes, runs)
+        num_tokens, stride, pending = prompt.num_tokens, self._stride, self._pending
         candidates = [
             Candidate(column, pending(column), max(0, num_tokens - expected * stride))
             for column, (_, expected) in runs.items()
         ]
         return _Choice(candidates, runs)
+
+    def _lower_to_least(self, hashes: Hashes, runs: dict[int, tuple[int, int]]) -> None:
+        """Replace the pages that a member's first rank holds by those that all its ranks hold."""
+        several = self._ranks.keys() & runs.keys()
+        found = self._runs(hashes, [column for first in several for column in self._ranks[first]])
+        for first in several:
+            ranks = [found[column] for column in self._ranks[first]]
+            runs[first] = min(stored for stored, _ in ranks), min(expected for _, expected in ranks)
+
+    def _runs(self, hashes: Hashes, columns: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Return the leading pages that are stored, and those that are expected, at each of these columns."""
+        found = dict.fromkeys(columns, (0, 0))
+        found.update(
+            (column, (stored, expected)) for column, stored, expected in self.index.longest_runs(hashes, 0, 0, columns)
+        )
+        return found
+
+    def _pending(self, column: int) -> int:
+        """Return the tokens that wait at a member, or are computed there: at the rank where they are most."""
+        if column in self._ranks:
+            return max(map(self._routes.pending, self._ranks[column]))
+        return self._routes.pending(column)
 
     # ---------------------------------------------------------------- the router's knowledge
 
@@ -558,7 +671,7 @@ class Fleet:
     def stats(self) -> FleetStats:
         """Return the router's knowledge of each cache, and the caches that are left out."""
         self._routes.expire()
-        caches = [self._stats_of(column, feed) for column, feed in self._by_column.items()]
+        caches = [self._stats_of(column, member) for column, member in self._by_column.items()]
         return FleetStats(
             page_size=None if self._shape is None else self._shape.page_size,
             stride_tokens=None if self._shape is None else self._shape.stride_tokens,
@@ -570,37 +683,48 @@ class Fleet:
             index_bytes=self.index.num_bytes,
         )
 
-    def _stats_of(self, column: int, feed: CacheFeed) -> FleetCacheStats:
+    def _stats_of(self, column: int, member: FleetMember) -> FleetCacheStats:
         load = self._routes.load(column)
+        feeds = member.feeds
         return FleetCacheStats(
-            cache=feed.name,
+            cache=member.name,
+            ranks=len(feeds),
             epoch=self.index.position(column)[0] or "",
-            pages=self.index.num_pages(column),
-            pending_tokens=self._routes.pending(column),
+            pages=min(map(self.index.num_pages, member.columns)),
+            pending_tokens=self._pending(column),
             open_routes=self._routes.num_pending(column),
-            routes=feed.num_routes,
-            refused=feed.num_refused,
-            missed_tokens=feed.missed_tokens,
+            routes=member.num_routes,
+            refused=member.num_refused,
+            missed_tokens=member.missed_tokens,
             waiting_tokens=load.waiting_tokens,
             leased_tokens=load.leased_tokens,
             unpublished_tokens=load.unpublished_tokens,
             private_slots=load.private_slots,
-            batches=feed.num_batches,
-            snapshots=feed.num_snapshots,
-            silent_s=self._loop.time() - feed.heard_at,
+            batches=sum(feed.num_batches for feed in feeds),
+            snapshots=sum(feed.num_snapshots for feed in feeds),
+            silent_s=self._loop.time() - min(feed.heard_at for feed in feeds),
         )
 
     def places(self) -> list[CachePlace]:
-        """Return the places of the caches that get requests."""
-        return [feed.place for feed in self._by_column.values() if feed.place is not None]
+        """Return the places of the caches that get requests; those of an engine's ranks have one name."""
+        return [place for member in self._by_column.values() for place in member.places()]
 
     def columns(self) -> dict[str, int]:
-        """Return the column of each cache in `index`, by name."""
-        return {feed.name: column for column, feed in self._by_column.items()}
+        """Return the column of each cache in `index`, by name; of an engine's ranks, that of the first."""
+        return {member.name: column for column, member in self._by_column.items()}
 
 
 def _identity(source: CacheSource | None) -> Any:
     return None if source is None else source.identity
+
+
+def _checked_names(among: Any) -> Collection[str]:
+    """Return the names as they are; InvalidRequest unless they are a collection of texts."""
+    if isinstance(among, (str, bytes)) or not isinstance(among, Collection):
+        raise InvalidRequest(f"among must be a set or a list of names of caches, not {brief(among)}")
+    if wrong := [each for each in among if not isinstance(each, str)]:
+        raise InvalidRequest(f"among must have names of caches, not {brief(wrong[0])}")
+    return among
 
 
 def _limit(request: AcquireRequest) -> int:

@@ -37,7 +37,7 @@ class CacheFacts(NamedTuple):
 class CachePlace(NamedTuple):
     """Where a cache runs."""
 
-    name: str
+    name: str  # the ranks of an engine have one
     node_id: str  # as Ray gives it; "local" of a cache without an actor
     gpu_uuid: str | None  # of the card with the pool; None: the pool lies in memory
 

@@ -32,10 +32,15 @@ def caches_of(replica: ReplicaPlace, caches: Iterable[CachePlace]) -> list[str]:
     of each of them to all replicas of the node.
     """
     if replica.cache is not None:
-        return [each.name for each in caches if each.name == replica.cache]
+        return _names(each for each in caches if each.name == replica.cache)
     here = [each for each in caches if each.node_id == replica.node_id]
-    same_card = [each.name for each in here if replica.gpu_uuid is not None and each.gpu_uuid == replica.gpu_uuid]
-    return same_card or [each.name for each in here]
+    same_card = _names(each for each in here if replica.gpu_uuid is not None and each.gpu_uuid == replica.gpu_uuid)
+    return same_card or _names(here)
+
+
+def _names(caches: Iterable[CachePlace]) -> list[str]:
+    """Return the names of caches, each once: the ranks of an engine have one name."""
+    return list(dict.fromkeys(each.name for each in caches))
 
 
 class ReplicaPairs:
@@ -49,4 +54,4 @@ class ReplicaPairs:
             names = self.by_replica[replica.key] = caches_of(replica, caches)
             for name in names:
                 self.by_cache.setdefault(name, []).append(replica.key)
-        self.cover_all = len(self.by_cache) == len(caches)  # every cache has a replica
+        self.cover_all = len(self.by_cache) == len(_names(caches))  # every cache has a replica

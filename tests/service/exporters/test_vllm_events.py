@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
-from support.exporters.event_structs import EVENTS, described, recorded
+import zmq.asyncio
+from support.exporters.event_structs import EVENTS, described, recorded, recorded_batch
 from support.exporters.running_exporter import FREE_PORT, PAGE, exported, exporting, full, host_of, publish, restart
 from support.exporters.vllm_subscriber import UNSIGNED, VllmSubscriber
+from support.fleet.running_fleet import until
 from support.more import more
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.engines.namespaces import adapter_name, namespace_of
-from raydix.actors.exporters import vllm_events, vllm_format, zmq_publisher
+from raydix.actors.exporters import bounded_log, vllm_events, vllm_format, zmq_publisher
 from raydix.actors.exporters.vllm_events import VllmEventExporter
 from raydix.actors.exporters.vllm_format import VllmEncoder
 from raydix.actors.exporters.zmq_publisher import ZmqPublisher
 from raydix.cache_core import page_hashes
-from raydix.schemas import BlockRemoved, InvalidRequest, PoolConfig, StaleEpoch, frame_namespace
+from raydix.schemas import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    InvalidRequest,
+    PoolConfig,
+    StaleEpoch,
+    frame_namespace,
+)
 
 NAMESPACES: list[dict[str, str | None]] = [
     {},
@@ -33,6 +45,11 @@ NAMESPACES: list[dict[str, str | None]] = [
     {"cache_salt": "tenant"},
     {"extra_key": "picture", "lora_id": "adapter"},
 ]
+
+
+async def nothing() -> None:
+    """Do nothing on a subscriber's demand."""
+
 
 # ---------------------------------------------------------------- the format
 
@@ -235,6 +252,78 @@ async def test_a_slow_subscriber_misses_batches_and_asks_for_them(tmp_path: Path
             assert slow.num_gaps > 0
 
 
+@pytest.mark.parametrize("sizes", [[20_000, 100], [100, 2**15]])
+async def test_what_waits_for_a_subscriber_that_never_reads_is_bounded_in_bytes(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(zmq_publisher, "_MAX_WAITING_BYTES", 4 * 2**20)
+    publisher = ZmqPublisher(f"ipc://{tmp_path}/events", None, "", False, 10, 2**20, 100_000, 2**15, nothing)
+    context = zmq.asyncio.Context()
+    stuck = context.socket(zmq.SUB)
+    try:
+        stuck.setsockopt(zmq.SUBSCRIBE, b"")
+        stuck.set_hwm(1)
+        stuck.connect(publisher.endpoint)
+        await publisher.publish(b"first")
+        while not await stuck.poll(10):  # it is connected
+            await publisher.publish(b"first")
+        for size in sizes:
+            for _ in range(12 * 2**20 // max(size, 1_000)):
+                await publisher.publish(bytes(size))
+        assert "reads too slowly, and misses batches" in caplog.text
+        assert caplog.text.count("too slowly") == 1
+
+        num_bytes = 0
+        while await stuck.poll(500):
+            num_bytes += len((await stuck.recv_multipart())[2])
+        assert num_bytes <= (4 + 3) * 2**20  # with those in the buffers of the system, and of the subscriber
+        await publisher.publish(b"last")  # it reads again
+        assert await stuck.poll(60_000)
+        assert (await stuck.recv_multipart())[2] == b"last"
+    finally:
+        await publisher.close()
+        context.destroy(linger=0)
+
+
+async def test_subscribers_that_come_together_get_one_snapshot() -> None:
+    async with exported(replay_endpoint=None) as (cache, exporter, early):
+        await publish(cache, 1, 2)
+        await early.caught_up(exporter, cache)
+        before = exporter.num_snapshots
+        async with AsyncExitStack() as stack:
+            late = [await stack.enter_async_context(VllmSubscriber(exporter.endpoint)) for _ in range(30)]
+            for each in late:
+                assert await each.agrees(exporter, cache)
+        assert exporter.num_snapshots - before <= 5  # one, unless the machine is busy
+
+
+async def test_a_subscriber_that_does_not_read_its_replay_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(zmq_publisher, "_MAX_WAITING_BYTES", 1)
+    monkeypatch.setattr(zmq_publisher, "_STUCK_S", 10.0)
+    publisher = ZmqPublisher(FREE_PORT, FREE_PORT, "", False, 200, 2**28, 1, 2**15, nothing)
+    context = zmq.asyncio.Context()
+    try:
+        first = publisher.next_number
+        for _ in range(200):
+            await publisher.publish(bytes(100_000))
+        stuck, reader = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        for each in (stuck, reader):
+            each.set_hwm(1)
+            each.connect(str(publisher.replay_endpoint))
+        await stuck.send_multipart((b"", first.to_bytes(8, "big")))
+        await until(lambda: len(publisher._replays) == 1)
+        await reader.send_multipart((b"", first.to_bytes(8, "big")))
+        numbers = [int.from_bytes((await reader.recv_multipart())[2], "big", signed=True) for _ in range(201)]
+        assert numbers == [*range(first, first + 200), -1]
+        await until(lambda: not publisher._replays)  # ten seconds later
+        assert caplog.text.count("does not read its replay") == 1
+    finally:
+        await publisher.close()
+        context.destroy(linger=0)
+
+
 async def test_a_late_subscriber_asks_for_all_from_the_beginning() -> None:
     async with exported() as (cache, exporter, early):
         await publish(cache, 1, 2)
@@ -318,7 +407,8 @@ async def test_lost_events_are_replaced_by_a_snapshot() -> None:
         assert exporter.num_snapshots > 1
 
 
-async def test_a_large_snapshot_comes_in_several_batches() -> None:
+async def test_a_large_snapshot_comes_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_format, "MAX_PAYLOAD_BYTES", 2**20)
     async with LocalPrefixCache(full(num_pages=4096)) as cache:
         for page in range(1, 2_101):
             await publish(cache, page)
@@ -337,6 +427,53 @@ async def test_blocks_are_split_by_their_tokens(monkeypatch: pytest.MonkeyPatch)
             async with VllmSubscriber(exporter.endpoint, exporter.replay_endpoint) as subscriber:
                 await subscriber.agrees(exporter, cache)
                 assert [len(batch.events) for batch in subscriber.batches if batch.events] == [3, 1]
+
+
+def blocks_of(payloads: list[bytes]) -> list[Any]:
+    """Return what happens to each block, in order."""
+    found: list[Any] = []
+    for payload in payloads:
+        for event in msgspec.msgpack.decode(payload, type=recorded_batch()).events:
+            if not hasattr(event, "token_ids"):
+                found += getattr(event, "block_hashes", None) or ["cleared"]
+                continue
+            size, parent = event.block_size, event.parent_block_hash
+            assert len(event.token_ids) == size * len(event.block_hashes)
+            for place, block in enumerate(event.block_hashes):
+                keys = event.extra_keys and event.extra_keys[place]
+                found.append((block, parent, event.token_ids[place * size :][:size], keys, event.lora_name))
+                parent = block
+    return found
+
+
+@pytest.mark.parametrize("namespace", [None, frame_namespace("picture", "adapter", "tenant")])
+def test_large_batches_are_split_without_a_change_of_their_blocks(
+    namespace: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(0)
+
+    def stored(num_blocks: int, parent: int | None) -> BlockStored:
+        hashes, ids = page_hashes(list(range(num_blocks * 4)), 4), [random.randrange(2**20)] * (4 * num_blocks)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=parent,
+            token_ids=ids,
+            block_size=4,
+            medium="CPU",
+            namespace=namespace,
+        )
+
+    removed = BlockRemoved(block_hashes=page_hashes(list(range(4000)), 4), medium="CPU")
+    events = [stored(777, None), AllBlocksCleared(), stored(1, -5), stored(2, None), removed]
+    encoder = VllmEncoder(0, None)
+    monkeypatch.setattr(vllm_format, "MAX_PAYLOAD_BYTES", 2**30)
+    (whole,) = encoder.encode(events)
+    for limit in (1, 1_000, 5_000):
+        monkeypatch.setattr(vllm_format, "MAX_PAYLOAD_BYTES", limit)
+        parts = encoder.encode(events)
+        assert blocks_of(parts) == blocks_of([whole])
+        assert limit == 1 or max(map(len, parts)) <= limit
+        assert limit == 1 or len(parts) <= 4 * (len(whole) // limit + 1)
 
 
 # ---------------------------------------------------------------- ends and restarts
@@ -426,7 +563,16 @@ async def test_a_cache_without_full_events_is_refused(events: Any) -> None:
         ({"medium": "DISK"}, "medium"),
         ({"data_parallel_rank": -1}, "data_parallel_rank"),
         ({"buffer_batches": 0}, "buffer_batches"),
+        ({"buffer_bytes": "1"}, "buffer_bytes"),
         ({"heartbeat_s": 0}, "heartbeat_s"),
+        ({"heartbeat_s": float("nan")}, "heartbeat_s"),
+        ({"topic": b"kv"}, "topic must be a text"),
+        ({"hwm": 0}, "hwm"),
+        ({"hwm": 2**31}, "hwm"),
+        ({"data_parallel_rank": True}, "data_parallel_rank"),
+        ({"data_parallel_rank": "0"}, "data_parallel_rank"),
+        ({"endpoint": "tcp://127.0.0.1:99999"}, "the port must be at most 65535"),
+        ({"endpoint": FREE_PORT, "replay_endpoint": "tcp://127.0.0.1:99999"}, "replay_endpoint.* at most 65535"),
     ],
 )
 async def test_a_wrong_argument_is_refused(options: dict[str, Any], message: str) -> None:
@@ -436,22 +582,34 @@ async def test_a_wrong_argument_is_refused(options: dict[str, Any], message: str
                 pass
 
 
-async def test_a_used_address_is_refused() -> None:
+async def test_a_used_address_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     async with exported() as (cache, exporter, _):
-        with pytest.raises(InvalidRequest, match="in use"):
-            async with VllmEventExporter(cache, exporter.endpoint):
-                pass
+        for options in ({"endpoint": exporter.endpoint}, {"replay_endpoint": exporter.replay_endpoint}):
+            with pytest.raises(InvalidRequest, match="in use"):
+                async with VllmEventExporter(cache, **{"endpoint": FREE_PORT} | options):
+                    pass
+    gc.collect()
+    assert "Traceback" not in caplog.text  # of a task
 
 
-async def test_a_wrong_request_for_a_replay_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+async def test_wrong_requests_for_a_replay_are_ignored_and_logged_at_a_bounded_rate(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with exported() as (cache, exporter, subscriber):
         replay: Any = subscriber._replay
-        await replay.send_multipart((b"", b"7"))
-        await replay.send_multipart((b"x", b"\0" * 8))
+        for _ in range(100):
+            await replay.send_multipart((b"", b"7"))
+            await replay.send_multipart((b"x", b"\0" * 8))
         await publish(cache, 1)
         assert await subscriber.agrees(exporter, cache)
-        await subscriber.until(lambda: len(caplog.records) >= 2)
-    assert caplog.text.count("wrong form") == 2
+        await subscriber.until(lambda: exporter._publisher._refused._num_left_out == 199)  # type: ignore[union-attr]
+        assert caplog.text.count("wrong form") == 1
+
+        monkeypatch.setattr(bounded_log, "_EVERY_S", 0.0)
+        exporter._publisher._refused._next_at = 0.0  # type: ignore[union-attr]
+        await replay.send_multipart((b"", b"7"))
+        await subscriber.until(lambda: caplog.text.count("wrong form") == 2)
+    assert "(199 warnings more since the last one)" in caplog.text
 
 
 @pytest.mark.parametrize("missing", [*more("msgspec"), "zmq"])
