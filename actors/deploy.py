@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from raydix.actors.service.cache_actor import PrefixCacheActor
 from raydix.actors.service.config_difference import config_difference
+from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
 from raydix.actors.transport.pool_memory import may_lie_on_gpu
 from raydix.actors.transport.ray_calls import from_ray
 from raydix.actors.transport.validation import checked_config, checked_name, checked_seconds
@@ -156,7 +157,8 @@ def connect(
         config: the expected configuration, compared with the cache's within `timeout_s`. None: no comparison.
 
     Raises:
-        CacheUnavailable: no cache of that name runs. With `config`, also: it shuts down or does not answer.
+        CacheUnavailable: no cache of that name runs, or it waits for a placement group that was removed. With `config`,
+            also: it shuts down or does not answer.
         ConfigMismatch: with `config`: the cache runs with another configuration, or speaks another protocol.
         InvalidRequest: an argument is wrong; the message names it.
     """
@@ -166,7 +168,7 @@ def connect(
     actor = find(name, namespace)
     if actor is None:
         raise CacheUnavailable(f"no cache named {name!r} runs in namespace {namespace!r}: start_cache first")
-    check_handle(actor)
+    _check_named(actor, name, namespace)
     if config is not None:
         try:
             _check_digest(actor, _digest_of(actor, timeout_s), config, name, timeout_s)
@@ -214,8 +216,13 @@ def _ready(
 
     Errors are returned, not raised: a traceback would keep the handle, and so the name of a dead cache.
     """
-    if (found := None if name is None else find(name, namespace)) is not None:
-        check_handle(found)
+    if name is not None and (found := find(name, namespace)) is not None:
+        try:
+            _check_named(found, name, namespace)
+        except CacheUnavailable as error:
+            return error.with_traceback(None)
+    else:
+        found = None
     try:
         actor = make() if found is None else found
     except _NAME_IS_TAKEN:  # another caller was faster, or the name's owner is gone
@@ -317,6 +324,24 @@ def check_handle(cache: Any) -> None:
         raise InvalidRequest(
             f"cache must be the handle of a cache actor, from `start_cache` or `connect`, not {brief(cache)}"
         )
+
+
+def _check_named(actor: ActorHandle[Any], name: str, namespace: str) -> None:
+    """Check the actor that has a name.
+
+    Raises:
+        InvalidRequest: it is no cache.
+        CacheUnavailable: it waits for a placement group that was removed, which Ray lets it do without end.
+    """
+    try:
+        check_handle(actor)
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"the name {name!r} in namespace {namespace!r} belongs to {brief(actor)}, which is no cache: choose "
+            "another name, or end that actor"
+        ) from None
+    if has_lost_its_group(actor):
+        raise CacheUnavailable(f"cache {name!r} {LOST_GROUP}")
 
 
 def _digest_of(actor: ActorHandle[Any], timeout_s: float) -> str:

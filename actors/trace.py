@@ -62,19 +62,32 @@ class TracedRequest(BaseModel):
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TracedRequest]:
-    """Return the first `limit` requests of a trace, or all. A name that ends in `.gz` means a gzip file.
+    """Return the first `limit` requests of a trace, or all, with times from 0, the time of the first.
+
+    A name that ends in `.gz` means a gzip file.
 
     Raises:
-        TraceError: the file cannot be read, or a line has another format; the message names the line and the cause.
+        TraceError: the file cannot be read, a line has another format, or a time is before that of an earlier line;
+            the message names the line and the cause.
     """
     trace: list[TracedRequest] = []
+    start_ms = last_ms = 0.0
     try:
         with _opened(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if len(trace) == limit:
                     break
                 if line.strip():
-                    trace.append(request := _parse(line, f"{path}, line {number}"))
+                    request = _parse(line, f"{path}, line {number}")
+                    if not trace:
+                        start_ms = last_ms = request.timestamp
+                    if request.timestamp < last_ms:
+                        raise TraceError(
+                            f"{path}, line {number}: timestamp must be at least {last_ms:.15g}, that of the line "
+                            f"before, not {request.timestamp:.15g}: sort the lines by time"
+                        )
+                    last_ms = request.timestamp
+                    trace.append(request.model_copy(update={"timestamp": last_ms - start_ms}))
                     if request.block_size != trace[0].block_size:
                         sizes = f"{request.block_size}, but {trace[0].block_size} on earlier lines"
                         raise TraceError(

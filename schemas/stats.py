@@ -114,6 +114,8 @@ class CacheStats(PydanticMessage):
     uptime_s: float = Field(description="since this life of the cache began")
     restarts: int = Field(description="times that Ray restarted the cache, empty; 0 for a local cache")
     last_restart_cause: str = Field(description="why Ray did, the last time, in one line; empty: it never did")
+    restart_causes: dict[str, int] = Field(description="how often Ray did for each cause, without its details")
+    findings: tuple[str, ...] = Field(description="faults of the cache's node, one line with its remedy each")
     num_slots: int
     free_slots: int
     private_slots: int = Field(description="held by leases and not published")

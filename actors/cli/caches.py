@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Group
 
-from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, join
+from raydix.actors.cli.cluster import Address, Namespace, join
 from raydix.actors.cli.output import AsJson, share, show, table_of
 from raydix.actors.report.units import short_time
 from raydix.schemas.shown import shown
@@ -22,22 +22,35 @@ def list_caches(address: Address = None, namespace: Namespace = "raydix", as_jso
 
 
 def _facts(namespace: str) -> list[dict[str, Any]]:
-    """Return a row of facts for each cache; the state of a cache that does not answer in time is "silent"."""
+    """Return a row of facts for each cache.
+
+    The state of a cache that does not answer in time is "silent", and "ended" of one that cannot run again.
+    """
     import ray
 
+    from raydix.actors.deploy import find_caches
+    from raydix.actors.service.findings import restarts_finding
+    from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group, restarts_of
+
+    rows: list[dict[str, Any]] = []
     asked: dict[str, list[Any]] = {}
-    for name in cache_names(namespace):
-        cache = cache_handle(name, namespace)
-        asked[name] = [cache.pool_handle.remote(), cache.stats.remote()]
+    caches = find_caches(namespace=namespace)
+    for name, cache in caches.items():
+        if has_lost_its_group(cache):
+            rows.append({"name": name, "namespace": namespace, "state": "ended", "findings": [LOST_GROUP]})
+        else:
+            asked[name] = [cache.pool_handle.remote(), cache.stats.remote()]
     refs = [ref for pair in asked.values() for ref in pair]
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
-    rows: list[dict[str, Any]] = []
     for name, pair in asked.items():
         try:
             handle, stats = ray.get(pair, timeout=0)
         except ray.exceptions.RayError:
-            rows.append({"name": name, "namespace": namespace, "state": "silent"})
+            finding = restarts_finding(restarts_of(caches[name]))
+            rows.append(
+                {"name": name, "namespace": namespace, "state": "silent", "findings": [finding] if finding else []}
+            )
             continue
         rows.append(
             {
@@ -53,6 +66,8 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
                 "uptime_s": stats.uptime_s,
                 "restarts": stats.restarts,
                 "last_restart_cause": stats.last_restart_cause,
+                "restart_causes": stats.restart_causes,
+                "findings": list(stats.findings),
                 "num_slots": stats.num_slots,
                 "free_slots": stats.free_slots,
                 "open_leases": stats.open_leases,
@@ -62,17 +77,17 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
                 "tokens_reused": stats.tokens_reused,
             }
         )
-    return rows
+    return sorted(rows, key=lambda row: str(row["name"]))
 
 
 def _table(rows: list[dict[str, Any]], namespace: str) -> Group | str:
     if not rows:
         return f"no cache runs in namespace {namespace!r}; start one: raydix start -c cache.yaml"
     table = table_of("cache", "kind", ">page", ">slots", ">in use", ">leases", ">hit rate", "device, node", ">up")
-    restarted = []
+    notes = [f"{shown(row['name'])}  {finding}" for row in rows for finding in row["findings"]]
     for row in rows:
         if row["state"] != "ready":
-            table.add_row(shown(row["name"]), "silent")
+            table.add_row(shown(row["name"]), row["state"])
             continue
         table.add_row(
             shown(row["name"]),
@@ -85,12 +100,4 @@ def _table(rows: list[dict[str, Any]], namespace: str) -> Group | str:
             f"{row['device']} {row['node_id'][:8]}",
             short_time(row["uptime_s"]),
         )
-        if row["restarts"]:
-            cause = f"{row['restarts']:,}, the last: {_kind_of(row['last_restart_cause'])}"
-            restarted.append(f"{shown(row['name'])}  restarts: {cause}")
-    return Group(table, *restarted)
-
-
-def _kind_of(cause: str) -> str:
-    """Return a cause without its details."""
-    return cause.partition(":")[0]
+    return Group(table, *notes)

@@ -144,15 +144,26 @@ def cache_names(namespace: str) -> list[str]:
     return sorted(_caches(namespace))
 
 
-def cache_handle(name: str, namespace: str) -> ActorHandle[Any]:
+def cache_handle(name: str, namespace: str, to_end: bool = False) -> ActorHandle[Any]:
     """Return the handle of the cache with that name.
 
+    Args:
+        to_end: also of a cache that cannot run again.
+
     Raises:
-        CommandError: no such cache runs; the message lists the running ones.
+        CommandError: no such cache runs, and the message lists the running ones; or it cannot run again.
     """
+    from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
+
     caches = _caches(namespace)
     if name in caches:
+        if not to_end and has_lost_its_group(caches[name]):
+            raise CommandError(f"cache {name!r} {LOST_GROUP.partition('.')[0]}", f"raydix stop {name}", UNREACHABLE)
         return caches[name]
+    if any(each["name"] == name and each["namespace"] == namespace for each in _named_actors()):
+        raise CommandError(
+            f"the actor named {name!r} in namespace {namespace!r} is no cache", "raydix list", UNREACHABLE
+        )
     there = ", ".join(map(shown, sorted(caches))) or "none"
     elsewhere = [
         f"{shown(each['name'])} in {shown(each['namespace'])}" for each in _named_actors() if each["name"] == name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.console import Group
 
 from raydix.actors.cli.cluster import ask
 from raydix.actors.cli.failures import CommandError
@@ -38,6 +38,7 @@ def start_one(
     except CacheUnavailable as error:  # exit status 1: the cluster answered
         raise CommandError(f"{name}: {error}") from error
     handle = ask(cache.pool_handle.remote())
+    stats = ask(cache.stats.remote())
     return {
         "name": name,
         "namespace": namespace,
@@ -47,11 +48,12 @@ def start_one(
         "node_id": handle.node_id,
         "num_slots": config.pool.num_slots,
         "num_bytes": handle.num_bytes,
+        "findings": list(stats.findings),
     }
 
 
-def table_of_started(started: list[dict[str, Any]]) -> Table:
-    """Return a table of the facts of caches; `reused` says whether each ran already."""
+def table_of_started(started: list[dict[str, Any]]) -> Group:
+    """Return a table of the facts of caches; `reused` says whether each ran already. Warnings follow."""
     table = table_of("cache", "device", "node", ">slots", ">pool", "")
     for each in started:
         table.add_row(
@@ -62,4 +64,4 @@ def table_of_started(started: list[dict[str, Any]]) -> Table:
             f"{each['num_bytes'] / 2**20:,.0f} MiB",
             "ran already" if each["reused"] else "started",
         )
-    return table
+    return Group(table, *(f"warning: {each['name']}: {text}" for each in started for text in each["findings"]))

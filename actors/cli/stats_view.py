@@ -60,7 +60,7 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     _add_times(table, stats)
     _add_holders(table, stats)
     _add_health(table, now)
-    return Group(Text(head, style="bold"), table)
+    return Group(Text(head, style="bold"), table, *(Text(f"warning: {each}") for each in stats.findings))
 
 
 def up_line(stats: CacheStats) -> str:

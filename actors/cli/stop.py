@@ -33,7 +33,7 @@ def stop(
     from raydix.actors.deploy import SHUTDOWN_S
 
     chosen = cache_names(namespace) if every else list(dict.fromkeys(names or ()))
-    handles = [(name, cache_handle(name, namespace)) for name in chosen]  # fail before any cache ends
+    handles = [(name, cache_handle(name, namespace, to_end=True)) for name in chosen]  # fail before any cache ends
     ends: list[Any] = [cache.shutdown.remote(drain_s) for _, cache in handles]  # all drain at the same time
     deadline = time.monotonic() + drain_s + SHUTDOWN_S
     results = [_stop(name, cache, end, deadline, namespace) for (name, cache), end in zip(handles, ends, strict=True)]

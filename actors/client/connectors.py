@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.sessions.watched_actor import warn_if_unwatched, watched_self
 from raydix.actors.transport.process_liveness import own_liveness_path
 from raydix.schemas import CacheConfig, InvalidRequest
@@ -36,6 +37,10 @@ class LocalConnector:
 
     def on_open(self, config: CacheConfig, sees_process: bool) -> None:
         """Do nothing: a cache in this process dies with its clients."""
+
+    def restarts(self) -> Restarts:
+        """Return that Ray never restarted the cache."""
+        return NEVER_RESTARTED
 
 
 class RayConnector:
@@ -73,6 +78,19 @@ class RayConnector:
             raise InvalidRequest(f"cache must be an actor handle, a name or a LocalPrefixCache, not {given}")
         check_handle(self._cache)
         return RayTransport(self._cache, owner)
+
+    def restarts(self) -> Restarts:
+        """Return how often Ray restarted the cache, and why. It asks Ray, not the cache, and waits.
+
+        Raises:
+            CacheUnavailable: no cache of that name is there, or no Ray cluster runs.
+            InvalidRequest: the name is wrong.
+        """
+        from raydix.actors.deploy import connect
+        from raydix.actors.service.past_lives import restarts_of
+
+        actor = connect(self._cache) if isinstance(self._cache, str) else self._cache
+        return restarts_of(actor)
 
     def on_open(self, config: CacheConfig, sees_process: bool) -> None:
         """Log, once in a process, how long slots stay held if this process is an actor that is killed unseen.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     import torch
 
+    from raydix.actors.service.findings import Restarts
     from raydix.actors.transport.transport import Transport
     from raydix.schemas import CacheConfig, InsertResponse, LeaseGrant
 
@@ -30,6 +31,9 @@ class Connector(Protocol):
         Args:
             sees_process: the cache sees when this process ends.
         """
+
+    def restarts(self) -> Restarts:
+        """Return how often the cache was restarted, and why, without asking it."""
 
 
 class LeaseClient(Protocol):

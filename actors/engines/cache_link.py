@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from raydix.actors.client.attached_pool import AttachedPool
 from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.service.findings import restarts_finding
 from raydix.schemas import (
     CacheConfig,
     CacheError,
@@ -158,16 +159,31 @@ class CacheLink:
             self._warn(f"cache {self.name!r} is not used: {error}")
         except (CacheError, OSError, RuntimeError, ConnectionError) as error:
             self.connected = False
-            self._warn(_NOT_REACHED.format(self.name, error))
+            text = _NOT_REACHED.format(self.name, error)
+            if self._is_new(text):
+                self._warn(text + await asyncio.to_thread(self._restarts))
         finally:
             self._tried.set()
 
     def _warn(self, text: str) -> None:
         """Log a warning once; the next one after the cache was reached again, or for another cause."""
-        kind = text.partition(":")[0]
-        if kind != self._warned:
-            self._warned = kind
+        if self._is_new(text):
+            self._warned = _kind_of(text)
             logger.warning("%s. It tries again every %g s", text, self._reconnect_s)
+
+    def _is_new(self, text: str) -> bool:
+        """Return whether a warning is of another kind than the last one."""
+        return _kind_of(text) != self._warned
+
+    def _restarts(self) -> str:
+        """Return how often Ray restarted the cache, and why, to be put behind a warning. Blocks."""
+        if self._client is None:
+            return ""
+        try:
+            finding = restarts_finding(self._client.session.connector.restarts())
+        except CacheError:  # it is gone
+            return ""
+        return f". {finding}" if finding else ""
 
     async def _connect(self) -> None:
         if self._client is None:
@@ -257,6 +273,11 @@ class CacheLink:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
+
+
+def _kind_of(text: str) -> str:
+    """Return a warning without its details."""
+    return text.partition(":")[0]
 
 
 def make_ray_client(name: str, namespace: str, address: str, owner: str) -> PrefixCacheClient:

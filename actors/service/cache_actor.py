@@ -16,11 +16,12 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.json_logs import log_as_json
 from raydix.actors.service.cache_host import CacheHost, local_device
-from raydix.actors.service.cache_service import Restarts
+from raydix.actors.service.findings import Restarts, findings
 from raydix.actors.service.past_lives import restarts_of_this_actor
 from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.actors.sessions.death_watch import DeathWatch
 from raydix.actors.sessions.watched_actor import check_watchable
+from raydix.actors.transport.pool_memory import available_memory, total_memory
 from raydix.schemas import (
     CacheConfig,
     CacheReport,
@@ -73,7 +74,10 @@ class PrefixCacheActor:
         has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # others' GPUs may be visible
         device = local_device(config) if has_gpu else torch.device("cpu")
         restarts = restarts_of_this_actor()
+        available = available_memory()
         self._host = _make_host(config, device, node_id, restarts)
+        pool_bytes = self._host.exported.handle.num_bytes if device.type == "cpu" else 0
+        self._host.service.findings = findings(available - pool_bytes, total_memory(), restarts)
         self._socket_server = UnixSocketServer(self._host.service)
         self._watch = DeathWatch(self._host.service.reaper.owner_unavailable)
         self._host.service.reaper.on_end = self._watch.unwatch
@@ -83,6 +87,8 @@ class PrefixCacheActor:
         gc.collect()
         gc.freeze()  # modules and tables stay: collections need not visit them
         self._host.log_start()
+        for finding in self._host.service.findings:
+            logger.warning("%s", finding)
 
     def _make_metrics(self, config: CacheConfig) -> MetricsPublisher | None:
         if config.metrics is None:

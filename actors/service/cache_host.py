@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.service.cache_service import NEVER_RESTARTED, CacheService, Restarts
+from raydix.actors.service.cache_service import CacheService
+from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.pool_memory import ExportedPool, check_layers_alike, may_lie_on_gpu
 from raydix.actors.transport.validation import checked_message

@@ -38,7 +38,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from raydix.actors.distribution import BATCH_SIZES, Distribution
 from raydix.actors.observe.ghost import Ghost
@@ -48,6 +47,7 @@ from raydix.actors.observe.recordings import Recordings
 from raydix.actors.service.core_factory import build_core
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.eviction_task import EvictionTask
+from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.service.request_handlers import NO_EVENTS, Answer, RequestHandlers
 from raydix.actors.service.slim_event_feed import SlimEventFeed
 from raydix.actors.service.stats import core_stats
@@ -112,21 +112,12 @@ _NUM_OWNERS = 32  # in the statistics
 _TURN_TIMEOUT_S = 5.0  # that a batch waits for the one before it
 
 
-class Restarts(NamedTuple):
-    """How often a cache was restarted, and the cause of the last restart, in one line."""
-
-    times: int = 0
-    last_cause: str = ""
-
-
-NEVER_RESTARTED = Restarts()
-
-
 class CacheService:
     """The requests, sessions and background tasks of one cache.
 
     Attributes:
         clock: of sessions and latencies, in seconds.
+        findings: faults of the cache's node, for the statistics.
 
     Args:
         config: of the cache.
@@ -148,6 +139,7 @@ class CacheService:
     ) -> None:
         self.config = config
         self._restarts = restarts
+        self.findings: tuple[str, ...] = ()
         self.epoch = epoch
         self._closed = self._draining = False
         self.clock = clock
@@ -440,6 +432,8 @@ class CacheService:
             uptime_s=self.insight.history.now_s,
             restarts=self._restarts.times,
             last_restart_cause=self._restarts.last_cause,
+            restart_causes=dict(self._restarts.causes),
+            findings=self.findings,
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
             bindings=len(self.bindings),

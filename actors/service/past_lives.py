@@ -1,71 +1,128 @@
-"""`restarts_of_this_actor`: how often Ray restarted this actor, and why it did the last time."""
+"""Ray's records of a cache's actor: how often and why it was restarted, and whether it can run again.
+
+Ray's public state API needs the dashboard, which may not be installed, so its private tables are read.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any, cast
+from collections import Counter
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from raydix.actors.service.cache_service import Restarts
+from raydix.actors.service.findings import NEVER_RESTARTED, OUT_OF_MEMORY, Restarts
+from raydix.actors.transport.ray_calls import actor_id_of
 from raydix.schemas.shown import shown
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
 _RECORDED_WITHIN_S = 2.0  # Ray may record how a process ended a little after it restarts the actor
 _POLL_S = 0.1
 _MAX_LEN = 300  # characters of a cause
-_UNKNOWN = "unknown: Ray has no record of it"
+_UNKNOWN = "cause unknown: Ray has no record of it"
 _KILLED = "killed or crashed: by a signal, by the kernel for want of memory (see dmesg), or by a fault of its own"
+LOST_GROUP = (
+    "cannot run again: its placement group was removed. End it (raydix stop NAME, or shutdown_cache), and start another"
+)
 _EXITS = {  # by Ray's name of the kind of exit; its detail follows
-    "NODE_OUT_OF_MEMORY": "out of memory",
+    "NODE_OUT_OF_MEMORY": OUT_OF_MEMORY,
     "INTENDED_SYSTEM_EXIT": "ended by Ray",
     "INTENDED_USER_EXIT": "ended itself",
     "USER_ERROR": "failed",
 }
 
 
+def restarts_of(actor: ActorHandle[Any]) -> Restarts:
+    """Return how often Ray restarted an actor, and why."""
+    return _read_restarts(actor_id_of(actor).hex(), 0.0)
+
+
 def restarts_of_this_actor() -> Restarts:
-    """Return how often Ray restarted the actor in which this runs, and the cause of the last restart.
-
-    Ray's public state API needs the dashboard, which may not be installed, so its private tables are read. Where they
-    cannot be read, that is logged, and the actor counts as never restarted.
-    """
-    try:
-        return _restarts()
-    except Exception:  # another version of Ray may keep other tables; the cache works without them
-        logger.warning("Ray does not say how often this cache was restarted", exc_info=True)
-        return Restarts()
-
-
-def _restarts() -> Restarts:
-    from ray._private import state
-    from ray.core.generated import common_pb2, gcs_pb2
-
+    """Return how often Ray restarted the actor in which this runs, and why."""
     actor_id = ray.get_runtime_context().get_actor_id()
     assert actor_id is not None, "only an actor is restarted"
-    pb: Any = gcs_pb2
-    kinds: Any = common_pb2
-    tables: Any = state.state._connect_and_get_accessor()
-    actor = pb.ActorTableData.FromString(tables.get_actor_info(ray.ActorID.from_hex(actor_id)))
-    if not actor.num_restarts:
-        return Restarts()
-    if not (lives := getattr(actor, "previous_incarnations", ())):  # an older Ray does not list them
-        return Restarts(actor.num_restarts, _UNKNOWN)
-    deadline = time.monotonic() + _RECORDED_WITHIN_S
-    while True:
-        known = tables.get_worker_info(ray.WorkerID(lives[-1].worker_id))
-        worker = pb.WorkerTableData.FromString(known) if known is not None else None
-        node = next((each for each in cast(Any, ray.nodes)() if each["NodeID"] == lives[-1].node_id.hex()), None)
-        if worker is not None and not worker.is_alive:
-            exit_type = kinds.WorkerExitType.Name(worker.exit_type)
-            return Restarts(actor.num_restarts, cause_of_exit(exit_type, worker.exit_detail))
-        if node is not None and not node["Alive"]:
-            return Restarts(actor.num_restarts, cause_of_node_death(node))
-        if time.monotonic() > deadline:
-            return Restarts(actor.num_restarts, _UNKNOWN)
+    return _read_restarts(actor_id, _RECORDED_WITHIN_S)
+
+
+def _read_restarts(actor_id: str, wait_s: float) -> Restarts:
+    """Return how often Ray restarted an actor, and why.
+
+    Where Ray's tables cannot be read, that is logged, and the actor counts as never restarted.
+
+    Args:
+        wait_s: to wait for the cause of the last restart, if Ray has not recorded it yet.
+    """
+    try:
+        return _restarts(actor_id, wait_s)
+    except Exception:  # another version of Ray may keep other tables; the cache works without them
+        logger.warning("Ray does not say how often this cache was restarted", exc_info=True)
+        return NEVER_RESTARTED
+
+
+def has_lost_its_group(actor: ActorHandle[Any]) -> bool:
+    """Return whether an actor waits for a placement group that was removed. Ray lets it wait without end."""
+    from ray.util import placement_group_table
+    from ray.util.placement_group import PlacementGroup
+
+    try:
+        record = _record(actor_id_of(actor).hex())
+        if not record.placement_group_id or record.state == record.ALIVE:
+            return False
+        group = PlacementGroup(ray.PlacementGroupID(record.placement_group_id))
+        return bool(cast(Any, placement_group_table)(group).get("state") == "REMOVED")
+    except Exception:  # as in `_read_restarts`
+        logger.debug("Ray does not say where an actor is placed", exc_info=True)
+        return False
+
+
+def _tables() -> Any:
+    from ray._private import state
+
+    return state.state._connect_and_get_accessor()
+
+
+def _record(actor_id: str) -> Any:
+    from ray.core.generated import gcs_pb2
+
+    return cast(Any, gcs_pb2).ActorTableData.FromString(_tables().get_actor_info(ray.ActorID.from_hex(actor_id)))
+
+
+def _restarts(actor_id: str, wait_s: float) -> Restarts:
+    actor = _record(actor_id)
+    times: int = actor.num_restarts
+    if not times:
+        return NEVER_RESTARTED
+    lives = list(getattr(actor, "previous_incarnations", ()))[-times:]  # an older Ray does not list them
+    deadline = time.monotonic() + wait_s
+    while (last := _cause_of(lives[-1]) if lives else _UNKNOWN) == _UNKNOWN and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+    causes = [*map(_cause_of, lives[:-1]), last] + [_UNKNOWN] * (times - max(1, len(lives)))
+    kinds = Counter(kind_of(each) for each in causes)
+    return Restarts(times, last, tuple(kinds.most_common()))
+
+
+def _cause_of(life: Any) -> str:
+    """Return why a process of the actor ended, in one line."""
+    from ray.core.generated import common_pb2, gcs_pb2
+
+    known = _tables().get_worker_info(ray.WorkerID(life.worker_id))
+    worker = cast(Any, gcs_pb2).WorkerTableData.FromString(known) if known is not None else None
+    if worker is not None and not worker.is_alive:
+        return cause_of_exit(cast(Any, common_pb2).WorkerExitType.Name(worker.exit_type), worker.exit_detail)
+    node = next((each for each in cast(Any, ray.nodes)() if each["NodeID"] == life.node_id.hex()), None)
+    if node is not None and not node["Alive"]:
+        return cause_of_node_death(node)
+    return _UNKNOWN
+
+
+def kind_of(cause: str) -> str:
+    """Return a cause without its details."""
+    return cause.partition(":")[0]
 
 
 def cause_of_exit(exit_type: str, detail: str) -> str:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from raydix.actors.transport.ray_calls import actor_id_of
+
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
@@ -32,7 +34,7 @@ class DeathWatch:
 
     def watch(self, owner: ActorHandle[Any], session_id: str) -> None:
         """Watch the owner of a session until the session or the owner ends."""
-        actor_id = owner._actor_id
+        actor_id = actor_id_of(owner)
         if actor_id in self._sessions:
             self._sessions[actor_id].add(session_id)
             return

@@ -7,6 +7,7 @@ import mmap
 import os
 import pickle
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -160,16 +161,27 @@ def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
 def available_memory() -> int:
     """Return the bytes that this process could still allocate, within the limit of its control group."""
     available = _fields("/proc/meminfo")["MemAvailable"] * 1024
+    for group, limit, usage in _limits():
+        stat = _fields(str(group / "memory.stat"))
+        file_cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)  # given back on demand
+        available = min(available, limit - int((group / usage).read_text()) + file_cache)
+    return available
+
+
+def total_memory() -> int:
+    """Return the bytes of this node, or the limit of this process's control group if that is lower."""
+    return min([_fields("/proc/meminfo")["MemTotal"] * 1024, *(limit for _, limit, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[Path, int, str]]:
+    """Yield the folder of each control group with a limit, the limit in bytes, and the name of the file of its use."""
     for folder, limit, usage in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         group = Path(folder)
         if (group / limit).is_file() and (text := (group / limit).read_text().strip()).isdigit():
-            stat = _fields(str(group / "memory.stat"))
-            file_cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)  # given back on demand
-            available = min(available, int(text) - int((group / usage).read_text()) + file_cache)
-    return available
+            yield group, int(text), usage
 
 
 def _fields(path: str) -> dict[str, int]:

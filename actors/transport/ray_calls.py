@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError, RaySystemError, RayTaskError
@@ -15,6 +15,10 @@ from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError,
 from raydix.actors.transport.unix_socket import Answer, OnAnswer
 from raydix.schemas import CacheBusy, CacheError, CacheUnavailable
 from raydix.schemas.shown import shown
+
+if TYPE_CHECKING:
+    from ray import ActorID
+    from ray.actor import ActorHandle
 
 RETRY_AFTER_S = 0.05  # of a `CacheBusy` for a client that has too many requests
 _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
@@ -58,6 +62,12 @@ def _pass_result(on_answer: OnAnswer, answer: Answering) -> None:
     except (Exception, asyncio.CancelledError) as error:  # in place of an answer
         result = error
     on_answer(result)
+
+
+def actor_id_of(actor: ActorHandle[Any]) -> ActorID:
+    """Return the id of an actor, for Ray's tables and as a key."""
+    actor_id: ActorID = actor._actor_id
+    return actor_id
 
 
 def from_ray(error: BaseException) -> CacheError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 from pathlib import Path
@@ -250,3 +251,25 @@ def test_a_gzip_trace_is_read_as_it_is_and_a_broken_one_is_named(trace: Path, tm
         read_trace(cut)
     (tmp_path / "plain.gz").write_bytes(trace.read_bytes())
     assert "plain.gz: Not a gzipped file" in run("replay", tmp_path / "plain.gz", exit_code=2).stderr
+
+
+def timed_trace(path: Path, *times_ms: float) -> Path:
+    rows = [{"timestamp": each, "input_length": 5, "output_length": 1, "hash_ids": [4]} for each in times_ms]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_times_count_from_the_first_one(tmp_path: Path) -> None:
+    trace = timed_trace(tmp_path / "epoch.jsonl", 1.7e12, 1.7e12, 1.7e12 + 1500)
+
+    assert [each.timestamp for each in read_trace(trace)] == [0, 0, 1500]
+    told = run_json("report", trace, "--capacity", 512, "-o", tmp_path / "page.html")
+    assert told["report"]["stats"]["uptime_s"] == 1.5
+
+
+def test_times_that_fall_are_refused_with_their_line(tmp_path: Path) -> None:
+    trace = timed_trace(tmp_path / "falling.jsonl", 200, 300, 250)
+
+    for command in ("replay", "report"):
+        message = run(command, trace, exit_code=2).stderr
+        assert f"{trace}, line 3: timestamp must be at least 300, that of the line before, not 250: sort" in message

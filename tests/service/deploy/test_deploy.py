@@ -122,14 +122,14 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "start half a character": (lambda actor: start_cache(CONFIG, name="\ud800"), r"it is '\\ud800'"),
     "start the name of another actor": (
         lambda actor: start_cache(CONFIG, name="no-cache", timeout_s=5),
-        "cache must be the handle of a cache actor",
+        r"the name 'no-cache' in namespace 'raydix' belongs to Actor\(NoCache.*\), which is no cache: choose another",
     ),
     "connect to no name": (lambda actor: connect(""), "must have 1 to 128 characters"),
     "connect to a path": (lambda actor: connect(".."), "must be of printable characters"),
     "a client of no name": (lambda actor: asyncio.run(PrefixCacheClient("").match([1])), "must have 1 to 128"),
     "connect to a handle": (lambda actor: connect(actor), r"name must be a text, not Actor\("),
     "connect with fields": (lambda actor: connect("some", config={}), "a cache takes a CacheConfig, not dict"),  # type: ignore[arg-type]
-    "connect to another actor": (lambda actor: connect("no-cache"), "cache must be the handle of a cache actor"),
+    "connect to another actor": (lambda actor: connect("no-cache"), "which is no cache: choose another name"),
     "shut down a name": (lambda actor: shutdown_cache("kv"), "cache must be the handle of a cache actor, .*, not 'kv'"),  # type: ignore[arg-type]
     "shut down another actor": (lambda actor: shutdown_cache(actor), r"not Actor\(NoCache"),
     "beside nothing": (lambda actor: beside(None), "cache must be the handle of a cache actor"),  # type: ignore[arg-type]

@@ -144,7 +144,11 @@ async def test_what_ray_restarted_is_shown_as_such_with_the_cause(ray_cluster: N
     await asyncio.to_thread(run, "report", "kv-0", "-o", out, *where)
     assert (row["restarts"], row["last_restart_cause"]) == (2, third.last_restart_cause)
     assert row["uptime_s"] > third.uptime_s
-    assert "2, the last: ended by Ray" in shown["list"]
+    assert row["restart_causes"] == {"killed or crashed": 1, "ended by Ray": 1}
+    (finding,) = row["findings"]
+    assert finding == "Ray restarted the cache, empty: killed or crashed, 1 time; ended by Ray, 1 time"
+    assert finding in " ".join(shown["list"].split())
+    assert f"warning: {finding}" in " ".join(shown["stats"].split())
     assert f"restarts: 2, the last one: {third.last_restart_cause}" in " ".join(shown["stats"].split())
     assert f"The last restart: {escape(third.last_restart_cause)}" in out.read_text(encoding="utf-8")
     await asyncio.to_thread(shutdown_cache, cache)

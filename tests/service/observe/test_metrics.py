@@ -129,7 +129,7 @@ def test_every_metric_stands_in_the_document() -> None:
 
 def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     derived = {"num_slots", "tree_slots"}  # sums of others
-    texts = {"epoch", "core", "last_restart_cause", "model_fingerprint", "weights"}
+    texts = {"epoch", "core", "last_restart_cause", "restart_causes", "findings", "model_fingerprint", "weights"}
     others = texts | {"swa", "state", "ghost", "eviction_task", "owners", "tenants", "refusals", "too_large"}
     histograms = {"acquire_latency", "wait_time", "batch_size"}
     read = {name for name in CacheStats.model_fields if name not in derived | others | histograms}

@@ -24,7 +24,7 @@ PRIVATE_ATTRIBUTES_READ_ELSEWHERE = {  # of other packages, which have no public
     "actors/huggingface/small_twin.py _attn_implementation_internal",
     "actors/huggingface/small_twin.py _experts_implementation",
     "actors/service/past_lives.py _connect_and_get_accessor",
-    "actors/sessions/death_watch.py _actor_id",
+    "actors/transport/ray_calls.py _actor_id",
 }
 
 

@@ -40,6 +40,8 @@ STATS = CacheStats(
     uptime_s=90.0,
     restarts=0,
     last_restart_cause="",
+    restart_causes={},
+    findings=(),
     num_slots=1000,
     **POOL,
     evictable_slots=700,

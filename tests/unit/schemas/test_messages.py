@@ -68,6 +68,7 @@ BY_NAME: dict[str, Any] = {
     "tenants": (TenantStats(name="a", held_slots=3, evictable_slots=2, floor_slots=1, cap_slots=5, tokens_evicted=7),),
     "block_hashes": [2**63 - 1, -(2**63)],
     "refusals": {"no_wait": 1},
+    "restart_causes": {"ended by Ray": 1},
     "fields": {"rope_theta": 1e4},
     "bound": ("a", None),
 }

@@ -150,14 +150,14 @@ def test_caches_are_started_by_names_alone(name: str) -> None:
 def test_a_cache_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raydix.actors.cli.cluster._caches", lambda _: {EVIL: None})
     monkeypatch.setattr(
-        "raydix.actors.cli.cluster._named_actors", lambda: [{"name": "kv-0", "namespace": EVIL}, {"name": EVIL}]
+        "raydix.actors.cli.cluster._named_actors", lambda: [{"name": "kv-0", "namespace": f"a{EVIL}"}, {"name": EVIL}]
     )
 
     with pytest.raises(CommandError) as caught:
         cache_handle("kv-0", EVIL)
 
     assert caught.value.message == f"no cache named 'kv-0' runs in namespace '{ESCAPED}'; there: {ESCAPED}"
-    assert caught.value.advice == f"--namespace, as there is kv-0 in {ESCAPED}"
+    assert caught.value.advice == f"--namespace, as there is kv-0 in a{ESCAPED}"
 
 
 def test_a_line_of_json_escapes_as_json_does() -> None:
