@@ -283,16 +283,19 @@ class RaydixConnector(KVConnectorBase_V1):
         """Return the workers' tasks in this step."""
         state = scheduler_output.kv_connector_block_state
         scheduled = []
+        num_prompt_tokens = 0
         for request_id, number in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is not None and state is not None:
                 computed = min(request.num_computed_tokens + number, request.num_tokens)
+                num_prompt_tokens += max(0, min(computed, request.num_prompt_tokens) - request.num_computed_tokens)
                 scheduled.append(
                     ScheduledRequest(request_id, computed, partial(_first_group, state.resolve_block_ids, request_id))
                 )
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
         preempted = set(scheduler_output.preempted_req_ids or ())
-        return RaydixPlan(self._scheduler.plan_step(scheduled, preempted, is_idle=is_idle), is_idle=is_idle)
+        plan = self._scheduler.plan_step(scheduled, preempted, is_idle=is_idle, num_prompt_tokens=num_prompt_tokens)
+        return RaydixPlan(plan, is_idle=is_idle)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Read the workers' reports."""

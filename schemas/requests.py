@@ -26,6 +26,7 @@ Tokens = Annotated[TokenIds, AfterValidator(_not_empty)]
 MAX_LEASE_ID = 128  # characters
 LeaseId = Annotated[str, Field(min_length=1, max_length=MAX_LEASE_ID)]
 OfferId = Annotated[LeaseId, Field(description="unique among the offers of all sessions")]
+OfferSeconds = Annotated[float | None, Field(gt=0, allow_inf_nan=False)]
 
 
 MAX_OWNER = 256  # characters
@@ -102,6 +103,10 @@ class LockRequest(PydanticMessage):
     tokens: Tokens
     namespace: Namespace = None
     priority: Priority = 0
+    offer_id: OfferId | None = Field(
+        default=None, description="offer the lease in the same step; None: it is not offered"
+    )
+    offer_s: OfferSeconds = Field(default=None, description="how long that offer is valid; None: as configured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +254,7 @@ class GrantRequest(PydanticMessage):
 
     lease_id: LeaseId
     offer_id: OfferId
-    timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = Field(
-        default=None, description="how long the offer is valid; None: as configured"
-    )
+    timeout_s: OfferSeconds = Field(default=None, description="how long the offer is valid; None: as configured")
 
 
 class RevokeRequest(PydanticMessage):

@@ -70,6 +70,8 @@ class Lease:
         published_len: tokens in the tree, held by this lease; grows with `insert`.
         state_slot: the lease's own row of the state tensors, which holds a copy of the state after the prefix (zeros
             where there is none); None for kinds without states.
+        known_len: leading tokens of the request with ids that the cache is known to have.
+        offered: the grant of a lease from `lock(offer_s=...)`; None: it was not granted in the same call.
         boundary_slot: the lease's own row for a copy of that at the end of a page, which `insert(boundary_len=...)`
             publishes; None: it has none, or it may be published.
         on_change: called after the lease has published pages or has ended; None: there is nothing to call. For the
@@ -83,11 +85,13 @@ class Lease:
     ) -> None:
         self.client = client
         self.transport = transport
-        self._tokens = tokens  # all ids of this request that the client has sent to the cache
+        self._tokens = tokens  # ids that the client has sent to the cache, for comparisons
+        self.known_len = len(tokens)
         self._dtype: np.dtype[Any] | None = None  # of the caller's array, if `_tokens` has its bytes
         self._held = LeaseSlots(response.page_starts, response.swa_page_starts, response.num_slots, run_len)
         self.state_slot = response.state_slot
         self.boundary_slot = response.boundary_slot
+        self.offered: LeaseGrant | None = None
         self.on_change: Callable[[], None] | None = None
         self._ended = False
         self._has_raised_loss = False  # a caller has seen that the lease ended with its session
@@ -170,6 +174,22 @@ class Lease:
         return await self.client.insert(
             self, tokens, release=release, publish_state=publish_state, boundary_len=boundary_len
         )
+
+    async def insert_next(self, num_tokens: int, more: Any = ()) -> InsertResponse:
+        """Publish whole pages, like `insert`, but no state, and send only the ids that the cache does not have yet.
+
+        It costs the same whatever the length of the prompt. The caller must keep to the tokens of the request: only the
+        cache has the others to compare with.
+
+        Args:
+            num_tokens: publish the whole pages of so many leading tokens.
+            more: the ids of the tokens [known_len, num_tokens); empty if that is no range.
+
+        Raises:
+            InvalidRequest: the lease covers fewer tokens, or `more` has too few or too many ids.
+            UnknownLease: the lease has ended.
+        """
+        return await self.client.insert_next(self, num_tokens, more)
 
     async def release_window(self, up_to: int) -> None:
         """Free the window KV before token `up_to`, which decoding no longer reads: `swa_slots` is 0 there.
@@ -324,17 +344,36 @@ class Lease:
             raise InvalidRequest("the tokens to insert must begin with those that the lease was acquired for")
         return tokens.slice(min(len(known), num_tokens), num_tokens)
 
+    def check_next(self, num_tokens: int, more: TokenIds) -> None:
+        """Raise InvalidRequest unless `more` follows the known tokens up to `num_tokens`, which the lease covers."""
+        if not 0 <= num_tokens <= self._held.num_slots:
+            raise InvalidRequest(
+                f"num_tokens must be in [0, {self._held.num_slots}], not {num_tokens}: extend the lease"
+            )
+        if len(more) != max(0, num_tokens - self.known_len):
+            raise InvalidRequest(
+                f"more must have the ids of tokens [{self.known_len}, {num_tokens}), not {len(more)} ids"
+            )
+
     def mark_request(self) -> RequestMark:
         """Number a new request, and return its mark."""
         self._num_requests += 1
         return self.published_len, self._num_requests
 
     def on_insert(
-        self, tokens: TokenIds, release: bool, publishes_boundary: bool, mark: RequestMark, outcome: Outcome
+        self,
+        tokens: TokenIds | int,
+        release: bool,
+        publishes_boundary: bool,
+        mark: RequestMark,
+        outcome: Outcome,
     ) -> None:
         """Update the lease after an insert: pages went to the tree, and some slots may be the tree's now.
 
         The response has all slots behind the tokens that were known to be published, so earlier responses may be lost.
+
+        Args:
+            tokens: of the insert, or their number.
         """
         known_len, number = mark
         if not isinstance(outcome, InsertResponse):
@@ -346,8 +385,10 @@ class Lease:
         if publishes_boundary and not outcome.retired:
             self.boundary_slot = None
         self._ended = self._ended or release
-        if tokens is not self._tokens and len(tokens) > len(self._tokens):
-            self._tokens, self._dtype = tokens, None
+        if isinstance(tokens, int):
+            self.known_len = max(self.known_len, tokens)
+        elif tokens is not self._tokens and len(tokens) > len(self._tokens):
+            self._tokens, self._dtype, self.known_len = tokens, None, max(self.known_len, len(tokens))
         if outcome.repointed:
             self._held.repoint(known_len, outcome.repointed)
         if outcome.swa_page_starts:

@@ -201,22 +201,36 @@ class PrefixCacheClient:
         lora_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        offer_s: float | None = None,
     ) -> Lease:
         """Lock the cached prefix of `tokens`, and allocate nothing; `extend` adds private slots behind it.
 
         In kind "slots" it is an `acquire` of that prefix alone: it takes a whole row, even if nothing is cached.
 
+        Args:
+            offer_s: grant the lease to another client in the same round trip, for so many seconds by the cache's
+                clock. `lease.offered` is the grant, and the lease itself has ended here, as after `lease.grant()`. If
+                the caller is cancelled, both are undone. None: do not grant it.
+
         Raises:
             PoolExhausted: kinds "slots" and "mamba" alone: the lease gets no row, or no state. Raised immediately.
+            InvalidRequest: an argument is wrong; `offer_s` must be a positive, finite number.
         """
+        offer_id = None if offer_s is None else f"{self.session.session_id}-{next(self._offer_numbers)}"
         request = make_request(
             LockRequest,
             lease_id=f"{self.session.session_id}-{next(self._lease_numbers)}",
             tokens=tokens,
             namespace=checked_namespace(extra_key, lora_id, cache_salt),
             priority=priority,
+            offer_id=offer_id,
+            offer_s=offer_s,
         )
-        return await self._request_lease(request)
+        lease = await self._request_lease(request)
+        if offer_id is not None:
+            with lease.hand_over():
+                lease.offered = self._grant_of(lease, lease.prefix_len, len(lease), offer_id)
+        return lease
 
     @make_pending
     async def acquire(
@@ -328,6 +342,21 @@ class PrefixCacheClient:
         note = partial(lease.on_insert, packed, request.release, publishes_boundary, mark)
         return checked_response(InsertResponse, await self.session.ask_for_lease(request, note))
 
+    async def insert_next(self, lease: Lease, num_tokens: int, more: Any = ()) -> InsertResponse:
+        """`Lease.insert_next`. If the caller is cancelled, the insert still takes effect, and the lease is updated."""
+        self.check_lease(lease)
+        suffix = checked_token_ids(more)
+        request = make_request(
+            InsertRequest,
+            lease_id=lease.lease_id,
+            num_tokens=num_tokens,
+            suffix=suffix,
+            known_len=lease.published_len,
+        )
+        lease.check_next(request.num_tokens, suffix)
+        note = partial(lease.on_insert, request.num_tokens, False, False, lease.mark_request())
+        return checked_response(InsertResponse, await self.session.ask_for_lease(request, note))
+
     async def preempt(
         self, lease: Lease, tokens: Any, *, publish_state: bool = False, boundary_len: int | None = None
     ) -> None:
@@ -421,13 +450,17 @@ class PrefixCacheClient:
         request = make_request(GrantRequest, lease_id=lease_id, offer_id=offer_id, timeout_s=timeout_s)
         with lease.hand_over(), session.undo_on_failure(TakeBackRequest, lease_id=lease_id, offer_id=offer_id):
             offered = checked_response(LeaseResponse, await session.ask_for_lease(request))
+        return self._grant_of(lease, offered.prefix_len, offered.num_slots, offer_id)
+
+    def _grant_of(self, lease: Lease, prefix_len: int, num_slots: int, offer_id: str) -> LeaseGrant:
+        """Return the grant of a lease that the cache has offered."""
         return LeaseGrant(
-            lease_id=lease_id,
-            granter=session.session_id,
+            lease_id=lease.lease_id,
+            granter=self.session.session_id,
             epoch=lease.epoch,
-            prefix_len=offered.prefix_len,
+            prefix_len=prefix_len,
             published_len=lease.published_len,
-            num_slots=offered.num_slots,
+            num_slots=num_slots,
             offer_id=offer_id,
         )
 
@@ -716,9 +749,17 @@ def _make_leasing(
     @wraps(verb)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> SyncLease:
         now: Callable[P, PendingLease] = getattr(self.client, name)
-        return SyncLease(self, self.run(now(*args, **kwargs), undo=Lease.abort))
+        return SyncLease(self, self.run(now(*args, **kwargs), undo=_undo_lease))
 
     return call
+
+
+async def _undo_lease(lease: Lease) -> None:
+    """End a lease whose caller has been interrupted, also one that is granted already."""
+    if lease.offered is not None:
+        await lease.client.revoke(lease.offered)
+    else:
+        await lease.abort()
 
 
 class SyncClient:

@@ -52,6 +52,7 @@ class SyncLease:
         self.lease = lease
 
     insert = _make_plain_lease_verb(Lease.insert)
+    insert_next = _make_plain_lease_verb(Lease.insert_next)
     extend = _make_plain_lease_verb(Lease.extend)
     preempt = _make_plain_lease_verb(Lease.preempt)
     release_window = _make_plain_lease_verb(Lease.release_window)
@@ -86,6 +87,11 @@ class SyncLease:
     def boundary_slot(self) -> int | None:
         """`Lease.boundary_slot`."""
         return self.lease.boundary_slot
+
+    @property
+    def offered(self) -> LeaseGrant | None:
+        """`Lease.offered`."""
+        return self.lease.offered
 
     @property
     def lease_id(self) -> str:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.actors.client.lease import Lease
 from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.engines.block_copies import make_stamps
 from raydix.actors.engines.cache_link import CacheLink
 from raydix.actors.engines.namespaces import CacheNamespace
+from raydix.actors.engines.prefill_rate import PrefillRate
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import LoadPlan, SavePlan, StepPlan, StepReport
 from raydix.actors.engines.transfer_counts import TransferCounts
@@ -28,6 +28,7 @@ from raydix.schemas import CacheError, LeaseGrant
 logger = logging.getLogger(__name__)
 
 _GRANT_S = 600.0  # a waiting request's lease; an expired grant is a miss
+_WORTH = 0.1  # of the time that a hit can save, to wait for its answer
 _IDLE_WAIT_S = 0.001  # for the answer of a look-up, while the engine computes nothing
 
 
@@ -88,7 +89,7 @@ class _Request:
     num_local: int = 0  # tokens that the engine's own cache had when it asked last
     available: int = 0  # tokens that its leases hold in the tree, in whole blocks
     planned: int = 0  # tokens that are saved, or will be by the steps planned so far
-    sent: int = 0  # tokens with ids that the workers know
+    sent: int = 0  # tokens with ids that the cache knows by the look-up, or the workers
     saved: dict[int, int] = field(default_factory=dict)  # by rank, as reported
 
 
@@ -130,6 +131,7 @@ class SchedulerSide:
         self._plan = StepPlan()
         self._loads: list[LoadPlan] = []
         self._is_idle = True
+        self._prefill_rate = PrefillRate()
         self._weights = WeightsState(links, loop, settings.weights, settings.reconnect_s, counts)
 
     # ---------------------------------------------------------------- requests
@@ -161,21 +163,25 @@ class SchedulerSide:
         request = self._requests.get(request_id)
         if request is None:
             return 0
-        if self._must_wait(request):
-            return None
         request.num_local = num_local
+        if self._must_wait(request, num_tokens - num_local):
+            return None
         most = min(request.available, num_tokens - num_tokens % self._block_size)
         return max(0, most - num_local)
 
-    def _must_wait(self, request: _Request) -> bool:
-        """Return whether the answer of the look-up may still come in time. If not, give the look-up up."""
+    def _must_wait(self, request: _Request, num_lacking: int) -> bool:
+        """Return whether the answer of the look-up may still come in time. If not, give the look-up up.
+
+        Args:
+            num_lacking: tokens that the engine would compute without the cache.
+        """
         if request.in_worker or request.is_given_up:
             return False
         if request.look_up is None:
             self._begin_look_up(request)
         look_up = request.look_up
         if look_up is None:  # not connected, or weights are being changed
-            if self._weights.is_changing and self._has_time(request):
+            if self._weights.is_changing and self._has_time(request, num_lacking):
                 return True
             if not request.is_counted:
                 request.is_counted = True
@@ -186,7 +192,7 @@ class SchedulerSide:
         if look_up.done.is_set():
             self._take_answer(request, look_up)
             return False
-        if self._has_time(request):
+        if self._has_time(request, num_lacking):
             return True
         self.counts.add("lookup_timeouts")
         self._give_up(request)
@@ -199,11 +205,18 @@ class SchedulerSide:
         request.available = max(request.available, look_up.hit - look_up.hit % self._block_size)
         request.planned = max(request.planned, request.available)
 
-    def _has_time(self, request: _Request) -> bool:
+    def _has_time(self, request: _Request, num_lacking: int) -> bool:
+        """Return whether the request has waited less than `lookup_timeout_ms`, or than its wait is worth.
+
+        That is a tenth of the time in which the engine would compute what it lacks; `load_timeout_ms` at most.
+        """
         now = time.monotonic()
         if request.asked_at is None:
             request.asked_at = now
-        return now - request.asked_at < self._settings.lookup_timeout_ms / 1000
+        rate = self._prefill_rate.tokens_per_s
+        worth_s = 0.0 if rate is None else _WORTH * num_lacking / rate
+        most_s = self._settings.load_timeout_ms / 1000
+        return now - request.asked_at < max(self._settings.lookup_timeout_ms / 1000, min(worth_s, most_s))
 
     def allocate(self, request_id: str, num_loaded: int, block_ids: Sequence[int]) -> None:
         """Load `num_loaded` tokens in the next step, behind the local ones of the latest `find_hit`.
@@ -250,24 +263,18 @@ class SchedulerSide:
     def _begin_look_up(self, request: _Request) -> None:
         if not self._weights.is_usable:
             return
-        tokens = np.asarray(request.read_tokens(0, None), dtype=np.int64)
+        tokens = request.read_tokens(0, None)
         if len(tokens) < self._block_size:
             request.is_given_up = True
             return
-        request.look_up = _LookUp()
+        request.look_up, request.sent = _LookUp(), len(tokens)
         self._num_waiting += 1
         self._loop.spawn(self._look_up(request.look_up, tokens, request.namespace))
 
-    async def _look_up(self, look_up: _LookUp, tokens: NDArray[np.int64], namespace: CacheNamespace) -> None:
+    async def _look_up(self, look_up: _LookUp, tokens: Sequence[int], namespace: CacheNamespace) -> None:
         started = time.perf_counter()
-        grants: list[LeaseGrant] = []
         try:
-            leases = await self._lock_all(tokens, namespace)
-            try:
-                grants = list(await asyncio.gather(*(lease.grant(timeout_s=_GRANT_S) for lease in leases)))
-            except BaseException:
-                await _release_all(leases)
-                raise
+            grants = await self._lock_all(np.asarray(tokens, dtype=np.int64), namespace)  # not in the engine's thread
         except CacheError as error:
             logger.debug("a look-up has failed: %s", error)
             for link in self._links:
@@ -276,21 +283,29 @@ class SchedulerSide:
             return
         self.counts.observe("lookup_s", time.perf_counter() - started)
         self.counts.add("lookups")
-        if not look_up.settle(min(lease.prefix_len for lease in leases), grants):
+        if not look_up.settle(min(grant.prefix_len for grant in grants), grants):
             await self._revoke(grants)
 
-    async def _lock_all(self, tokens: NDArray[np.int64], namespace: CacheNamespace) -> list[Lease]:
-        """Lock the prefix in the cache of each rank; all leases, or none."""
-        locks = [asyncio.ensure_future(link.client.lock(tokens, **namespace._asdict())) for link in self._links]
+    async def _lock_all(self, tokens: NDArray[np.int64], namespace: CacheNamespace) -> list[LeaseGrant]:
+        """Lock the prefix in the cache of each rank, and grant it, in one round trip; at all caches, or at none."""
+        locks = [asyncio.ensure_future(self._lock(link, tokens, namespace)) for link in self._links]
         try:
             return list(await asyncio.gather(*locks))
         except BaseException:
             await asyncio.wait(locks)
-            await _release_all([each.result() for each in locks if not each.cancelled() and not each.exception()])
+            done = [None if each.cancelled() or each.exception() else each.result() for each in locks]
+            await self._revoke(done)
             raise
 
-    async def _revoke(self, grants: Sequence[LeaseGrant]) -> None:
+    async def _lock(self, link: CacheLink, tokens: NDArray[np.int64], namespace: CacheNamespace) -> LeaseGrant:
+        lease = await link.client.lock(tokens, **namespace._asdict(), offer_s=_GRANT_S)
+        assert lease.offered is not None, "it was asked for"
+        return lease.offered
+
+    async def _revoke(self, grants: Sequence[LeaseGrant | None]) -> None:
         for link, grant in zip(self._links, grants, strict=True):
+            if grant is None:
+                continue
             try:
                 await link.client.revoke(grant)
             except CacheError as error:  # the lease has ended with its session, or its grant expires
@@ -307,12 +322,16 @@ class SchedulerSide:
 
     # ---------------------------------------------------------------- steps
 
-    def plan_step(self, scheduled: Sequence[ScheduledRequest], preempted: set[str], *, is_idle: bool) -> StepPlan:
+    def plan_step(
+        self, scheduled: Sequence[ScheduledRequest], preempted: set[str], *, is_idle: bool, num_prompt_tokens: int
+    ) -> StepPlan:
         """Return what the workers have to do in this step.
 
         Args:
             is_idle: the step computes nothing.
+            num_prompt_tokens: of all requests, that the step computes.
         """
+        self._prefill_rate.begin_step(num_prompt_tokens, time.monotonic())
         self._is_idle = is_idle
         plan, self._plan = self._plan, StepPlan()
         lost = [request for request_id in preempted if (request := self._requests.get(request_id)) is not None]
@@ -344,12 +363,12 @@ class SchedulerSide:
             if request.is_given_up or end <= request.planned:
                 return
         start = request.planned
-        tokens = np.asarray(request.read_tokens(request.sent, end), dtype=np.int64)
+        first, tokens = request.sent, list(request.read_tokens(request.sent, max(request.sent, end)))
         blocks = list(scheduled.block_ids()[start // self._block_size : end // self._block_size])
         stamps = self._stamps(request, start, end) if self._settings.check else None
         self._hand_over(request, plan)
-        plan.saves.append(SavePlan(request.number, start, blocks, request.sent, tokens, stamps))
-        request.planned = request.sent = end
+        plan.saves.append(SavePlan(request.number, start, blocks, first, tokens, stamps))
+        request.planned, request.sent = end, first + len(tokens)
 
     def _hand_over(self, request: _Request, plan: StepPlan) -> None:
         """Give the workers the grants, once."""
@@ -365,7 +384,8 @@ class SchedulerSide:
         return make_stamps(tokens, repr(request.namespace), self._links[0].client.config.page_size, start, end)
 
     def read_report(self, report: StepReport) -> None:
-        """Note what the workers have saved, and which loads have failed."""
+        """Note what the workers have saved, and which loads have failed. The engine calls it when a step has ended."""
+        self._prefill_rate.end_step(time.monotonic())
         self._weights.read_report(report.bound)
         for rank, of_rank in report.saved.items():
             for number, saved in of_rank.items():
@@ -416,8 +436,3 @@ class SchedulerSide:
     def close(self) -> None:
         """Close the clients, which ends the leases that no worker has."""
         self._weights.close()
-
-
-async def _release_all(leases: Sequence[Lease]) -> None:
-    for lease in leases:
-        await lease.release()

@@ -19,7 +19,11 @@ class EngineSettings(BaseModel):
     cache: str = Field(min_length=1, description="the cache's name; with tensor parallelism, rank r uses NAME-tp<r>")
     ray_address: str = Field(default="auto", description="address of a running Ray cluster; none is ever started")
     namespace: str = Field(default="raydix", description="the Ray namespace of the cache's actor")
-    lookup_timeout_ms: float = Field(default=50, ge=0, description="a look-up without an answer is a miss after this")
+    lookup_timeout_ms: float = Field(
+        default=50,
+        ge=0,
+        description="a look-up without an answer is a miss after this, or after a tenth of the time that it can save",
+    )
     load_timeout_ms: float = Field(default=2000, gt=0, description="a load that has not begun by then has failed")
     reconnect_s: float = Field(default=1, gt=0, description="seconds between two attempts to reach the cache")
     max_waiting_leases: int = Field(default=64, ge=1, description="waiting requests that hold a lease at a time")

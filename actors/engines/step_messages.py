@@ -6,10 +6,8 @@ about the one must not be taken for a message about the other. `request_id` is f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from raydix.schemas import LeaseGrant
 
@@ -37,7 +35,7 @@ class SavePlan:
 
     Attributes:
         request: number of the request.
-        tokens: ids [first, end of the last block); the worker knows the ids before them.
+        tokens: ids [first, end of the last block), or none; the cache or the worker knows the ids before them.
         stamps: as for a load.
     """
 
@@ -45,7 +43,7 @@ class SavePlan:
     start: int
     block_ids: list[int]
     first: int
-    tokens: NDArray[np.int64]
+    tokens: Sequence[int]
     stamps: list[bytes] | None = None
 
 

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -68,8 +68,24 @@ class _Request:
     grant: LeaseGrant
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of its verbs and copies
     lease: Lease | None = None
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    more: list[int] = field(default_factory=list)  # ids that the cache may not have, of the tokens from `more_at` on
+    more_at: int = 0
     is_lost: bool = False
+
+    def note_tokens(self, first: int, tokens: Sequence[int]) -> None:
+        """Note the ids of the tokens from `first` on."""
+        if not self.more:
+            self.more_at = first
+        assert self.more_at <= first <= self.more_at + len(self.more), "the engine sends the ids without a gap"
+        self.more[first - self.more_at :] = tokens
+
+    def next_tokens(self, known: int, end: int) -> list[int]:
+        """Return the ids of the tokens [known, end); those before `known` are forgotten."""
+        if known >= self.more_at + len(self.more):
+            self.more = []
+        elif known > self.more_at:
+            self.more, self.more_at = self.more[known - self.more_at :], known
+        return self.more[: max(0, end - known)]
 
 
 class WorkerSide:
@@ -381,7 +397,7 @@ class WorkerSide:
         request = self._requests.get(plan.request)
         if request is None:
             return None
-        request.tokens = np.concatenate([request.tokens[: plan.first], plan.tokens])
+        request.note_tokens(plan.first, plan.tokens)
         await turns.enter_async_context(request.turn)
         try:
             lease, target = await self._adopt(request)
@@ -433,7 +449,8 @@ class WorkerSide:
     async def _publish(self, copy: _Copy) -> None:
         request, lease = copy.request, copy.lease
         try:
-            response = await lease.insert(request.tokens[: copy.end])
+            known = lease.known_len
+            response = await lease.insert_next(copy.end, request.next_tokens(known, copy.end))
             if response.retired:
                 raise UnknownLease("the weights have changed: the lease publishes nothing")
         except CacheError as error:

@@ -39,8 +39,8 @@ def memory_finding(left: int, total: int) -> str:
     if left >= _LEAST_LEFT * total:
         return ""
     return (
-        f"{max(0, left) / _GIB:.1f} of {total / _GIB:.1f} GiB of memory are left when the pool is full: processes outside "
-        f"Ray can fill them, and Ray's memory monitor then kills the cache, the largest process; {_REMEDY}"
+        f"{max(0, left) / _GIB:.1f} of {total / _GIB:.1f} GiB of memory are left when the pool is full: processes "
+        f"outside Ray can fill them, and Ray's memory monitor then kills the cache, the largest process; {_REMEDY}"
     )
 
 

@@ -110,7 +110,7 @@ class RequestHandlers:
         self._unused_s = unused_s
         self.verbs: dict[type[Message], Callable[[str, Any], Answer]] = {
             MatchRequest: self._match,
-            LockRequest: admission.lock,
+            LockRequest: self._lock,
             AcquireRequest: admission.acquire,
             InsertRequest: self._insert,
             ExtendRequest: admission.extend,
@@ -175,6 +175,12 @@ class RequestHandlers:
         self._wait_queue.withdraw(session_id, request.lease_id)
         self._core.release(request.lease_id, session_id)
         return Ack()
+
+    def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
+        response = self._admission.lock(session_id, request)
+        if request.offer_id is not None:
+            self._offers.offer(request.lease_id, session_id, request.offer_id, request.offer_s)
+        return response
 
     def _grant(self, session_id: str, request: GrantRequest) -> LeaseResponse:
         return self._admission.granted(

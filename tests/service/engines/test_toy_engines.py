@@ -24,7 +24,15 @@ from raydix.actors.engines.block_copies import PoolTarget
 from raydix.actors.engines.scheduler_side import SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.worker_side import WorkerSide
-from raydix.schemas import ConfigMismatch, InvalidRequest
+from raydix.schemas import (
+    AdoptRequest,
+    ConfigMismatch,
+    ExtendRequest,
+    InsertRequest,
+    InvalidRequest,
+    LockRequest,
+    ReleaseRequest,
+)
 
 MakeCaches = Callable[..., ToyCaches]
 
@@ -426,9 +434,9 @@ def test_a_look_up_awaited_by_the_scheduler_is_seen(make_caches: MakeCaches, mon
     engine = caches.make_engine(lookup_timeout_ms=50)
     must_wait = SchedulerSide._must_wait
 
-    def wait_for_it(self: SchedulerSide, request: Any) -> bool:
+    def wait_for_it(self: SchedulerSide, request: Any, num_lacking: int) -> bool:
         request.look_up.done.wait(3)
-        return must_wait(self, request)
+        return must_wait(self, request, num_lacking)
 
     monkeypatch.setattr(SchedulerSide, "_must_wait", wait_for_it)
     release = threading.Event()
@@ -440,3 +448,73 @@ def test_a_look_up_awaited_by_the_scheduler_is_seen(make_caches: MakeCaches, mon
 
     assert time.monotonic() - before > 1
     engine.run_all()
+
+
+# -------------------------------------------------------------------- what a look-up and a save cost
+
+
+def test_a_look_up_is_one_request_and_so_is_each_save(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    one, other = caches.make_engine(), caches.make_engine()
+    (prompt,) = prompts(1, 200)
+    one.run(prompt, 1)
+    sent = record_requests(other)
+
+    loaded = other.run(prompt, 30)
+
+    assert loaded.num_hit == 192
+    of_scheduler, of_worker = sent
+    assert of_scheduler == [LockRequest]
+    assert of_worker[0] is AdoptRequest  # then, for each block that is full, slots and an insert
+    assert set(of_worker[1:]) <= {ExtendRequest, InsertRequest, ReleaseRequest}
+
+
+def record_requests(engine: ToyEngine) -> tuple[list[type], list[type]]:
+    """Record the requests of the scheduler's client and of the first worker's, without heartbeats."""
+
+    def record(client: Any) -> list[type]:
+        sent: list[type] = []
+        ask = client.session.ask
+
+        async def ask_and_record(request: Any, *args: Any) -> Any:
+            sent.append(type(request))
+            return await ask(request, *args)
+
+        client.session.ask = ask_and_record
+        return sent
+
+    return record(engine.links[0].client), record(engine.worker_links[0].client)
+
+
+def test_the_wait_for_a_look_up_is_worth_what_it_can_save(
+    make_caches: MakeCaches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = make_caches()
+    (long,) = prompts(1, 640)
+    caches.make_engine().run(long)
+    engine = caches.make_engine(lookup_timeout_ms=50, load_timeout_ms=600_000)
+    may_answer = threading.Event()
+    scheduler, client = engine.scheduler, engine.links[0].client
+    lock_at_once = client.lock
+
+    async def lock_later(*args: Any, **options: Any) -> Any:
+        await asyncio.to_thread(may_answer.wait)
+        return await lock_at_once(*args, **options)
+
+    monkeypatch.setattr(client, "lock", lock_later)
+    scheduler._prefill_rate.begin_step(256, 0.0)
+    scheduler._prefill_rate.end_step(256.0)  # a token a second
+    for name, prompt in (("long", long), ("late", long)):
+        scheduler.add_request(name, lambda start, end, prompt=prompt: prompt[start:end], CacheNamespace())  # type: ignore[misc]
+
+    assert scheduler.find_hit("long", len(long), 0) is None
+    assert scheduler.find_hit("late", len(long), len(long) - 1) is None  # worth 0.1 s
+    wait_until(lambda: scheduler.find_hit("late", len(long), len(long) - 1) == 0)
+    assert scheduler.find_hit("long", len(long), 0) is None
+    may_answer.set()
+    wait_until(lambda: scheduler.find_hit("long", len(long), 0) is not None)
+
+    assert scheduler.find_hit("long", len(long), 0) == 640
+    assert scheduler.counts.take()["lookup_timeouts"] == 1
+    for name in ("long", "late"):
+        scheduler.finish_request(name)

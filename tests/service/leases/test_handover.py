@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from typing import Any
 
 import pytest
 from support.caches.cache_under_test import CacheUnderTest, Pages
@@ -286,7 +287,106 @@ async def test_a_thousand_hand_overs_cancelled_before_their_adoption_leave_nothi
     assert (stats.private_slots, stats.waiters) == (0, 0)
 
 
+# ---------------------------------------------------------------- locked and granted in one request
+
+
+async def test_a_lock_can_be_granted_in_the_same_request(cache: CacheUnderTest) -> None:
+    worker = cache.another_client()
+    await cache.publish(1, 2)
+    before = (await cache.client.stats()).requests
+
+    lease = await cache.client.lock(cache.tokens(1, 2, 3), offer_s=60)
+
+    assert (await cache.client.stats()).requests - before == 2  # the lock, and these statistics
+    grant = pickle.loads(pickle.dumps(lease.offered))
+    assert (grant.prefix_len, grant.published_len, grant.num_slots) == (lease.prefix_len,) * 2 + (len(lease),)
+    with pytest.raises(UnknownLease, match="has ended"):
+        await lease.extend(1)
+    await lease.release()  # no effect: it is no longer this client's
+    adopted = await worker.adopt(grant)
+    assert adopted.prefix_len == cache.reusable(2) * cache.page_size
+    assert (adopted.slots.tolist(), adopted.state_slot) == (lease.slots.tolist(), lease.state_slot)
+    with pytest.raises(UnknownLease):
+        await cache.client.adopt(grant)
+    await adopted.release()
+    assert (await cache.pages()).leases == 0
+
+
+async def test_a_lock_without_an_offer_is_not_granted(cache1: CacheUnderTest) -> None:
+    async with cache1.client.lock([1, 2]) as lease:
+        assert lease.offered is None
+
+
+async def test_a_granted_lock_that_is_not_adopted_in_time_ends(cache1: CacheUnderTest) -> None:
+    await cache1.publish(1, 2)
+    before = (await cache1.client.stats()).grants_expired
+    lease = await cache1.client.lock([1, 2], offer_s=0.05)
+    assert lease.offered is not None
+
+    await cache1.until(lambda stats: stats.open_leases == 0)
+
+    assert (await cache1.client.stats()).grants_expired == before + 1
+    with pytest.raises((UnknownLease, LeaseExpired)):
+        await cache1.another_client().adopt(lease.offered)
+
+
+async def test_a_granted_lock_can_be_revoked(cache1: CacheUnderTest) -> None:
+    await cache1.publish(1, 2)
+    lease = await cache1.client.lock([1, 2], offer_s=60)
+    assert lease.offered is not None
+
+    assert await cache1.client.revoke(lease.offered)
+
+    assert (await cache1.pages()).leases == 0
+    assert not await cache1.client.revoke(lease.offered)
+
+
+@pytest.mark.parametrize("offer_s", [0, -1, float("nan"), float("inf"), "soon"])
+async def test_an_offer_lasts_a_positive_number_of_seconds(cache1: CacheUnderTest, offer_s: Any) -> None:
+    with pytest.raises(InvalidRequest, match="offer_s"):
+        await cache1.client.lock([1, 2], offer_s=offer_s)
+    assert (await cache1.pages()).leases == 0
+
+
+# ---------------------------------------------------------------- inserts that send the new ids alone
+
+
+async def test_an_insert_sends_the_next_ids_alone(cache: CacheUnderTest) -> None:
+    page, tokens = cache.page_size, cache.tokens(1, 2, 3, 4)
+    whole = len(tokens)
+    async with cache.client.acquire(tokens[: 2 * page], new_tokens=whole - 2 * page) as lease:
+        first = await lease.insert_next(page)
+        assert (first.published_len, lease.known_len) == (cache.reusable(1) * page, 2 * page)
+        await lease.insert_next(3 * page, tokens[2 * page : 3 * page])
+        assert (lease.published_len, lease.known_len) == (cache.reusable(3) * page, 3 * page)
+        for num_tokens, more in ((whole + 1, [1]), (whole, []), (whole, tokens), (2 * page, [1]), (-1, [])):
+            with pytest.raises(InvalidRequest):
+                await lease.insert_next(num_tokens, more)
+        await cache.insert(lease, 1, 2, 3, 4)  # all of them are compared again
+        assert lease.published_len == cache.reusable(4) * page
+    assert await cache.matched(1, 2, 3, 4) == cache.reusable(4)
+
+
 # ---------------------------------------------------------------- cancelled at every await
+
+
+async def test_a_granted_lock_cancelled_after_any_number_of_ticks_leaves_no_lease(cache1: CacheUnderTest) -> None:
+    await cache1.publish(1, 2)
+    for ticks in range(30):
+        task = asyncio.create_task(lock_and_offer(cache1))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+        if not task.cancelled():
+            assert await cache1.client.revoke(task.result())
+        assert (await cache1.pages()).leases == 0, f"cancelled after {ticks} ticks"
+
+
+async def lock_and_offer(cache: CacheUnderTest) -> LeaseGrant:
+    lease = await cache.client.lock([1, 2], offer_s=60)
+    assert lease.offered is not None
+    return lease.offered
 
 
 async def test_a_grant_cancelled_after_any_number_of_ticks_leaves_one_owner(cache1: CacheUnderTest) -> None:

@@ -260,7 +260,18 @@ def test_who_stood_in_line_on_a_loop_that_was_closed_is_in_nobodys_way() -> None
 
 
 def test_every_verb_of_a_client_has_its_plain_twin_with_the_same_parameters() -> None:
-    of_leases = {"insert", "extend", "release", "release_window", "abort", "unlock", "grant", "preempt", "check_lease"}
+    of_leases = {
+        "insert",
+        "insert_next",
+        "extend",
+        "release",
+        "release_window",
+        "abort",
+        "unlock",
+        "grant",
+        "preempt",
+        "check_lease",
+    }
     verbs = {
         name: verb
         for name, verb in inspect.getmembers(PrefixCacheClient, inspect.isfunction)

@@ -231,6 +231,7 @@ class ToyEngine:
             ],
             preempted,
             is_idle=not scheduled,
+            num_prompt_tokens=sum(number for _, number in scheduled if number > 1),
         )
         for worker in self.workers:
             worker.before_step(plan)
