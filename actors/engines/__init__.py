@@ -5,7 +5,7 @@ the cache of its rank, on an event loop in a thread of its own (`CacheLink`); no
 
     scheduler process                                   worker process of a rank
     SchedulerSide                                       WorkerSide
-      request arrives   -> lock, grant                    adopt the grant; the worker owns the lease from now on
+      request arrives   -> lock, with a grant             adopt the grant; the worker owns the lease from now on
       request is asked  -> the hit, or "ask again"        load: copy pages into the engine's blocks
       step is planned   -> StepPlan  ──────────────────>  save: extend, copy blocks into pages, insert
       step has ended   <── StepReport ──────────────────  request has ended: release

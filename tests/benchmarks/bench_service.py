@@ -23,6 +23,7 @@ from raydix.actors import shutdown_cache, start_cache
 from raydix.schemas import CacheConfig, PoolConfig
 
 CONFIG = CacheConfig(page_size=16, pool=PoolConfig(num_slots=2**19, device="cpu"))  # under pressure after 460 prompts
+NEXT_PAGE_OF = (1_008, 100_000)  # tokens of the prompts; whole pages
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def figures(scale: Scale) -> dict[str, Any]:
             "throughput": asyncio.run(by_concurrency(actor, scale.concurrencies, rounds, scale.cycles)),
             "processes": by_processes(actor, scale.processes, rounds, scale.each),
             "latency": [asyncio.run(service_latency.among(actor, others, scale.samples)) for others in (0, 16)],
+            "next_page": asyncio.run(service_latency.next_pages(actor, NEXT_PAGE_OF, scale.samples)),
             "pressure": asyncio.run(service_latency.under_pressure(calm, actor, rounds, 16, scale.cycles)),
             "stalls": {
                 "eviction": asyncio.run(service_stalls.of_eviction(scale.nodes)),
@@ -87,6 +89,12 @@ def lines(measured: dict[str, Any]) -> list[str]:
             f"acquire among {row['others']} others: p50 {acquire['p50_ms']:.2f}, p99 {acquire['p99_ms']:.2f} ms; "
             f"no-op call {noop['p50_ms']:.2f}, {noop['p99_ms']:.2f} ms; p50 in no-ops {row['p50_per_noop']:.2f}"
         )
+    published = measured["next_page"]
+    short, long = published["lengths"]
+    text.append(
+        f"one more page of a prompt of {long:,} tokens: p50 {published['long']['p50_ms']:.3f} ms; of one of {short:,} "
+        f"{published['short']['p50_ms']:.3f} ms: {published['ratio']:.2f} times"
+    )
     pressure = measured["pressure"]
     text.append(
         f"p99 of acquire while evicting {pressure['pressed_p99_ms']:.2f} ms, without {pressure['calm_p99_ms']:.2f} ms: "

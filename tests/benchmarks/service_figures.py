@@ -50,6 +50,10 @@ def from_measured(measured: dict[str, Any]) -> list[Figure]:
         what = f"p50 of an acquire among {row['others']} others" if row["others"] else "p50 of a lone acquire"
         goal = None if row["others"] else 1.3
         found.append(_time(what, row["acquire"]["p50_ms"], row["p50_per_noop"], "a no-op call", goal))
+    published = measured["next_page"]
+    short, long = published["lengths"]
+    what = f"p50 of one more page, published behind {long:,} tokens"
+    found.append(_time(what, published["long"]["p50_ms"], published["ratio"], f"behind {short:,}", 1.3))
     pressure = measured["pressure"]
     what = "p99 of an acquire with eviction running"
     found.append(_time(what, pressure["pressed_p99_ms"], pressure["ratio"], "without", 2.0))

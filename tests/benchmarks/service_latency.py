@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -44,6 +45,30 @@ async def among(actor: Any, num_others: int, num_samples: int) -> dict[str, Any]
     skipped = num_samples // 10  # to warm up
     acquire, noop = _percentiles(acquires[skipped:]), _percentiles(noops[skipped:])
     return {"others": num_others, "acquire": acquire, "noop": noop, "p50_per_noop": acquire["p50_ms"] / noop["p50_ms"]}
+
+
+async def next_pages(actor: Any, lengths: tuple[int, int], num_samples: int) -> dict[str, Any]:
+    """Time the publication of one more page of a short prompt and of a long one, in turns; the cache is reset first."""
+    times: list[list[float]] = [[], []]
+    async with PrefixCacheClient(actor) as client:
+        await client.reset()
+        page = client.config.page_size
+        ids = np.random.default_rng(0).integers(0, 150_000, size=max(*lengths, page * num_samples))
+        leases = []
+        for place, length in enumerate(lengths):
+            lease = await client.acquire(ids[:length] + place, new_tokens=page * num_samples)
+            await lease.insert(ids[:length] + place)
+            leases.append(lease)
+        for number in range(num_samples):
+            more = ids[page * number :][:page].tolist()
+            for place, lease in enumerate(leases):
+                insert = partial(lease.insert_next, lease.known_len + page, more)
+                times[place].append((await _timed(insert))[0])
+        for lease in leases:
+            await lease.release()
+        await client.reset()
+    short, long = (_percentiles(each[num_samples // 10 :]) for each in times)
+    return {"lengths": lengths, "short": short, "long": long, "ratio": long["p50_ms"] / short["p50_ms"]}
 
 
 async def _for_ever(benchmark: ServiceBenchmark) -> None:
