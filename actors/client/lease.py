@@ -70,7 +70,6 @@ class Lease:
         published_len: tokens in the tree, held by this lease; grows with `insert`.
         state_slot: the lease's own row of the state tensors, which holds a copy of the state after the prefix (zeros
             where there is none); None for kinds without states.
-        known_len: leading tokens of the request with ids that the cache is known to have.
         offered: the grant of a lease from `lock(offer_s=...)`; None: it was not granted in the same call.
         boundary_slot: the lease's own row for a copy of that at the end of a page, which `insert(boundary_len=...)`
             publishes; None: it has none, or it may be published.
@@ -86,7 +85,7 @@ class Lease:
         self.client = client
         self.transport = transport
         self._tokens = tokens  # ids that the client has sent to the cache, for comparisons
-        self.known_len = len(tokens)
+        self._known_len = 0  # by `insert_next`
         self._dtype: np.dtype[Any] | None = None  # of the caller's array, if `_tokens` has its bytes
         self._held = LeaseSlots(response.page_starts, response.swa_page_starts, response.num_slots, run_len)
         self.state_slot = response.state_slot
@@ -174,6 +173,11 @@ class Lease:
         return await self.client.insert(
             self, tokens, release=release, publish_state=publish_state, boundary_len=boundary_len
         )
+
+    @property
+    def known_len(self) -> int:
+        """The number of leading tokens of the request with ids that the cache has, as far as this client knows."""
+        return max(len(self._tokens), self._known_len)
 
     async def insert_next(self, num_tokens: int, more: Any = ()) -> InsertResponse:
         """Publish whole pages, like `insert`, but no state, and send only the ids that the cache does not have yet.
@@ -386,9 +390,9 @@ class Lease:
             self.boundary_slot = None
         self._ended = self._ended or release
         if isinstance(tokens, int):
-            self.known_len = max(self.known_len, tokens)
+            self._known_len = max(self._known_len, tokens)
         elif tokens is not self._tokens and len(tokens) > len(self._tokens):
-            self._tokens, self._dtype, self.known_len = tokens, None, max(self.known_len, len(tokens))
+            self._tokens, self._dtype = tokens, None
         if outcome.repointed:
             self._held.repoint(known_len, outcome.repointed)
         if outcome.swa_page_starts:
