@@ -26,6 +26,7 @@ from raydix.actors import (
     Lease,
     PrefixCacheClient,
     connect,
+    connect_fleet,
     deploy,
     shutdown_cache,
     start_cache,
@@ -659,3 +660,23 @@ async def test_while_there_is_no_cache_of_that_name_a_client_of_it_says_so(start
                 await client.match([1])
         assert pool.lost
         await lease.release()
+
+
+async def test_where_no_cluster_runs_none_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[dict[str, Any]] = []
+
+    def find_nothing(**options: Any) -> None:
+        joined.append(options)
+        raise ConnectionError("Could not find any running Ray instance.\nPlease start one.")  # Ray's words
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", find_nothing)
+
+    advice = r"no Ray cluster is reached: call ray\.init\(address=\.\.\.\) first.* any running Ray instance"
+    with pytest.raises(CacheUnavailable, match=advice):
+        connect("kv")
+    with pytest.raises(CacheUnavailable, match=advice):
+        await connect_fleet("kv-*", timeout_s=60)
+    with pytest.raises(CacheUnavailable, match=advice):
+        await PrefixCacheClient("kv").open()
+    assert joined == [{"address": "auto"}] * 3
