@@ -190,3 +190,17 @@ def test_an_idle_engine_does_not_keep_the_pool_of_a_dead_cache_mapped(cache: Any
     wait_until(lambda: not inode & mapped_inodes())
     wait_until(lambda: epoch_of(engine) not in ("", pool.epoch), 300)
     assert not inode & mapped_inodes()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("cache", [BLOCK], indirect=True)
+def test_the_engines_warning_counts_the_restarts_by_cause(
+    cache: Any, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    for _ in range(3):
+        restart(cache, engine)
+
+    wait_until(lambda: "ended by Ray, 2 times" in caplog.text)  # of the last outage; it may be seen before its restart
+    line = next(each for each in caplog.text.splitlines() if "ended by Ray, 2 times" in each)
+    assert "so the engine computes all KV itself: " in line and "Ray restarted the cache, empty: " in line
