@@ -160,14 +160,13 @@ def cache_handle(name: str, namespace: str, to_end: bool = False) -> ActorHandle
         if not to_end and has_lost_its_group(caches[name]):
             raise CommandError(f"cache {name!r} {LOST_GROUP.partition('.')[0]}", f"raydix stop {name}", UNREACHABLE)
         return caches[name]
-    if any(each["name"] == name and each["namespace"] == namespace for each in _named_actors()):
+    namespaces = [actor["namespace"] for actor in _named_actors() if actor["name"] == name]
+    if namespace in namespaces:
         raise CommandError(
             f"the actor named {name!r} in namespace {namespace!r} is no cache", "raydix list", UNREACHABLE
         )
     there = ", ".join(map(shown, sorted(caches))) or "none"
-    elsewhere = [
-        f"{shown(each['name'])} in {shown(each['namespace'])}" for each in _named_actors() if each["name"] == name
-    ]
+    elsewhere = [f"{shown(name)} in {shown(other)}" for other in namespaces]
     raise CommandError(
         f"no cache named {name!r} runs in namespace {namespace!r}; there: {there}",
         f"--namespace, as there is {', '.join(elsewhere)}" if elsewhere else "raydix list, or raydix start",

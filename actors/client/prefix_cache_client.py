@@ -755,7 +755,7 @@ def _make_leasing(
 
 
 async def _undo_lease(lease: Lease) -> None:
-    """End a lease whose caller has been interrupted, also one that is granted already."""
+    """End a lease after its caller was interrupted, also one that is granted already."""
     if lease.offered is not None:
         await lease.client.revoke(lease.offered)
     else:

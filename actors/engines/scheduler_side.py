@@ -208,7 +208,7 @@ class SchedulerSide:
     def _has_time(self, request: _Request, num_lacking: int) -> bool:
         """Return whether the request has waited less than `lookup_timeout_ms`, or than its wait is worth.
 
-        That is a tenth of the time in which the engine would compute what it lacks; `load_timeout_ms` at most.
+        That is a tenth of the time in which the engine would compute the lacking tokens; `load_timeout_ms` at most.
         """
         now = time.monotonic()
         if request.asked_at is None:
@@ -384,7 +384,7 @@ class SchedulerSide:
         return make_stamps(tokens, repr(request.namespace), self._links[0].client.config.page_size, start, end)
 
     def read_report(self, report: StepReport) -> None:
-        """Note what the workers have saved, and which loads have failed. The engine calls it when a step has ended."""
+        """Note the workers' saves and the failed loads. The engine calls it when a step has ended."""
         self._prefill_rate.end_step(time.monotonic())
         self._weights.read_report(report.bound)
         for rank, of_rank in report.saved.items():

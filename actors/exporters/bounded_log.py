@@ -1,4 +1,4 @@
-"""`BoundedLog`: warnings about what others cause, which may come without end."""
+"""`BoundedLog`: warnings about the faults of others, which may come without end."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _TERM_S = 2.0  # after that second, for the threads of ZMQ to end
 _FRAMES_A_TURN = 100  # of a replay, before other tasks get their turn
 _MAX_WAITING_BYTES = 256 * 2**20  # payloads that wait for one subscriber
 _GATHER_S = 0.02  # for subscribers that come together
-_STUCK_S = 5.0  # a replay ends whose subscriber has read nothing for so long
+_STUCK_S = 5.0  # without a read of its subscriber, until a replay ends
 _ROOM_S = 0.01  # between looks for room in the queue of a replay
 _MAX_PORT = 65_535
 
