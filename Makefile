@@ -28,7 +28,7 @@ ENGINES       := $(ENGINES_VENV)/bin
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv engines-venv demo test test-core test-asan test-more test-long test-trace test-engines coverage bench models lint clean
+.PHONY: help venv engines-venv demo test test-core test-asan test-more test-long test-trace test-engines test-gpu coverage bench models lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -98,6 +98,13 @@ test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the fi
 
 test-engines: $(ENGINES_STAMP)  ## tests with the real vLLM on CPU, in .venv-engines
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest tests/engines -p no:xdist $(ARGS)
+
+# With VENV= nothing is installed: the package is built below build/gpu, for a machine whose Python has all it needs.
+test-gpu: $(if $(VENV),$(STAMP))  ## tests and copies on this machine's GPU; VENV= takes the packages of PYTHON
+	$(if $(VENV),,$(PYTHON) setup.py --quiet build --build-base build/gpu --build-lib build/gpu/lib)
+	export PYTHONPATH=$(CURDIR)/tests$(if $(VENV),,:$(CURDIR)/build/gpu/lib:$$PYTHONPATH); \
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(ARGS) && \
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m benchmarks data-plane
 
 # Subprocesses and Ray's workers inherit the environment, so they are measured, too.
 coverage: $(STAMP)  ## lines and branches that test and test-more run, with the interpreted core, by package

@@ -132,7 +132,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch  # only here: most runs should not wait for it
 
         if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device: make test, on a machine with one")
+            pytest.skip("needs a CUDA device: make test-gpu, on a machine with one")
     if item.get_closest_marker("trace") is not None and not os.environ.get("RAYDIX_TRACE"):
         pytest.skip("RAYDIX_TRACE names no trace: make test-trace RAYDIX_TRACE=conversation_trace.jsonl")
 

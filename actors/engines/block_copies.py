@@ -237,9 +237,9 @@ def _copy_by_index(
     in_engine = torch.from_numpy(blocks).to(layer.device)
     in_pool = torch.from_numpy(pages).to(pool.device)
     if to_pool:
-        pool.index_copy_(0, in_pool, layer.index_select(0, in_engine))
+        pool.index_copy_(0, in_pool, layer.index_select(0, in_engine).to(pool.device))
     else:
-        layer.index_copy_(0, in_engine, pool.index_select(0, in_pool))
+        layer.index_copy_(0, in_engine, pool.index_select(0, in_pool).to(layer.device))
 
 
 def make_stamps(tokens: NDArray[np.int64], namespace: str, page_size: int, start: int, end: int) -> list[bytes]:

@@ -25,15 +25,22 @@ class PooledSlots:
     def __init__(self, slots: torch.Tensor, device: torch.device, live_from: int = 0) -> None:
         self.live_from = live_from  # first token with KV
         self.ids = slots.to(device)  # [capacity]
-        self._rows: dict[int, torch.Tensor] = {}  # by number of heads
+        self._rows: dict[int, torch.Tensor] = {}  # by number of heads, `[num_kv_heads, capacity]`
+        self._latest: tuple[tuple[int, int, int], torch.Tensor] | None = None  # of the last layer, and most others
 
-    def rows(self, num_kv_heads: int) -> torch.Tensor:
-        """Return the row of each head of each slot, `[num_kv_heads, capacity]`, in a layer of so many heads."""
-        rows = self._rows.get(num_kv_heads)
-        if rows is None:
-            heads = torch.arange(num_kv_heads, device=self.ids.device)
-            rows = self._rows[num_kv_heads] = self.ids * num_kv_heads + heads[:, None]
-        return rows
+    def rows(self, num_kv_heads: int, first: int, stop: int) -> torch.Tensor:
+        """Return the row of each head of the slots of tokens [first, stop), in a layer of so many heads; head by head.
+
+        The layers of a step share them.
+        """
+        wanted = num_kv_heads, first, stop
+        if self._latest is None or self._latest[0] != wanted:
+            rows = self._rows.get(num_kv_heads)
+            if rows is None:
+                heads = torch.arange(num_kv_heads, device=self.ids.device)
+                rows = self._rows[num_kv_heads] = self.ids * num_kv_heads + heads[:, None]
+            self._latest = wanted, rows[:, first:stop].reshape(-1)
+        return self._latest[1]
 
 
 class PooledKV:
@@ -133,7 +140,7 @@ class PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         self._kv.write(self._layer, slots.ids[start:stop], k, v)
         self._num_tokens = stop
-        rows = slots.rows(self._k.shape[1])[:, first:stop]
+        rows = slots.rows(self._k.shape[1], first, stop)
         return _gather(self._k, rows), _gather(self._v, rows)
 
     def get_seq_length(self) -> int:
@@ -211,7 +218,5 @@ def _place_state(layer: Any, rows: StateRows, has_state: bool) -> None:
 
 def _gather(layer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Gather rows of a layer `[slots, num_kv_heads, dim]` as `[1, num_kv_heads, n, dim]`, contiguous."""
-    num_kv_heads, num_tokens = rows.shape
-    dim = layer.shape[-1]
-    gathered = layer.view(-1, dim).index_select(0, rows.reshape(-1))
-    return gathered.view(1, num_kv_heads, num_tokens, dim)
+    _, num_kv_heads, dim = layer.shape
+    return layer.view(-1, dim).index_select(0, rows).view(1, num_kv_heads, len(rows) // num_kv_heads, dim)

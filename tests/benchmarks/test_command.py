@@ -110,11 +110,6 @@ def test_a_plane_that_gathers_other_kv_than_was_written_fails(monkeypatch: pytes
         plane.check()
 
 
-@pytest.mark.gpu
-def test_the_data_plane_of_a_gpu_is_measured() -> None:
-    assert bench_data_plane.gpu_figures(1_024, 2)
-
-
 @pytest.mark.parametrize("page_size", [1, PAGE])
 def test_requests_are_measured_in_a_tree(page_size: int) -> None:
     assert min(bench_scale.SizedTree(100, page_size).serve(10)) > 0

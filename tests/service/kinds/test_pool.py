@@ -7,125 +7,34 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.more import more
+from support.processes.pool_workers import (
+    K_DIM,
+    NUM_HEADS,
+    NUM_LAYERS,
+    PAGE,
+    PROMPT,
+    V_DIM,
+    Workers,
+    attached,
+    bits,
+    config_of,
+    random_kv,
+    worker_class,
+)
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
 from raydix.actors.client import attached_pool
 from raydix.actors.client.local_transport import LocalTransport
 from raydix.actors.transport.ray_transport import RayTransport
-from raydix.schemas import CacheConfig, CacheUnavailable, EvictionConfig, PoolConfig
+from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
-PAGE, NUM_LAYERS, NUM_HEADS, K_DIM, V_DIM = 4, 3, 2, 8, 4
-PROMPT = list(range(1, 11))  # two pages and a half
 DTYPES = ["float32", "bfloat16", "float16"]
-
-
-def config_of(dtype: str, device: str = "cpu") -> CacheConfig:
-    return CacheConfig(
-        page_size=PAGE,
-        pool=PoolConfig(
-            num_slots=64,
-            num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_HEADS,
-            head_dim=K_DIM,
-            v_head_dim=V_DIM,
-            dtype=dtype,
-            device=device,
-        ),
-        eviction=EvictionConfig(high_watermark=1.0),
-        validate=True,
-    )
-
-
-def random_kv(num_slots: int, dtype: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random bits, NaN and infinity included."""
-    generator = np.random.default_rng(seed)
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-
-    def rows(dim: int) -> torch.Tensor:
-        shape = (NUM_LAYERS, num_slots, NUM_HEADS, dim)
-        if not num_slots:
-            return torch.empty(shape, dtype=torch_dtype)
-        data = generator.integers(0, 256, int(np.prod(shape)) * torch_dtype.itemsize, np.uint8)
-        return torch.from_numpy(data).view(torch_dtype).view(shape)
-
-    return rows(K_DIM), rows(V_DIM)
-
-
-def bits(*tensors: torch.Tensor) -> list[bytes]:
-    return [tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
-
-
-# ---------------------------------------------------------------- workers in processes of their own
-
-
-def worker_class() -> Any:
-    """Return a local class: it is pickled by value, as Ray's processes cannot import this file."""
-
-    class Worker:
-        """A process that maps a cache's pool, and also copies. It returns KV as bytes, which no conversion changes."""
-
-        async def attach(self, cache: Any) -> tuple[bool, bool]:
-            self._client = PrefixCacheClient(cache)
-            self._pool = await self._client.attach_pool()
-            self._copying = await self._client.attach_pool(mapped=False)
-            return self._pool.mapped, self._copying.mapped
-
-        async def acquire(self, tokens: list[int]) -> tuple[int, list[int]]:
-            self._lease = await self._client.acquire(tokens)
-            return self._lease.prefix_len, self._lease.slots.tolist()
-
-        async def write(self, k: torch.Tensor, v: torch.Tensor, mapped: bool) -> None:
-            slots = self._lease.slots
-            if not mapped:
-                await self._copying.write_kv(self._lease, slots, k, v)
-                return
-            device = self._pool.k[0].device
-            for layer in range(len(k)):
-                self._pool.write(layer, slots, k[layer].to(device), v[layer].to(device))
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-
-        async def publish(self, tokens: list[int]) -> int:
-            return (await self._lease.insert(tokens)).num_inserted
-
-        async def read(self, num_tokens: int, mapped: bool) -> list[bytes]:
-            slots = self._lease.slots[:num_tokens]
-            if mapped:
-                layers = [self._pool.gather(layer, slots) for layer in range(len(self._pool.k))]
-                kv = [torch.stack(rows) for rows in zip(*layers, strict=True)]
-            else:
-                kv = list(await self._copying.read_kv(self._lease, slots))
-            return [tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in kv]
-
-        async def poke(self, slot: int, value: float) -> None:
-            self._pool.k[1][slot] = value
-            await self.peek(slot)  # which waits for a GPU
-
-        async def peek(self, slot: int) -> float:
-            return self._pool.k[1][slot].float().mean().item()
-
-        def mapping(self, epoch: str) -> tuple[int, int]:
-            """Return the inode and size of this process's mapping of that epoch's pool."""
-            rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines() if f"raydix-{epoch}" in row]
-            (inode,) = {int(row[4]) for row in rows}
-            size = sum(int(row[0].split("-")[1], 16) - int(row[0].split("-")[0], 16) for row in rows)
-            return inode, size
-
-        async def detach(self) -> None:
-            await self._client.close()
-
-    return Worker
-
-
-Workers = tuple[Any, Any]  # one that writes, one that reads
 
 
 @pytest.fixture(scope="module")
@@ -137,19 +46,6 @@ def processes(ray_cluster: None) -> Iterator[Workers]:
     yield workers
     for worker in workers:
         ray.kill(worker)
-
-
-@asynccontextmanager
-async def attached(processes: Workers, cache: Any) -> AsyncIterator[Workers]:
-    """Attach the workers to a cache, with a session each; afterwards check that the cache is unchanged."""
-    assert [await worker.attach.remote(cache) for worker in processes] == [(True, False)] * 2
-    yield processes
-    for worker in processes:
-        await worker.detach.remote()
-    async with PrefixCacheClient(cache) as client:
-        await client.check_invariants()
-        assert (await client.stats()).private_slots == 0
-        await client.reset()
 
 
 @pytest.fixture(params=["bfloat16", *more(*(name for name in DTYPES if name != "bfloat16"))])
@@ -476,42 +372,3 @@ async def test_a_copy_of_many_megabytes_through_an_actor_is_whole(ray_cluster: N
         assert torch.equal(copied[1], v)
         assert torch.equal(mapped.k[1][lease.slots], k[1])
     shutdown_cache(cache)
-
-
-# ---------------------------------------------------------------- on a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.ray
-async def test_workers_on_the_same_card_map_the_pool_and_see_each_others_writes(processes: Workers) -> None:
-    k, v = random_kv(len(PROMPT), "bfloat16", seed=8)
-    cache = start_cache(config_of("bfloat16", "cuda"), num_gpus=0)  # sees the GPUs, reserves none
-    handle = await cache.pool_handle.remote()
-    assert (handle.device_type, handle.path) == ("cuda", None)
-    assert handle.gpu_uuid is not None
-
-    async with attached(processes, cache) as (writer, reader):
-        _, own = await writer.acquire.remote(PROMPT)
-        await writer.write.remote(k, v, True)
-        await writer.publish.remote(PROMPT)
-
-        assert (await reader.acquire.remote(PROMPT))[0] == 8
-        assert await reader.read.remote(8, True) == bits(k[:, :8], v[:, :8])
-        assert await reader.read.remote(8, False) == bits(k[:, :8], v[:, :8])
-        await writer.poke.remote(own[9], 5.0)
-        assert await reader.peek.remote(own[9]) == 5.0  # the same memory, not a copy
-    shutdown_cache(cache)
-
-
-@pytest.mark.gpu
-async def test_in_process_on_a_gpu_the_pool_is_the_tensors_themselves() -> None:
-    async with LocalPrefixCache(config_of("bfloat16", "cuda")) as cache:
-        pool = await cache.attach_pool()
-        lease = await cache.acquire(PROMPT)
-        k, v = random_kv(10, "bfloat16", seed=9)
-
-        for layer in range(NUM_LAYERS):
-            pool.write(layer, lease.slots, k[layer].cuda(), v[layer].cuda())
-
-        assert pool.k[0].is_cuda
-        assert bits(*await pool.read_kv(lease, lease.slots)) == bits(k, v)

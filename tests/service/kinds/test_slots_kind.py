@@ -201,21 +201,6 @@ async def test_only_this_kind_has_its_pool_by_sequence() -> None:
     await cache.close()
 
 
-@pytest.mark.gpu
-async def test_on_a_gpu_the_prefix_is_copied_to_the_bit() -> None:
-    async with opened(LocalPrefixCache(config_of("bfloat16", "cuda"))) as client:
-        pool = await client.attach_pool()
-        kv = random_kv(6, torch.bfloat16, 0)
-        writer = await client.acquire([1, 2, 3, 4, 5, 6])
-        await pool.write_kv(writer, writer.slots, *kv)
-        await writer.insert([1, 2, 3, 4, 5, 6])
-
-        reader = await client.acquire([1, 2, 3, 4, 9])
-
-        assert row_of(reader) != row_of(writer)
-        assert bits(*await pool.read_kv(reader, reader.slots[:4])) == bits(*(each[:, :4] for each in kv))
-
-
 async def test_a_cache_without_tensors_keeps_the_same_books() -> None:
     config = config_of().model_copy(update={"pool": PoolConfig(num_slots=NUM_ROWS * ROW, device="cpu")})
     async with opened(LocalPrefixCache(config)) as client:

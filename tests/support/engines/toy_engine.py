@@ -69,6 +69,7 @@ class ToyEngine:
     Args:
         make_clients: for each rank, makes a client of its cache.
         loop: where all clients run, as caches in this process need it; None: one for each side, as in an engine.
+        device: of the KV caches.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ToyEngine:
         keeps_blocks: bool = True,
         seed: int = 0,
         start_s: float = _START_S,
+        device: str = "cpu",
         **settings: object,
     ) -> None:
         self.settings = EngineSettings.of({"cache": "kv", "lookup_timeout_ms": 5000, **settings})
@@ -114,7 +116,8 @@ class ToyEngine:
 
         self.links = [make_link(rank, self._loops[0], False) for rank in self._ranks]
         self.worker_links = [make_link(rank, self._loops[1 + rank], True) for rank in self._ranks]
-        self.kv = [[torch.zeros(num_blocks, NUM_HEADS, BLOCK, CONTENT) for _ in range(NUM_LAYERS)] for _ in self._ranks]
+        shape = (num_blocks, NUM_HEADS, BLOCK, CONTENT)
+        self.kv = [[torch.zeros(shape, device=device) for _ in range(NUM_LAYERS)] for _ in self._ranks]
         for link in [*self.links, *self.worker_links]:
             link.start(start_s)
         self.scheduler = SchedulerSide(
@@ -287,7 +290,7 @@ class ToyEngine:
     def _compute(self, request: ToyRequest, number: int) -> None:
         """Check the KV before the new tokens, and write theirs."""
         start, end = request.num_computed, request.num_computed + number
-        values = kv_of(request.tokens[:end], self.seed)
+        values = kv_of(request.tokens[:end], self.seed).to(self.kv[0][0].device)
         slots = np.asarray(request.blocks)[np.arange(end) // BLOCK], np.arange(end) % BLOCK
         for rank in self._ranks:
             for number_of_layer, layer in enumerate(self.kv[rank]):

@@ -78,4 +78,4 @@ def check_state(cache: CacheUnderTest, pool: AttachedPool, lease: Lease, tokens:
     for layer, kind in enumerate(cache.kind.layer_kinds):
         if kind == "state":
             for tensor, value in zip(pool.state(layer), stamped_state(tokens, salt), strict=True):
-                assert torch.equal(tensor[lease.state_slot], value), f"the state of layer {layer}"
+                assert torch.equal(tensor[lease.state_slot].cpu(), value), f"the state of layer {layer}"
