@@ -23,20 +23,22 @@ class NamespaceUse:
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """Count a request with its hit, once."""
         if not lease.resumed:
-            self._count(lease.key, 1, len(lease.key), lease.prefix_len, 0)
+            counts = self._counts_of(lease.key)
+            counts[0] += 1
+            counts[1] += len(lease.key)
+            counts[2] += lease.prefix_len
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Count the tokens of a refused request, which are in no hit rate."""
-        self._count(key, 0, 0, 0, len(key))
+        self._counts_of(key)[3] += len(key)
 
-    def _count(self, key: RadixKey, *rise: int) -> None:
+    def _counts_of(self, key: RadixKey) -> _Counts:
         counts = self._counts.get(key.extra_key)
         if counts is None:
             if len(self._counts) >= 2 * _KEPT:
                 self._fold()
             counts = self._counts[key.extra_key] = [0] * 4
-        for place, number in enumerate(rise):
-            counts[place] += number
+        return counts
 
     def published(self, lease: LeaseRecord) -> None:
         """Do nothing."""
