@@ -1,14 +1,20 @@
-"""Compile the modules of `cache_core/kernels` by Cython if there is a C compiler; otherwise they are interpreted."""
+"""Compile the modules of `cache_core/kernels` by Cython if there is a C compiler; otherwise they are interpreted.
+
+A build from a clone notes the clone's commit, for `raydix.__version__`.
+"""
 
 from __future__ import annotations
 
 from contextlib import chdir
 from hashlib import sha256
 from pathlib import Path
+from runpy import run_path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 PACKAGE = "raydix.cache_core.kernels"
 DIRECTIVES = {"binding": False, "nonecheck": True}
@@ -47,11 +53,36 @@ class BuildKernels(build_ext):
         return str(folder / extension.sources[0])
 
 
+class BuildPackages(build_py):
+    """Copies the packages, and notes the commit."""
+
+    def run(self) -> None:
+        """Copy the files."""
+        super().run()
+        if not self.editable_mode:  # then the clone itself says it
+            note_commit(Path(self.build_lib, "raydix"))
+
+
+class SourceDistribution(sdist):
+    """A source distribution, with the commit."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Copy the files."""
+        super().make_release_tree(base_dir, files)
+        note_commit(Path(base_dir))
+
+
+def note_commit(root: Path) -> None:
+    """Write the commit into the folder of packages `root`, if it is known."""
+    if commit := run_path("schemas/version.py")["find_commit"]():
+        (root / "schemas" / "commit.txt").write_text(f"{commit}\n")
+
+
 sources = sorted(Path("cache_core/kernels").glob("[!_]*.py"))
 setup(
     ext_modules=[
         Extension(f"{PACKAGE}.{source.stem}", [str(source)], extra_compile_args=["-O3"], optional=True)
         for source in sources
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackages, "sdist": SourceDistribution},
 )

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from raydix.schemas.errors import ConfigMismatch
 from raydix.schemas.shown import shown
+from raydix.schemas.version import package_version
 
 # Raise it whenever a message, a call or the meaning of one changes. A default of `CacheConfig` that changes gets a new
 # protocol number: `CacheConfig.digest()` leaves out fields that have their default, so equal digests would stand for
@@ -32,10 +32,7 @@ _MAX_VERSION = 64  # characters that an error shows
 @cache
 def handshake() -> Handshake:
     """Return the handshake of this process."""
-    try:
-        return _NAME, PROTOCOL, version(_NAME)
-    except PackageNotFoundError:  # its files lie on the path, but it is not installed
-        return _NAME, PROTOCOL, _UNKNOWN
+    return _NAME, PROTOCOL, package_version()
 
 
 @cache

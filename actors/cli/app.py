@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -81,8 +80,9 @@ app = typer.Typer(
 def _print_version(wanted: bool) -> None:
     if wanted:
         from raydix.cache_core.kernels import CORE  # imported here: it loads torch, which --help does not need
+        from raydix.schemas.version import package_version
 
-        typer.echo(f"raydix {version('raydix')} (core: {CORE})")
+        typer.echo(f"raydix {package_version()} (core: {CORE})")
         raise typer.Exit
 
 

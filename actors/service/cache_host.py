@@ -27,6 +27,7 @@ from raydix.schemas import (
     ReadKV,
     WriteKV,
 )
+from raydix.schemas.version import package_version
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,9 @@ class CacheHost:
         self._loop_lock = threading.Lock()
 
     def log_start(self) -> None:
-        """Log the epoch, the form of the core and the configuration, once the cache is ready."""
-        logger.info("cache ready: epoch %s, core %s, %s", self.service.epoch, CORE, self.service.config)
+        """Log the version, the epoch, the form of the core and the configuration, once the cache is ready."""
+        version, config = package_version(), self.service.config
+        logger.info("cache ready: raydix %s, epoch %s, core %s, %s", version, self.service.epoch, CORE, config)
 
     def stay_on_loop(self) -> None:
         """Bind this cache to the running loop, until that is closed.

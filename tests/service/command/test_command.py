@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,6 +26,7 @@ from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.start import _report
 from raydix.cache_core.kernels import CORE
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, LeaseConfig, ModelFingerprint, PoolConfig
+from raydix.schemas.version import package_version
 
 pytestmark = pytest.mark.ray
 
@@ -75,7 +75,7 @@ def test_help_lists_every_command_with_a_line_about_it() -> None:
 
 
 def test_the_version_is_that_of_the_package_and_says_whether_the_core_is_compiled() -> None:
-    assert run("--version").stdout == f"raydix {version('raydix')} (core: {CORE})\n"
+    assert run("--version").stdout == f"raydix {package_version()} (core: {CORE})\n"
 
 
 # ---------------------------------------------------------------- start and stop

@@ -44,6 +44,7 @@ from raydix.schemas import (
     PoolConfig,
     StaleEpoch,
 )
+from raydix.schemas.version import package_version
 
 pytestmark = pytest.mark.ray
 
@@ -205,7 +206,7 @@ async def test_a_running_name_with_another_configuration_is_a_mismatch_which_nam
 
 def test_the_log_of_a_cache_begins_with_its_epoch_and_whether_its_core_is_compiled(ray_cluster: None) -> None:
     cache = start_cache(CONFIG.model_copy(update={"json_logs": True}))
-    ready = f"cache ready: epoch {ray.get(cache.stats.remote()).epoch}, core {CORE}, "
+    ready = f"cache ready: raydix {package_version()}, epoch {ray.get(cache.stats.remote()).epoch}, core {CORE}, "
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
 
     deadline = time.monotonic() + 60

@@ -7,6 +7,7 @@ import pytest
 from raydix.actors import LocalPrefixCache
 from raydix.cache_core.kernels import CORE
 from raydix.schemas import CacheConfig, PoolConfig
+from raydix.schemas.version import package_version
 
 
 async def test_the_log_and_the_stats_of_a_local_cache_name_its_core(caplog: pytest.LogCaptureFixture) -> None:
@@ -18,4 +19,4 @@ async def test_the_log_and_the_stats_of_a_local_cache_name_its_core(caplog: pyte
     stats = await cache.stats()
     await cache.close()
     assert stats.core == CORE
-    assert caplog.messages[0] == f"cache ready: epoch {stats.epoch}, core {CORE}, {config}"
+    assert caplog.messages[0] == f"cache ready: raydix {package_version()}, epoch {stats.epoch}, core {CORE}, {config}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.metadata import version
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -15,6 +14,7 @@ from support.processes.fresh_process import run_fresh
 from support.source_files import ROOT
 
 from raydix.cache_core.kernels import CORE
+from raydix.schemas.version import package_version
 
 KERNELS = ROOT / "cache_core" / "kernels"
 REPORT = """
@@ -131,4 +131,4 @@ def test_the_command_and_the_stats_name_the_form(plain: str, core: str) -> None:
 
     done = run_fresh(program, **({"RAYDIX_PLAIN": plain} if plain else {}))
 
-    assert done.stdout.split("\n")[:2] == [core, f"raydix {version('raydix')} (core: {core})"], done.stderr
+    assert done.stdout.split("\n")[:2] == [core, f"raydix {package_version()} (core: {core})"], done.stderr

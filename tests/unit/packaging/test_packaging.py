@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("actors", "cache_core", "schemas")
+ROOT_PACKAGE = ".raydix"  # the folder of the package `raydix` itself
 KERNELS = "raydix/cache_core/kernels/"
 WARNING = "the core will be interpreted"
 
@@ -40,8 +41,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def build(folder: Path, kind: str, **environ: str) -> tuple[Path, str]:
-    """Build a "wheel" or an "sdist" from a copy, so that no build files are left in the working tree.
+def build(folder: Path, kind: str, *, clone: bool = False, **environ: str) -> tuple[Path, str]:
+    """Build a "wheel" or an "sdist" from a copy, or a clone of one, so that the working tree gets no build files.
 
     Return it, and the text that setuptools printed.
     """
@@ -49,8 +50,14 @@ def build(folder: Path, kind: str, **environ: str) -> tuple[Path, str]:
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    copy_packages(source)
+    if clone:
+        for arguments in (
+            ["init", "-q"],
+            ["add", "."],
+            ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "one"],
+        ):
+            subprocess.run(["git", *arguments], cwd=source, check=True)
 
     program = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
     done = subprocess.run(
@@ -60,11 +67,16 @@ def build(folder: Path, kind: str, **environ: str) -> tuple[Path, str]:
     return folder / done.stdout.splitlines()[-1], done.stdout + done.stderr
 
 
+def copy_packages(folder: Path) -> None:
+    for name in (ROOT_PACKAGE, *PACKAGES):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+
+
 def our_files() -> set[str]:
     """The paths below the root that an installation needs."""
     return {
         path.relative_to(ROOT).as_posix()
-        for package in PACKAGES
+        for package in (ROOT_PACKAGE, *PACKAGES)
         for path in (ROOT / package).rglob("*")
         if path.suffix in (".py", ".pyi", ".html", ".json") or path.name == "py.typed"
     }
@@ -75,8 +87,8 @@ def compiled_in(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_exactly_our_packages_with_their_types_and_data(wheel: Path) -> None:
-    expected = {f"raydix/{name}" for name in our_files()}
-    assert {f"raydix/{package}/py.typed" for package in PACKAGES} <= expected
+    expected = {f"raydix/{name}".replace(f"/{ROOT_PACKAGE}/", "/") for name in our_files()}
+    assert {"raydix/py.typed", *(f"raydix/{package}/py.typed" for package in PACKAGES)} <= expected
 
     names = set(zipfile.ZipFile(wheel).namelist())
 
@@ -131,6 +143,45 @@ def test_the_wheel_works_beside_a_users_own_packages_of_the_same_names(wheel: Pa
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(installed / "raydix" / name / "__init__.py") for name in PACKAGES]
+
+
+@pytest.mark.parametrize("started_in", [".", "raydix"])
+def test_a_program_in_a_clone_or_its_parent_folder_imports_the_installed_package(
+    wheel: Path, tmp_path: Path, started_in: str
+) -> None:
+    installed, clone = tmp_path / "installed", tmp_path / "projects" / "raydix"
+    zipfile.ZipFile(wheel).extractall(installed)
+    clone.mkdir(parents=True)
+    copy_packages(clone)
+    program = (
+        "import raydix, raydix.actors, raydix.schemas as s; print(raydix.__file__, s.__file__, raydix.__version__)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=clone.parent / started_in,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    root, schemas, version = done.stdout.split()
+    assert (root, schemas) == tuple(str(installed / "raydix" / name) for name in ("__init__.py", "schemas/__init__.py"))
+    assert version == importlib.metadata.version("raydix")  # a wheel from no clone names no commit
+
+
+def test_a_wheel_from_a_clone_names_its_commit(tmp_path: Path) -> None:
+    built, _ = build(tmp_path, "wheel", clone=True, CC="there-is-no-compiler", LDSHARED="there-is-no-compiler")
+
+    commit = zipfile.ZipFile(built).read("raydix/schemas/commit.txt").decode().strip()
+
+    assert (
+        commit
+        == subprocess.check_output(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=tmp_path / "source", text=True
+        ).strip()
+    )
 
 
 def test_without_a_compiler_the_kernels_are_interpreted(wheel: Path, tmp_path: Path) -> None:
