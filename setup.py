@@ -5,6 +5,7 @@ A build from a clone notes the clone's commit, for `raydix.__version__`.
 
 from __future__ import annotations
 
+import json
 from contextlib import chdir
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +23,14 @@ DIRECTIVES = {"binding": False, "nonecheck": True}
 
 class BuildKernels(build_ext):
     """Compiles all of the modules, or none."""
+
+    def run(self) -> None:
+        """Build the modules, and write the hashes of their sources into a file next to them."""
+        super().run()
+        built = [Path(self.get_ext_fullpath(extension.name)) for extension in self.extensions]
+        if all(path.exists() for path in built):
+            hashes = {source.stem: hash_of(source) for source in sources}
+            (built[0].parent / "compiled.json").write_text(json.dumps(hashes))
 
     def build_extensions(self) -> None:
         """Translate and compile the modules. If one fails, remove the others and log a warning."""
@@ -42,7 +51,7 @@ class BuildKernels(build_ext):
         the build folder.
         """
         copy = Path(*PACKAGE.split("."), source.name)
-        text = f'{source.read_text()}\nSOURCE_HASH = "{sha256(source.read_bytes()).hexdigest()}"\n'
+        text = f'{source.read_text()}\nSOURCE_HASH = "{hash_of(source)}"\n'
         folder = Path(self.build_temp)
         (folder / copy.parent).mkdir(parents=True, exist_ok=True)
         with chdir(folder):
@@ -51,6 +60,11 @@ class BuildKernels(build_ext):
             extension = Extension(f"{PACKAGE}.{source.stem}", [str(copy)])
             (extension,) = cythonize(extension, compiler_directives=DIRECTIVES)
         return str(folder / extension.sources[0])
+
+
+def hash_of(source: Path) -> str:
+    """Return the hash of a module's source."""
+    return sha256(source.read_bytes()).hexdigest()
 
 
 class BuildPackages(build_py):

@@ -20,8 +20,9 @@ The folders, from the ground up:
 `actors/service/cache_service.py` lists the steps of one request from the client's call to the tree and back.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raydix.schemas.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from raydix.actors.client.attached_pool import AttachedPool
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
     from raydix.actors.client.local_prefix_cache import LocalPrefixCache
     from raydix.actors.client.prefix_cache_client import PrefixCacheClient
     from raydix.actors.client.rank_leases import acquire_ranks
-    from raydix.actors.deploy import connect, shutdown_cache, start_cache, start_cache_async
+    from raydix.actors.deploy import (
+        connect,
+        shutdown_cache,
+        start_cache,
+        start_cache_async,
+    )
     from raydix.actors.fleet.fleet import Fleet, connect_fleet
     from raydix.actors.fleet.route import Route
     from raydix.actors.service.cache_actor import PrefixCacheActor
@@ -52,28 +58,21 @@ __all__ = [
     "start_cache_async",
 ]
 
-_HOMES = {
-    "AttachedPool": "client.attached_pool",
-    "Fleet": "fleet.fleet",
-    "Lease": "client.lease",
-    "LocalPrefixCache": "client.local_prefix_cache",
-    "PrefixCacheActor": "service.cache_actor",
-    "PrefixCacheClient": "client.prefix_cache_client",
-    "Route": "fleet.route",
-    "WatchedActor": "sessions.watched_actor",
-    "acquire_ranks": "client.rank_leases",
-    "connect": "deploy",
-    "connect_fleet": "fleet.fleet",
-    "shutdown_cache": "deploy",
-    "start_cache": "deploy",
-    "start_cache_async": "deploy",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "client.attached_pool": "AttachedPool",
+        "client.lease": "Lease",
+        "client.local_prefix_cache": "LocalPrefixCache",
+        "client.prefix_cache_client": "PrefixCacheClient",
+        "client.rank_leases": "acquire_ranks",
+        "deploy": "connect shutdown_cache start_cache start_cache_async",
+        "fleet.fleet": "Fleet connect_fleet",
+        "fleet.route": "Route",
+        "service.cache_actor": "PrefixCacheActor",
+        "sessions.watched_actor": "WatchedActor",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PAGE_SIZE = 16
 VOCABULARY = 4096
@@ -58,6 +60,8 @@ class Conversation:
 
 def draw_conversations(load: Workload) -> list[Conversation]:
     """Return the conversations; equal workloads give equal conversations."""
+    import numpy as np  # not for the names and defaults of the command's options
+
     rng = np.random.default_rng(load.seed)
     system_prompts = rng.integers(0, VOCABULARY, (load.system_prompts, load.system_prompt_len))
     popularity = 1 / np.arange(1, load.system_prompts + 1)  # Zipf's law

@@ -18,8 +18,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from raydix.actors.service.cache_actor import PrefixCacheActor
 from raydix.actors.service.config_difference import config_difference
 from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
-from raydix.actors.transport.pool_memory import may_lie_on_gpu
-from raydix.actors.transport.ray_calls import from_ray
+from raydix.actors.transport.ray_calls import from_ray, why_not_joined
 from raydix.actors.transport.validation import checked_config, checked_name, checked_seconds
 from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest
 from raydix.schemas.protocol import check_handshake, handshake
@@ -88,6 +87,8 @@ def start_cache(
         InvalidRequest: `config` is not a CacheConfig, `timeout_s` is not a finite number of seconds, `name` is invalid,
             or Ray refuses another argument.
     """
+    from raydix.actors.transport.pool_memory import may_lie_on_gpu  # imports torch, which a look for caches needs not
+
     checked_config(config)
     checked_seconds(timeout_s)
     if name is not None:
@@ -288,10 +289,10 @@ def _join_cluster() -> None:
         return
     try:
         ray.init(address="auto")
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # of many classes; AssertionError among them
         raise CacheUnavailable(
             "no Ray cluster is reached: call ray.init(address=...) first, or start one: ray start --head "
-            f"({str(error).partition(chr(10))[0]})"
+            f"({why_not_joined(error)})"
         ) from error
 
 

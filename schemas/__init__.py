@@ -1,105 +1,135 @@
-"""Messages between clients and a cache, its configuration, errors and statistics."""
+"""Messages between clients and a cache, its configuration, errors and statistics.
 
-from raydix.schemas.config import CacheConfig, EvictionConfig, GhostConfig, LeaseConfig, MetricsConfig, PoolConfig
-from raydix.schemas.errors import (
-    CacheBusy,
-    CacheError,
-    CacheUnavailable,
-    ConfigMismatch,
-    InvalidRequest,
-    LeaseExpired,
-    PoolExhausted,
-    StaleEpoch,
-    UnknownLease,
-)
-from raydix.schemas.events import (
-    AllBlocksCleared,
-    BlockHashes,
-    BlockRemoved,
-    BlockStored,
-    EventSnapshotRequest,
-    KVEvent,
-    KVEventBatch,
-    KVEventSnapshot,
-    NextEvents,
-)
-from raydix.schemas.explain import ExplainRequest, ExplainResponse
-from raydix.schemas.fingerprint import (
-    BindModelRequest,
-    BindModelResponse,
-    ModelFingerprint,
-    SetWeightsRequest,
-    WeightsRequest,
-    WeightsResponse,
-)
-from raydix.schemas.leases import LeaseGrant, LeaseOwner
-from raydix.schemas.message import Message
-from raydix.schemas.namespace import frame_namespace, namespaces_of, unframe_namespace
-from raydix.schemas.pool_handle import PoolHandle
-from raydix.schemas.recording import RecordingStatus, StartRecording
-from raydix.schemas.report import AgeCount, CacheReport, HistoryPoint, NamespaceStats, PrefixUse, TreePart
-from raydix.schemas.requests import (
-    AbortRequest,
-    AcquireRequest,
-    AdoptRequest,
-    Batch,
-    CheckInvariantsRequest,
-    CloseSession,
-    EvictRequest,
-    ExtendRequest,
-    GrantRequest,
-    InsertRequest,
-    LockRequest,
-    MatchRequest,
-    OpenSession,
-    ReadKV,
-    ReleaseRequest,
-    ReleaseWindowRequest,
-    ResetRequest,
-    RetireRequest,
-    RevokeRequest,
-    SessionRef,
-    StatsRequest,
-    TakeBackRequest,
-    WaitRequest,
-    WithdrawRequest,
-    WriteKV,
-)
-from raydix.schemas.responses import (
-    Ack,
-    AdoptResponse,
-    BatchResponse,
-    EvictResponse,
-    ExtendResponse,
-    InsertResponse,
-    KVResponse,
-    LeaseResponse,
-    MatchResponse,
-    RetireResponse,
-    RevokeResponse,
-    SessionResponse,
-    WaitingResponse,
-    WindowResponse,
-)
-from raydix.schemas.routing import (
-    FleetCacheStats,
-    FleetStats,
-    ReplicaRouterStats,
-    RouteCandidate,
-    RouteConfig,
-    RouteExplanation,
-)
-from raydix.schemas.slim_events import (
-    CacheLoad,
-    PackedEvents,
-    SlimEvent,
-    SlimEventBatch,
-    SlimEventSnapshot,
-)
-from raydix.schemas.stats import CacheStats, EvictionTaskStats, GhostStats, Histogram, PoolStats, TenantStats, TooLarge
-from raydix.schemas.tenants import TenantConfig
-from raydix.schemas.tokens import TokenIds
-from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
+Names are loaded when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from raydix.schemas.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from raydix.schemas.config import (
+        CacheConfig,
+        EvictionConfig,
+        GhostConfig,
+        LeaseConfig,
+        MetricsConfig,
+        PoolConfig,
+    )
+    from raydix.schemas.errors import (
+        CacheBusy,
+        CacheError,
+        CacheUnavailable,
+        ConfigMismatch,
+        InvalidRequest,
+        LeaseExpired,
+        PoolExhausted,
+        StaleEpoch,
+        UnknownLease,
+    )
+    from raydix.schemas.events import (
+        AllBlocksCleared,
+        BlockHashes,
+        BlockRemoved,
+        BlockStored,
+        EventSnapshotRequest,
+        KVEvent,
+        KVEventBatch,
+        KVEventSnapshot,
+        NextEvents,
+    )
+    from raydix.schemas.explain import ExplainRequest, ExplainResponse
+    from raydix.schemas.fingerprint import (
+        BindModelRequest,
+        BindModelResponse,
+        ModelFingerprint,
+        SetWeightsRequest,
+        WeightsRequest,
+        WeightsResponse,
+    )
+    from raydix.schemas.leases import LeaseGrant, LeaseOwner
+    from raydix.schemas.message import Message
+    from raydix.schemas.namespace import frame_namespace, namespaces_of, unframe_namespace
+    from raydix.schemas.pool_handle import PoolHandle
+    from raydix.schemas.recording import RecordingStatus, StartRecording
+    from raydix.schemas.report import (
+        AgeCount,
+        CacheReport,
+        HistoryPoint,
+        NamespaceStats,
+        PrefixUse,
+        TreePart,
+    )
+    from raydix.schemas.requests import (
+        AbortRequest,
+        AcquireRequest,
+        AdoptRequest,
+        Batch,
+        CheckInvariantsRequest,
+        CloseSession,
+        EvictRequest,
+        ExtendRequest,
+        GrantRequest,
+        InsertRequest,
+        LockRequest,
+        MatchRequest,
+        OpenSession,
+        ReadKV,
+        ReleaseRequest,
+        ReleaseWindowRequest,
+        ResetRequest,
+        RetireRequest,
+        RevokeRequest,
+        SessionRef,
+        StatsRequest,
+        TakeBackRequest,
+        WaitRequest,
+        WithdrawRequest,
+        WriteKV,
+    )
+    from raydix.schemas.responses import (
+        Ack,
+        AdoptResponse,
+        BatchResponse,
+        EvictResponse,
+        ExtendResponse,
+        InsertResponse,
+        KVResponse,
+        LeaseResponse,
+        MatchResponse,
+        RetireResponse,
+        RevokeResponse,
+        SessionResponse,
+        WaitingResponse,
+        WindowResponse,
+    )
+    from raydix.schemas.routing import (
+        FleetCacheStats,
+        FleetStats,
+        ReplicaRouterStats,
+        RouteCandidate,
+        RouteConfig,
+        RouteExplanation,
+    )
+    from raydix.schemas.slim_events import (
+        CacheLoad,
+        PackedEvents,
+        SlimEvent,
+        SlimEventBatch,
+        SlimEventSnapshot,
+    )
+    from raydix.schemas.stats import (
+        CacheStats,
+        EvictionTaskStats,
+        GhostStats,
+        Histogram,
+        PoolStats,
+        TenantStats,
+        TooLarge,
+    )
+    from raydix.schemas.tenants import TenantConfig
+    from raydix.schemas.tokens import TokenIds
+    from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
 
 __all__ = [
     "AbortRequest",
@@ -212,3 +242,48 @@ __all__ = [
     "namespaces_of",
     "unframe_namespace",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "config": "CacheConfig EvictionConfig GhostConfig LeaseConfig MetricsConfig PoolConfig",
+        "errors": (
+            "CacheBusy CacheError CacheUnavailable ConfigMismatch InvalidRequest LeaseExpired PoolExhausted "
+            "StaleEpoch UnknownLease"
+        ),
+        "events": (
+            "AllBlocksCleared BlockHashes BlockRemoved BlockStored EventSnapshotRequest KVEvent KVEventBatch "
+            "KVEventSnapshot NextEvents"
+        ),
+        "explain": "ExplainRequest ExplainResponse",
+        "fingerprint": (
+            "BindModelRequest BindModelResponse ModelFingerprint SetWeightsRequest WeightsRequest WeightsResponse"
+        ),
+        "leases": "LeaseGrant LeaseOwner",
+        "message": "Message",
+        "namespace": "frame_namespace namespaces_of unframe_namespace",
+        "pool_handle": "PoolHandle",
+        "recording": "RecordingStatus StartRecording",
+        "report": "AgeCount CacheReport HistoryPoint NamespaceStats PrefixUse TreePart",
+        "requests": (
+            "AbortRequest AcquireRequest AdoptRequest Batch CheckInvariantsRequest CloseSession EvictRequest "
+            "ExtendRequest GrantRequest InsertRequest LockRequest MatchRequest OpenSession ReadKV ReleaseRequest "
+            "ReleaseWindowRequest ResetRequest RetireRequest RevokeRequest SessionRef StatsRequest "
+            "TakeBackRequest WaitRequest WithdrawRequest WriteKV"
+        ),
+        "responses": (
+            "Ack AdoptResponse BatchResponse EvictResponse ExtendResponse InsertResponse KVResponse LeaseResponse "
+            "MatchResponse RetireResponse RevokeResponse SessionResponse WaitingResponse WindowResponse"
+        ),
+        "routing": "FleetCacheStats FleetStats ReplicaRouterStats RouteCandidate RouteConfig RouteExplanation",
+        "slim_events": "CacheLoad PackedEvents SlimEvent SlimEventBatch SlimEventSnapshot",
+        "stats": "CacheStats EvictionTaskStats GhostStats Histogram PoolStats TenantStats TooLarge",
+        "tenants": "TenantConfig",
+        "tokens": "TokenIds",
+        "tree": "TreeBranch TreeRequest TreeResponse",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -28,6 +28,7 @@ from raydix.actors.cli import (
 )
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.output import report_failure
+from raydix.actors.cli.version import version_line
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
@@ -79,10 +80,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from raydix.cache_core.kernels import CORE  # imported here: it loads torch, which --help does not need
-        from raydix.schemas.version import package_version
-
-        typer.echo(f"raydix {package_version()} (core: {CORE})")
+        typer.echo(version_line())
         raise typer.Exit
 
 

@@ -98,6 +98,15 @@ def join(address: str | None, namespace: str) -> None:
                 "ray start --head, or name a running cluster: --address HOST:6379 (or RAY_ADDRESS)",
                 UNREACHABLE,
             ) from error
+        except Exception as error:  # of many classes
+            from raydix.actors.transport.ray_calls import why_not_joined
+
+            where = f"at {address}" if address else "of this machine"
+            raise CommandError(
+                f"the Ray cluster {where} cannot be joined: {why_not_joined(error)}",
+                "run this command in the cluster's environment; ray --version on its head node prints the version",
+                UNREACHABLE,
+            ) from error
 
 
 def _asks_for_token(address: str | None) -> CommandError:

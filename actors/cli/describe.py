@@ -6,7 +6,6 @@ import re
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
 from raydix.actors.cli.output import AsJson, show
-from raydix.actors.settings import Settings, as_yaml
 
 _NUMBER = re.compile(r"-\d+$")  # added to the name by `start`
 
@@ -18,6 +17,8 @@ def describe(
 
     Settings with their default are left out; `--json` prints all.
     """
+    from raydix.actors.settings import Settings, as_yaml
+
     join(address, namespace)
     cache = cache_handle(name, namespace)
     handle, model = ask(cache.pool_handle.remote()), ask(cache.stats.remote()).model_fingerprint

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
@@ -65,6 +64,8 @@ def read_tokens(source: str) -> Any:
         raise CommandError(f"{source}: {error.strerror}", "give a file with token ids, or - for stdin", USAGE) from None
     try:
         if data.startswith(b"\x93NUMPY"):
+            import numpy as np
+
             return np.load(io.BytesIO(data), allow_pickle=False)
         ids = json.loads(data)
     except ValueError as error:

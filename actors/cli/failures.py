@@ -6,15 +6,14 @@ import sys
 from dataclasses import dataclass
 
 from raydix.actors.settings_file import SettingsError
-from raydix.schemas import CacheError, CacheUnavailable, ConfigMismatch
 
 FAILED = 1  # the cache refused, or a check failed
 USAGE = 2  # wrong options, files or configuration
 UNREACHABLE = 3  # no Ray cluster, or no such cache on it
 
 _ADVICE = {
-    CacheUnavailable: "list the caches that answer: raydix list",
-    ConfigMismatch: "choose another --name, or end the running cache: raydix stop NAME",
+    "CacheUnavailable": "list the caches that answer: raydix list",
+    "ConfigMismatch": "choose another --name, or end the running cache: raydix stop NAME",
 }
 
 
@@ -52,7 +51,7 @@ def failure_of(error: Exception) -> Failure | None:
 
         error = from_ray(error)
         kind = type(error).__name__
-    if isinstance(error, CacheError):
-        exit_code = UNREACHABLE if isinstance(error, CacheUnavailable) else FAILED
-        return Failure(kind, str(error), _ADVICE.get(type(error), ""), exit_code)
+    if "raydix.schemas.errors" in sys.modules and isinstance(error, sys.modules["raydix.schemas.errors"].CacheError):
+        exit_code = UNREACHABLE if kind == "CacheUnavailable" else FAILED
+        return Failure(kind, str(error), _ADVICE.get(kind, ""), exit_code)
     return None

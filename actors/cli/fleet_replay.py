@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -15,13 +14,13 @@ from rich.table import Table
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.cli.replay import cannot_plot, check_can_plot, requests_of
-from raydix.actors.fleet.arrivals import Arrivals
-from raydix.actors.fleet.policies import ROUTERS
+from raydix.actors.cli.route_defaults import NUM_RANDOM, PROMISE_TTL_S, ROUTERS, WEIGHT
 from raydix.actors.report.units import percent
-from raydix.schemas import RouteConfig
 
 if TYPE_CHECKING:
+    from raydix.actors.fleet.arrivals import Arrivals
     from raydix.actors.fleet.simulation import FleetSetup, RouterResult
+    from raydix.schemas import RouteConfig
 
 UNITS = {"": 1, "k": 1024, "M": 1_024_000}  # tokens
 MAX_CACHES = 10_000
@@ -41,13 +40,13 @@ def replay(
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each router; the table has medians.")] = 5,
     weight: Annotated[
         float, typer.Option(help="Router ttft: weight of uncached tokens against pending ones.")
-    ] = RouteConfig().weight,
+    ] = WEIGHT,
     promise_ttl_s: Annotated[
         float, typer.Option("--promise-ttl", metavar="SECONDS", help="Router ttft: longest life of a promise.")
-    ] = RouteConfig().promise_ttl_s,
+    ] = PROMISE_TTL_S,
     num_random: Annotated[
         int, typer.Option("--num-random", help="Router ttft: random candidates, beyond 16 caches.")
-    ] = RouteConfig().num_random,
+    ] = NUM_RANDOM,
     num_routers: Annotated[
         int, typer.Option("--routers", min=1, max=256, metavar="N", help="Routers that share the requests.")
     ] = 1,
@@ -72,6 +71,7 @@ def replay(
     The table has hit rate, time to first token, waiting and balance. Router `ttft` is Raydix's own. `shared` is one
     cache of all capacity for all servers, for comparison. The replay needs neither a GPU nor Ray.
     """
+    from raydix.actors.fleet.arrivals import Arrivals
     from raydix.actors.fleet.simulation import LEFT_OUT, MEASURED_ERROR, FleetSetup
 
     names = _checked_routers(routers)
@@ -124,6 +124,10 @@ def _checked_routers(routers: str) -> list[str]:
 
 
 def _checked_config(weight: float, promise_ttl_s: float, num_random: int) -> RouteConfig:
+    from pydantic import ValidationError
+
+    from raydix.schemas import RouteConfig
+
     try:
         return RouteConfig(weight=weight, promise_ttl_s=promise_ttl_s, num_random=num_random)
     except ValidationError as error:

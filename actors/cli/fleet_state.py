@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -13,11 +14,12 @@ from rich.table import Table
 from raydix.actors.cli.cluster import Address, Namespace, join
 from raydix.actors.cli.explain import TokensFile, read_tokens
 from raydix.actors.cli.output import AsJson, show, table_of
-from raydix.schemas import FleetStats, RouteConfig, RouteExplanation
+from raydix.actors.cli.route_defaults import WEIGHT
 from raydix.schemas.shown import shown
 
 if TYPE_CHECKING:
     from raydix.actors import Fleet
+    from raydix.schemas import FleetStats, RouteConfig
 
 R = TypeVar("R")
 
@@ -58,19 +60,23 @@ def explain(
     extra_key: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
     lora_id: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
-    weight: Annotated[float, typer.Option(min=0, help="Of uncached tokens against pending ones.")] = (
-        RouteConfig().weight
-    ),
+    weight: Annotated[float, typer.Option(min=0, help="Of uncached tokens against pending ones.")] = (WEIGHT),
     timeout_s: Timeout = _TIMEOUT_S,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
     """Print the caches that a router would compare for a prompt, and the cost of each."""
+    from raydix.schemas import RouteConfig
+
     ids = read_tokens(tokens)
 
-    def ask(fleet: Fleet) -> RouteExplanation:
-        return fleet.explain(ids, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
+    def ask(fleet: Fleet) -> dict[str, Any]:
+        left_out = fleet.stats().left_out
+        if not fleet.columns():
+            return {"num_tokens": len(ids), "weight": weight, "candidates": [], "left_out": left_out}
+        answer = fleet.explain(ids, extra_key=extra_key, lora_id=lora_id, cache_salt=cache_salt)
+        return answer.model_dump(mode="json") | {"left_out": left_out}
 
     answer = _with_fleet(pattern, address, namespace, timeout_s, ask, RouteConfig(weight=weight))
     show(answer, as_json, lambda: _costs(answer))
@@ -84,22 +90,35 @@ def _with_fleet(
     ask: Callable[[Fleet], R],
     config: RouteConfig | None = None,
 ) -> R:
-    """Return what `ask` gets from a router that reads the caches' snapshots, and ends then."""
-    from raydix.actors import connect_fleet  # imported here: it loads torch, which --help does not need
+    """Return what `ask` gets from a router that reads the caches' snapshots, and ends then.
+
+    Raises:
+        CacheUnavailable: no cache was found within `timeout_s`.
+    """
+    from raydix.actors import Fleet
+    from raydix.actors.fleet.cache_directory import directory_of
+    from raydix.schemas import RouteConfig
 
     join(address, namespace)
+    logging.getLogger("raydix.actors.fleet.cache_feed").addHandler(logging.NullHandler())  # the tables have the causes
 
     async def run() -> R:
-        async with await connect_fleet(pattern, config=config, namespace=namespace, timeout_s=timeout_s) as fleet:
+        async with Fleet(directory_of(pattern, namespace), config or RouteConfig(), None, timeout_s) as fleet:
+            await fleet.open(needs_one=False)
             return ask(fleet)
 
     return asyncio.run(run())
+
+
+_ADVICE = "no cache gets requests; to start caches for a router: raydix start --set events=slim ..."
 
 
 def _listing(rows: list[dict[str, Any]], stats: FleetStats) -> Group:
     table = table_of("cache", "state", "cause")
     for row in rows:
         table.add_row(shown(row["cache"]), row["state"], row["cause"])
+    if not stats.caches:
+        return Group(table, _ADVICE)
     return Group(table, f"page_size {stats.page_size}, events_stride_tokens {stats.stride_tokens}")
 
 
@@ -108,13 +127,18 @@ def _loads(stats: FleetStats) -> Group:
     for each in stats.caches:
         counts = (each.pages, each.pending_tokens, each.waiting_tokens, each.unpublished_tokens, each.leased_tokens)
         table.add_row(shown(each.cache), *(f"{count:,}" for count in (*counts, each.private_slots)))
-    left_out = [f"left out: {shown(name)}: {cause}" for name, cause in stats.left_out.items()]
-    return Group(table, f"pages are of {stats.stride_tokens} tokens each; the other counts are tokens", *left_out)
+    note = f"pages are of {stats.stride_tokens} tokens each; the other counts are tokens" if stats.caches else _ADVICE
+    return Group(table, *_left_out(stats.left_out), note)
 
 
-def _costs(answer: RouteExplanation) -> Group:
+def _costs(answer: dict[str, Any]) -> Group:
     table: Table = table_of("cache", ">cost", ">prefix", ">promised", ">uncached", ">pending")
-    for each in answer.candidates:
-        lengths = (each.prefix_len, each.promised_len, each.uncached_tokens, each.pending_tokens)
-        table.add_row(shown(each.cache), f"{each.cost:,.0f}", *(f"{length:,}" for length in lengths))
-    return Group(table, f"{answer.num_tokens:,} tokens; cost = pending + {answer.weight:g} * uncached")
+    for row in answer["candidates"]:
+        lengths = (row["prefix_len"], row["promised_len"], row["uncached_tokens"], row["pending_tokens"])
+        table.add_row(shown(row["cache"]), f"{row['cost']:,.0f}", *(f"{length:,}" for length in lengths))
+    note = f"{answer['num_tokens']:,} tokens; cost = pending + {answer['weight']:g} * uncached"
+    return Group(table, *_left_out(answer["left_out"]), note if answer["candidates"] else _ADVICE)
+
+
+def _left_out(causes: dict[str, str]) -> list[str]:
+    return [f"left out: {shown(name)}: {cause}" for name, cause in causes.items()]

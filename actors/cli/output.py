@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -96,6 +95,8 @@ def report_failure(ctx: typer.Context, failure: Failure) -> None:
 
 
 def _as_json(value: Any) -> Any:
+    from pydantic import BaseModel  # imported already, if the value is one
+
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -6,15 +6,16 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
-from raydix.schemas import RecordingStatus, StartRecording
+
+if TYPE_CHECKING:
+    from raydix.schemas import RecordingStatus, StartRecording
 
 _ROUND_S = 1.0
 
@@ -60,6 +61,10 @@ def record(
 
 
 def _request(out: Path, max_requests: int, seconds: float, block_size: int | None, overwrite: bool) -> StartRecording:
+    from pydantic import ValidationError
+
+    from raydix.schemas import StartRecording
+
     try:
         return StartRecording(
             path=str(out.absolute()),

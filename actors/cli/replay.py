@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -17,11 +16,10 @@ from raydix.actors.cli.cluster import Address, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.report.units import percent, points, too_large
-from raydix.actors.trace import TracedRequest, TraceError, read_trace
-from raydix.schemas import GhostConfig
 
 if TYPE_CHECKING:
     from raydix.actors.replay import Replay
+    from raydix.actors.trace import TracedRequest
     from raydix.schemas import CacheConfig, CacheStats
 
 CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # defaults; a report takes the first
@@ -64,6 +62,8 @@ def replay(
         for each in product(capacities or CAPACITIES, policies or ["lru"], page_sizes or [requests[0].block_size])
     ]
     if ghost:
+        from raydix.schemas import GhostConfig
+
         configs = [config.model_copy(update={"ghost": GhostConfig()}) for config in configs]
     if plot is not None:
         check_can_plot(plot)
@@ -82,6 +82,8 @@ def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
     Raises:
         CommandError: the trace cannot be read.
     """
+    from raydix.actors.trace import TraceError, read_trace
+
     try:
         return read_trace(trace, limit)
     except TraceError as error:
@@ -96,6 +98,8 @@ def checked_config(capacity: int, policy: str, page_size: int, high_watermark: f
     Raises:
         CommandError: an argument is wrong; the message names it.
     """
+    from pydantic import ValidationError
+
     from raydix.actors.replay import index_config
 
     if capacity % page_size:

@@ -14,7 +14,6 @@ from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.actors.cli.start_for import EngineWishes, check_engine, start_for_engine
 from raydix.actors.cli.start_one import start_one, table_of_started
-from raydix.actors.settings import load_settings
 
 _OF_ENGINES = "Of the engine"
 
@@ -113,6 +112,8 @@ def start(
             raise CommandError("--count does not go with --for: each rank has one cache", "--tensor-parallel N", USAGE)
         start_for_engine(wishes, file, options or (), name, worker_cpus, timeout_s, address, namespace, as_json)
         return
+    from raydix.actors.settings import load_settings
+
     settings = load_settings(file, options=options or (), name=name)
     join(address, namespace)
     from raydix.actors.placement import num_gpus

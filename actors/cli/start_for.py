@@ -18,13 +18,13 @@ from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import show
 from raydix.actors.cli.start_one import start_one, table_of_started
 from raydix.actors.rank_names import rank_name
-from raydix.actors.settings import Settings, load_settings
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from raydix.actors.engines.engine_kv import EngineKV
     from raydix.actors.engines.vllm_cache import EngineOptions
+    from raydix.actors.settings import Settings
 
 _ENGINES = ("vllm",)
 _NAME = "kv-0"
@@ -195,6 +195,8 @@ def _settings_for(
         ConfigMismatch: the user's do not fit the engine.
         SettingsError: a setting is wrong.
     """
+    from raydix.actors.settings import load_settings
+
     num_tokens = capacity.num_tokens(_token_bytes(kv, check), kv.block_size)
     pool = kv.pool_config(num_tokens, check=check).model_dump(mode="json", exclude_defaults=True)
     defaults: dict[tuple[str, ...], Any] = {("name",): _NAME, ("page_size",): kv.block_size}

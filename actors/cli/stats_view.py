@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -12,8 +12,10 @@ from rich.text import Text
 
 from raydix.actors.cli.output import share
 from raydix.actors.report.units import short_time
-from raydix.schemas import CacheConfig, CacheStats, Histogram, PoolStats
 from raydix.schemas.shown import shown
+
+if TYPE_CHECKING:
+    from raydix.schemas import CacheConfig, CacheStats, Histogram, PoolStats
 
 _BAR = 40  # characters
 _MOST_OWNERS = 8

@@ -297,9 +297,12 @@ def make_ray_client(name: str, namespace: str, address: str, owner: str) -> Pref
             with _fresh_random():
                 ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            reason = str(error).strip().partition("\n\n")[0]
+            from raydix.actors.transport.ray_calls import why_not_joined
+
             advice = "" if os.environ.get("RAY_AUTH_MODE") else "; a cluster with a token needs RAY_AUTH_MODE=token"
-            raise CacheUnavailable(f"no Ray cluster is reached at {address!r}{advice}: {reason}") from error
+            raise CacheUnavailable(
+                f"no Ray cluster is reached at {address!r}{advice}: {why_not_joined(error)}"
+            ) from error
     handle = connect(name, namespace=namespace)
     if not isinstance(name, str):
         raise InvalidRequest(f"cache must be a name, not {type(name).__name__}")

@@ -162,11 +162,14 @@ class Fleet:
 
     # ---------------------------------------------------------------- life
 
-    async def open(self) -> None:
+    async def open(self, *, needs_one: bool = True) -> None:
         """Find the caches, and wait until one can get requests, and until each has answered or two seconds are over.
 
+        Args:
+            needs_one: False: return also if all caches are left out, once the cause of each is known.
+
         Raises:
-            CacheUnavailable: no cache could within `timeout_s`, or no Ray cluster runs.
+            CacheUnavailable: no cache could within `timeout_s`, or none was found, or no Ray cluster runs.
             InvalidRequest: the directory has a wrong name, or something that is no cache.
         """
         self._note_caches(await self._directory.look())
@@ -175,7 +178,10 @@ class Fleet:
         await self._wait_until(self._has_answers, deadline)
         self._may_decide = True
         self._decide()
-        await self._wait_alive()
+        if not needs_one:
+            await self._wait_until(self._has_settled_ones, self._loop.time() + self._timeout_s)
+        if needs_one or not self._feeds:
+            await self._wait_alive()
         await self._wait_until(self._is_settled, deadline)
 
     async def _wait_until(self, holds: Callable[[], bool], deadline: float) -> None:
@@ -188,6 +194,9 @@ class Fleet:
 
     def _is_settled(self) -> bool:
         return all(feed.is_settled for feed in self._feeds.values())
+
+    def _has_settled_ones(self) -> bool:
+        return bool(self._feeds) and self._is_settled()
 
     def _has_answers(self) -> bool:
         """Return whether every cache has answered or failed to."""

@@ -11,17 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.json_logs import log_as_json
-from raydix.actors.service.cache_host import CacheHost, local_device
 from raydix.actors.service.findings import Restarts, findings
 from raydix.actors.service.past_lives import restarts_of_this_actor
-from raydix.actors.service.unix_socket_server import UnixSocketServer
-from raydix.actors.sessions.death_watch import DeathWatch
 from raydix.actors.sessions.watched_actor import check_watchable
-from raydix.actors.transport.pool_memory import available_memory, total_memory
 from raydix.schemas import (
     CacheConfig,
     CacheReport,
@@ -46,9 +41,11 @@ from raydix.schemas import (
 from raydix.schemas.protocol import Handshake, check_handshake, handshake
 
 if TYPE_CHECKING:
+    import torch
     from ray.actor import ActorHandle
 
     from raydix.actors.metrics.publisher import MetricsPublisher
+    from raydix.actors.service.cache_host import CacheHost
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +66,14 @@ class PrefixCacheActor:
     """
 
     def __init__(self, config: CacheConfig) -> None:
+        # A process that gets this actor's handle imports this module, and needs none of these: torch takes a second.
+        import torch
+
+        from raydix.actors.service.cache_host import local_device
+        from raydix.actors.service.unix_socket_server import UnixSocketServer
+        from raydix.actors.sessions.death_watch import DeathWatch
+        from raydix.actors.transport.pool_memory import available_memory, total_memory
+
         torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
         node_id = ray.get_runtime_context().get_node_id()
         has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # others' GPUs may be visible
@@ -229,6 +234,8 @@ def _end() -> None:
 
 def _make_host(config: CacheConfig, device: torch.device, node_id: str, restarts: Restarts) -> CacheHost:
     """Make the host. After a restart, clients that have not noticed yet may still map the pool of the last life."""
+    from raydix.actors.service.cache_host import CacheHost
+
     deadline = time.monotonic() + _MEMORY_TIMEOUT_S
     while True:
         try:

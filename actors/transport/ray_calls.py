@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, PendingCallsLimitExceeded, RayError,
 
 from raydix.actors.transport.unix_socket import Answer, OnAnswer
 from raydix.schemas import CacheBusy, CacheError, CacheUnavailable
-from raydix.schemas.shown import shown
+from raydix.schemas.shown import cut, shown
 
 if TYPE_CHECKING:
     from ray import ActorID
@@ -68,6 +68,18 @@ def actor_id_of(actor: ActorHandle[Any]) -> ActorID:
     """Return the id of an actor, for Ray's tables and as a key."""
     actor_id: ActorID = actor._actor_id
     return actor_id
+
+
+_VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
+
+
+def why_not_joined(error: BaseException) -> str:
+    """Return the cause, in one line, for which `ray.init` did not connect this process to a cluster."""
+    if "Version mismatch" in str(error) and len(versions := _VERSIONS.findall(str(error))) == 2:
+        theirs, ours = (f"Ray {ray_version} on Python {python}" for ray_version, python in versions)
+        return f"it runs {theirs}, and this process {ours}: they must be the same"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return cut(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
 
 def from_ray(error: BaseException) -> CacheError:

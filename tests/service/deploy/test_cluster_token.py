@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import ray
 import typer
+from support.processes.ray_head import ray_head
 
 from raydix.actors import shutdown_cache, start_cache
 from raydix.actors.cli import cluster
@@ -29,27 +29,8 @@ START_S = 120.0
 @pytest.fixture(scope="module")
 def asking() -> Iterator[str]:
     """Return the address of a cluster that asks for a token."""
-    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
-        start = (
-            f"start --head --block --port {port} --temp-dir {folder} --num-cpus 0 --num-gpus 0 --disable-usage-stats"
-        )
-        memory = "--include-dashboard false --object-store-memory 80000000".split()
-        head = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", *start.split(), *memory],
-            env=os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert head.stdout is not None
-        for line in head.stdout:  # ends with the process
-            if "will now block" in line:
-                break
-        yield f"127.0.0.1:{port}"
-        head.terminate()
-        head.wait()
+    with ray_head(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as address:
+        yield address
 
 
 def list_of(address: str, home: Path, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -117,6 +117,8 @@ def test_the_commands_show_the_fleet(namespace: str, tmp_path: Path) -> None:
         assert answer.exit_code == 0, answer.output
         return json.loads(answer.stdout)
 
+    silent = run("explain", "chat-silent", "--tokens", str(tokens))
+    assert (silent["candidates"], list(silent["left_out"])) == ([], ["chat-silent"])
     assert {row["cache"]: row["state"] for row in run("list", "chat-*")} == {
         "chat-0": "in",
         "chat-1": "in",
@@ -128,5 +130,10 @@ def test_the_commands_show_the_fleet(namespace: str, tmp_path: Path) -> None:
     for command in (["list"], ["stats"], ["explain", "--tokens", str(tokens)]):
         answer = CliRunner().invoke(app, ["fleet", *command, "--namespace", namespace])
         assert answer.exit_code == 0 and "chat-0" in answer.output
+    for command in (["list"], ["stats"], ["explain", "--tokens", str(tokens)]):  # the usual first mistake
+        answer = CliRunner().invoke(app, ["fleet", *command, "chat-silent", "--namespace", namespace])
+        assert (answer.exit_code, answer.stderr) == (0, "")
+        assert "chat-silent" in answer.output and 'its CacheConfig.events must be "slim", not' in answer.output
+        assert "raydix start --set events=slim" in answer.output
     missing = CliRunner().invoke(app, ["fleet", "list", "none-*", "--namespace", namespace, "--timeout", "0.2"])
     assert missing.exit_code != 0 and "none was found" in missing.output
