@@ -65,7 +65,15 @@ from raydix.actors.engines.namespaces import namespace_of
 from raydix.actors.engines.scheduler_side import ScheduledRequest, SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import StepPlan, StepReport
-from raydix.actors.engines.transfer_counts import COUNTS, SECONDS, TransferCounts, merge_counts, summarize_counts
+from raydix.actors.engines.transfer_counts import (
+    BUCKETS_S,
+    COUNTS,
+    SECONDS,
+    TransferCounts,
+    merge_counts,
+    metric_name,
+    summarize_counts,
+)
 from raydix.actors.engines.vllm_kv import check_model, describe_vllm
 from raydix.actors.engines.worker_side import WorkerSide
 from raydix.schemas import InvalidRequest
@@ -84,7 +92,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.raydix")
 
 _START_S = 20.0  # for the first attempt to reach the cache; without an answer the engine starts all the same
-_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class RaydixPlan(KVConnectorMetadata):
@@ -141,17 +148,17 @@ class RaydixPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
-            name: metric_types[Counter](name=f"vllm:raydix_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTS.items()
+            name: metric_types[Counter](name=metric_name(name), documentation=meaning, labelnames=labelnames)
+            for name, meaning in COUNTS.items()
         }
         self._histograms = {
             name: metric_types[Histogram](
-                name=f"vllm:raydix_{name}econds",
-                documentation=f"seconds of a {text}",
-                buckets=list(_BUCKETS_S),
+                name=metric_name(name),
+                documentation=meaning,
+                buckets=list(BUCKETS_S),
                 labelnames=labelnames,
             )
-            for name, text in SECONDS.items()
+            for name, meaning in SECONDS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

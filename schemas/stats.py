@@ -174,6 +174,12 @@ class CacheStats(PydanticMessage):
         description="seconds from the arrival of an `acquire` at the cache to its answer, granted or refused, waits "
         "included"
     )
+    lock_latency: Histogram = Field(
+        description="seconds from the arrival of a `lock` at the cache to its answer, granted or refused"
+    )
+    insert_latency: Histogram = Field(
+        description="seconds from the arrival of an `insert` at the cache to its answer, published or refused"
+    )
     batch_size: Histogram = Field(description="messages of each batch")
     batches: int = Field(description="of messages, as clients send them")
     requests: int = Field(description="messages carried by those batches, one for each call of a verb")

@@ -132,9 +132,12 @@ def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
 
 
 def _add_times(table: Table, stats: CacheStats) -> None:
-    """Add the times of `acquire` and of waits; quantiles are estimated within a bucket."""
+    """Add the times of the verbs and of waits; quantiles are estimated within a bucket."""
+    verbs = {"acquire": stats.acquire_latency, "lock": stats.lock_latency, "insert": stats.insert_latency}
+    asked = {verb: latency for verb, latency in verbs.items() if latency.count}
     waits = f"; {_spread(stats.wait_time, _seconds)}" if stats.wait_time.count else ""
-    table.add_row("acquire", _spread(stats.acquire_latency, _seconds))
+    for verb, latency in (asked or {"acquire": stats.acquire_latency}).items():
+        table.add_row(verb, _spread(latency, _seconds))
     table.add_row("waited", f"{stats.waited:,} acquires and extends{waits}")
     table.add_row("batch size", _spread(stats.batch_size, "{:.0f}".format))
 

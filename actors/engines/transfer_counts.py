@@ -1,4 +1,4 @@
-"""`TransferCounts`: the counts and times of one side of a connector since they were last read."""
+"""`TransferCounts`: the counts and times of one side of a connector since they were last read; their metrics' names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ COUNTS = {
     "saved_bytes": "bytes copied to the pool",
     "detached_requests": "requests served while the engine was detached or behind the cache's weights",
 }
-SECONDS = {"lookup_s": "look-up", "load_s": "load", "save_s": "save"}
+SECONDS = {
+    "lookup_s": "time from a look-up's request to the answers of the caches of all ranks",
+    "load_s": "time of a load's copies, with the wait for the copy thread",
+    "save_s": "time of a save's copies",
+}
+BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_SHORT = {"lookup_s": "look-up", "load_s": "load", "save_s": "save"}  # in log lines
 
 
 class TransferCounts:
@@ -59,7 +65,21 @@ def merge_counts(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def summarize_counts(data: dict[str, Any]) -> dict[str, int | float]:
     """Return the counts, and the mean of each time in milliseconds, for a log line."""
     summary: dict[str, int | float] = {name: data[name] for name in COUNTS if name in data}
-    for name, label in SECONDS.items():
+    for name, label in _SHORT.items():
         if times := data.get(name):
             summary[f"mean {label} ms"] = round(1000 * sum(times) / len(times), 3)
     return summary
+
+
+def metric_name(name: str) -> str:
+    """Return the name of the metric of a count or time, as an engine registers it in Prometheus' client."""
+    return f"vllm:raydix_{name}econds" if name in SECONDS else f"vllm:raydix_{name}"
+
+
+def markdown() -> str:
+    """Return the table of the engines' metrics in `examples/metrics.md`."""
+    rows = [(f"{metric_name(name)}_total", "counter", meaning) for name, meaning in COUNTS.items()]
+    rows += [(metric_name(name), "histogram", meaning) for name, meaning in SECONDS.items()]
+    head = "| metric of `vllm serve` | exported by Ray as | kind | meaning |\n|---|---|---|---|\n"
+    lines = [f"| `{name}` | `ray_{name.replace(':', '_')}` | {kind} | {meaning} |" for name, kind, meaning in rows]
+    return head + "\n".join(lines) + "\n"

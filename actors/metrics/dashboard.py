@@ -8,6 +8,7 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT = 12, 8  # of a panel; Grafana's grid is 24 wide
 _PARTS = ("sum", "count")
 _OF = '{cache=~"$cache"}'
+_ENGINES = 'sum by (model_name) (rate({__name__=~"(ray_vllm_|vllm:)raydix_%s"}[$__rate_interval]))'
 
 
 class _Panel(NamedTuple):
@@ -18,18 +19,31 @@ class _Panel(NamedTuple):
 
 
 def _distribution(title: str, unit: str, name: str) -> _Panel:
-    """Return a panel of a histogram: median, 99th percentile and mean."""
+    """Return a panel of a cache's histogram: median, 99th percentile and mean."""
     per_bucket = f"sum by (cache, le) (rate(ray_raydix_{name}_bucket{_OF}[$__rate_interval]))"
     of_all, number = (f"sum by (cache) (rate(ray_raydix_{name}_{part}{_OF}[$__rate_interval]))" for part in _PARTS)
-    return _Panel(
-        title,
-        unit,
-        (
-            (f"histogram_quantile(0.5, {per_bucket})", "{{cache}} median"),
-            (f"histogram_quantile(0.99, {per_bucket})", "{{cache}} 99 %"),
-            (f"{of_all} / {number}", "{{cache}} mean"),
-        ),
+    return _Panel(title, unit, _quantiles(per_bucket, of_all, number, "{{cache}}"))
+
+
+def _engine_distribution(title: str, name: str) -> _Panel:
+    """Return a panel of a histogram of the engines, which export it by Ray or by themselves."""
+    per_bucket = (_ENGINES % f"{name}_bucket").replace("(model_name)", "(model_name, le)")
+    of_all, number = (_ENGINES % f"{name}_{part}" for part in _PARTS)
+    return _Panel(title, "s", _quantiles(per_bucket, of_all, number, "{{model_name}}"))
+
+
+def _quantiles(per_bucket: str, of_all: str, number: str, of: str) -> tuple[tuple[str, str], ...]:
+    return (
+        (f"histogram_quantile(0.5, {per_bucket})", f"{of} median"),
+        (f"histogram_quantile(0.99, {per_bucket})", f"{of} 99 %"),
+        (f"{of_all} / {number}", f"{of} mean"),
     )
+
+
+def _engine_rates(title: str, unit: str, *names: str) -> _Panel:
+    """Return a panel of counters of the engines, which export them by Ray or by themselves."""
+    lines = {name: f"{{{{model_name}}}} {name.replace('_', ' ')}" for name in names}
+    return _Panel(title, unit, tuple((_ENGINES % f"{name}_total", line) for name, line in lines.items()))
 
 
 _PANELS = (
@@ -130,6 +144,8 @@ _PANELS = (
         ),
     ),
     _distribution("Time to the response of an acquire", "s", "acquire_latency_seconds"),
+    _distribution("Time to the response of a lock", "s", "lock_latency_seconds"),
+    _distribution("Time to the response of an insert", "s", "insert_latency_seconds"),
     _distribution("Time that requests waited for free slots", "s", "wait_seconds"),
     _distribution("Batch size", "short", "batch_size"),
     _Panel(
@@ -150,6 +166,22 @@ _PANELS = (
             (f"sum by (cache, how) (increase(ray_raydix_sessions_lost_total{_OF}[5m]))", "{{cache}} {{how}}"),
         ),
     ),
+    _engine_rates(
+        "Engines: look-ups, loads and saves per second",
+        "reqps",
+        "lookups",
+        "lookup_timeouts",
+        "loads",
+        "load_failures",
+        "saves",
+        "saves_refused",
+        "detached_requests",
+    ),
+    _engine_rates("Engines: tokens hit in the cache per second", "short", "hit_tokens"),
+    _engine_rates("Engines: bytes copied per second", "Bps", "loaded_bytes", "saved_bytes"),
+    _engine_distribution("Engines: time of a look-up", "lookup_seconds"),
+    _engine_distribution("Engines: time of a load", "load_seconds"),
+    _engine_distribution("Engines: time of a save", "save_seconds"),
 )
 
 

@@ -16,6 +16,8 @@ GHOST_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
 EXPORTED_PREFIX = "ray_"  # Ray prefixes every name with it
 BUCKETS = {
     "raydix_acquire_latency_seconds": ACQUIRE_S,
+    "raydix_lock_latency_seconds": ACQUIRE_S,
+    "raydix_insert_latency_seconds": ACQUIRE_S,
     "raydix_wait_seconds": WAIT_S,
     "raydix_batch_size": BATCH_SIZES,
 }
@@ -188,6 +190,16 @@ METRICS = (
         "raydix_acquire_latency_seconds",
         "acquire_latency",
         "time from the arrival of an `acquire` at the cache to its answer, granted or refused, waits included",
+    ),
+    *_histogram(
+        "raydix_lock_latency_seconds",
+        "lock_latency",
+        "time from the arrival of a `lock`, an engine's look-up, at the cache to its answer, granted or refused",
+    ),
+    *_histogram(
+        "raydix_insert_latency_seconds",
+        "insert_latency",
+        "time from the arrival of an `insert` at the cache to its answer, published or refused",
     ),
     *_histogram(
         "raydix_wait_seconds", "wait_time", "time that an acquire or extend waited for free slots, granted or refused"

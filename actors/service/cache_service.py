@@ -39,7 +39,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from raydix.actors.distribution import BATCH_SIZES, Distribution
+from raydix.actors.distribution import ACQUIRE_S, BATCH_SIZES, Distribution
 from raydix.actors.observe.ghost import Ghost
 from raydix.actors.observe.insight import Insight
 from raydix.actors.observe.loop_lag import LoopLag
@@ -144,6 +144,8 @@ class CacheService:
         self._closed = self._draining = False
         self.clock = clock
         self._batch_size = Distribution(BATCH_SIZES)
+        self._lock_latency = Distribution(ACQUIRE_S)
+        self._insert_latency = Distribution(ACQUIRE_S)
         self.wait_queue = WaitQueue(config.leases.max_waiters, clock)
         self.core, gauges = build_core(config, pool, self._on_pressure)
         self.bindings = ModelBindings(self.core, config.fingerprint)
@@ -166,7 +168,7 @@ class CacheService:
 
         self.core.use_clock(clock)
         self.insight = Insight(self.core, clock)
-        handlers = RequestHandlers(
+        self._handlers = RequestHandlers(
             epoch,
             self.core,
             self.wait_queue,
@@ -177,7 +179,7 @@ class CacheService:
             self.stats,
             self.insight.unused_s,
         )
-        self._verbs = handlers.verbs
+        self._verbs = self._handlers.verbs
         self.recordings = Recordings(self.core.observers, clock, config.page_size)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
@@ -358,15 +360,23 @@ class CacheService:
         if arrived_at is None:
             arrived_at = self.clock()
         self._batch_size.add(len(requests))
-        num_acquires, dispatch = self._admission.num_acquires, self._dispatch
+        admission, handlers, dispatch = self._admission, self._handlers, self._dispatch
+        num_acquires, num_locks, num_inserts = admission.num_acquires, handlers.num_locks, handlers.num_inserts
         responses = tuple([dispatch(session.session_id, request) for request in requests])
         if self.wait_queue.waiting:
             self._serve_queue()
         if isinstance(self.feed, SlimEventFeed):
             self.feed.note_load()
-        num_acquires = self._admission.num_acquires - num_acquires
-        if num_acquires:
-            self.wait_queue.acquire_latency.add(self.clock() - arrived_at, num_acquires)
+        num_acquires = admission.num_acquires - num_acquires
+        num_locks, num_inserts = handlers.num_locks - num_locks, handlers.num_inserts - num_inserts
+        if num_acquires or num_locks or num_inserts:
+            took_s = self.clock() - arrived_at
+            if num_acquires:
+                self.wait_queue.acquire_latency.add(took_s, num_acquires)
+            if num_locks:
+                self._lock_latency.add(took_s, num_locks)
+            if num_inserts:
+                self._insert_latency.add(took_s, num_inserts)
         if self.config.validate:
             try:
                 self.core.check_invariants()
@@ -449,6 +459,8 @@ class CacheService:
             waited=self.wait_queue.num_waited,
             wait_time=self.wait_queue.wait_time.histogram(),
             acquire_latency=self.wait_queue.acquire_latency.histogram(),
+            lock_latency=self._lock_latency.histogram(),
+            insert_latency=self._insert_latency.histogram(),
             batch_size=batch_size,
             batches=batch_size.count,
             requests=int(batch_size.sum),

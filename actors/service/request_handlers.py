@@ -75,6 +75,8 @@ class RequestHandlers:
     Attributes:
         verbs: by type, the function that takes a session's id and its request, and returns the response. It may also
             return an error, which is then not counted, or raise one.
+        num_locks: `lock` requests so far, granted or refused.
+        num_inserts: `insert` requests so far, published or refused.
 
     Args:
         epoch: names this life of the cache.
@@ -108,6 +110,7 @@ class RequestHandlers:
         self._bindings = bindings
         self._feed = feed
         self._unused_s = unused_s
+        self.num_locks = self.num_inserts = 0
         self.verbs: dict[type[Message], Callable[[str, Any], Answer]] = {
             MatchRequest: self._match,
             LockRequest: self._lock,
@@ -144,6 +147,7 @@ class RequestHandlers:
         )
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
+        self.num_inserts += 1
         lease = self._core.leases.get(request.lease_id, session_id)
         suffix = key_of(request.suffix, lease.key.extra_key)
         before, known_len = self._core.published_len(lease), request.known_len
@@ -177,6 +181,7 @@ class RequestHandlers:
         return Ack()
 
     def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
+        self.num_locks += 1
         response = self._admission.lock(session_id, request)
         if request.offer_id is not None:
             self._offers.offer(request.lease_id, session_id, request.offer_id, request.offer_s)

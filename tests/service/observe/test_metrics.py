@@ -15,6 +15,7 @@ import ray
 from support.processes.command_line import run, run_json
 
 from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache_async
+from raydix.actors.engines import transfer_counts
 from raydix.actors.metrics.dashboard import dashboard
 from raydix.actors.metrics.table import METRICS, markdown
 from raydix.schemas import (
@@ -124,14 +125,17 @@ async def test_without_rays_metrics_package_the_cache_names_the_package_to_insta
 
 
 def test_every_metric_stands_in_the_document() -> None:
-    assert markdown() in DOCUMENT.read_text(encoding="utf-8")
+    document = DOCUMENT.read_text(encoding="utf-8")
+
+    assert markdown() in document
+    assert transfer_counts.markdown() in document
 
 
 def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     derived = {"num_slots", "tree_slots"}  # sums of others
     texts = {"epoch", "core", "last_restart_cause", "restart_causes", "findings", "model_fingerprint", "weights"}
     others = texts | {"swa", "state", "ghost", "eviction_task", "owners", "tenants", "refusals", "too_large"}
-    histograms = {"acquire_latency", "wait_time", "batch_size"}
+    histograms = {"acquire_latency", "lock_latency", "insert_latency", "wait_time", "batch_size"}
     read = {name for name in CacheStats.model_fields if name not in derived | others | histograms}
     values = {name: float(place + 1) for place, name in enumerate(sorted(read))}
     task = dict.fromkeys(("rounds", "slices", "tokens_evicted", "failures"), 0)
@@ -157,7 +161,7 @@ def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     assert expected_values <= seen
     buckets = next(metric for metric in METRICS if metric.name == "raydix_wait_seconds_bucket")
     assert {labels[0][1]: value for labels, value in buckets.read(stats)} == {"0.5": 1, "2": 3, "+Inf": 6}
-    assert {1000.0, 1001.0, 1002.0, 6.0} <= seen
+    assert {1000.0 + place for place in range(len(histograms))} | {6.0} <= seen
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are_and_for_all_of_them() -> None:
@@ -166,12 +170,22 @@ def test_the_dashboard_asks_for_metrics_that_there_are_and_for_all_of_them() -> 
     queries = [target["expr"] for panel in made["panels"] for target in panel["targets"]]
 
     asked = {name for query in queries for name in re.findall(r"ray_raydix_\w+", query)}
+    of_engines = {name for query in queries for name in re.findall(r"\|vllm:\)(raydix_\w+)", query)}
 
     assert asked == names
+    assert of_engines == names_of_engines()
     assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in made["panels"]]
     assert len(set(places)) == len(places)
     assert all(query.count("(") == query.count(")") for query in queries)
+
+
+def names_of_engines() -> set[str]:
+    """Return the series that Prometheus gets of an engine, without the exporter's prefix."""
+    counters = {f"{transfer_counts.metric_name(name)}_total" for name in transfer_counts.COUNTS}
+    times = map(transfer_counts.metric_name, transfer_counts.SECONDS)
+    parts = {f"{name}_{part}" for name in times for part in ("bucket", "sum", "count")}
+    return {name.removeprefix("vllm:") for name in counters | parts}
 
 
 def test_the_command_writes_the_dashboard(tmp_path: Path) -> None:

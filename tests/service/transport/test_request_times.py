@@ -1,4 +1,4 @@
-"""Histograms of acquire latencies, wait times and batch sizes, by a clock that the test sets."""
+"""Histograms of the verbs' latencies, wait times and batch sizes, by a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from raydix.schemas import (
     Batch,
     CacheStats,
     ExtendRequest,
+    InsertRequest,
     InvalidRequest,
     LeaseResponse,
+    LockRequest,
+    Message,
     PoolExhausted,
     ReleaseRequest,
     WaitingResponse,
@@ -96,6 +99,23 @@ async def test_the_time_that_a_batch_waits_for_the_one_before_it_counts(scene: S
     await late
 
     assert counts(scene.service.stats())[0] == (2, 2.0)
+
+
+async def test_locks_and_inserts_are_counted_from_their_arrival(scene: Scene) -> None:
+    tokens = [1, 2]
+
+    def execute(*requests: Message) -> None:
+        scene.service.execute("a", "e", requests, arrived_at=scene.clock.now - 0.5)
+
+    execute(acquire("first", 2), InsertRequest(lease_id="first", num_tokens=2, suffix=[]))
+    execute(LockRequest(lease_id="second", tokens=tokens), LockRequest(lease_id="third", tokens=tokens))
+    execute(InsertRequest(lease_id="none", num_tokens=2, suffix=[]))  # is refused
+    execute(ReleaseRequest(lease_id="first"))
+
+    stats = scene.service.stats()
+    assert (stats.acquire_latency.count, stats.acquire_latency.sum) == (1, 0.5)
+    assert (stats.lock_latency.count, stats.lock_latency.sum) == (2, 1.0)
+    assert (stats.insert_latency.count, stats.insert_latency.sum) == (2, 1.0)
 
 
 async def test_batches_are_counted_by_their_size(scene: Scene) -> None:

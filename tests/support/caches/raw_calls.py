@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message)
 COUNTED_ANYWAY = {
     *("batches", "requests", "probes", "open_sessions", "loop_lag_ms", "owners", "uptime_s"),
     *("exhausted", "refusals", "too_large", "tokens_requested", "tokens_refused"),
-    *("batch_size", "acquire_latency", "waited", "wait_time"),
+    *("batch_size", "acquire_latency", "lock_latency", "insert_latency", "waited", "wait_time"),
 }
 
 

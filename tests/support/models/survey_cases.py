@@ -28,7 +28,10 @@ TOLERANCE = 5e-3
 """In standard deviations of the logits. Float32 was 2e-4 off on most processors, and a twin 1.3e-3 on one."""
 
 SHORT, LONG = 24, 40  # tokens of a prompt, both longer than the windows
-VOLATILE = ("uptime_s", "loop_lag_ms", "acquire_latency", "batch_size", "batches", "requests", "eviction_task")
+VOLATILE = (
+    *("uptime_s", "loop_lag_ms", "batch_size", "batches", "requests", "eviction_task"),
+    *("acquire_latency", "lock_latency", "insert_latency"),
+)
 
 
 def config_of(config: PreTrainedConfig, page_size: int, dtype: torch.dtype, **sizes: int) -> CacheConfig:

@@ -64,6 +64,8 @@ STATS = CacheStats(
     waited=11,
     wait_time=Histogram(bounds=(1.0, 2.0), counts=(5, 5, 0), sum=12.0, count=10),
     acquire_latency=Histogram(bounds=(0.001, 0.1, 1.0), counts=(50, 45, 5, 0), sum=10.0, count=100),
+    lock_latency=Histogram(bounds=(0.001, 0.1), counts=(10, 10, 0), sum=0.04, count=20),
+    insert_latency=Histogram(bounds=(0.001, 0.1), counts=(0, 40, 0), sum=0.12, count=40),
     batch_size=Histogram(bounds=(1.0, 2.0), counts=(0, 0, 9), sum=300.0, count=9),
     batches=9,
     requests=300,
@@ -94,6 +96,8 @@ def test_every_count_that_matters_is_there() -> None:
         "7,000 published, 500 computed twice",
         "6,000 tokens; 7 refusals for lack of slots",
         "acquire half at most 1 ms, 99 % at most 820 ms, mean 100 ms",
+        "lock half at most 1 ms, 99 % at most 98 ms, mean 2 ms",
+        "insert half at most 50.5 ms, 99 % at most 99 ms, mean 3 ms",
         "waited 11 acquires and extends; half at most 1.0 s, 99 % at most 2.0 s, mean 1.2 s",
         "batch size half at most 2, 99 % at most 2, mean 33",
         "up 1.5 min; restarts: 0 ",
@@ -135,9 +139,19 @@ def test_a_cache_that_was_asked_for_nothing_has_no_hit_rate() -> None:
 def test_before_the_first_request_there_is_no_latency() -> None:
     none = Histogram(bounds=(1.0,), counts=(0, 0), sum=0.0, count=0)
 
-    text = text_of(snapshot(waited=0, wait_time=none, acquire_latency=none, batch_size=none))
+    latencies = dict.fromkeys(("acquire_latency", "lock_latency", "insert_latency"), none)
+    text = text_of(snapshot(waited=0, wait_time=none, **latencies, batch_size=none))
 
     assert "acquire - waited 0 acquires and extends batch size - " in text
+
+
+def test_a_cache_that_only_engines_use_shows_the_verbs_that_they_send() -> None:
+    none = Histogram(bounds=(1.0,), counts=(0, 0), sum=0.0, count=0)
+
+    text = text_of(snapshot(acquire_latency=none))
+
+    assert "lock half at most 1 ms, 99 % at most 98 ms, mean 2 ms insert half" in text
+    assert "acquire -" not in text
 
 
 def test_rates_are_those_between_two_looks_and_not_across_a_restart() -> None:
