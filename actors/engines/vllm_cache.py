@@ -28,6 +28,7 @@ _READ_S = 600.0  # limit of the process that reads; vLLM alone takes many second
 _LOG_CHARACTERS = 2000  # of its output, in the message if it fails
 _ANY_MEMORY = 2**50  # bytes; the number of blocks does not matter here
 _TRANSFER = "--kv-transfer-config"
+_DETAILS = "enable-prompt-tokens-details"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,14 @@ class EngineOptions:
         ]
 
     def command(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return the words of `vllm serve` with RaydixConnector and its settings."""
-        return ["vllm", "serve", self.model, *self.words(), _TRANSFER, json.dumps(transfer_config(settings))]
+        """Return the words of `vllm serve` with RaydixConnector and its settings.
+
+        Unless `more` has that option, `usage` of the answers has the number of cached tokens.
+        """
+        words = self.words()
+        if not any(word.partition("=")[0].replace("_", "-").endswith(_DETAILS) for word in self.more):
+            words.append(f"--{_DETAILS}")
+        return ["vllm", "serve", self.model, *words, _TRANSFER, json.dumps(transfer_config(settings))]
 
 
 class ReadFailed(Exception):
@@ -89,7 +96,7 @@ def transfer_config(settings: Mapping[str, Any]) -> dict[str, Any]:
         "kv_connector": "RaydixConnector",
         "kv_connector_module_path": "raydix.actors.vllm_connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": "recompute",  # vLLM's default, "fail", would end a request with an error
         "kv_connector_extra_config": dict(settings),
     }
 

@@ -85,7 +85,7 @@ def test_a_model_that_does_not_exist_is_named(laboratory: Laboratory) -> None:
 def start_printed(laboratory: Laboratory, command: list[str], **changed: Any) -> EngineProcess:
     """Start an engine with the printed options."""
     assert command[:2] == ["vllm", "serve"]
-    model, *words = command[2:]
+    model, *words = [word for word in command[2:] if word != "--enable-prompt-tokens-details"]  # of the HTTP server
     options = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     transfer = json.loads(options.pop("kv_transfer_config"))
     given = {name: int(value) if value.isdigit() else value for name, value in options.items()}

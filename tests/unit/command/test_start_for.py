@@ -80,13 +80,23 @@ def test_the_command_line_has_every_option_that_was_given() -> None:
     *words, transfer = options.command({"cache": "kv-0", "check": True})
 
     given = "--tensor-parallel-size 2 --dtype bfloat16 --kv-cache-dtype fp8 --block-size 64 --max-model-len 4096"
-    assert words == ["vllm", "serve", "a-model", *given.split(), "--kv-transfer-config"]
+    details = "--enable-prompt-tokens-details"
+    assert words == ["vllm", "serve", "a-model", *given.split(), details, "--kv-transfer-config"]
     extra = json.loads(transfer).pop("kv_connector_extra_config")
     assert EngineSettings.of(extra) == EngineSettings(cache="kv-0", check=True)
 
 
 def test_the_command_line_has_no_option_that_was_not_given() -> None:
-    assert EngineOptions("a-model").command({"cache": "kv-0"})[:-1] == "vllm serve a-model --kv-transfer-config".split()
+    given = EngineOptions("a-model").command({"cache": "kv-0"})[:-1]
+
+    assert given == "vllm serve a-model --enable-prompt-tokens-details --kv-transfer-config".split()
+
+
+@pytest.mark.parametrize("word", ["--no-enable-prompt-tokens-details", "--enable_prompt_tokens_details=true"])
+def test_a_user_may_set_whether_answers_name_their_cached_tokens(word: str) -> None:
+    given = EngineOptions("a-model", more=(word,)).command({"cache": "kv-0"})[:-1]
+
+    assert given == ["vllm", "serve", "a-model", word, "--kv-transfer-config"]
 
 
 @pytest.mark.parametrize(
