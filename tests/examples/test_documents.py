@@ -11,7 +11,19 @@ import pytest
 from click.testing import CliRunner
 from pydantic.fields import FieldInfo
 from ray.scripts.scripts import cli as ray_commands
-from support.documents import DOCUMENTS, GUIDES, README, ROOT, RUN, anchors, blocks, commands, prose, transcript
+from support.documents import (
+    DOCUMENTS,
+    GUIDES,
+    README,
+    ROOT,
+    RUN,
+    anchors,
+    blocks,
+    commands,
+    prose,
+    seen_by_git,
+    transcript,
+)
 from support.processes.command_line import run
 
 from raydix.actors.cli.app import COMMANDS, GROUPS
@@ -99,6 +111,26 @@ def test_the_engines_guide_has_each_setting_with_its_default() -> None:
         return "" if field.is_required() else f"`{json.dumps(field.default)}`"
 
     assert rows == [(name, default_of(field), field.description) for name, field in EngineSettings.model_fields.items()]
+
+
+def files_written(text: str) -> set[str]:
+    """Return the files that a guide's commands and programs write, by the forms that guides use."""
+    forms = (
+        r"(?:-o|--out|--plot) ([a-z][\w.-]*)",
+        r"small_chat_model\.py ([\w-]+)",
+        r"(?m)^# (\w+\.yaml)$",
+        r"Path\(\"([\w.]+)\"\)\.write_text",
+        r"(?m)^python (\w+\.py)",
+    )
+    return {name if "." in name else f"{name}/" for form in forms for name in re.findall(form, text)}
+
+
+def test_files_that_a_guide_writes_leave_git_status_clean() -> None:
+    written = set[str]().union(*(files_written(guide.read_text()) for guide in GUIDES))
+
+    assert {"chat.py", "cache.yaml", "kv-0.html", "small-chat/", "sizes.png", "tokens.json"} <= written
+    assert seen_by_git(written) == []
+    assert seen_by_git({"other.py", "tests/other.html"}) == ["other.py", "tests/other.html"]
 
 
 def test_the_readme_is_short_and_links_to_every_guide() -> None:

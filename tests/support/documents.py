@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,3 +50,12 @@ def anchors(path: Path) -> set[str]:
     """Return the anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def seen_by_git(names: Iterable[str]) -> list[str]:
+    """Return the names that `git status` would list as new files of the clone: `.gitignore` has no rule for them."""
+    wanted = sorted(names)
+    command = ["git", "-C", str(ROOT), "check-ignore", "--no-index", "--stdin"]
+    done = subprocess.run(command, input="\n".join(wanted), capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr  # 1: none is ignored
+    return [name for name in wanted if name not in done.stdout.splitlines()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from re import findall
 
 import pytest
-from support.documents import GUIDES, RUN, Block, blocks, transcript
+from support.documents import GUIDES, RUN, Block, blocks, seen_by_git, transcript
 from support.models.sample_trace import write_trace
 from support.more import more
 from support.processes.command_line import run
@@ -116,6 +116,7 @@ def execute(program: str) -> None:
 )
 def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest.CaptureFixture[str]) -> None:
     output: list[str] = []
+    written: set[str] = set()
 
     section = ""
     for block in blocks(path):
@@ -123,7 +124,9 @@ def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest
         if block.language in RUN and (path.name, section) not in RUN_ELSEWHERE:
             perform(block, output)
             output.append(capsys.readouterr().out)
+            written.update(each.name for each in Path().iterdir())
 
+    assert seen_by_git(written) == []
     assert not list(Path().glob("*.py")), "no command of the guide runs the block"
     printed = "\n".join(output)
     for promised in PRINTED.get(path.name, []):
