@@ -5,7 +5,7 @@
     raydix start --for vllm small-chat --capacity 65536
     python examples/vllm_app.py small-chat --cache kv-0 --replicas 2
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-        -d '{"model": "small-chat", "messages": [{"role": "user", "content": "Hello"}], "stream": true}'
+        -d '{"model": "small-chat", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}'
 
 All of it runs in vLLM's environment (`make engines-venv`). The program joins the running cluster, and Ctrl-C ends the
 replicas but not the cache. Each replica is an engine with a scheduler and a worker of its own. It loads the KV that any
@@ -23,14 +23,14 @@ started for; otherwise the replicas do not start, and their log names the differ
 settings of the connector, and says how the replicas' weights are replaced.
 """
 
-import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import ray
 import typer
@@ -38,69 +38,76 @@ import typer
 from raydix.actors.cli.stats import stats as show_stats
 from raydix.actors.deploy import find_caches
 from raydix.actors.engines.settings import EngineSettings
-from raydix.actors.placement import beside, nearest_cache
 from raydix.schemas import CacheUnavailable, InvalidRequest
+from raydix.schemas.shown import brief
 
 try:
     from ray import serve
-    from ray.serve.llm import LLMConfig, LLMServer, build_openai_app
+    from ray.serve.llm import LLMConfig, build_openai_app
+
+    from raydix.actors.serve_llm import NearServer, node_resource, router_config, transfer_config
 except ImportError as error:
     raise ImportError("Ray Serve LLM needs vLLM's environment: make engines-venv") from error
 
 APP = "raydix-vllm"
+DEFAULT_PORT = 8000
 Count = Annotated[int, typer.Option(min=1)]
 
 
-def transfer_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config` of an engine with those settings of the connector."""
-    return {
-        "kv_connector": "RaydixConnector",
-        "kv_connector_module_path": "raydix.actors.vllm_connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",  # vLLM's default, "fail", would end a request with an error
-        "kv_connector_extra_config": settings,
-    }
+class Running(NamedTuple):
+    """Where Serve listens."""
+
+    host: str
+    port: int
+    path: str = ""
+
+    @property
+    def url(self) -> str:
+        """The URL of OpenAI's API, for this node."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{host}:{self.port}{self.path}/v1"
 
 
-def resource_of_node(cache: str) -> str:
-    """Return the resource of Ray that only the node of the cache has."""
-    place: Any = beside(cache)
-    node_id = getattr(place, "node_id", None)
-    if node_id is None:
-        sys.exit(f"error: cache {cache!r} has a GPU of its own in a placement group, which leaves none to the replicas")
-    (address,) = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
-    return f"node:{address}"
+def running_serve() -> Running | None:
+    """Return where Serve listens in this cluster; None: it does not run."""
+    try:
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return None
+    options = ray.get(controller.get_http_config.remote())
+    return Running(options.host or "", options.port, options.root_path)
 
 
-class NearServer(LLMServer):
-    """A replica on a cache of its node, which it names for the router."""
+def start_serve(port: int | None) -> Running:
+    """Start Serve on a port, by default 8000. If it runs already, its port stays."""
+    found = running_serve()
+    if found is not None:
+        if port not in (None, found.port):
+            sys.exit(
+                f"error: --port must be {found.port}, where Serve listens in this cluster already, not {port}\n"
+                f"--port {found.port}, or end Serve with all its applications first: serve shutdown"
+            )
+        return found
+    port = DEFAULT_PORT if port is None else port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just given up is free
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            sys.exit(f"error: --port {port} cannot be used: {error.strerror}\nend the program there, or another --port")
+    serve.start(http_options={"port": port})
+    return Running("127.0.0.1", port)
 
-    async def __init__(self, llm_config: LLMConfig, **options: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Choose the cache, and start the engine with it."""
-        transfer = llm_config.engine_kwargs["kv_transfer_config"]
-        settings = EngineSettings.of(transfer["kv_connector_extra_config"])
-        place = serve.get_replica_context().rank.local_rank
-        self._cache = await asyncio.to_thread(nearest_cache, settings.cache, place=place, namespace=settings.namespace)
-        extra = transfer["kv_connector_extra_config"] | {"cache": self._cache}
-        llm_config.update_engine_kwargs(kv_transfer_config=transfer | {"kv_connector_extra_config": extra})
-        await super().__init__(llm_config, **options)
 
-    async def record_replica_metadata(self) -> dict[str, str]:
-        """Return what the router reads."""
-        return {"raydix_cache": self._cache}
-
-
-def router_config(model: Path, caches: str, engine: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return the `request_router_config` that sends requests to the caches by their prefix."""
-    kwargs = {
-        "caches": caches,
-        "tokens_of": "raydix.actors.vllm_tokens:ChatTokens",
-        "tokens_of_kwargs": {"model": str(model), "engine_kwargs": engine},
-    }
-    return {
-        "request_router_class": "raydix.actors.serve_router.RaydixRequestRouter",
-        "request_router_kwargs": kwargs | more,
-    }
+def read_object(option: str, text: str) -> Any:
+    """Return the JSON object, or null, that an option has."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        sys.exit(f"error: {option} must be JSON, not {brief(text)}: {error}")
+    if not isinstance(value, dict | None):
+        sys.exit(f"error: {option} must be a JSON object, not {brief(text)}")
+    return value
 
 
 def build_app(
@@ -127,15 +134,18 @@ def build_app(
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     ranks = engine.get("tensor_parallel_size", 1)
     deployment: dict[str, Any] = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0}}  # those of the bundle
-    if settings is not None and router is not None:
-        deployment["request_router_config"] = router_config(model, settings["cache"], engine, router)
     if settings is not None:
-        if is_pattern and not find_caches(settings["cache"]):
-            raise CacheUnavailable(f"no cache with a name like {settings['cache']!r} runs")
         settings = {"ray_address": ray.get_runtime_context().gcs_address} | settings
-        engine = engine | {"kv_transfer_config": transfer_config(settings)}
+        checked = EngineSettings.of(settings)
         if not is_pattern:
-            bundle[resource_of_node(EngineSettings.of(settings).cache_of(0, ranks))] = 0.001
+            bundle[node_resource(checked.cache_of(0, ranks), namespace=checked.namespace)] = 0.001
+        elif not find_caches(checked.cache, checked.namespace):
+            raise CacheUnavailable(f"no cache with a name like {checked.cache!r} runs")
+        if router is not None:
+            deployment["request_router_config"] = router_config(
+                checked.cache, str(model), engine, namespace=checked.namespace, **router
+            )
+        engine = engine | {"kv_transfer_config": transfer_config(settings)}
     handed_on = [name for name in os.environ if name.startswith(("VLLM_", "OMP_")) or name == "RAY_AUTH_MODE"]
     config: dict[str, Any] = {
         "model_loading_config": {"model_id": model.name, "model_source": str(model)},
@@ -167,10 +177,15 @@ def main(
     engine: Annotated[str, typer.Option(metavar="JSON", help='more arguments of vLLM, as {"dtype": "float32"}')] = "{}",
     settings: Annotated[str, typer.Option(metavar="JSON", help='of the connector, as {"weights": "v1"}')] = "{}",
     address: Annotated[str, typer.Option(envvar="RAY_ADDRESS", help="of the running Ray cluster")] = "auto",
-    port: int = 8000,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65_535, help=f"of Serve; default: its own if it runs, else {DEFAULT_PORT}")
+    ] = None,
 ):
     """Serve MODEL until Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # With the details, `usage` of an answer has the number of cached tokens.
+    arguments = {"enable_prompt_tokens_details": True} | (read_object("--engine", engine) or {})
+    more, routing = read_object("--settings", settings) or {}, read_object("--router", router)
     try:
         ray.init(address=address, namespace="serve", log_to_driver=False)
     except ConnectionError:
@@ -178,7 +193,6 @@ def main(
     if not gpus:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each replica's own prefix cache
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else replicas bind to the same cores
-    arguments = json.loads(engine)
     if cache is not None and caches is not None:
         sys.exit("error: --cache and --caches exclude each other")
     if caches is not None and arguments.get("tensor_parallel_size", 1) > 1:
@@ -187,9 +201,9 @@ def main(
     try:
         app = build_app(
             model.resolve(),
-            settings=None if name is None else {"cache": name} | json.loads(settings),
+            settings=None if name is None else {"cache": name} | more,
             is_pattern=caches is not None,
-            router=None if caches is None else json.loads(router),
+            router=None if caches is None else routing,
             replicas=replicas,
             gpus=gpus,
             cpus=cpus,
@@ -199,17 +213,23 @@ def main(
         sys.exit(f"error: {error}\nraydix start --for vllm {model} --capacity TOKENS")
     except InvalidRequest as error:
         sys.exit(f"error: {error}")
-    serve.start(http_options={"port": port})
+    ran_before = running_serve() is not None
+    running = start_serve(port)
     try:
         serve.run(app, name=APP)
-        print(f"{replicas} replicas of {model.resolve().name} serve http://127.0.0.1:{port}/v1", flush=True)
+        print(f"{replicas} replicas of {model.resolve().name} serve {running.url}", flush=True)
         if cache is not None:
-            show_stats(EngineSettings(cache=cache).cache_of(0, arguments.get("tensor_parallel_size", 1)))
+            used = EngineSettings.of({"cache": cache} | more)
+            ranks = arguments.get("tensor_parallel_size", 1)
+            show_stats(used.cache_of(0, ranks), namespace=used.namespace)
             sys.stdout.flush()
         with suppress(KeyboardInterrupt):
             signal.pause()
     finally:
-        serve.shutdown()
+        if ran_before:  # other applications may run there
+            serve.delete(APP)
+        else:
+            serve.shutdown()
 
 
 if __name__ == "__main__":
