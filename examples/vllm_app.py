@@ -43,6 +43,7 @@ from raydix.schemas.shown import brief
 
 try:
     from ray import serve
+    from ray.serve.exceptions import RayServeException
     from ray.serve.llm import LLMConfig, build_openai_app
 
     from raydix.actors.serve_llm import NearServer, node_resource, router_config, transfer_config
@@ -61,11 +62,10 @@ class Running(NamedTuple):
     port: int
     path: str = ""
 
-    @property
-    def url(self) -> str:
-        """The URL of OpenAI's API, for this node."""
+    def url(self, route: str) -> str:
+        """Return the URL of OpenAI's API below a route, for this node."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://{host}:{self.port}{self.path}/v1"
+        return f"http://{host}:{self.port}{self.path}{route.rstrip('/')}/v1"
 
 
 def running_serve() -> Running | None:
@@ -180,6 +180,7 @@ def main(
     port: Annotated[
         int | None, typer.Option(min=1, max=65_535, help=f"of Serve; default: its own if it runs, else {DEFAULT_PORT}")
     ] = None,
+    route: Annotated[str, typer.Option(help="of this application among those of Serve")] = "/",
 ):
     """Serve MODEL until Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -193,6 +194,8 @@ def main(
     if not gpus:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each replica's own prefix cache
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else replicas bind to the same cores
+    if not route.startswith("/"):
+        sys.exit(f"error: --route must begin with /, not {route!r}\n--route /{route}")
     if cache is not None and caches is not None:
         sys.exit("error: --cache and --caches exclude each other")
     if caches is not None and arguments.get("tensor_parallel_size", 1) > 1:
@@ -216,8 +219,12 @@ def main(
     ran_before = running_serve() is not None
     running = start_serve(port)
     try:
-        serve.run(app, name=APP)
-        print(f"{replicas} replicas of {model.resolve().name} serve {running.url}", flush=True)
+        try:
+            serve.run(app, name=APP, route_prefix=route)
+        except RayServeException as error:  # such as a route of another application
+            reason = getattr(error, "cause", error)
+            sys.exit(f"error: {reason}\nanother --route, or end that application: serve.delete(NAME)")
+        print(f"{replicas} replicas of {model.resolve().name} serve {running.url(route)}", flush=True)
         if cache is not None:
             used = EngineSettings.of({"cache": cache} | more)
             ranks = arguments.get("tensor_parallel_size", 1)

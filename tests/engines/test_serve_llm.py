@@ -99,7 +99,8 @@ def test_the_url_is_that_of_the_serve_that_runs(
 
     assert example.start_serve(None) == example.start_serve(port) == example.running_serve()
     for where in (started, example.running_serve()):
-        assert urllib.request.urlopen(where.url, timeout=60).read() == b"/v1"
+        assert urllib.request.urlopen(where.url("/"), timeout=60).read() == b"/v1"
+    assert started.url("/chat/") == f"http://127.0.0.1:{port}/chat/v1"
     with pytest.raises(
         SystemExit, match=rf"--port must be {port}, where Serve listens .* not {port + 1}\n--port {port}"
     ):
