@@ -117,6 +117,7 @@ def test_the_cache_counts_the_hits_and_its_sessions(with_cache: Seen) -> None:
     assert stats.open_sessions == 4  # a scheduler and a worker of each replica
     assert stats.tokens_reused >= sum(turn.num_cached for turns in with_cache.turns for turn in turns[1:])
     assert (stats.open_leases, stats.private_slots, stats.refusals) == (0, 0, {})
+    assert re.search(r"^lock +\w.*\ninsert +\w", with_cache.followed, re.MULTILINE), with_cache.followed
 
 
 def test_the_example_prints_its_address_and_the_counts(with_cache: Seen) -> None:

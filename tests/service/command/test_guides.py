@@ -124,7 +124,7 @@ def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest
         if block.language in RUN and (path.name, section) not in RUN_ELSEWHERE:
             perform(block, output)
             output.append(capsys.readouterr().out)
-            written.update(each.name for each in Path().iterdir())
+            written.update(file.name for file in Path().iterdir())
 
     assert seen_by_git(written) == []
     assert not list(Path().glob("*.py")), "no command of the guide runs the block"

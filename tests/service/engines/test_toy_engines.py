@@ -82,6 +82,19 @@ def test_another_engine_loads_what_one_has_computed(make_caches: MakeCaches, num
     assert longer.num_hit == 208  # blocks of decoded tokens, too
 
 
+def test_a_cache_that_only_engines_use_times_their_look_ups_and_saves(make_caches: MakeCaches) -> None:
+    caches = make_caches()
+    engine, (prompt,) = caches.make_engine(), prompts(1, 200)
+
+    for _ in range(3):
+        engine.run(prompt, 1)
+
+    stats = caches.stats()
+    assert (stats.acquire_latency.count, stats.lock_latency.count) == (0, 3)
+    assert stats.insert_latency.count >= 1
+    assert stats.lock_latency.sum > 0 < stats.insert_latency.sum
+
+
 def test_the_last_token_of_a_whole_prompt_is_computed_again(make_caches: MakeCaches) -> None:
     caches = make_caches()
     one, other = caches.make_engine(), caches.make_engine()
