@@ -38,6 +38,7 @@ from raydix.actors.demo_workload import (
 from raydix.actors.deploy import shutdown_cache, start_cache_async
 from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig, CacheStats
+from raydix.schemas.shown import percent
 
 MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half a second
     "model_type": "llama",
@@ -136,7 +137,7 @@ async def serve(
             history = np.concatenate((prompt, answer.token_ids))
             run.turns[index, number] = Turn(len(prompt), answer, number > 0 or not conversation.is_first)
             await note(run)
-            progress.update(bar, description=f"{name}, hit rate {run.hit_rate():.0%}", completed=len(run.turns))
+            progress.update(bar, description=f"{name}, hit rate {percent(run.hit_rate(), 0)}", completed=len(run.turns))
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:

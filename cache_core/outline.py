@@ -18,6 +18,15 @@ def head_of(items: Sequence[object]) -> str:
     return f"[{shown}{' ...' if len(items) > SHOWN else ''}]"
 
 
+def num_alike(runs: Sequence[Any]) -> int:
+    """Return how many first items several runs share, bytes or ids; 0 if one run begins another."""
+    if len(runs) < 2:
+        return 0
+    low, high = min(runs), max(runs)  # the others lie between them
+    pairs = enumerate(zip(low, high, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), 0)
+
+
 def walk_down(top: Any) -> Iterator[tuple[int, Any]]:
     """Yield every node below `top` with its depth, from 1: parents before children, siblings in order of arrival."""
     stack = [(1, child) for child in reversed(top.children.values())]
@@ -53,25 +62,40 @@ class OutlineNode:
     hits: int  # matches that ended at it or below
     last_used: int  # tick; the latest use of it or a node below
     extra_key: str | None  # its namespace
-    first_ids: Callable[[Any], list[int]]  # returns the first `SHOWN` token ids of a node
+    first_ids: Callable[[Any, int], list[int]]  # returns `SHOWN` token ids of a node, after so many of its tokens
+    num_alike: Callable[[list[Any]], int]  # returns the number of first tokens that sibling nodes share
     parent: OutlineNode | None = None  # None: this is a namespace
     num_children: int = field(init=False)
     children: list[OutlineNode] = field(default_factory=list)  # the children that were visited, the largest first
     is_whole: bool = True  # every node below it was visited
     num_nodes: int = 1
     tokens_below: int = 0  # including its own
+    _num_alike_below: int | None = field(default=None, init=False)  # first tokens that its visited children share
 
     def __post_init__(self) -> None:
         self.num_children = len(self.node.children)
 
     @property
-    def tokens(self) -> list[int]:
+    def first_tokens(self) -> list[int]:
         """The first few token ids, read from the tree."""
-        ids, node = self.first_ids(self.node), self.node
-        while self.own_tokens > len(ids) < SHOWN:  # a chain of nodes
+        return self._ids_after(0)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The first few token ids after those that it shares with its siblings: they may begin a page alike."""
+        return self._ids_after(0 if self.parent is None else self.parent._alike_below())
+
+    def _ids_after(self, num_skipped: int) -> list[int]:
+        ids, node = self.first_ids(self.node, num_skipped), self.node
+        while self.own_tokens - num_skipped > len(ids) < SHOWN:  # a chain of nodes
             (node,) = node.children.values()
-            ids += self.first_ids(node)
+            ids += self.first_ids(node, 0)
         return ids[:SHOWN]
+
+    def _alike_below(self) -> int:
+        if self._num_alike_below is None:
+            self._num_alike_below = self.num_alike([child.node for child in self.children])
+        return self._num_alike_below
 
 
 Describe = Callable[[Any], OutlineNode]  # returns a node's own numbers

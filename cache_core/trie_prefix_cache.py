@@ -26,7 +26,7 @@ from raydix.cache_core.base_prefix_cache import (
     Starts,
 )
 from raydix.cache_core.errors import LockError
-from raydix.cache_core.outline import SHOWN, Outline, OutlineLimits, OutlineNode, outline
+from raydix.cache_core.outline import SHOWN, Outline, OutlineLimits, OutlineNode, num_alike, outline
 from raydix.cache_core.pool.release import call_pool
 from raydix.cache_core.radix_trie import RadixTrie
 from raydix.cache_core.tree.packed_slots import as_slots, expand_pages
@@ -259,11 +259,15 @@ def _space_of(token: Hashable) -> tuple[str | None, int]:
 
 
 def _outline_node(node: TrieNode) -> OutlineNode:
-    return OutlineNode(node, len(node.tokens), len(node.users), 0, node.last_access_time, None, _first_ids)
+    return OutlineNode(node, len(node.tokens), len(node.users), 0, node.last_access_time, None, _first_ids, _num_alike)
 
 
-def _first_ids(node: TrieNode) -> list[int]:
-    return list(map(_id_of, node.tokens[:SHOWN]))
+def _first_ids(node: TrieNode, num_skipped: int) -> list[int]:
+    return list(map(_id_of, node.tokens[num_skipped : num_skipped + SHOWN]))
+
+
+def _num_alike(nodes: list[TrieNode]) -> int:
+    return num_alike([list(map(_id_of, node.tokens)) for node in nodes])
 
 
 def _id_of(token: Any) -> int:

@@ -29,12 +29,13 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydix.actors import PrefixCacheClient, connect_fleet, start_cache_async
-from raydix.actors.cli.output import AsJson, console, share, show, table_of
+from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.demo import MODEL, progress_on, serve
 from raydix.actors.demo_workload import PAGE_SIZE, Workload, draw_conversations
 from raydix.actors.placement import beside
 from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig
+from raydix.schemas.shown import percent, rate
 
 Count = Annotated[int, typer.Option(min=1)]
 NUM_NODES = 3
@@ -193,14 +194,14 @@ def table(f):
     """Return the table that the program prints at the end."""
     rows = table_of("", ">in turn", ">routed")
     sides = f["in_turn"], f["routed"]
-    rows.add_row("prompt tokens hit", *(f"{each['hit_rate']:.1%}" for each in sides))
+    rows.add_row("prompt tokens hit", *(percent(each["hit_rate"]) for each in sides))
     rows.add_row("prompt tokens computed", *(f"{each['computed_tokens']:,}" for each in sides))
     for key, name in (("mean", "mean"), ("p50", "median"), ("p95", "95th percentile")):
         rows.add_row(f"time to first token, {name}", *(f"{each[f'first_token_ms_{key}']:,.0f} ms" for each in sides))
     rows.add_row("time for all turns", *(f"{each['seconds']:.1f} s" for each in sides))
     rows.add_row("requests of each cache", "", ", ".join(str(count) for count in f["routes"].values()))
     rows.add_row("a route, median", "", f"{f['route_ms_p50']:.2f} ms, {f['route_actor_calls']} actor calls")
-    rows.caption = f"{share(f['identical_turns'], f['turns'])} of {f['turns']} answers are the same"
+    rows.caption = f"{rate(f['identical_turns'], f['turns'])} of {f['turns']} answers are the same"
     return rows
 
 

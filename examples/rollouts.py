@@ -32,6 +32,7 @@ from raydix.actors.demo import MODEL
 from raydix.actors.demo_workload import PAGE_SIZE, VOCABULARY
 from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig
+from raydix.schemas.shown import rate
 
 Count = Annotated[int, typer.Option(min=1)]
 PROMPT_LEN, ANSWER_LEN = 256, 16  # whole pages, so that a sample computes nothing of its prompt
@@ -145,7 +146,7 @@ def table(history):
     rows = table_of("policy", ">hit rate", ">answers changed", ">slots", ">matched later", ">slots later")
     for each in history:
         counts = (each.changed_answers, each.stored_slots, each.matched_after, each.slots_left)
-        rows.add_row(each.policy, f"{each.reused_tokens / each.prompt_tokens:.1%}", *(f"{count:,}" for count in counts))
+        rows.add_row(each.policy, rate(each.reused_tokens, each.prompt_tokens), *(f"{count:,}" for count in counts))
     return rows
 
 

@@ -17,6 +17,7 @@ arguments does not survive Ray's pickling.
 from __future__ import annotations
 
 from raydix.schemas.leases import LeaseOwner
+from raydix.schemas.shown import counted
 
 
 class CacheError(Exception):
@@ -84,12 +85,13 @@ class PoolExhausted(CacheError):
         else:
             advice = f"it can never fit: shorten the request or enlarge {size}"
         share = "" if self.tenant is None else f" of the share of tenant {self.tenant!r}"
-        kept = f"; {self.kept_slots} kept for other tenants" if self.kept_slots else ""
-        counted = ("" if self.pool == "slots" else ", in slots of tokens") + ", shared prefixes counted once"
-        most = f"{counted}: {', '.join(map(str, self.owners))}" if self.owners else ""
+        kept = f"; {self.kept_slots:,} kept for other tenants" if self.kept_slots else ""
+        how = ("" if self.pool == "slots" else ", in slots of tokens") + ", shared prefixes counted once"
+        most = f"{how}: {', '.join(map(str, self.owners))}" if self.owners else ""
         return (
-            f"needs {self.needed} {self.pool}{share}, but {self.free} are free and {self.evictable} evictable "
-            f"({self.held_slots} held by {self.open_leases} leases{most}{kept}); {advice}"
+            f"needs {counted(self.needed, self.pool[:-1])}{share}, but {self.free:,} are free and "
+            f"{self.evictable:,} evictable ({self.held_slots:,} held by {counted(self.open_leases, 'lease')}"
+            f"{most}{kept}); {advice}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from raydix.schemas.message import PydanticMessage
-from raydix.schemas.shown import shown
+from raydix.schemas.shown import counted, short_time, shown
 
 
 class LeaseGrant(PydanticMessage):
@@ -33,4 +33,5 @@ class LeaseOwner(PydanticMessage):
     oldest_s: float = Field(description="seconds since the oldest of them was granted")
 
     def __str__(self) -> str:
-        return f"{shown(self.owner)} {self.slots} slots by {self.leases}, up to {self.oldest_s:.0f} s old"
+        held = f"{counted(self.slots, 'slot')} by {counted(self.leases, 'lease')}"
+        return f"{shown(self.owner)} {held}, up to {short_time(self.oldest_s)} old"

@@ -35,7 +35,9 @@ class TreePart(PydanticMessage):
     """Cached tokens that all parts below share, and those parts; in a large tree the counts are estimates."""
 
     namespace: str
-    tokens: tuple[int, ...] = Field(default=(), description="the first few ids of the run")
+    tokens: tuple[int, ...] = Field(
+        default=(), description="the first few ids of the run after those that it shares with its siblings"
+    )
     num_tokens: int = Field(description="with all below")
     own_tokens: int = Field(description="of the run itself")
     num_nodes: int
@@ -50,7 +52,7 @@ class PrefixUse(PydanticMessage):
     namespace: str = Field(description="the fields of the namespace, as text")
     tokens: tuple[int, ...] = Field(description="its first few ids")
     run_tokens: tuple[int, ...] = Field(
-        description="the first few ids after the longest shorter prefix that others share; the same as `tokens` if none"
+        description="the first few ids after the tokens it shares with other prefixes; the same as `tokens` if none"
     )
     num_tokens: int = Field(description="its length")
     num_hits: int = Field(description="matches that ended in its last run or beyond")

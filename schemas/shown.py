@@ -1,10 +1,15 @@
-"""How names and values that callers give are shown: in errors, logs and tables, on a terminal."""
+"""How names, values, numbers and plurals are shown: in errors, logs, tables and reports, on a terminal."""
 
 from __future__ import annotations
 
 from reprlib import Repr
 
+NONE = "-"  # a rate without a base
+
 _MOST = 160  # characters of a value in an error
+_TIMES = ((1, "s"), (60, "min"), (3600, "h"), (86_400, "d"))
+_COUNTS = ((1, ""), (1_000, "k"), (1_000_000, "M"), (1_000_000_000, "G"))
+_SIZES = ((1, "bytes"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB"), (2**40, "TiB"), (2**50, "PiB"))
 
 
 def shown(name: str) -> str:
@@ -47,3 +52,63 @@ def brief(value: object) -> str:
     Of lists and dicts the first few members are shown. A value that has no `repr` is shown by its type.
     """
     return cut(_brief.repr(value))
+
+
+def counted(number: int, noun: str, mark: str = "") -> str:
+    """Return a number with its noun: "1 namespace", "2,048 slots", with a mark "4,096+ tokens".
+
+    The noun is given in the singular; an adjective may come before it.
+    """
+    return f"{number:,}{mark} {noun if number == 1 and not mark else _plural(noun)}"
+
+
+def short_count(count: float) -> str:
+    """Return a count in about three digits: 950, 1.2k, 34M."""
+    return _short(count, _COUNTS, "")
+
+
+def short_time(seconds: float) -> str:
+    """Return a time in its largest unit that fits: 12 s, 3 min, 1.5 h."""
+    return _short(seconds, _TIMES, " ")
+
+
+def measured_time(seconds: float) -> str:
+    """Return a measured time in up to three digits: 0.31 ms, 504 ms, 2.24 s, 1,200 s."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
+
+
+def byte_size(num_bytes: int) -> str:
+    """Return a number of bytes in its largest unit that fits: 512 bytes, 1.5 GiB, 119 TiB."""
+    return counted(num_bytes, "byte") if num_bytes < 2**10 else _short(num_bytes, _SIZES, " ")
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share of one, in percent."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def rate(part: float, whole: float, digits: int = 1) -> str:
+    """Return a part of a whole in percent, "-" if the whole is 0."""
+    return percent(part / whole, digits) if whole else NONE
+
+
+def points(difference: float) -> str:
+    """Return the difference of two shares in percentage points, with its sign."""
+    return f"{100 * difference:+.1f}"
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return f"{noun}es"
+    return f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2:-1] not in "aeiou" else f"{noun}s"
+
+
+def _short(value: float, units: tuple[tuple[int, str], ...], gap: str) -> str:
+    factor, unit = next((each for each in reversed(units) if value >= each[0]), units[0])
+    scaled = value / factor
+    digits = f"{scaled:.1f}".removesuffix(".0") if scaled < 10 else f"{scaled:,.0f}"
+    return f"{digits}{gap if unit else ''}{unit}"

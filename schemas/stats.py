@@ -25,7 +25,9 @@ class EvictionTaskStats(PydanticMessage):
     retired_tokens: int = Field(default=0, description="of retired namespaces, freed")
     failures: int = Field(description="rounds that raised; each was logged, and the task continued")
     last_error: str | None
-    longest_slice_ms: float
+    longest_slice_ms: float = Field(
+        description="the most of the processor's time that it took while it held the event loop"
+    )
 
 
 class PoolStats(PydanticMessage):
@@ -135,7 +137,7 @@ class CacheStats(PydanticMessage):
     weights: str | None = Field(default=None, description="the label of the base model's weights; None: none yet")
     waiters: int
     expired_sessions: int = Field(description="clients that sent nothing for too long")
-    dead_sessions: int = Field(description="clients with a process or an owner that died")
+    dead_sessions: int = Field(description="clients that were not closed before their process or owner ended")
     acquires: int = Field(description="requests granted by acquire or lock, a lease each; not the resumed ones")
     hits: int = Field(description="of those, the ones that found a prefix")
     tokens_requested: int = Field(description="prompt tokens of acquires")

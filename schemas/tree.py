@@ -22,7 +22,7 @@ class TreeBranch(PydanticMessage):
     extra_key: str | None = Field(default=None, description="of the namespace, as are the next two")
     lora_id: str | None = None
     cache_salt: str | None = None
-    tokens: tuple[int, ...] = Field(description="its first few")
+    tokens: tuple[int, ...] = Field(description="its first few after those that it shares with its siblings")
     num_tokens: int = Field(description="its own")
     num_tokens_below: int = Field(description="its own and those of the sampled nodes below it")
     num_nodes: int = Field(description="this one and the sampled nodes below it")

@@ -7,9 +7,8 @@ from typing import Any
 from rich.console import Group
 
 from raydix.actors.cli.cluster import Address, Namespace, join
-from raydix.actors.cli.output import AsJson, share, show, table_of
-from raydix.actors.report.units import short_time
-from raydix.schemas.shown import shown
+from raydix.actors.cli.output import AsJson, show, table_of
+from raydix.schemas.shown import percent, rate, short_time, shown
 
 _ANSWER_S = 5.0
 
@@ -94,9 +93,9 @@ def _table(rows: list[dict[str, Any]], namespace: str) -> Group | str:
             row["kind"],
             f"{row['page_size']}",
             f"{row['num_slots']:,}",
-            f"{1 - row['free_slots'] / row['num_slots']:.0%}",
+            percent(1 - row["free_slots"] / row["num_slots"]),
             f"{row['open_leases']:,}",
-            share(row["tokens_reused"], row["tokens_requested"]),
+            rate(row["tokens_reused"], row["tokens_requested"]),
             f"{row['device']} {row['node_id'][:8]}",
             short_time(row["uptime_s"]),
         )

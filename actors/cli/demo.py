@@ -14,8 +14,9 @@ from rich.console import Group
 from rich.table import Table
 
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
-from raydix.actors.cli.output import AsJson, console, share, show
+from raydix.actors.cli.output import AsJson, console, show
 from raydix.actors.demo_workload import Workload
+from raydix.schemas.shown import counted, rate
 
 Tokens = Annotated[int, typer.Option(min=1, metavar="TOKENS")]
 _LOAD = Workload()
@@ -66,9 +67,11 @@ def table_of(f: dict[str, Any]) -> Table:
     turns, tokens = f["turns"], f["prompt_tokens"]
 
     def of_prompts(part: int) -> str:
-        return f"{part:,} ({share(part, tokens)})"
+        return f"{part:,} ({rate(part, tokens)})"
 
-    table = Table("", "cache on", "cache off", title=f"{turns} turns, served twice: with the cache and without")
+    table = Table(
+        "", "cache on", "cache off", title=f"{counted(turns, 'turn')}, served twice: with the cache and without"
+    )
     table.add_row("prompt tokens hit: taken from the cache", of_prompts(f["reused_tokens"]), "-")
     table.add_row("prompt tokens missed: computed", of_prompts(f["computed_tokens"]), of_prompts(tokens))
     for name, on_ms in f["first_token_ms_on"].items():
@@ -86,7 +89,7 @@ def table_of(f: dict[str, Any]) -> Table:
     table.add_row("acquires", f"{f['acquires']:,}")
     table.add_row("... waiting at the same moment, at most", f"{f['peak_waiters']:,}")
     table.add_row("... refused", f"{f['acquires_refused']:,}")
-    shared = f"* of the {f['shared_prefix_turns']} turns that share a prefix with an earlier one"
+    shared = f"* of the turns that share a prefix with an earlier one, {f['shared_prefix_turns']:,} of {turns:,}"
     table.caption = f"{shared}\nAt most: as seen after each turn."
     return table
 
@@ -96,8 +99,10 @@ def closing(f: dict[str, Any]) -> str:
     sooner = f["first_token_speedup"]
     when = f"came {sooner:.1f} times sooner" if sooner >= 1.05 else "came no sooner"
     changed = f["turns"] - f["identical_turns"]
-    same = f"all {f['turns']} answers are the same" if not changed else f"{changed} of {f['turns']} answers DIFFER"
-    share_hit = share(f["reused_tokens"], f["prompt_tokens"])
+    same = (
+        f"all {f['turns']:,} answers are the same" if not changed else f"{changed:,} of {f['turns']:,} answers DIFFER"
+    )
+    share_hit = rate(f["reused_tokens"], f["prompt_tokens"])
     return (
         f"{share_hit} of the prompt tokens came from the cache, the first token of turns that share a prefix {when} "
         f"on average, and {same}.\n"

@@ -12,7 +12,7 @@ import typer
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
-from raydix.schemas.shown import shown
+from raydix.schemas.shown import counted, shown
 
 if TYPE_CHECKING:
     from raydix.actors.exporters.vllm_events import VllmEventExporter
@@ -70,7 +70,12 @@ def export_events(
     done = asyncio.run(export())
     counts = {"batches": done.num_batches, "events": done.num_events, "snapshots": done.num_snapshots}
     document: dict[str, Any] = {"cache": name, "endpoint": done.endpoint, "replay_endpoint": done.replay_endpoint}
-    show(document | counts, as_json, lambda: ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    nouns = {"batches": "batch", "events": "event", "snapshots": "snapshot"}
+    show(
+        document | counts,
+        as_json,
+        lambda: ", ".join(counted(count, nouns[name]) for name, count in counts.items()),
+    )
 
 
 async def _run(exporter: VllmEventExporter, seconds: float | None) -> None:

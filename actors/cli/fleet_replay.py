@@ -15,7 +15,7 @@ from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.cli.replay import cannot_plot, check_can_plot, requests_of
 from raydix.actors.cli.route_defaults import NUM_RANDOM, PROMISE_TTL_S, ROUTERS, WEIGHT
-from raydix.actors.report.units import percent
+from raydix.schemas.shown import counted, measured_time, percent
 
 if TYPE_CHECKING:
     from raydix.actors.fleet.arrivals import Arrivals
@@ -188,20 +188,17 @@ def _table(document: dict[str, Any], results: list[RouterResult]) -> Table:
         table.add_row(
             each.router,
             percent(medians["hit_rate_percent"] / 100),
-            _seconds(medians["first_token_mean_s"]),
-            _seconds(medians["first_token_p99_s"]),
-            _seconds(medians["wait_mean_s"]),
+            measured_time(medians["first_token_mean_s"]),
+            measured_time(medians["first_token_p99_s"]),
+            measured_time(medians["wait_mean_s"]),
             f"{medians['max_queue']:.0f}",
             f"{medians['busy_max_over_mean']:.2f}",
             percent(medians["utilisation"]),
         )
     num_seeds = len(results[0].by_seed)
     table.title = (
-        f"{document['requests']:,} requests, {document['caches']:,} caches of {document['capacity']:,} tokens, "
-        f"{'medians of ' if num_seeds > 1 else ''}{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+        f"{counted(document['requests'], 'request')}, {counted(document['caches'], 'cache')} of "
+        f"{counted(document['capacity'], 'token')}, {'medians of ' if num_seeds > 1 else ''}"
+        f"{counted(num_seeds, 'seed')}"
     )
     return table
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 1 else f"{1000 * value:.0f} ms"

@@ -53,11 +53,6 @@ def table_of(*columns: str) -> Table:
     return table
 
 
-def share(part: float, whole: float) -> str:
-    """Return a share in percent, "-" if `whole` is 0."""
-    return f"{part / whole:.1%}" if whole else "-"
-
-
 def print_json(value: Any, indent: int | None = 2) -> None:
     """Print one JSON document; on one line with `indent=None`."""
     typer.echo(json.dumps(value, indent=indent, default=_as_json))

@@ -13,6 +13,7 @@ import typer
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
+from raydix.schemas.shown import counted
 
 if TYPE_CHECKING:
     from raydix.schemas import RecordingStatus, StartRecording
@@ -103,4 +104,4 @@ def _sentence(status: RecordingStatus) -> str:
     if status.error:
         return f"{status.path}: could not write: {status.error}"
     dropped = f", {status.dropped:,} dropped" if status.dropped else ""
-    return f"{status.path}: {status.requests:,} requests{dropped}; try: raydix replay {status.path}"
+    return f"{status.path}: {counted(status.requests, 'request')}{dropped}; try: raydix replay {status.path}"

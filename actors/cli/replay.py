@@ -15,7 +15,8 @@ from rich.table import Table
 from raydix.actors.cli.cluster import Address, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show, table_of
-from raydix.actors.report.units import percent, points, too_large
+from raydix.actors.report.too_large import too_large
+from raydix.schemas.shown import counted, percent, points, short_count
 
 if TYPE_CHECKING:
     from raydix.actors.replay import Replay
@@ -170,12 +171,12 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             row["policy"],
             f"{row['page_size']}",
             percent(row["hit_rate_percent"] / 100, 2),
-            _short(row["reused_tokens"]),
-            _short(row["evicted_tokens"]),
-            f"{row['too_large']}",
+            short_count(row["reused_tokens"]),
+            short_count(row["evicted_tokens"]),
+            f"{row['too_large']:,}",
             f"{row['requests_per_s']:,.0f}",
         )
-    table.title = f"{rows[0]['requests']:,} requests, {_short(rows[0]['prompt_tokens'])} prompt tokens"
+    table.title = f"{counted(rows[0]['requests'], 'request')}, {short_count(rows[0]['prompt_tokens'])} prompt tokens"
     return table
 
 
@@ -193,8 +194,5 @@ def _what_if(replay: Replay) -> str:
     if ghost is None:
         return ""
     now, twice = (ghost.hit_rate_at(factor * capacity) for factor in (1, 2))
-    return f"{capacity:,} tokens: twice as many would give about {points(twice - now)} points, {percent(twice)}"
-
-
-def _short(tokens: int) -> str:
-    return f"{tokens / 1e6:,.1f}M" if tokens >= 1e6 else f"{tokens:,}"
+    change = f"would change the hit rate by about {points(twice - now)} points, to {percent(twice)}"
+    return f"{counted(capacity, 'token')}: twice as many {change}"

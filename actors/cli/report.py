@@ -12,6 +12,7 @@ from raydix.actors.cli.cluster import Address, Namespace, ask, cache_handle, com
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.actors.cli.replay import CAPACITIES, checked_config, requests_of
+from raydix.schemas.shown import rate, short_count
 
 if TYPE_CHECKING:
     from raydix.schemas import CacheConfig, CacheReport, CacheStats
@@ -59,7 +60,7 @@ def report(
 
 def _summary(stats: CacheStats, out: Path) -> str:
     """Return the printed lines; requests that can never fit come first."""
-    from raydix.actors.report.units import rate, short_count, too_large
+    from raydix.actors.report.too_large import too_large
 
     hits = rate(stats.tokens_reused, stats.tokens_requested, 2)
     hit_rate = f"hit rate {hits} of {short_count(stats.tokens_requested)} prompt tokens"

@@ -19,7 +19,7 @@ from raydix.actors.cli.output import show
 from raydix.actors.cli.start_one import start_one, table_of_started
 from raydix.actors.rank_names import rank_name
 from raydix.schemas.cache_name import check_cache_name
-from raydix.schemas.shown import brief
+from raydix.schemas.shown import brief, counted
 
 if TYPE_CHECKING:
     from raydix.actors.engines.engine_kv import EngineKV
@@ -249,7 +249,8 @@ def _report(result: dict[str, Any], options: EngineOptions) -> Group:
     words = [f"{name}={value}" for name, value in result["environment"].items()]
     words += [shlex.quote(each) for each in result["command"]]
     names = " ".join(each["name"] for each in started)
-    facts = f"blocks of {result['block_size']} tokens, {result['token_bytes']:,} bytes a token on each rank"
+    facts = f"blocks of {counted(result['block_size'], 'token')}, "
+    facts += f"{counted(result['token_bytes'], 'byte')} a token on each rank"
     lines = [
         f"engine:   {brief(options.model)}: {facts}",
         f"start:    {' '.join(words)}",

@@ -9,6 +9,7 @@ from rich.console import Group
 from raydix.actors.cli.cluster import ask
 from raydix.actors.cli.failures import CommandError
 from raydix.actors.cli.output import table_of
+from raydix.schemas.shown import NONE, byte_size
 
 if TYPE_CHECKING:
     from raydix.schemas import CacheConfig
@@ -61,7 +62,7 @@ def table_of_started(started: list[dict[str, Any]]) -> Group:
             each["device"],
             each["node_id"][:8],
             f"{each['num_slots']:,}",
-            f"{each['num_bytes'] / 2**20:,.0f} MiB",
+            byte_size(each["num_bytes"]) if each["num_bytes"] else NONE,
             "ran already" if each["reused"] else "started",
         )
     return Group(table, *(f"warning: {each['name']}: {text}" for each in started for text in each["findings"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from raydix.actors.cli.output import share
-from raydix.actors.report.units import short_time
-from raydix.schemas.shown import shown
+from raydix.schemas.shown import NONE, counted, measured_time, percent, points, rate, short_time, shown
 
 if TYPE_CHECKING:
     from raydix.schemas import CacheConfig, CacheStats, Histogram, PoolStats
 
 _BAR = 40  # characters
 _MOST_OWNERS = 8
+_QUANTILES = ((100, 0.99), (10, 0.9))  # the least number of values of which one in so many lies above
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,12 @@ def _add_pool(table: Table, now: Snapshot) -> None:
     table.add_row("pool", _bar(used, marks.low_watermark, marks.high_watermark))
     table.add_row(
         "",
-        f"{used:.1%} of {stats.num_slots:,} slots in use; eviction above {marks.high_watermark:.0%}, "
-        f"down to {marks.low_watermark:.0%}" + ("" if stats.eviction_task.enabled else " (off)"),
+        f"{percent(used)} of {counted(stats.num_slots, 'slot')} in use; "
+        + (
+            f"eviction above {percent(marks.high_watermark, 0)}, down to {percent(marks.low_watermark, 0)}"
+            if stats.eviction_task.enabled
+            else "no eviction in the background"
+        ),
     )
     table.add_row(
         "slots",
@@ -99,90 +103,110 @@ def _bar(used: float, low: float, high: float) -> Text:
 
 def _pool_line(pool: PoolStats) -> str:
     used = 1 - pool.free_slots / pool.num_slots
-    return f"{used:.1%} of {pool.num_slots:,} in use, {pool.evictable_slots:,} evictable"
+    return f"{percent(used)} of {pool.num_slots:,} in use, {pool.evictable_slots:,} evictable"
 
 
 def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
     stats = now.stats
 
-    def count(field: str) -> str:
+    def count(field: str, noun: str = "") -> str:
         value = getattr(stats, field)
+        text = counted(value, noun) if noun else f"{value:,}"
         if before is None or before.stats.epoch != stats.epoch:
-            return f"{value:,}"
-        rate = (value - getattr(before.stats, field)) / (now.at_s - before.at_s)
-        return f"{value:,}" + (f" (+{rate:,.0f}/s)" if rate else "")
+            return text
+        a_second = (value - getattr(before.stats, field)) / (now.at_s - before.at_s)
+        return text + (f" ({a_second:,.0f} a second just now)" if a_second else "")
 
     recent = "" if before is None else _recent_rate(stats, before.stats)
-    rate = share(stats.tokens_reused, stats.tokens_requested)
-    table.add_row("hit rate", f"{rate} of tokens{recent}, {stats.hits:,} of {stats.acquires:,} requests")
+    hits = rate(stats.tokens_reused, stats.tokens_requested)
+    requests = counted(stats.acquires, "request")
+    table.add_row("hit rate", f"{hits} of tokens{recent}, {stats.hits:,} of {requests}")
     table.add_row("tokens", f"{count('tokens_requested')} requested, {count('tokens_reused')} reused")
     if stats.resumed_acquires:
-        resumed = share(stats.resumed_tokens_reused, stats.resumed_tokens)
-        table.add_row("resumed", f"{count('resumed_acquires')} preempted requests, {resumed} of tokens reused")
+        resumed = rate(stats.resumed_tokens_reused, stats.resumed_tokens)
+        table.add_row("resumed", f"{count('resumed_acquires')} preempted and granted again, {resumed} of tokens reused")
     table.add_row("", f"{count('tokens_inserted')} published, {count('tokens_duplicate')} computed twice")
     if stats.ghost is not None and 2 * stats.num_slots <= stats.ghost.num_slots[-1]:
         gain = stats.ghost.hit_rate_at(2 * stats.num_slots) - stats.ghost.hit_rate_at(stats.num_slots)
         alone = ", of full KV alone" if stats.swa is not None or stats.state is not None else ""
-        table.add_row("ghost", f"twice the pool would give about {100 * gain:+.1f} points{alone}")
+        table.add_row("ghost", f"twice the pool would change the hit rate by about {points(gain)} points{alone}")
     table.add_row(
         "evicted",
-        f"{count('tokens_evicted')} tokens; {stats.exhausted:,} refusals for lack of slots",
+        f"{count('tokens_evicted', 'token')}; {counted(stats.exhausted, 'refusal')} for lack of slots",
     )
-    table.add_row("messages", f"{count('requests')} in {count('batches')} batches, {count('probes')} probes")
+    table.add_row("messages", f"{count('requests')} in {count('batches', 'batch')}, {count('probes', 'probe')}")
 
 
 def _add_times(table: Table, stats: CacheStats) -> None:
-    """Add the times of the verbs and of waits; quantiles are estimated within a bucket."""
+    """Add the times of the verbs and of waits, and the sizes of batches."""
     verbs = {"acquire": stats.acquire_latency, "lock": stats.lock_latency, "insert": stats.insert_latency}
     asked = {verb: latency for verb, latency in verbs.items() if latency.count}
-    waits = f"; {_spread(stats.wait_time, _seconds)}" if stats.wait_time.count else ""
+    waits = f"; {_spread(stats.wait_time, measured_time)}" if stats.wait_time.count else ""
     for verb, latency in (asked or {"acquire": stats.acquire_latency}).items():
-        table.add_row(verb, _spread(latency, _seconds))
-    table.add_row("waited", f"{stats.waited:,} acquires and extends{waits}")
-    table.add_row("batch size", _spread(stats.batch_size, "{:.0f}".format))
+        table.add_row(verb, _spread(latency, measured_time))
+    table.add_row("waited", f"{counted(stats.waited, 'request')}{waits}")
+    table.add_row("batch size", _spread(stats.batch_size, _whole, "{:.1f}".format))
 
 
-def _spread(histogram: Histogram, written: Callable[[float], str]) -> str:
-    if not histogram.count:
-        return "-"
-    half, most = (written(histogram.quantile(share)) for share in (0.5, 0.99))
-    return f"half at most {half}, 99 % at most {most}, mean {written(histogram.mean)}"
+def _spread(
+    histogram: Histogram, written: Callable[[float], str], mean_written: Callable[[float], str] | None = None
+) -> str:
+    """Return the mean of the values; of ten values or more, also quantiles, estimated within a bucket.
+
+    A share is named only if at least one value lies above it: 90 % of ten values, 99 % of a hundred.
+    """
+    count = histogram.count
+    if not count:
+        return NONE
+    mean = f"mean {(mean_written or written)(histogram.mean)}"
+    share = next((share for least, share in _QUANTILES if count >= least), None)
+    if share is None:
+        return f"{mean} of {counted(count, 'value')}"
+    half, most = (written(histogram.quantile(part)) for part in (0.5, share))
+    return f"half at most {half}, {percent(share, 0)} at most {most}, {mean}"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
+def _whole(value: float) -> str:
+    """Return a value of a histogram of whole numbers: the estimate within a bucket, rounded up."""
+    return f"{math.ceil(value):,}"
 
 
 def _recent_rate(stats: CacheStats, before: CacheStats) -> str:
     requested = stats.tokens_requested - before.tokens_requested
     if requested <= 0 or stats.epoch != before.epoch:
         return ""
-    return f" ({share(stats.tokens_reused - before.tokens_reused, requested)} just now)"
+    return f" ({rate(stats.tokens_reused - before.tokens_reused, requested)} just now)"
 
 
 def _add_holders(table: Table, stats: CacheStats) -> None:
     """Add leases by owner, and slots by tenant."""
     oldest = max((owner.oldest_s for owner in stats.owners), default=None)
-    age = "" if oldest is None else f", the oldest {oldest:,.0f} s old"
-    table.add_row("leases", f"{stats.open_leases:,} open{age}; {stats.waiters:,} requests wait for slots")
+    age = "" if oldest is None else f", the oldest {short_time(oldest)} old"
+    table.add_row("leases", f"{stats.open_leases:,} open{age}; {_waiting(stats.waiters)}")
     if stats.owners:
         table.add_row("", "by owner, shared prefixes counted once, for the oldest lease:")
     for owner in stats.owners[:_MOST_OWNERS]:
         table.add_row(
-            "", f"{shown(owner.owner)}: {owner.leases:,} leases, {owner.slots:,} slots, up to {owner.oldest_s:,.0f} s"
+            "",
+            f"{shown(owner.owner)}: {counted(owner.leases, 'lease')}, {counted(owner.slots, 'slot')}, "
+            f"up to {short_time(owner.oldest_s)} old",
         )
     if len(stats.owners) > _MOST_OWNERS:
-        table.add_row("", f"{len(stats.owners) - _MOST_OWNERS:,} more owners")
+        table.add_row("", counted(len(stats.owners) - _MOST_OWNERS, "more owner"))
     for tenant in stats.tenants:
         cap = "no cap" if tenant.cap_slots is None else f"cap {tenant.cap_slots:,}"
         name = shown(tenant.name or "others")
-        table.add_row("tenant", f"{name}: {tenant.held_slots:,} slots (floor {tenant.floor_slots:,}, {cap})")
+        table.add_row("tenant", f"{name}: {counted(tenant.held_slots, 'slot')} (floor {tenant.floor_slots:,}, {cap})")
+
+
+def _waiting(waiters: int) -> str:
+    return f"{counted(waiters, 'request')} wait{'s' if waiters == 1 else ''} for slots"
 
 
 def _add_health(table: Table, now: Snapshot) -> None:
     stats, task = now.stats, now.stats.eviction_task
-    gone = f"{stats.dead_sessions:,} died, {stats.expired_sessions:,} fell silent"
-    table.add_row("sessions", f"{stats.open_sessions:,} open, {gone}")
+    gone = f"{stats.dead_sessions:,} ended with their process, {stats.expired_sessions:,} fell silent"
+    table.add_row("sessions", f"{stats.open_sessions:,} open; {gone}")
     if stats.weights is not None:
         table.add_row("weights", shown(stats.weights) or "(no name)")
     if not task.enabled:
@@ -191,8 +215,11 @@ def _add_health(table: Table, now: Snapshot) -> None:
         state = "starts with the first session"
     else:
         state = "alive" if task.alive else "not running"
-    failures = f", {task.failures:,} failures, the last: {shown(task.last_error or '')}" if task.failures else ""
+    last = f", the last: {shown(task.last_error or '')}"
+    failures = f", {counted(task.failures, 'failure')}{last}" if task.failures else ""
+    longest = measured_time(task.longest_slice_ms / 1000)
     table.add_row(
-        "eviction", f"task {state}, {task.rounds:,} rounds, longest slice {task.longest_slice_ms:.1f} ms{failures}"
+        "eviction",
+        f"task {state}, {counted(task.rounds, 'round')}, longest slice {longest} of CPU time{failures}",
     )
-    table.add_row("loop", f"at most {stats.loop_lag_ms:.1f} ms late")
+    table.add_row("loop", f"at most {measured_time(stats.loop_lag_ms / 1000)} late in the last seconds")

@@ -10,6 +10,7 @@ import typer
 from raydix.actors.cli.cluster import Address, Namespace, cache_handle, cache_names, complete_names, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
+from raydix.schemas.shown import counted, shown
 
 
 def stop(
@@ -59,6 +60,7 @@ def _stop(name: str, cache: Any, end: Any, deadline: float, namespace: str) -> d
 
 def _sentence(result: dict[str, Any]) -> str:
     if not result["answered"]:
-        return f"{result['name']}: killed, as it did not answer"
+        return f"{shown(result['name'])}: killed, as it did not answer"
     cut_short = result["leases_cut_short"]
-    return f"{result['name']}: stopped" + (f", {cut_short} open leases were cut short" if cut_short else "")
+    cut = f", which cut short {counted(cut_short, 'open lease')}" if cut_short else ""
+    return f"{shown(result['name'])}: stopped{cut}"

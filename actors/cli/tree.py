@@ -11,14 +11,14 @@ from rich.tree import Tree
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
 from raydix.actors.cli.output import AsJson, show
-from raydix.actors.report.units import short_time
+from raydix.schemas.shown import counted, short_time
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from raydix.schemas import TreeBranch, TreeResponse
 
-_SHOWN = 4  # first tokens of each node
+_SHOWN = 4  # tokens of each node
 
 
 def tree(
@@ -30,7 +30,9 @@ def tree(
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """Show the tree: the first tokens, size, locks, hits and last use of each node, and the size below it.
+    """Show the tree: the tokens, size, locks, hits and last use of each node, and the size below it.
+
+    A node is named by the first tokens in which it differs from its siblings.
 
     The cache visits 4,096 nodes at most; sizes that may be larger are marked with +.
     """
@@ -48,7 +50,11 @@ async def _ask(cache: ActorHandle[Any], num_nodes: int, depth: int, width: int) 
 
 def _drawn(name: str, answer: TreeResponse) -> Tree:
     root = Tree(
-        Text(f"{name}: {answer.num_namespaces:,} namespaces" if answer.branches else f"{name}: nothing is cached")
+        Text(
+            f"{name}: {counted(answer.num_namespaces, 'namespace')}"
+            if answer.branches
+            else f"{name}: nothing is cached"
+        )
     )
     drawn: list[Tree] = []
     shown = [0] * len(answer.branches)
@@ -71,16 +77,17 @@ def _namespace(branch: TreeBranch) -> str:
 
 def _line(branch: TreeBranch) -> str:
     """Return the line of a node, with its tokens last: a narrow terminal cuts those."""
-    locks = f", {branch.num_locks:,} locks" if branch.num_locks else ""
+    locks = f", {counted(branch.num_locks, 'lock')}" if branch.num_locks else ""
     more = "" if branch.is_whole else "+"
     num_tokens, num_nodes = branch.num_tokens_below - branch.num_tokens, branch.num_nodes - 1
-    below = f", {num_tokens:,}{more} in {num_nodes:,}{more} nodes below" if branch.num_children else ""
+    below = f", {num_tokens:,}{more} in {counted(num_nodes, 'node', more)} below" if branch.num_children else ""
     tokens = " ".join(map(str, branch.tokens[:_SHOWN])) + (" ..." if branch.num_tokens > _SHOWN else "")
-    age = f"{branch.age:,} uses ago" if branch.unused_s is None else f"{short_time(branch.unused_s)} ago"
-    return f"{branch.num_tokens:,} tokens{below}{locks}, {branch.num_hits:,} hits, last used {age}  [{tokens}]"
+    age = f"{counted(branch.age, 'use')} ago" if branch.unused_s is None else f"{short_time(branch.unused_s)} ago"
+    uses = f"{counted(branch.num_hits, 'hit')}, last used {age}"
+    return f"{counted(branch.num_tokens, 'token')}{below}{locks}, {uses}  [{tokens}]"
 
 
 def _below(branch: TreeBranch) -> str:
     more = "" if branch.is_whole else "+"
     num_nodes = branch.num_nodes - (branch.parent is None)
-    return f"{branch.num_tokens_below:,}{more} tokens in {num_nodes:,}{more} nodes"
+    return f"{counted(branch.num_tokens_below, 'token', more)} in {counted(num_nodes, 'node', more)}"

@@ -175,7 +175,7 @@ METRICS = (
     Metric(
         "raydix_eviction_longest_slice_seconds",
         "gauge",
-        "longest time that background eviction held the event loop",
+        "most of the processor's time that background eviction took while it held the event loop",
         _of_task("longest_slice_ms", 0.001),
     ),
     Metric(
@@ -282,7 +282,7 @@ METRICS = (
     Metric(
         "raydix_sessions_lost_total",
         "counter",
-        "sessions that ended because their owner died, or was silent for too long",
+        "sessions that were not closed before their owner ended, or was silent for too long",
         _sessions_lost,
         ("how",),
     ),

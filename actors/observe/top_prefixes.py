@@ -23,7 +23,7 @@ class _Prefix(NamedTuple):
     def tokens(self) -> list[int]:
         """The first few ids."""
         head = self.above.tokens if self.above is not None else []
-        return head if len(head) >= SHOWN else [*head, *self.node.tokens][:SHOWN]
+        return head if len(head) >= SHOWN else [*head, *self.node.first_tokens][:SHOWN]
 
     @property
     def rank(self) -> tuple[float, float]:

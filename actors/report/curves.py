@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from raydix.actors.report.charts import Chart, Legend, Section, Series, Table, Text, level, lines, stacked_areas, steps
-from raydix.actors.report.units import percent, points, short_count, short_time
 from raydix.schemas import CacheConfig, CacheReport, CacheStats, GhostStats, HistoryPoint
+from raydix.schemas.shown import counted, percent, points, short_count, short_time
 
 _FACTORS = (0.25, 0.5, 1, 2, 4, 8)
 _WINDOWS = 64  # most windows of the hit rate over time
@@ -50,7 +50,7 @@ def _rate_between(first: HistoryPoint, last: HistoryPoint) -> float | None:
 
 def _percents(top: float) -> list[str]:
     """Return the labels of a share, from `top` down to 0."""
-    return [f"{100 * top * share:.0f} %" for share in (1, 0.5, 0)]
+    return [percent(top * share, 0) for share in (1, 0.5, 0)]
 
 
 def _times_before_now(span_s: float) -> list[str]:
@@ -77,7 +77,7 @@ def pool_section(report: CacheReport, config: CacheConfig) -> Section:
     y_labels = [f"{short_count(num_slots * share)} slots" for share in (1, 0.75, 0.5, 0.25, 0)]
     entries = [(style, f"{text}: {values[-1]:,}") for style, text, values in kinds]
     free = num_slots - sum(values[-1] for _, _, values in kinds)
-    text = f"Free: {free:,} of {num_slots:,} slots.{' Dashed: the watermarks.' if dashed else ''}"
+    text = f"Free: {free:,} of {counted(num_slots, 'slot')}.{' Dashed: the watermarks.' if dashed else ''}"
     figure = Chart("slots in use over time", shapes, y_labels, x_labels)
     return Section("The pool over time", (figure, Legend(entries), Text(text, True)))
 

@@ -10,10 +10,10 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from raydix.actors.report.charts import Bar, Figure, Figures, Section, Table, Text, shortened
 from raydix.actors.report.curves import ghost_section, hit_rate_section, pool_section
+from raydix.actors.report.too_large import too_large
 from raydix.actors.report.tree_view import LABEL_WIDTHS, prefix_section, tree_section
-from raydix.actors.report.units import NONE, percent, rate, short_count, short_time, too_large
 from raydix.schemas import CacheConfig, CacheReport, CacheStats, NamespaceStats
-from raydix.schemas.shown import shown
+from raydix.schemas.shown import NONE, counted, percent, rate, short_count, short_time, shown
 
 _CAUSES = {  # of `CacheStats.refusals`
     "never_fits": "larger than the pool or the tenant's share: it can never fit",
@@ -61,9 +61,10 @@ def _template() -> Template:
 
 def _subtitle(config: CacheConfig, made_at: datetime) -> str:
     marks = config.eviction
-    task = f"evicts from {marks.high_watermark:.0%} down to {marks.low_watermark:.0%}"
+    task = f"evicts from {percent(marks.high_watermark, 0)} down to {percent(marks.low_watermark, 0)}"
+    slots = f"{counted(config.pool.num_slots, 'slot')} in pages of {config.page_size}"
     return (
-        f"kind {config.kind}, {config.pool.num_slots:,} slots in pages of {config.page_size}, policy {marks.policy}, "
+        f"kind {config.kind}, {slots}, policy {marks.policy}, "
         f"{task if marks.high_watermark < 1 else 'no background eviction'}; {made_at:%Y-%m-%d %H:%M} UTC"
     )
 
@@ -71,14 +72,15 @@ def _subtitle(config: CacheConfig, made_at: datetime) -> str:
 def _figures(report: CacheReport) -> Section:
     stats = report.stats
     used = stats.num_slots - stats.free_slots
+    slots = f"{used:,} of {counted(stats.num_slots, 'slot')}"
     figures = (
-        Figure("pool in use", rate(used, stats.num_slots) if used else NONE, f"{used:,} of {stats.num_slots:,} slots"),
+        Figure("pool in use", rate(used, stats.num_slots) if used else NONE, slots),
         Figure("hit rate", rate(stats.tokens_reused, stats.tokens_requested, 2), "of granted prompt tokens"),
         Figure("tokens reused", short_count(stats.tokens_reused), "of prompts"),
         Figure("tokens computed", short_count(stats.tokens_requested - stats.tokens_reused), "of prompts"),
         Figure("tokens evicted", short_count(stats.tokens_evicted)),
         Figure("requests served", f"{stats.acquires:,}", "leases granted"),
-        Figure("open leases", f"{stats.open_leases:,}", f"of {stats.open_sessions:,} clients"),
+        Figure("open leases", f"{stats.open_leases:,}", f"of {counted(stats.open_sessions, 'client')}"),
         Figure("waiting", f"{stats.waiters:,}", "requests in the queue"),
         Figure("up", short_time(stats.uptime_s)),
         Figure("restarts", f"{stats.restarts:,}", "by Ray, empty"),
@@ -86,7 +88,8 @@ def _figures(report: CacheReport) -> Section:
     never = [Text(f"{sentence}.") for sentence in too_large(stats)]
     notes = []
     if stats.exhausted:
-        notes.append(Text(f"Refused for lack of slots, and in no hit rate: {stats.exhausted:,} requests.", True))
+        refused = counted(stats.exhausted, "request")
+        notes.append(Text(f"Refused for lack of slots, and in no hit rate: {refused}.", True))
     if stats.restarts:
         notes.append(Text(f"The last restart: {stats.last_restart_cause}", True))
     return Section("", (*never, Figures(figures), *notes))
@@ -148,11 +151,16 @@ def _eviction_ages(report: CacheReport) -> Section:
     found = [place for place, each in enumerate(report.eviction_ages) if each.num_tokens]
     rows, since = [], report.eviction_ages[found[0] - 1].below_s if found[0] else None
     for each in report.eviction_ages[found[0] : found[-1] + 1]:
-        label = (
-            f"under {short_time(each.below_s)}" if each.below_s is not None else f"{short_time(since or 0)} and more"
-        )
+        label = _interval(since, each.below_s)
         share = each.num_tokens / total
         rows.append((label, Bar(share), percent(share), short_count(each.num_tokens)))
         since = each.below_s or since
     text = "Of the latest evictions. Short times mean that the pool is too small for prompts that return."
     return Section(title, (Table(("unused for", "", "share", "tokens"), rows, numbers_from=2), Text(text, True)))
+
+
+def _interval(from_s: float | None, below_s: float | None) -> str:
+    """Return the name of the times from one limit to the next; None is no limit."""
+    if below_s is None:
+        return f"{short_time(from_s or 0)} and more"
+    return f"under {short_time(below_s)}" if from_s is None else f"{short_time(from_s)} to {short_time(below_s)}"

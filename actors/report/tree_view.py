@@ -7,9 +7,8 @@ from math import ceil
 
 from raydix.actors.report.charts import Box, Label, Legend, Section, Table, Text, TreeMap, shortened
 from raydix.actors.report.treemap import Rect, squarify
-from raydix.actors.report.units import percent, short_count, short_time
 from raydix.schemas import CacheReport, PrefixUse, TreePart
-from raydix.schemas.shown import shown
+from raydix.schemas.shown import counted, percent, short_count, short_time, shown
 
 LABEL_WIDTHS = range(2, 37)  # rem; the page shows a label if its box is at least as wide
 _REM_PER_CHAR = 0.47  # a little more than most characters take
@@ -35,11 +34,11 @@ def prefix_section(report: CacheReport) -> Section:
         )
         for each in report.prefixes
     ]
-    head = ("first token ids", "tokens", "hits", "slots", "leases")
+    head = ("token ids", "tokens", "hits", "slots", "leases")
     text = (
-        "A prefix ends where its continuations differ. Slots include its continuations, and leases are those that hold "
-        "a part of it. The order is that of the tokens reused up to its end. ~ marks estimates: the report visits a "
-        "sample of the nodes of a large tree."
+        "A prefix ends where its continuations differ; the ids after … are those in which it differs. Slots include "
+        "its continuations, and leases are those that hold a part of it. The order is that of the tokens reused up to "
+        "its end. ~ marks estimates: the report visits a sample of the nodes of a large tree."
     )
     return Section(title, (Table(head, rows), Text(text, True)))
 
@@ -55,7 +54,7 @@ def _about(prefix: PrefixUse) -> str:
 
 
 def _ids_of_prefix(prefix: PrefixUse) -> str:
-    """Return the first ids, and the first ids after the last branch."""
+    """Return the first ids, and the first ids that no other prefix continues with."""
     first = _ids(prefix.tokens, 6, prefix.num_tokens)
     return first if prefix.run_tokens == prefix.tokens else f"{first} {_ids(prefix.run_tokens, 3, prefix.num_tokens)}"
 
@@ -71,11 +70,16 @@ def tree_section(report: CacheReport) -> Section:
     if not report.tree:
         return Section(title, (_nothing(report),))
     ages = [f"a{place}" for place in range(len(_AGES_S) + 1)]
-    texts = (*(f"used in the last {short_time(age)}" for age in _AGES_S), "longer ago")
+    since = map(short_time, _AGES_S)
+    texts = (
+        f"used in the last {next(since)}",
+        *(f"{short_time(last)} to {age} ago" for last, age in zip(_AGES_S, since, strict=False)),
+        f"more than {short_time(_AGES_S[-1])} ago",
+    )
     text = (
         "Areas are tokens, except for the strips with names. Boxes in a box are its continuations, named by "
-        "their first token ids; point at one for details. In a large tree they are estimates. Beyond 1,024 namespaces, "
-        "only every second, third and so on is visited."
+        "the first token ids in which they differ; point at one for details. In a large tree they are estimates. "
+        "Beyond 1,024 namespaces, only every second, third and so on is visited."
     )
     blocks = (
         TreeMap("tree map of the cached tokens", list(_draw(report))),
@@ -129,8 +133,8 @@ def _box(part: TreePart, rect: Rect, style: str, labels: Sequence[str]) -> Box:
 
 
 def _tooltip(part: TreePart) -> str:
-    held = f", held by {part.num_locks} leases" if part.num_locks else ""
-    run = f"; begins with {_ids(part.tokens, 8, part.own_tokens)}" if part.tokens else ""
+    held = f", held by {counted(part.num_locks, 'lease')}" if part.num_locks else ""
+    run = f"; continues with {_ids(part.tokens, 8, part.own_tokens)}" if part.tokens else ""
     return (
         f"{shown(part.namespace)}: {short_count(part.num_tokens)} tokens in {short_count(part.num_nodes)} runs, "
         f"{short_count(part.own_tokens)} shared by all of it{run}; used {short_time(part.unused_s)} ago{held}"

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from raydix.schemas import CacheConfig
-from raydix.schemas.shown import brief
+from raydix.schemas.shown import brief, counted
 
 _MOST_FIELDS = 8  # named in one message
 
@@ -17,7 +17,7 @@ def config_difference(running: CacheConfig, wanted: CacheConfig) -> str:
     differing = _differing(running.model_dump(mode="json"), wanted.model_dump(mode="json"))
     named = "; ".join(islice(differing, _MOST_FIELDS))
     more = sum(1 for _ in differing)
-    return named + (f"; and {more} more fields" if more else "")
+    return named + (f"; and {counted(more, 'more field')}" if more else "")
 
 
 def _differing(running: dict[str, Any], wanted: dict[str, Any], above: str = "") -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from raydix.schemas.shown import byte_size, counted
+
 OUT_OF_MEMORY = "killed by Ray's memory monitor"  # a cause of restarts
 _LEAST_LEFT = 0.1  # of the node's memory, with a full pool
-_GIB = 2**30
 _REMEDY = (
     "give the pool fewer slots, run fewer engines and other processes on this node, or raise the limit of Ray's "
     "monitor (RAY_memory_usage_threshold)"
@@ -39,7 +40,7 @@ def memory_finding(left: int, total: int) -> str:
     if left >= _LEAST_LEFT * total:
         return ""
     return (
-        f"{max(0, left) / _GIB:.1f} of {total / _GIB:.1f} GiB of memory are left when the pool is full: processes "
+        f"{byte_size(max(0, left))} of the {byte_size(total)} of memory are left when the pool is full: processes "
         f"outside Ray can fill them, and Ray's memory monitor then kills the cache, the largest process; {_REMEDY}"
     )
 
@@ -48,6 +49,6 @@ def restarts_finding(restarts: Restarts) -> str:
     """Return how often a cache was restarted for each cause, with the remedy; empty if it never was."""
     if not restarts.times:
         return ""
-    counts = "; ".join(f"{cause}, {count:,} time{'s' if count > 1 else ''}" for cause, count in restarts.causes)
+    counts = "; ".join(f"{cause}, {counted(count, 'time')}" for cause, count in restarts.causes)
     remedy = f": {_REMEDY}" if OUT_OF_MEMORY in dict(restarts.causes) else ""
     return f"Ray restarted the cache, empty: {counts}{remedy}"

@@ -133,7 +133,7 @@ class SessionReaper:
     def _die(self, session: Session, dead: str) -> None:
         self.num_dead += 1
         session.is_dead = True
-        self._vanish(session, LeaseExpired(f"the {dead} of session {session.session_id!r} has died"))
+        self._vanish(session, LeaseExpired(f"the {dead} of session {session.session_id!r} has ended"))
 
     def _vanish(self, session: Session, error: LeaseExpired) -> None:
         about = {"session": session.session_id, "owner": session.owner}

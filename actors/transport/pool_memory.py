@@ -15,10 +15,10 @@ import torch
 from raydix.actors.transport.process_liveness import own_liveness_path
 from raydix.cache_core import KVPool, PoolLayout
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolHandle
+from raydix.schemas.shown import byte_size
 
 logger = logging.getLogger(__name__)
 
-_GIB = 2**30
 _OF_A_PAGE, _OF_A_PAGE_WITH_A_WINDOW, _OF_A_ROW, _OF_A_STATE = 12, 8, 9, 41  # bytes of the allocators' tables
 
 
@@ -117,7 +117,7 @@ def _own_pool(layout: PoolLayout, device: torch.device) -> KVPool:
     try:
         return KVPool(layout, device)
     except RuntimeError as error:
-        needed = f"{layout.num_bytes} bytes ({layout.num_bytes / _GIB:.2f} GiB)"
+        needed = byte_size(layout.num_bytes)
         said = str(error).strip().splitlines()[0]
         raise CacheUnavailable(f"no room for the pool of {needed}: {said}; lower PoolConfig.num_slots") from error
 
@@ -210,9 +210,9 @@ def _check_room(needed: int) -> None:
 
 def _too_large(needed: int, available: int) -> str:
     return (
-        f"the pool needs {needed} bytes ({needed / _GIB:.2f} GiB) with its tables of slots, but {available} "
-        f"({available / _GIB:.2f} GiB) are free: lower PoolConfig.num_slots, or raise the memory limit of the "
-        "machine or container (the pool is not bound by --shm-size)"
+        f"the pool needs {byte_size(needed)} with its tables of slots, but {byte_size(available)} are free: "
+        "lower PoolConfig.num_slots, or raise the memory limit of the machine or container (the pool is not bound by "
+        "--shm-size)"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.outline import SHOWN, OutlineNode, head_of, walk_down
+from raydix.cache_core.outline import SHOWN, OutlineNode, head_of, num_alike, walk_down
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.tree_node import TreeNode, Use, uses_in
 
@@ -49,18 +49,23 @@ def node_line(node: TreeNode, use: Use, now: int) -> str:
     return f"{head_line(node)} slots={head_of(slots)}{locks}{window} {used}{marks} #{node.id}"
 
 
-def first_ids(node: TreeNode) -> list[int]:
-    """Return the first few token ids of a node; of tuples, their first ids."""
-    if not node.data:
-        return []
+def first_ids(node: TreeNode, num_skipped: int) -> list[int]:
+    """Return the next few token ids of a node after `num_skipped` tokens; of tuples, their first ids."""
     namespace = node.namespace
-    first = RadixKey.from_packed(
-        node.data[: SHOWN * namespace.unit], namespace.width, namespace.extra_key, namespace.arity
-    )
+    start = num_skipped * namespace.unit
+    data = (node.data or b"")[start : start + SHOWN * namespace.unit]
+    if not data:
+        return []
+    first = RadixKey.from_packed(data, namespace.width, namespace.extra_key, namespace.arity)
     return [each[0] if isinstance(each, tuple) else each for each in first.token_ids]
+
+
+def num_alike_tokens(nodes: list[TreeNode]) -> int:
+    """Return how many first tokens siblings share; less than a page, or they would be one node."""
+    return num_alike([node.data for node in nodes]) // (nodes[0].namespace.unit if nodes else 1)
 
 
 def outline_node(node: TreeNode) -> OutlineNode:
     """Describe a node in an outline."""
     used_at, extra_key = node.own_access_time, node.namespace.extra_key
-    return OutlineNode(node, len(node), node.lock_ref, node.own_hits, used_at, extra_key, first_ids)
+    return OutlineNode(node, len(node), node.lock_ref, node.own_hits, used_at, extra_key, first_ids, num_alike_tokens)

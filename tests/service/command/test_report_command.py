@@ -15,8 +15,8 @@ from support.models.sample_trace import EVICTED, PROMPT_TOKENS, PROMPTS, REUSED,
 from support.processes.command_line import run, run_json
 
 from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache_async
-from raydix.actors.report.units import short_count
 from raydix.schemas import CacheConfig, GhostConfig, PoolConfig
+from raydix.schemas.shown import short_count
 
 
 @pytest.fixture(scope="module")

@@ -309,6 +309,8 @@ class Clock:
         self.now += 0.0006
         return self.now
 
+    thread_time = monotonic
+
 
 async def test_a_mass_eviction_is_cut_in_slices_that_end_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction_module, "time", Clock())

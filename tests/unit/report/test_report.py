@@ -12,7 +12,6 @@ from raydix.actors.observe.count_history import History
 from raydix.actors.observe.namespace_hits import NamespaceUse, namespace_label
 from raydix.actors.report.page import render
 from raydix.actors.report.treemap import Rect, squarify
-from raydix.actors.report.units import short_count, short_time
 from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.outline import OutlineNode
@@ -223,6 +222,17 @@ def test_top_prefixes_are_those_that_were_reused_most_and_end_where_others_branc
     assert rows_of(page, "1 2 3 4 5 6 … 50 50 50 … (lora_id=a)", "16", "1", "16", "0")
 
 
+def test_prefixes_whose_pages_begin_alike_are_named_by_the_tokens_in_which_they_differ() -> None:
+    service = CacheService(CacheConfig(page_size=8, pool=PoolConfig(num_slots=64, device="cpu")), "epoch")
+    for last in (50, 51, 50, 51):
+        send(service, [1, 2, 3, 4, 5, 6, 7, last])
+
+    page = page_of(service)
+
+    assert rows_of(page, "1 2 3 4 5 6 … 50 … (no namespace)", "8", "1", "8", "0")
+    assert rows_of(page, "1 2 3 4 5 6 … 51 … (no namespace)", "8", "1", "8", "0")
+
+
 def test_a_prefix_that_grew_piece_by_piece_is_one() -> None:
     service = CacheService(CacheConfig(pool=PoolConfig(num_slots=64, device="cpu")), "epoch")
     for length in (2, 5, 9, 9):
@@ -327,6 +337,9 @@ def test_evicted_tokens_are_as_old_as_their_last_use(service: CacheService, cloc
     ages = {age.below_s: age.num_tokens for age in service.report().eviction_ages if age.num_tokens}
 
     assert ages == {10: 8, 30: 8}
+    page = page_of(service)
+    assert rows_of(page, "3 s to 10 s", "50.0 %", "8")
+    assert rows_of(page, "10 s to 30 s", "50.0 %", "8")
 
 
 def test_what_is_evicted_time_and_again_is_counted_each_time(service: CacheService, clock: Clock) -> None:
@@ -470,16 +483,6 @@ def test_prompts_of_one_length_have_a_page(service: CacheService) -> None:
         send(service, prompt)
 
     assert "Cached tokens" in page_of(service).text
-
-
-@pytest.mark.parametrize(("value", "shown"), [(0, "0"), (950, "950"), (1_234, "1.2k"), (34e6, "34M"), (2e9, "2G")])
-def test_counts_are_short(value: float, shown: str) -> None:
-    assert short_count(value) == shown
-
-
-@pytest.mark.parametrize(("value", "shown"), [(0, "0 s"), (59, "59 s"), (90, "1.5 min"), (7200, "2 h"), (9e5, "10 d")])
-def test_times_are_short(value: float, shown: str) -> None:
-    assert short_time(value) == shown
 
 
 def test_a_report_travels_as_json(service: CacheService) -> None:

@@ -89,24 +89,24 @@ def test_every_count_that_matters_is_there() -> None:
 
     for part in (
         "kv-0 radix, pages of 1, core interpreted, epoch 01234567",
-        "95.0% of 1,000 slots in use; eviction above 90%, down to 80%",
+        "95.0 % of 1,000 slots in use; eviction above 90 %, down to 80 %",
         "50 free, 150 private, 800 cached (100 locked), 0 quarantined",
-        "25.0% of tokens, 60 of 100 requests",
+        "25.0 % of tokens, 60 of 100 requests",
         "10,000 requested, 2,500 reused",
         "7,000 published, 500 computed twice",
         "6,000 tokens; 7 refusals for lack of slots",
         "acquire half at most 1 ms, 99 % at most 820 ms, mean 100 ms",
         "lock half at most 1 ms, 99 % at most 98 ms, mean 2 ms",
         "insert half at most 50.5 ms, 99 % at most 99 ms, mean 3 ms",
-        "waited 11 acquires and extends; half at most 1.0 s, 99 % at most 2.0 s, mean 1.2 s",
-        "batch size half at most 2, 99 % at most 2, mean 33",
+        "waited 11 requests; half at most 1 s, 90 % at most 1.8 s, mean 1.2 s",
+        "batch size mean 33.3 of 9 values",
         "up 1.5 min; restarts: 0 ",
         "3 open, the oldest 9 s old; 4 requests wait for slots",
-        "by owner, shared prefixes counted once, for the oldest lease: [w0]: 1 leases, 10 slots, up to 0 s",
+        "by owner, shared prefixes counted once, for the oldest lease: [w0]: 1 lease, 10 slots, up to 0 s old",
         "2 more owners",
-        "2 open, 2 died, 1 fell silent",
-        "task alive, 3 rounds, longest slice 0.5 ms",
-        "at most 12.5 ms late",
+        "2 open; 2 ended with their process, 1 fell silent",
+        "task alive, 3 rounds, longest slice 0.5 ms of CPU time",
+        "at most 12 ms late in the last seconds",
     ):
         assert part in text
 
@@ -119,7 +119,7 @@ def test_names_that_clients_choose_stay_on_their_line_and_do_nothing() -> None:
 
     text = text_of(snapshot(owners=(owner,), tenants=(tenant,)))
 
-    assert r"a\n\x1b[31mb: 1 leases" in text
+    assert r"a\n\x1b[31mb: 1 lease" in text
     assert r"tenant t\n\u202e: 30 slots" in text
 
 
@@ -142,7 +142,7 @@ def test_before_the_first_request_there_is_no_latency() -> None:
     latencies = dict.fromkeys(("acquire_latency", "lock_latency", "insert_latency"), none)
     text = text_of(snapshot(waited=0, wait_time=none, **latencies, batch_size=none))
 
-    assert "acquire - waited 0 acquires and extends batch size - " in text
+    assert "acquire - waited 0 requests batch size - " in text
 
 
 def test_a_cache_that_only_engines_use_shows_the_verbs_that_they_send() -> None:
@@ -160,11 +160,33 @@ def test_rates_are_those_between_two_looks_and_not_across_a_restart() -> None:
     text = text_of(snapshot(), before)
     after_restart = text_of(snapshot(epoch="another"), before)
 
-    assert "10,000 (+1,000/s) requested, 2,500 (+750/s) reused" in text
-    assert "25.0% of tokens (75.0% just now)" in text
-    assert "6,000 (+500/s) tokens" in text
-    assert "/s)" not in after_restart
+    assert "10,000 (1,000 a second just now) requested, 2,500 (750 a second just now) reused" in text
+    assert "25.0 % of tokens (75.0 % just now)" in text
+    assert "6,000 tokens (500 a second just now)" in text
+    assert "a second" not in after_restart
     assert "just now" not in after_restart
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, "-"),
+        (1, "mean 0.5 ms of 1 value"),
+        (9, "mean 0.5 ms of 9 values"),
+        (10, "half at most 0.5 ms, 90 % at most 0.9 ms, mean 0.5 ms"),
+        (100, "half at most 0.5 ms, 99 % at most 0.99 ms, mean 0.5 ms"),
+    ],
+)
+def test_a_share_of_the_values_is_named_if_at_least_one_lies_above_it(count: int, expected: str) -> None:
+    times = Histogram(bounds=(0.001,), counts=(count, 0), sum=0.0005 * count, count=count)
+
+    assert f"acquire {expected} waited" in text_of(snapshot(acquire_latency=times))
+
+
+def test_sizes_of_batches_are_whole_numbers() -> None:
+    sizes = Histogram(bounds=(1.0, 2.0), counts=(20, 1, 0), sum=22.0, count=21)
+
+    assert "batch size half at most 1, 90 % at most 1, mean 1.0" in text_of(snapshot(batch_size=sizes))
 
 
 def test_tenants_other_pools_and_what_if_are_shown_where_there_are_any() -> None:
@@ -180,10 +202,10 @@ def test_tenants_other_pools_and_what_if_are_shown_where_there_are_any() -> None
 
     text = text_of(snapshot(swa=window, tenants=(quiet, rest), ghost=ghost))
 
-    assert "window pool 75.0% of 200 in use, 100 evictable" in text
+    assert "window pool 75.0 % of 200 in use, 100 evictable" in text
     assert "tenant quiet: 30 slots (floor 20, no cap)" in text
     assert "tenant others: 30 slots (floor 20, cap 900)" in text
-    assert "twice the pool would give about +10.0 points, of full KV alone" in text
+    assert "twice the pool would change the hit rate by about +10.0 points, of full KV alone" in text
 
 
 def test_of_twice_the_pool_nothing_is_told_where_it_was_not_followed() -> None:
@@ -197,10 +219,11 @@ def test_a_task_that_fails_is_off_or_is_not_needed_yet_is_said_to() -> None:
     off = TASK.model_copy(update={"enabled": False, "started": False, "alive": False})
     fresh = TASK.model_copy(update={"started": False, "alive": False, "rounds": 0})
 
-    assert "task not running, 3 rounds, longest slice 0.5 ms, 2 failures, the last: ValueError: no" in text_of(
-        snapshot(eviction_task=failed)
+    assert (
+        "task not running, 3 rounds, longest slice 0.5 ms of CPU time, 2 failures, the last: ValueError: no"
+        in text_of(snapshot(eviction_task=failed))
     )
-    assert "down to 80% (off)" in text_of(snapshot(eviction_task=off))
+    assert "in use; no eviction in the background" in text_of(snapshot(eviction_task=off))
     assert "eviction task off, 3 rounds" in text_of(snapshot(eviction_task=off))
     assert "eviction task starts with the first session, 0 rounds" in text_of(snapshot(eviction_task=fresh))
 

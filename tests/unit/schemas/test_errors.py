@@ -129,8 +129,8 @@ def test_an_exhausted_pool_names_the_owners_of_its_leases() -> None:
 
     assert str(PoolExhausted(6, 2, 1, 5, 3, True, "slots", owners, None, 7)) == (
         "needs 6 slots, but 2 are free and 1 evictable (5 held by 3 leases, shared prefixes counted once: "
-        "trainer 4 slots by 2, up to 61 s old, "
-        "node:17 1 slots by 1, up to 0 s old; 7 kept for other tenants); "
+        "trainer 4 slots by 2 leases, up to 1 min old, "
+        "node:17 1 slot by 1 lease, up to 0.2 s old; 7 kept for other tenants); "
         "release leases, raise timeout_s, or enlarge PoolConfig.num_slots"
     )
 

@@ -1,4 +1,4 @@
-"""Names and values that callers give do nothing where they are shown: escaped on a terminal, bounded in an error."""
+"""Names and values that callers give do nothing where they are shown, escaped and bounded; numbers have one form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,19 @@ from raydix.schemas import (
     TenantConfig,
 )
 from raydix.schemas.message import receive
-from raydix.schemas.shown import brief, shown, shown_text
+from raydix.schemas.shown import (
+    brief,
+    byte_size,
+    counted,
+    measured_time,
+    percent,
+    points,
+    rate,
+    short_count,
+    short_time,
+    shown,
+    shown_text,
+)
 
 EVIL = "\x1b]0;owned\x07\x9b31m\u202e\u2028\u200b\r\n\ud800[red]x[/red][link=http://x]y[/link]"
 ESCAPED = r"\x1b]0;owned\x07\x9b31m\u202e\u2028\u200b\r\n\ud800[red]x[/red][link=http://x]y[/link]"
@@ -104,7 +116,7 @@ def test_an_exhausted_pool_escapes_the_names_of_owners_and_tenants() -> None:
 
     text = str(PoolExhausted(6, 2, 1, 5, 3, True, "slots", (owner,), EVIL))
 
-    assert f"{ESCAPED} 4 slots by 2" in text
+    assert f"{ESCAPED} 4 slots by 2 leases" in text
     assert is_harmless(text)
     assert "\n" not in text
 
@@ -202,3 +214,49 @@ def test_what_a_peer_sends_is_escaped_where_it_is_refused() -> None:
     assert ESCAPED in refused
     assert refused.isprintable()
     assert str(from_ray(RuntimeError(f"{EVIL}"))).isprintable()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, "0"), (950, "950"), (1_234, "1.2k"), (34e6, "34M"), (2e9, "2G")])
+def test_counts_are_short(value: float, expected: str) -> None:
+    assert short_count(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, "0 s"), (59, "59 s"), (90, "1.5 min"), (7200, "2 h"), (9e5, "10 d")]
+)
+def test_times_are_short(value: float, expected: str) -> None:
+    assert short_time(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0 ms"), (0.000312, "0.312 ms"), (0.0298, "30 ms"), (0.5044, "504 ms"), (2.241, "2.24 s"), (1234, "1,234 s")],
+)
+def test_measured_times_have_up_to_three_digits(seconds: float, expected: str) -> None:
+    assert measured_time(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(1, "1 byte"), (1000, "1,000 bytes"), (1536, "1.5 KiB"), (8 << 30, "8 GiB"), (131084000131072, "119 TiB")],
+)
+def test_bytes_are_in_the_largest_unit_that_fits(num_bytes: int, expected: str) -> None:
+    assert byte_size(num_bytes) == expected
+
+
+def test_a_number_has_its_noun_in_the_singular_or_plural() -> None:
+    assert [counted(number, "namespace") for number in (0, 1, 2)] == ["0 namespaces", "1 namespace", "2 namespaces"]
+    assert [counted(2048, noun) for noun in ("batch", "page", "use", "open lease", "query", "day")] == [
+        "2,048 batches",
+        "2,048 pages",
+        "2,048 uses",
+        "2,048 open leases",
+        "2,048 queries",
+        "2,048 days",
+    ]
+    assert counted(1, "token", "+") == "1+ tokens"
+
+
+def test_a_share_is_in_percent_and_a_share_of_nothing_is_none() -> None:
+    assert (percent(0.3441), percent(0.9, 0), rate(1, 3, 2), rate(1, 0)) == ("34.4 %", "90 %", "33.33 %", "-")
+    assert points(-0.012) == "-1.2"

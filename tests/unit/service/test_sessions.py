@@ -172,7 +172,7 @@ async def test_a_session_whose_process_has_ended_ends_at_the_next_tick_and_holds
     scene.tick()
 
     assert scene.counts == (6, 2, 0)
-    with pytest.raises(LeaseExpired, match="the process of session 's' has died"):
+    with pytest.raises(LeaseExpired, match="the process of session 's' has ended"):
         await waiting
     stats = scene.service.stats()
     assert (stats.open_sessions, stats.dead_sessions, stats.expired_sessions) == (1, 1, 0)

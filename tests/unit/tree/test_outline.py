@@ -60,6 +60,17 @@ def test_locks_hits_and_ages_are_those_of_a_node_and_all_below_it(cache: RadixCa
     cache.dec_lock_ref(node)
 
 
+def test_siblings_that_begin_a_page_alike_are_named_by_the_tokens_in_which_they_differ() -> None:
+    cache = RadixCache(4)
+    for last in (7, 8):
+        cache.insert(RadixKey([1, 2, 3, 4, 5, 5, 5, last, 9, 9, 9, last]))
+
+    names = [each.tokens for each in cache.outline(ALL).nodes if each.parent is not None]
+
+    assert names[0] == [1, 2, 3, 4]
+    assert sorted(names[1:]) == [[7, 9, 9, 9, 7], [8, 9, 9, 9, 8]]
+
+
 def test_limits_leave_out_the_smallest_the_deepest_and_the_last(cache: RadixCache) -> None:
     assert [each[0] for each in told(cache.outline(OutlineLimits(4096, 4096, 1)))] == ["None", "1 2", "4 5 6"]
     assert [each[0] for each in told(cache.outline(OutlineLimits(4096, 1, 4096)))] == ["None", "other", "1 2", "7"]
