@@ -4,11 +4,13 @@
     pool:                           RAYDIX_POOL_NUM_SLOTS=65536           pool.num_slots=65536
       num_slots: 65536
 
-The keys are the fields of `CacheConfig`, and `name`. Errors name the place of the wrong setting.
+The keys are the fields of `CacheConfig`, and `name`. Sizes may also be written as 1M, 1e6 or 8GiB: see
+`raydix.actors.capacity`. Errors name the place of the wrong setting.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +21,11 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from raydix.actors.capacity import read_capacity
 from raydix.actors.settings_file import Key, SettingsError, read_value, read_yaml
-from raydix.schemas import CacheConfig
+from raydix.schemas import CacheConfig, PoolConfig
 from raydix.schemas.cache_name import check_cache_name
-from raydix.schemas.shown import cut
+from raydix.schemas.shown import cut, fault_text
 
 DEFAULT_NAME = "kv"
 _PREFIX = "RAYDIX_"
@@ -74,10 +77,76 @@ def load_settings(
         name = check_cache_name(tree.pop("name", DEFAULT_NAME))
     except ValueError as error:
         raise SettingsError(f"{places['name',]}: name: {error}", "kv, for caches called kv-0, kv-1 and so on") from None
+    _check_events(tree, places)
+    _read_sizes(tree, places)
     try:
         return Settings(name, CacheConfig.model_validate(tree))
     except ValidationError as error:
         raise _explained(error, places, path) from None
+
+
+def _check_events(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
+    """Refuse `events: yes`, which does not say which: YAML takes yes, on and true for one value."""
+    if tree.get("events") is True:
+        raise SettingsError(
+            f"{places['events',]}: events must be full, slim or false, not true",
+            "events: full, with token ids as vLLM's; or events: slim, for raydix fleet",
+        )
+
+
+def _read_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
+    """Replace the sizes of pools and tenants that are given as text, such as 1M, by their number of slots.
+
+    They are rounded down to whole pages, or rows. A number stays as it is, and must be whole pages.
+    """
+    page_size, row = tree.get("page_size", 1), tree.get("max_seq_len")
+    if not _is_positive(page_size) or not (row is None or _is_positive(row)):
+        return  # the model refuses it
+    run_len = row or page_size
+    pool = tree.get("pool")
+    if isinstance(pool, dict):
+        tree["pool"] = pool = dict(pool)
+        for field in ("num_slots", "num_swa_slots"):
+            if isinstance(pool.get(field), str):
+                token_bytes, unknown = _token_bytes(pool, run_len) if field == "num_slots" else (0, "give a number")
+                place = f"{places.get(('pool', field), places.get(('pool',)))}: pool.{field}"
+                pool[field] = read_capacity(pool[field], place).num_tokens(run_len, token_bytes, unknown)
+    if isinstance(tree.get("tenants"), list):
+        tree["tenants"] = [
+            _with_sizes(tenant, page_size, f"{places['tenants',]}: tenants.{number}")
+            for number, tenant in enumerate(tree["tenants"])
+        ]
+
+
+def _with_sizes(tenant: Any, page_size: int, place: str) -> Any:
+    """Return a tenant with its sizes as numbers."""
+    fields = ("floor_slots", "cap_slots")
+    if not isinstance(tenant, dict) or not any(isinstance(tenant.get(field), str) for field in fields):
+        return tenant
+    unknown = "a tenant has a number of slots"
+    return tenant | {
+        field: read_capacity(tenant[field], f"{place}.{field}").num_tokens(page_size, unknown=unknown)
+        for field in fields
+        if isinstance(tenant.get(field), str)
+    }
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _token_bytes(pool: Mapping[str, Any], run_len: int) -> tuple[int, str]:
+    """Return the bytes of a token in a pool with these settings; or 0, and the reason why they are not known."""
+    try:
+        config = PoolConfig.model_validate({**pool, "num_slots": run_len, "num_swa_slots": None})
+    except ValidationError:
+        return 0, "the layers of the pool are not valid"
+    if not config.num_layers:
+        return 0, "the pool has no layers, so num_layers, num_kv_heads and head_dim do not give the bytes of a token"
+    if pool.get("num_swa_slots") is not None or config.num_state_slots:
+        return 0, "window slots and states take bytes of their own"
+    item_bytes = int("".join(filter(str.isdigit, config.dtype.partition("_")[0]))) // 8
+    return item_bytes * sum(heads * (k_dim + v_dim) for heads, k_dim, v_dim in config.layer_shapes), ""
 
 
 def as_yaml(settings: Settings) -> str:
@@ -164,7 +233,7 @@ def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | s
     )  # a misspelt key also counts as missing
     key = tuple(str(part) for part in first["loc"])
     place = next((places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places), str(path or "the settings"))
-    what, advice = first["msg"].removeprefix("Value error, "), ""
+    what, advice = fault_text(first), ""
     if first["type"] == "extra_forbidden":
         what, advice = "no such key", _suggestion(key)
     elif first["type"] == "missing":
@@ -172,7 +241,18 @@ def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | s
         what, advice = "must be set", f"set {text} in a file given with -c, {variable}, or --set {text}=VALUE"
         if key in SECTIONS:
             advice = f"give at least {text}.num_slots: --set {text}.num_slots=65536"
+    elif first["type"].startswith("int_") and (number := _whole_number(first["input"])) is not None:
+        advice = f"{key[-1]}: {number} (in YAML, {first['input']} is a text)"
     return SettingsError(f"{place}: {cut('.'.join(key)) + ': ' if key else ''}{what}", advice)
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return the number that a text such as 1e3 is meant to be."""
+    try:
+        number = float(value) if isinstance(value, str) and len(value) < 20 else math.nan
+    except ValueError:
+        return None
+    return int(number) if math.isfinite(number) and number.is_integer() else None
 
 
 def _suggestion(key: Key) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from raydix.schemas.shown import cut
+from raydix.schemas.shown import fault_text
 
 BLOCK = 512  # tokens per hash id, unless the line has a block_size
 MAX_NUMBER = 2**53  # of milliseconds, and of tokens: the largest exact integer of a float
@@ -112,4 +112,4 @@ def _parse(line: str, where: str) -> TracedRequest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise TraceError(f"{where}: {field + ': ' if field else ''}{cut(first['msg'])}") from None
+        raise TraceError(f"{where}: {field + ': ' if field else ''}{fault_text(first)}") from None

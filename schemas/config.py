@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from raydix.schemas.tenants import TenantConfig, check_tenants
 
@@ -17,6 +18,38 @@ MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
 _STRIDE_TOKENS = 512
 _Count = Annotated[int, Field(ge=0)]
 KVShape = tuple[_Count, _Count, _Count]  # num_kv_heads, head_dim, v_head_dim of a layer
+
+
+_DTYPES = {  # names that other programs give to torch's dtypes
+    "fp64": "float64",
+    "double": "float64",
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "float8_e4m3": "float8_e4m3fn",
+}
+
+
+def _dtype_of_torch(dtype: Any) -> Any:
+    """Raise ValueError, with the dtype that is meant, for another program's name of a dtype."""
+    meant = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else None
+    if meant is None and isinstance(dtype, str) and dtype.startswith("torch."):
+        meant = dtype.removeprefix("torch.")
+    if meant is not None:
+        raise ValueError(f"must be torch's name of a dtype: {meant} is meant, perhaps")
+    return dtype
+
+
+def _checked_device(device: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d?))?", device) is None:
+        meant = ": cuda is meant, perhaps" if device.lower().startswith(("gpu", "nvidia", "cuda")) else ""
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, with N from 0 to 99{meant}")
+    return device
 
 
 class _Config(BaseModel):
@@ -54,8 +87,11 @@ class PoolConfig(_Config):
     state_shapes: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = Field(
         default=(), description="shapes of a state layer's tensors"
     )
-    dtype: Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"] = "bfloat16"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:(0|[1-9]\d?))?)$")] = "auto"
+    dtype: Annotated[
+        Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"],
+        BeforeValidator(_dtype_of_torch),
+    ] = "bfloat16"
+    device: Annotated[str, AfterValidator(_checked_device)] = "auto"
 
     @model_validator(mode="after")
     def _layers_have_a_shape(self) -> Self:
@@ -100,6 +136,11 @@ class PoolConfig(_Config):
         shape = self.num_kv_heads, self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim
         kinds = self.layer_kinds or ("full",) * self.num_layers
         return tuple((0, 0, 0) if kind == "state" else shape for kind in kinds)
+
+
+def _multiple(number: int, unit: int) -> int:
+    """Return the nearest multiple of `unit` below a number, or `unit`."""
+    return max(number - number % unit, unit)
 
 
 def _check_shapes_differ(shapes: Iterable[KVShape]) -> None:
@@ -248,7 +289,8 @@ with warnings.catch_warnings():
         def _pool_is_whole_pages(self) -> Self:
             if self.pool.num_slots % self.page_size:
                 raise ValueError(
-                    f"num_slots ({self.pool.num_slots}) must be a multiple of page_size ({self.page_size})"
+                    f"num_slots ({self.pool.num_slots}) must be a multiple of page_size ({self.page_size}): set it to "
+                    f"{_multiple(self.pool.num_slots, self.page_size)}, say"
                 )
             return self
 
@@ -260,7 +302,10 @@ with warnings.catch_warnings():
             if self.sliding_window_size is None and (self.pool.num_swa_slots is not None or "swa" in kinds):
                 raise ValueError("a pool with window slots or 'swa' layers needs sliding_window_size")
             if (self.pool.num_swa_slots or 0) % self.page_size:
-                raise ValueError(f"num_swa_slots must be a multiple of page_size ({self.page_size})")
+                raise ValueError(
+                    f"num_swa_slots ({self.pool.num_swa_slots}) must be a multiple of page_size ({self.page_size}): "
+                    f"set it to {_multiple(self.pool.num_swa_slots or 0, self.page_size)}, say"
+                )
             if (self.kind == "mamba") != (self.pool.num_state_slots > 0):
                 raise ValueError("kind 'mamba' needs num_state_slots, and no other kind takes them")
             return self
@@ -276,10 +321,14 @@ with warnings.catch_warnings():
             if self.pool.kv_shapes is not None:
                 raise ValueError("kv_shapes is not for kind 'slots': its sequences are one tensor, with layers alike")
             if self.max_seq_len % self.page_size:
-                raise ValueError(f"max_seq_len ({self.max_seq_len}) must be a multiple of page_size ({self.page_size})")
+                raise ValueError(
+                    f"max_seq_len ({self.max_seq_len}) must be a multiple of page_size ({self.page_size}): set it to "
+                    f"{_multiple(self.max_seq_len, self.page_size)}, say"
+                )
             if self.pool.num_slots % self.max_seq_len:
                 raise ValueError(
-                    f"num_slots ({self.pool.num_slots}) must be a multiple of max_seq_len ({self.max_seq_len})"
+                    f"num_slots ({self.pool.num_slots}) must be a multiple of max_seq_len ({self.max_seq_len}): set it "
+                    f"to {_multiple(self.pool.num_slots, self.max_seq_len)}, say"
                 )
             return self
 

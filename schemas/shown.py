@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from reprlib import Repr
+from typing import Any
 
 NONE = "-"  # a rate without a base
 
+_SECRET = ("cache_salt",)  # fields with values that no error shows
 _MOST = 160  # characters of a value in an error
 _TIMES = ((1, "s"), (60, "min"), (3600, "h"), (86_400, "d"))
 _COUNTS = ((1, ""), (1_000, "k"), (1_000_000, "M"), (1_000_000_000, "G"))
@@ -52,6 +56,22 @@ def brief(value: object) -> str:
     Of lists and dicts the first few members are shown. A value that has no `repr` is shown by its type.
     """
     return cut(_brief.repr(value))
+
+
+def fault_text(fault: Mapping[str, Any]) -> str:
+    """Return an error of pydantic's `ValidationError.errors()` as a predicate with the wrong value: "must be ..."."""
+    text: str = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "missing":
+        return "must be given"
+    if fault["type"] in ("model_type", "dict_type", "model_attributes_type"):
+        text = "must have keys"
+    elif text.startswith("Input should be "):
+        text = re.sub(r"(a valid \w+), .*", r"\1", text.replace("Input should be", "must be", 1))
+    rule, colon, hint = text.partition(": ")
+    field = fault["loc"][-1] if fault["loc"] else ""
+    if text.startswith("must ") and ", not " not in rule and "input" in fault and field not in _SECRET:
+        rule += f", not {brief(fault['input'])}"
+    return cut(f"{rule}{colon}{hint}")
 
 
 def counted(number: int, noun: str, mark: str = "") -> str:

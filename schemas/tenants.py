@@ -53,9 +53,14 @@ def check_tenants(tenants: Sequence[TenantConfig], num_slots: int, page_size: in
                 raise ValueError(f"{count} tenants have the same {what}: {brief(value)}")
     for tenant in tenants:
         if tenant.floor_slots % page_size or (tenant.cap_slots or 0) % page_size:
-            raise ValueError(f"floor and cap of tenant {tenant.name!r} must be multiples of page_size ({page_size})")
+            raise ValueError(
+                f"floor_slots and cap_slots of tenant {tenant.name!r} must be multiples of page_size ({page_size}), "
+                f"not {tenant.floor_slots} and {tenant.cap_slots}"
+            )
         if (tenant.cap_slots or 0) > num_slots:
-            raise ValueError(f"cap_slots of tenant {tenant.name!r} must not be above num_slots ({num_slots})")
+            raise ValueError(
+                f"cap_slots ({tenant.cap_slots}) of tenant {tenant.name!r} must not be above num_slots ({num_slots})"
+            )
     floors = sum(tenant.floor_slots for tenant in tenants)
     if floors > num_slots:
         raise ValueError(f"the tenants' floors add up to {floors} slots, but num_slots is {num_slots}")

@@ -13,9 +13,10 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
+from raydix.actors.capacity import read_capacity
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show
-from raydix.actors.demo_workload import Workload
+from raydix.actors.demo_workload import PAGE_SIZE, Workload
 from raydix.schemas.shown import counted, rate
 
 Tokens = Annotated[int, typer.Option(min=1, metavar="TOKENS")]
@@ -31,7 +32,9 @@ def demo(
     system_prompt_len: Tokens = _LOAD.system_prompt_len,
     message_len: Tokens = _LOAD.message_len,
     answer_len: Tokens = _LOAD.answer_len,
-    pool_tokens: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Whole pages of 16.")] = _LOAD.pool_tokens,
+    pool_tokens: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Such as 20_000 or 8k; rounded down to whole pages of 16.")
+    ] = str(_LOAD.pool_tokens),
     seed: Annotated[int, typer.Option(min=0)] = _LOAD.seed,
     as_json: AsJson = False,
 ) -> None:
@@ -40,12 +43,16 @@ def demo(
     Fails with exit status 1 if greedy answers differ. With the default load it also fails if the hit rate is not above
     60 %, or if the first token of prompts that share a prefix is not three times sooner. It starts its own Ray.
     """
+    num_tokens = read_capacity(pool_tokens, "--pool-tokens").num_tokens(
+        PAGE_SIZE, unknown="it is the same for every model"
+    )
     try:
         load = Workload(
-            conversations, turns, workers, system_prompts, system_prompt_len, message_len, answer_len, pool_tokens, seed
+            conversations, turns, workers, system_prompts, system_prompt_len, message_len, answer_len, num_tokens, seed
         )
     except ValueError as error:
-        raise CommandError(str(error), "raydix demo --help", USAGE) from None
+        message = str(error).replace("pool_tokens", "--pool-tokens")
+        raise CommandError(message, "raydix demo --help", USAGE) from None
     try:
         from raydix.actors.demo import broken_promises, demonstrate
     except ImportError as error:

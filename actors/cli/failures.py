@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raydix.actors.settings_file import SettingsError
+from raydix.schemas.shown import fault_text
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 FAILED = 1  # the cache refused, or a check failed
 USAGE = 2  # wrong options, files or configuration
@@ -25,6 +31,19 @@ class CommandError(Exception):
         self.message = message
         self.advice = advice
         self.exit_code = exit_code
+
+
+def wrong_option(error: ValidationError, command: str, options: Mapping[str, str]) -> CommandError:
+    """Return the error of a wrong option that a model has found.
+
+    Args:
+        command: it has the option.
+        options: the options by their fields of the model, where the names differ.
+    """
+    fault = error.errors(include_url=False)[0]
+    field = str(fault["loc"][-1]) if fault["loc"] else ""
+    option = options.get(field, f"--{field.replace('_', '-')}" if field else "")
+    return CommandError(f"{option} {fault_text(fault)}".lstrip(), f"raydix {command} --help", USAGE)
 
 
 @dataclass(frozen=True)

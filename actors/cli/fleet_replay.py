@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +10,9 @@ from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.failures import USAGE, CommandError, wrong_option
 from raydix.actors.cli.output import AsJson, console, show, table_of
-from raydix.actors.cli.replay import cannot_plot, check_can_plot, requests_of
+from raydix.actors.cli.replay import cannot_plot, check_can_plot, requests_of, tokens_of
 from raydix.actors.cli.route_defaults import NUM_RANDOM, PROMISE_TTL_S, ROUTERS, WEIGHT
 from raydix.schemas.shown import counted, measured_time, percent
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from raydix.actors.fleet.simulation import FleetSetup, RouterResult
     from raydix.schemas import RouteConfig
 
-UNITS = {"": 1, "k": 1024, "M": 1_024_000}  # tokens
+CAPACITY = 1_024_000  # tokens, as in the tables of the guides
 MAX_CACHES = 10_000
 
 
@@ -32,8 +31,9 @@ def replay(
     ],
     caches: Annotated[int, typer.Option(min=1, max=MAX_CACHES, metavar="N", help="Caches, each with a server.")] = 8,
     capacity: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Of each cache; k is 1,024 tokens, M is 1,024,000.")
-    ] = "1M",
+        str,
+        typer.Option(metavar="TOKENS", help="Of each cache, such as 200_000 or 1M; rounded down to whole blocks."),
+    ] = str(CAPACITY),
     routers: Annotated[
         str, typer.Option("--router", metavar="NAMES", help=f"Separated by commas: {', '.join(ROUTERS)}.")
     ] = ",".join(ROUTERS),
@@ -77,11 +77,12 @@ def replay(
     names = _checked_routers(routers)
     config = _checked_config(weight, promise_ttl_s, num_random)
     arrivals = Arrivals(requests_of(trace, limit), copies=copies)
+    num_pages = tokens_of(capacity, arrivals.page_size) // arrivals.page_size
     setups = [
         FleetSetup(
             router=name,
             num_caches=caches,
-            capacity=_checked_capacity(capacity, arrivals.page_size),
+            capacity=num_pages,
             config=config,
             num_routers=num_routers,
             event_delay_s=event_delay_s,
@@ -131,24 +132,7 @@ def _checked_config(weight: float, promise_ttl_s: float, num_random: int) -> Rou
     try:
         return RouteConfig(weight=weight, promise_ttl_s=promise_ttl_s, num_random=num_random)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise CommandError(
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "raydix fleet replay --help", USAGE
-        ) from None
-
-
-def _checked_capacity(capacity: str, page_size: int) -> int:
-    """Return the pages of a capacity such as 1M, 512k or 65536."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kM]?)", capacity)
-    tokens = float(match[1]) * UNITS[match[2]] if match else 0
-    if not tokens or tokens % page_size:
-        fitting = max(int(tokens) // page_size, 1) * page_size
-        raise CommandError(
-            f"--capacity must be a multiple of the trace's blocks, {page_size} tokens, not {capacity!r}",
-            f"--capacity {fitting}",
-            USAGE,
-        )
-    return int(tokens) // page_size
+        raise wrong_option(error, "fleet replay", {"promise_ttl_s": "--promise-ttl"}) from None
 
 
 def _simulate_all(arrivals: Arrivals, setups: list[FleetSetup], seeds: int) -> list[RouterResult]:

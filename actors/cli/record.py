@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
-from raydix.actors.cli.failures import FAILED, USAGE, CommandError
+from raydix.actors.cli.failures import FAILED, wrong_option
 from raydix.actors.cli.output import AsJson, show
 from raydix.schemas.shown import counted
 
@@ -75,10 +75,7 @@ def _request(out: Path, max_requests: int, seconds: float, block_size: int | Non
             overwrite=overwrite,
         )
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise CommandError(
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "raydix record --help", USAGE
-        ) from None
+        raise wrong_option(error, "record", {"max_seconds": "--seconds", "path": "--out"}) from None
 
 
 def _take_signals_for_ctrl_c() -> None:

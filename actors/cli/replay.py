@@ -12,8 +12,9 @@ from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from raydix.actors.capacity import read_capacity
 from raydix.actors.cli.cluster import Address, join
-from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.failures import USAGE, CommandError, wrong_option
 from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.report.too_large import too_large
 from raydix.schemas.shown import counted, percent, points, short_count
@@ -29,8 +30,12 @@ CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # defaults; a report takes the 
 def replay(
     trace: Annotated[Path, typer.Argument(envvar="RAYDIX_TRACE", help="Traffic in the Mooncake format, JSON lines.")],
     capacities: Annotated[
-        list[int] | None,
-        typer.Option("--capacity", min=1, metavar="TOKENS", help="Repeatable. Default: 1, 4 and 16 million."),
+        list[str] | None,
+        typer.Option(
+            "--capacity",
+            metavar="TOKENS",
+            help="Such as 200_000 or 1M; rounded down to whole pages; repeatable. Default: 1024000, 4096000, 16384000.",
+        ),
     ] = None,
     policies: Annotated[
         list[str] | None,
@@ -60,7 +65,9 @@ def replay(
     requests = requests_of(trace, limit)
     configs = [
         checked_config(*each, high_watermark)
-        for each in product(capacities or CAPACITIES, policies or ["lru"], page_sizes or [requests[0].block_size])
+        for each in product(
+            capacities or map(str, CAPACITIES), policies or ["lru"], page_sizes or [requests[0].block_size]
+        )
     ]
     if ghost:
         from raydix.schemas import GhostConfig
@@ -93,30 +100,34 @@ def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
         ) from None
 
 
-def checked_config(capacity: int, policy: str, page_size: int, high_watermark: float = 1.0) -> CacheConfig:
-    """Return the configuration of an index-only cache.
+def checked_config(
+    capacity: str, policy: str, page_size: int, high_watermark: float = 1.0, command: str = "replay"
+) -> CacheConfig:
+    """Return the configuration of an index-only cache; its capacity is rounded down to whole pages.
 
     Raises:
-        CommandError: an argument is wrong; the message names it.
+        CommandError: an argument of `command` is wrong; the message names it.
+        SettingsError: the capacity is wrong, or smaller than a page.
     """
     from pydantic import ValidationError
 
     from raydix.actors.replay import index_config
 
-    if capacity % page_size:
-        fitting = max(capacity // page_size, 1) * page_size
-        raise CommandError(
-            f"--capacity must be a multiple of the page size, {page_size}, not {capacity}",
-            f"--capacity {fitting}",
-            USAGE,
-        )
+    num_slots = tokens_of(capacity, page_size)
     try:
-        return index_config(capacity, page_size=page_size, policy=policy, high_watermark=high_watermark)
+        return index_config(num_slots, page_size=page_size, policy=policy, high_watermark=high_watermark)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise CommandError(
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "raydix replay --help", USAGE
-        ) from None
+        raise wrong_option(error, command, {}) from None
+
+
+def tokens_of(capacity: str, page_size: int) -> int:
+    """Return the tokens of `--capacity`, in whole pages, for a command that replays a trace.
+
+    Raises:
+        SettingsError: it is wrong, or smaller than a page.
+    """
+    unknown = "a trace does not say how many bytes a token takes"
+    return read_capacity(capacity, "--capacity").num_tokens(page_size, unknown=unknown)
 
 
 def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: bool) -> list[Replay]:

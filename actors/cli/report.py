@@ -29,8 +29,12 @@ def report(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write.")] = Path("report.html"),
     capacity: Annotated[
-        int, typer.Option(min=1, metavar="TOKENS", help="With TRACE: slots of the cache that replays it.")
-    ] = CAPACITIES[0],
+        str,
+        typer.Option(
+            metavar="TOKENS",
+            help="With TRACE: slots of the cache that replays it, such as 200_000 or 1M, in whole pages.",
+        ),
+    ] = str(CAPACITIES[0]),
     page_size: Annotated[
         int | None,
         typer.Option(min=1, metavar="TOKENS", help="With TRACE: its page size. Default: a block."),
@@ -74,13 +78,13 @@ def _of_cache(name: str, address: str | None, namespace: str) -> tuple[CacheRepo
 
 
 def _of_trace(
-    path: Path, capacity: int, page_size: int | None, policy: str, limit: int | None
+    path: Path, capacity: str, page_size: int | None, policy: str, limit: int | None
 ) -> tuple[CacheReport, CacheConfig]:
     from raydix.actors.report.of_trace import report_of_trace
     from raydix.schemas import GhostConfig
 
     trace = requests_of(path, limit)
-    config = checked_config(capacity, policy, page_size or trace[0].block_size).model_copy(
+    config = checked_config(capacity, policy, page_size or trace[0].block_size, command="report").model_copy(
         update={"ghost": GhostConfig()}
     )
     return asyncio.run(report_of_trace(trace, config)), config

@@ -39,7 +39,7 @@ def start(
         str | None,
         typer.Option(
             metavar="TOKENS|GiB",
-            help="Size of a rank's pool, such as 200_000, 1.5M or 8GiB; rounded down to whole blocks.",
+            help="Size of a rank's pool, such as 200_000, 1M or 8GiB; rounded down to whole blocks.",
             rich_help_panel=_OF_ENGINES,
         ),
     ] = None,
@@ -73,7 +73,7 @@ def start(
     ] = None,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as pool.num_slots=65536; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as pool.num_slots=1M; repeatable."),
     ] = None,
     name: Annotated[
         str | None,

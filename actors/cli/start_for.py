@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Group
 from rich.text import Text
 
+from raydix.actors.capacity import Capacity, read_capacity
 from raydix.actors.cli.cluster import cache_names, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import show
@@ -28,19 +29,6 @@ if TYPE_CHECKING:
 
 _ENGINES = ("vllm",)
 _NAME = "kv-0"
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -55,46 +43,6 @@ class EngineWishes(NamedTuple):
     block_size: int | None
     dtype: str | None
     check: bool
-
-
-class Capacity(NamedTuple):
-    """The size of a pool: a number of tokens, or of bytes."""
-
-    number: int
-    is_bytes: bool
-
-    def num_tokens(self, token_bytes: int, block_size: int) -> int:
-        """Return the tokens of a pool of at most this size, in whole blocks.
-
-        Raises:
-            CommandError: it holds no block.
-        """
-        tokens = self.number // token_bytes if self.is_bytes else self.number
-        if tokens < block_size:
-            raise CommandError(
-                f"--capacity must hold a block: {block_size} tokens of {token_bytes:,} bytes each, not {tokens} tokens",
-                f"--capacity {block_size * 1000}",
-                USAGE,
-            )
-        return tokens - tokens % block_size
-
-
-def read_capacity(text: str) -> Capacity:
-    """Return the size that a text names: tokens ("200_000", "1.5M") or bytes ("8GiB", "500MB").
-
-    Raises:
-        CommandError: it names neither.
-    """
-    found = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    unit = found.group(2).lower() if found else ""
-    if found is None or unit not in _UNITS or len(text) > 64:
-        raise CommandError(
-            f"--capacity must be tokens, such as 200_000 or 1M, or bytes, such as 8GiB, not {brief(text)}",
-            "--capacity 8GiB",
-            USAGE,
-        )
-    number = float(found.group(1).replace("_", "").replace(",", "")) * _UNITS[unit]
-    return Capacity(int(number), unit.endswith("b"))
 
 
 def check_engine(wishes: EngineWishes) -> None:
@@ -135,7 +83,7 @@ def start_for_engine(
     from raydix.schemas import InvalidRequest
 
     assert wishes.capacity is not None, "checked before"
-    capacity = read_capacity(wishes.capacity)
+    capacity = read_capacity(wishes.capacity, "--capacity")
     model, *more = wishes.model
     try:
         options = EngineOptions(
@@ -197,7 +145,7 @@ def _settings_for(
     """
     from raydix.actors.settings import load_settings
 
-    num_tokens = capacity.num_tokens(_token_bytes(kv, check), kv.block_size)
+    num_tokens = capacity.num_tokens(kv.block_size, _token_bytes(kv, check))
     pool = kv.pool_config(num_tokens, check=check).model_dump(mode="json", exclude_defaults=True)
     defaults: dict[tuple[str, ...], Any] = {("name",): _NAME, ("page_size",): kv.block_size}
     defaults |= {("pool", key): value for key, value in pool.items()}

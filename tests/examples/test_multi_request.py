@@ -16,6 +16,7 @@ from support.processes.command_line import run
 from raydix.actors.cli.demo import closing, table_of
 from raydix.actors.demo import broken_promises, demonstrate
 from raydix.actors.demo_workload import Workload, draw_conversations
+from raydix.schemas.shown import percent
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_request.py"
 SMALL = {
@@ -40,7 +41,7 @@ async def test_a_small_load_keeps_every_promise_under_pressure(ray_cluster: None
     assert broken_promises(figures, load) == []  # the promised speed-up of the first token holds for the default alone
     assert re.search(r"same answers as without the cache +│ yes, 24 of 24 ", text_of(table_of(figures)))
     assert closing(figures).startswith(
-        f"{figures['hit_rate']:.1%} of the prompt tokens came from the cache, the first "
+        f"{percent(figures['hit_rate'])} of the prompt tokens came from the cache, the first "
     )
 
 
@@ -108,8 +109,8 @@ def test_the_table_begins_with_hit_and_miss_and_has_one_kind_of_star() -> None:
 
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     assert rows[:3] == [
-        ["prompt tokens hit: taken from the cache", "714 (71.4%)", "-"],
-        ["prompt tokens missed: computed", "286 (28.6%)", "1,000 (100.0%)"],
+        ["prompt tokens hit: taken from the cache", "714 (71.4 %)", "-"],
+        ["prompt tokens missed: computed", "286 (28.6 %)", "1,000 (100.0 %)"],
         ["time to first token *, mean", "60 ms", "300 ms"],
     ]
     assert ["... waiting at the same moment, at most", "3", ""] in rows
@@ -128,7 +129,7 @@ def test_the_table_begins_with_hit_and_miss_and_has_one_kind_of_star() -> None:
 def test_the_last_sentence_has_the_savings_and_the_next_step(changed: dict[str, Any], sentence: str) -> None:
     said, following = closing(FIGURES | changed).splitlines()
 
-    assert said == f"71.4% of the prompt tokens came from the cache, the first token of turns that share a {sentence}"
+    assert said == f"71.4 % of the prompt tokens came from the cache, the first token of turns that share a {sentence}"
     assert following.endswith("ray start --head && raydix start --set pool.num_slots=4096")
 
 

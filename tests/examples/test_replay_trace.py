@@ -39,7 +39,7 @@ def test_a_malformed_trace_ends_in_one_line_and_not_in_a_traceback(tmp_path: Pat
     )
 
     assert done.returncode == 1
-    assert f"error: {tmp_path}/bad.jsonl, line 1: timestamp: Field required" in done.stderr.splitlines()
+    assert f"error: {tmp_path}/bad.jsonl, line 1: timestamp: must be given" in done.stderr.splitlines()
     assert "Traceback" not in done.stderr
 
 

@@ -232,7 +232,7 @@ def test_list_prints_the_kind_and_use_of_each_cache(busy: list[str]) -> None:
     assert (row["num_slots"], row["free_slots"], row["open_leases"], row["hit_rate"]) == (64, 40, 1, 0.0)
     text = run("list", *busy[1:]).stdout
     assert "kv-0" in text
-    assert "38%" in text
+    assert "37.5 %" in text
 
 
 def test_stats_are_those_of_the_cache(busy: list[str]) -> None:
@@ -243,7 +243,7 @@ def test_stats_are_those_of_the_cache(busy: list[str]) -> None:
     assert (stats["high_watermark"], stats["low_watermark"]) == (0.9, 0.8)
     assert stats["loop_lag_ms"] >= 0
     text = run("stats", *busy).stdout
-    assert "37.5% of 64 slots in use; eviction above 90%, down to 80%" in text
+    assert "37.5 % of 64 slots in use; eviction above 90 %, down to 80 %" in text
     assert "40 free, 8 private, 16 cached (0 locked), 0 quarantined" in text
     assert [(each["owner"], each["leases"], each["slots"]) for each in stats["owners"]] == [("a worker", 1, 8)]
     assert re.search(r"leases +1 open, the oldest \d+ s old; 0 requests wait for slots", text)
@@ -256,7 +256,7 @@ def test_watched_stats_go_on_a_document_a_line(busy: list[str]) -> None:
     documents = [json.loads(line) for line in run(*watch, "--json").stdout.splitlines()]
 
     assert [each["free_slots"] for each in documents] == [40, 40, 40]
-    assert "37.5% of 64 slots in use" in run(*watch).stdout
+    assert "37.5 % of 64 slots in use" in run(*watch).stdout
 
 
 def test_explain_reads_a_list_an_array_or_stdin(busy: list[str], tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_one_cache_hits_what_a_replay_of_one_cache_hits(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, PROMPTS[:-1])
 
     document = run_json(
-        "fleet", "replay", trace, "--caches", 1, "--capacity", "2k", "--prefill-rate", 1e9, "--router", "least"
+        "fleet", "replay", trace, "--caches", 1, "--capacity", "2048", "--prefill-rate", 1e9, "--router", "least"
     )
 
     hits = 100 * REUSED / PROMPT_TOKENS
@@ -73,7 +73,7 @@ def test_one_cache_hits_what_a_replay_of_one_cache_hits(tmp_path: Path) -> None:
 
 
 def test_options_reach_the_routers(trace: Path) -> None:
-    options = ("--caches", 20, "--capacity", "4k", "--router", "ttft", "--seeds", 1, "--copies", 3, "--limit", 20)
+    options = ("--caches", 20, "--capacity", "4096", "--router", "ttft", "--seeds", 1, "--copies", 3, "--limit", 20)
 
     document = run_json(
         "fleet", "replay", trace, *options, "--weight", 5, "--promise-ttl", 1, "--num-random", 3, "--routers", 4
@@ -86,7 +86,7 @@ def test_options_reach_the_routers(trace: Path) -> None:
 def test_a_plot_names_every_router(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "fleet.svg"
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
-        run("fleet", "replay", trace, "--capacity", "2k", "--seeds", 2, "--plot", picture)
+        run("fleet", "replay", trace, "--capacity", "2048", "--seeds", 2, "--plot", picture)
 
     drawn = picture.read_text()
     assert [name for name in ROUTERS if name not in drawn] == []
@@ -96,11 +96,11 @@ def test_a_plot_names_every_router(trace: Path, tmp_path: Path) -> None:
     ("options", "complaint"),
     [
         (("--router", "least,nearest"), "--router must be among random,round_robin,least,ttft,shared, not 'nearest'"),
-        (("--capacity", "700"), "--capacity must be a multiple of the trace's blocks, 512 tokens, not '700'"),
-        (("--capacity", "1G"), "--capacity must be a multiple of the trace's blocks, 512 tokens, not '1G'"),
-        (("--capacity", "0"), "--capacity must be a multiple of the trace's blocks, 512 tokens, not '0'"),
-        (("--weight", "-1"), "weight: Input should be greater than or equal to 0"),
-        (("--promise-ttl", "nan"), "promise_ttl_s: Input should be a finite number"),
+        (("--capacity", "500"), "--capacity must hold a page, 512 tokens, not '500', which is 500 tokens"),
+        (("--capacity", "8GiB"), "--capacity must be tokens, such as 200_000 or 1M, not '8GiB': a trace does not say"),
+        (("--capacity", "0"), "--capacity must hold a page, 512 tokens, not '0'"),
+        (("--weight", "-1"), "--weight must be greater than or equal to 0, not -1.0"),
+        (("--promise-ttl", "nan"), "--promise-ttl must be a finite number, not nan"),
         (("--plot", "rates.abc"), "rates.abc: Format 'abc' is not supported"),
     ],
 )

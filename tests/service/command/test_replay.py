@@ -43,7 +43,9 @@ def test_a_run_reports_the_hits_of_twice_the_capacity(tmp_path: Path) -> None:
     text = run("replay", trace, "--capacity", 512, "--ghost").stdout
 
     assert (row["reused_tokens"], row["ghost"]["tokens_requested"]) == (0, 2048)
-    assert "512 tokens: twice as many would give about +50.0 points, 50.0 %" in " ".join(text.split())
+    assert "512 tokens: twice as many would change the hit rate by about +50.0 points, to 50.0 %" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.more
@@ -146,6 +148,12 @@ def test_a_plot_names_every_replay_in_one_capacity_as_bars_and_in_several_as_lin
         assert [name in text for name in (title, "2,048 tokens, lru, pages of 512", "2,048 tokens, mru")] == [True] * 3
 
 
+def test_a_capacity_is_rounded_down_to_whole_pages_of_each_replay(trace: Path) -> None:
+    rows = run_json("replay", trace, "--capacity", "1M", "--capacity", "3k", "--page-size", 512, "--page-size", 1024)
+
+    assert [row["capacity"] for row in rows] == [999_936, 999_424, 2560, 2048]
+
+
 def test_background_eviction_can_be_switched_on(trace: Path) -> None:
     (row,) = run_json("replay", trace, "--capacity", 2048, "--high-watermark", 0.5)
 
@@ -155,8 +163,8 @@ def test_background_eviction_can_be_switched_on(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--capacity", 1000), "--capacity must be a multiple of the page size, 512, not 1000\n  try: --capacity 512"),
-        (("--capacity", 2048, "--policy", "lur"), "policy: Input should be 'lru', 'lfu'"),
+        (("--capacity", 500), "--capacity must hold a page, 512 tokens, not '500', which is 500 tokens\n  try: 512000"),
+        (("--capacity", 2048, "--policy", "lur"), "--policy must be 'lru', 'lfu'"),
         (("--capacity", 2048, "--plot", "rates.nope"), "rates.nope: Format 'nope' is not supported"),
         (("--capacity", 2048, "--plot", "no/rates.png"), "no/rates.png: No such file or directory"),
     ],
@@ -173,7 +181,7 @@ def test_a_trace_that_cannot_be_replayed_is_refused_with_advice_before_the_work(
     ("line", "complaint"),
     [
         ("{", "line 2: Invalid JSON"),
-        ('{"timestamp": 0, "input_length": 5, "output_length": 1}', "line 2: hash_ids: Field required"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1}', "line 2: hash_ids: must be given"),
         ('{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}', "line 2: input_length: "),
         ('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [4]}', "600 tokens need 2 hash ids"),
         ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-4]}', "must not be negative"),
@@ -207,7 +215,7 @@ def test_a_wrong_timestamp_is_refused_with_its_line(tmp_path: Path, time: str) -
     path.write_text("".join(rows))
 
     for command in ("replay", "report"):
-        assert f"error: {path}, line 2: timestamp: Input should be " in run(command, path, exit_code=2).stderr
+        assert f"error: {path}, line 2: timestamp: must be " in run(command, path, exit_code=2).stderr
 
 
 @pytest.mark.parametrize(("name", "complaint"), [("none", "No such file"), ("empty", "the trace has no requests")])

@@ -61,7 +61,7 @@ def test_the_page_of_a_trace(tmp_path: Path) -> None:
     assert (told["stats"]["exhausted"], told["stats"]["refusals"]) == (1, {"never_fits": 1})
     assert sum(each["tokens_requested"] for each in told["namespaces"]) == PROMPT_TOKENS
     html = out.read_text(encoding="utf-8")
-    assert "Refused for lack of slots, and in no hit rate: 1 requests." in html
+    assert "Refused for lack of slots, and in no hit rate: 1 request." in html
     assert "7 requests" not in html
     assert "<h1>trace.jsonl</h1>" in html
 
@@ -73,7 +73,7 @@ def test_requests_that_can_never_fit_come_before_all_figures(tmp_path: Path) -> 
 
     share = 100 * PROMPTS[-1][0] / (PROMPT_TOKENS + PROMPTS[-1][0])
     sentence = (
-        f"1 request, {share:.1f} % of the prompt tokens, can never fit in 2,048 slots and are in no hit rate; the "
+        f"1 request, {share:.1f} % of the prompt tokens, can never fit in 2,048 slots and is in no hit rate; the "
         "largest needs a capacity of 2,560"
     )
     assert lines == [

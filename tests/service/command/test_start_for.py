@@ -24,7 +24,7 @@ def test_elsewhere_than_in_the_engines_environment_the_message_says_where_to_run
     ("arguments", "message"),
     [
         (FOR, "--for vllm must come with --capacity"),
-        ((*FOR, "--capacity", "8G"), "not '8G'"),
+        ((*FOR, "--capacity", "8 G of RAM"), "--capacity must be tokens"),
         ((*FOR, "--capacity", "1M", "--count", 2), "--count does not go with --for"),
         ((*FOR, "--capacity", "1M", "--", "--kv-transfer-config", "{}"), "'--kv-transfer-config' must not be among"),
         (("start", "--for", "other", "a-model", "--capacity", "1M"), "--for must be vllm, not 'other'"),

@@ -390,7 +390,7 @@ async def test_the_command_fails_where_the_file_could_not_be_written(
 
 
 def test_a_time_without_an_end_is_refused() -> None:
-    assert "max_seconds: Input should be a finite number" in run("record", "a", "--seconds", "inf", exit_code=2).stderr
+    assert "--seconds must be a finite number, not inf" in run("record", "a", "--seconds", "inf", exit_code=2).stderr
 
 
 @pytest.mark.more

@@ -74,7 +74,7 @@ def test_without_a_file_the_environment_and_options_suffice() -> None:
 
 
 def test_values_are_yaml_and_texts_are_texts() -> None:
-    options = ["pool.num_slots=64", "fingerprint=007", "events=true", "sliding_window_size=null", "pool.num_layers=2"]
+    options = ["pool.num_slots=64", "fingerprint=007", "events=full", "sliding_window_size=null", "pool.num_layers=2"]
     options += ["pool.num_kv_heads=1", "pool.head_dim=4", "pool.layer_kinds=[full, full]"]
 
     config = load_settings(environ={}, options=options).config
@@ -94,6 +94,52 @@ def test_the_shapes_of_layers_may_be_given_as_an_option_or_a_variable() -> None:
         assert settings.config.pool.kv_shapes == ((2, 4, 4), (1, 8, 8))
 
 
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [("1M", 999_936), ("1e6", 999_936), ("0.5M", 499_712), ('"200,000"', 199_680), ("1_024", 1024), ("2k", 1536)],
+)
+def test_the_slots_of_a_pool_may_have_a_unit_and_are_then_rounded_down_to_pages(text: str, slots: int) -> None:
+    options = ["page_size=512", f"pool={{num_slots: {text}, num_swa_slots: {text}}}", "sliding_window_size=512"]
+
+    pool = load_settings(environ={}, options=options).config.pool
+
+    assert (pool.num_slots, pool.num_swa_slots) == (slots, slots)
+    environ = {"RAYDIX_POOL_NUM_SLOTS": text, "RAYDIX_PAGE_SIZE": "512"}
+    assert load_settings(environ=environ).config.pool.num_slots == slots
+
+
+def test_the_slots_of_a_pool_with_layers_may_be_given_in_bytes() -> None:
+    shape = ["pool.num_layers=2", "pool.num_kv_heads=2", "pool.head_dim=8", "pool.v_head_dim=4", "page_size=16"]
+    token_bytes = 2 * 2 * (8 + 4) * 2  # layers, heads, K and V, bytes of a number
+
+    def num_slots(size: str, *more: str) -> int:
+        options = [f"pool.num_slots={size}", *shape, *more]
+        return load_settings(environ={}, options=options).config.pool.num_slots
+
+    assert num_slots("1MiB") == 2**20 // token_bytes // 16 * 16
+    assert num_slots("1MB", "pool.dtype=float8_e4m3fn") == 10**6 // (token_bytes // 2) // 16 * 16
+    with pytest.raises(
+        SettingsError, match=r"must hold a page, 16 tokens of 96 bytes each, not '1KiB', which is 10 to"
+    ):
+        num_slots("1KiB")
+
+
+def test_the_limits_of_a_tenant_may_have_a_unit() -> None:
+    options = [
+        "page_size=16",
+        "pool.num_slots=1M",
+        "tenants=[{name: a, extra_key: a, floor_slots: 1k, cap_slots: 2e3}]",
+    ]
+
+    (tenant,) = load_settings(environ={}, options=options).config.tenants
+
+    assert (tenant.floor_slots, tenant.cap_slots) == (992, 2000)
+    with pytest.raises(
+        SettingsError, match=r"tenants.0.cap_slots must be tokens, .* not '1GiB': a tenant has a number"
+    ):
+        load_settings(environ={}, options=["pool.num_slots=64", "tenants=[{name: a, cap_slots: 1GiB}]"])
+
+
 def test_variables_of_other_programs_are_left_alone() -> None:
     environ = {"RAYDIX_PORT": "tcp://10.0.0.1:80", "RAYDIX_TRACE": "x.jsonl", "RAYDIX_NAMESPACE": "n"}
 
@@ -108,9 +154,41 @@ def test_variables_of_other_programs_are_left_alone() -> None:
         ("num_slots: 64\n", "FILE, line 1: num_slots: no such key / pool.num_slots: num_slots belongs there"),
         ("pool: 64\n", "FILE, line 1: pool must have keys, not a value / indent them below it"),
         ("a: 1\npage_size: 1\npage_size: 2\n", "FILE, line 3: page_size is on line 2 already / keep one of them"),
-        ("pool:\n  num_slots: -4\n", "FILE, line 2: pool.num_slots: Input should be greater than 0"),
-        ("pool: {num_slots: 64}\neviction:\n  policy: lur\n", "FILE, line 3: eviction.policy: Input should be 'lru'"),
-        ("page_size: 16\npool:\n  num_slots: 65\n", "FILE: num_slots (65) must be a multiple of page_size (16)"),
+        ("pool:\n  num_slots: -4\n", "FILE, line 2: pool.num_slots: must be greater than 0, not -4 / "),
+        ("pool: {num_slots: 64}\neviction:\n  policy: lur\n", "FILE, line 3: eviction.policy: must be 'lru', 'lfu'"),
+        (
+            "page_size: 16\npool:\n  num_slots: 65\n",
+            "FILE: num_slots (65) must be a multiple of page_size (16): set it to 64, say",
+        ),
+        (
+            "page_size: 1e1\npool: {num_slots: 64}\n",
+            "FILE, line 1: page_size: must be a valid integer, not '1e1' / page_size: 10 (in YAML, 1e1 is a text)",
+        ),
+        (
+            "pool: {num_slots: 8GiB}\n",
+            "FILE, line 1: pool.num_slots must be tokens, such as 200_000 or 1M, not '8GiB': the pool has no layers",
+        ),
+        ("pool: {num_slots: a lot}\n", "FILE, line 1: pool.num_slots must be tokens, such as 200_000, 1M or 1e6, or"),
+        (
+            "page_size: 16\npool: {num_slots: 1k, num_swa_slots: 1MiB}\n",
+            "FILE, line 2: pool.num_swa_slots must be tokens, such as 200_000 or 1M, not '1MiB': give a number",
+        ),
+        (
+            "pool: {num_slots: 64, device: gpu}\n",
+            "FILE, line 1: pool.device: must be auto, cpu, cuda or cuda:N, with N from 0 to 99, not 'gpu': cuda",
+        ),
+        (
+            "pool: {num_slots: 64, dtype: fp16}\n",
+            "FILE, line 1: pool.dtype: must be torch's name of a dtype, not 'fp16': float16 is meant",
+        ),
+        (
+            "pool: {num_slots: 64}\nevents: yes\n",
+            "FILE, line 2: events must be full, slim or false, not true / events: full, with token ids",
+        ),
+        (
+            "pool: {num_slots: 64}\nevents: all\n",
+            "FILE, line 2: events: must be 'full', 'slim' or False, not 'all'",
+        ),
         ("- 1\n", "FILE, line 1: must be a mapping / write one `key: value` per line"),
         ("pool: {\n", "FILE, line 2, column 1: expected the node content"),
         (
@@ -142,14 +220,14 @@ def test_variables_of_other_programs_are_left_alone() -> None:
         ("x" * 500 + ": 1\n", "FILE, line 1: xxx"),
         (
             'fingerprint: "\\uD800"\npool: {num_slots: 64}\n',
-            "FILE, line 1: fingerprint: Input should be a valid string",
+            "FILE, line 1: fingerprint: must be a valid string",
         ),
         (
             "tenants:\n  - name: a\n    cap_slots: 4\n    cap_slots: 8\n",
             "FILE, line 4: tenants.cap_slots is on line 3 already / keep one of them",
         ),
         ("name: 7\npool: {num_slots: 64}\n", "FILE, line 1: name: must be a text, not 7"),
-        ("pool:\n", "FILE, line 1: pool: Input should be a valid dict"),
+        ("pool:\n", "FILE, line 1: pool: must have keys, not None"),
         ("", "FILE: pool: must be set / give at least pool.num_slots: --set pool.num_slots=65536"),
         (
             "page_size: 16\npool: {num_layers: 2}\n",
@@ -223,10 +301,12 @@ def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> Non
         "environment variable RAYDIX_PAGE_SIZES is unknown / unset it, or set RAYDIX_PAGE_SIZE"
     )
     assert complaint(file, {"RAYDIX_PAGE_SIZE": "many"}).startswith(
-        "environment variable RAYDIX_PAGE_SIZE: page_size: Input should be a valid integer"
+        "environment variable RAYDIX_PAGE_SIZE: page_size: must be a valid integer, not 'many'"
     )
-    assert complaint(file, options=("pool.num_slots=x",)).startswith("--set pool.num_slots=x: pool.num_slots: Input")
-    assert complaint(file, options=("pool=4",)).startswith("--set pool=4: pool: Input should be a valid dict")
+    assert complaint(file, options=("pool.num_slots=x",)).startswith(
+        "--set pool.num_slots=x: pool.num_slots must be tokens"
+    )
+    assert complaint(file, options=("pool=4",)).startswith("--set pool=4: pool: must have keys, not 4")
     assert complaint(file, options=("page_size",)) == "--set page_size: no value / --set page_size=VALUE"
     assert complaint(file, options=("pool.head_dim={",)).startswith("--set pool.head_dim={: '{' is not a YAML value")
     assert complaint(file, {"RAYDIX_PAGE_SIZE": "2024-13-45"}).startswith(

@@ -1,4 +1,4 @@
-"""The options of `raydix start` about an engine, and the size of its pool."""
+"""The options of `raydix start` about an engine."""
 
 from __future__ import annotations
 
@@ -7,48 +7,13 @@ import json
 import pytest
 
 from raydix.actors.cli.failures import USAGE, CommandError
-from raydix.actors.cli.start_for import EngineWishes, check_engine, read_capacity
+from raydix.actors.cli.start_for import EngineWishes, check_engine
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.vllm_cache import EngineOptions
 from raydix.schemas import InvalidRequest
 
 NOTHING = EngineWishes(None, (), None, None, None, None, None, False)
 WISHES = NOTHING._replace(engine="vllm", model=("a-model",), capacity="1M")
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("200_000", 200_000),
-        ("200,000", 200_000),
-        ("1M", 1_000_000),
-        ("1.5M", 1_500_000),
-        (" 64 k ", 64_000),
-        ("8GiB", 2**33 // 1000),
-        ("8gib", 2**33 // 1000),
-        ("500 MB", 500_000),
-    ],
-)
-def test_a_capacity_is_tokens_or_bytes(text: str, tokens: int) -> None:
-    assert read_capacity(text).num_tokens(1000, 1) == tokens
-
-
-def test_a_capacity_is_rounded_down_to_whole_blocks() -> None:
-    assert read_capacity("1000").num_tokens(1024, 128) == 896
-    assert read_capacity("1GiB").num_tokens(3 * 2**20, 16) == 336
-
-
-@pytest.mark.parametrize("text", ["", "8G", "M", "-5", "1e6", "8 GiB of RAM", "nan", "1.2.3", "9" * 100, "_"])
-def test_another_capacity_is_refused(text: str) -> None:
-    with pytest.raises(CommandError, match="must be tokens, such as 200_000 or 1M, or bytes, such as 8GiB") as caught:
-        read_capacity(text)
-
-    assert caught.value.exit_code == USAGE
-
-
-def test_a_capacity_without_room_for_a_block_is_refused() -> None:
-    with pytest.raises(CommandError, match="must hold a block: 128 tokens of 10 bytes each, not 102 tokens"):
-        read_capacity("1KiB").num_tokens(10, 128)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""`read_capacity`: the size of a pool as users write it, in options and settings: 200_000, 1M, 1e6, 8GiB.
+
+`k`, `M` and `G` are decimal numbers of tokens. `KB`, `MB`, `GB`, `KiB`, `MiB`, `GiB` and `TiB` are bytes. They give a
+number of tokens where the bytes of a token are known. A pool has whole pages, so a capacity is rounded down to them.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import NamedTuple
+
+from raydix.actors.settings_file import SettingsError
+from raydix.schemas.config import MAX_SLOTS
+from raydix.schemas.shown import brief, byte_size, counted
+
+FORMS = "tokens, such as 200_000, 1M or 1e6, or bytes, such as 8GiB"
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_NUMBER = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([a-zA-Z]*)", re.ASCII)
+_MOST_CHARACTERS = 64
+
+
+class Capacity(NamedTuple):
+    """The size of a pool: a number of tokens, or of bytes."""
+
+    text: str  # as given
+    place: str  # begins an error: the option, or the file, line and key
+    number: int
+    is_bytes: bool
+
+    def num_tokens(self, page_size: int, token_bytes: int = 0, unknown: str = "") -> int:
+        """Return the tokens of a pool of at most this size, in whole pages.
+
+        Args:
+            token_bytes: the bytes of a token in the pool; 0: not known.
+            unknown: why they are not known, for the error.
+
+        Raises:
+            SettingsError: it holds no page, or more tokens than a pool can have, or bytes are given and `token_bytes`
+                is 0.
+        """
+        if self.is_bytes and not token_bytes:
+            raise SettingsError(
+                f"{self.place} must be tokens, such as 200_000 or 1M, not {self.text!r}: {unknown}", "1M, say"
+            )
+        tokens = self.number // token_bytes if self.is_bytes else self.number
+        if tokens < page_size:
+            held = f"{self.text!r}, which is {counted(tokens, 'token')}"
+            size = f" of {byte_size(token_bytes)} each" if self.is_bytes else ""
+            raise SettingsError(
+                f"{self.place} must hold a page, {counted(page_size, 'token')}{size}, not {held}",
+                f"{1000 * page_size}, say",
+            )
+        if tokens > MAX_SLOTS:
+            bytes_meant = f"; for bytes write {self.text}iB" if self.text[-1:].lower() in ("k", "m", "g") else ""
+            raise SettingsError(
+                f"{self.place} must be at most {counted(MAX_SLOTS, 'token')}, not {self.text!r}, which is {tokens:,}",
+                f"a smaller number{bytes_meant}",
+            )
+        return tokens - tokens % page_size
+
+
+def read_capacity(text: str, place: str) -> Capacity:
+    """Return the size that a text names: tokens ("200_000", "1.5M", "1e6") or bytes ("8GiB", "500 MB").
+
+    Args:
+        place: begins an error: the option, or the file, line and key.
+
+    Raises:
+        SettingsError: it names neither.
+    """
+    found = _NUMBER.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
+    unit = found.group(2).lower() if found else ""
+    if found is None or unit not in _UNITS:
+        raise SettingsError(f"{place} must be {FORMS}, not {brief(text)}", f"{place.split()[-1]} 1M")
+    number = Decimal(found.group(1).replace("_", "").replace(",", "")) * _UNITS[unit]
+    return Capacity(text.strip(), place, int(number), unit.endswith("b"))

@@ -1,0 +1,72 @@
+"""The size of a pool as users write it: one form in every option and setting."""
+
+from __future__ import annotations
+
+import pytest
+
+from raydix.actors.capacity import read_capacity
+from raydix.actors.settings_file import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("200_000", 200_000),
+        ("200,000", 200_000),
+        ("1M", 1_000_000),
+        ("1m", 1_000_000),
+        ("1.1M", 1_100_000),
+        ("0.001G", 1_000_000),
+        (" 64 k ", 64_000),
+        ("1e6", 1_000_000),
+        ("1.5E+6", 1_500_000),
+        ("8GiB", 2**33 // 1000),
+        ("8gib", 2**33 // 1000),
+        ("500 MB", 500_000),
+    ],
+)
+def test_a_capacity_is_tokens_or_bytes(text: str, tokens: int) -> None:
+    assert read_capacity(text, "--capacity").num_tokens(1, 1000) == tokens
+
+
+def test_a_capacity_is_rounded_down_to_whole_pages() -> None:
+    assert read_capacity("1M", "--capacity").num_tokens(512) == 999_936
+    assert read_capacity("1000", "--capacity").num_tokens(128) == 896
+    assert read_capacity("1GiB", "--capacity").num_tokens(16, 3 * 2**20) == 336
+
+
+@pytest.mark.parametrize(
+    "text", ["", "M", "-5", "1e-3", "1e999", "8 GiB of RAM", "nan", "1.2.3", "9" * 100, "_", "0x10", "1T", "٣"]
+)
+def test_another_capacity_is_refused(text: str) -> None:
+    with pytest.raises(
+        SettingsError, match="--capacity must be tokens, such as 200_000, 1M or 1e6, or bytes"
+    ) as caught:
+        read_capacity(text, "--capacity")
+
+    assert caught.value.advice == "--capacity 1M"
+
+
+@pytest.mark.parametrize(
+    ("text", "token_bytes", "expected"),
+    [
+        ("100", 0, "must hold a page, 128 tokens, not '100', which is 100 tokens"),
+        ("0", 0, "must hold a page, 128 tokens, not '0', which is 0 tokens"),
+        ("1KiB", 10, "must hold a page, 128 tokens of 10 bytes each, not '1KiB', which is 102 tokens"),
+        ("8GiB", 0, "must be tokens, such as 200_000 or 1M, not '8GiB': no shape"),
+        ("8G", 0, "must be at most 2,147,418,112 tokens, not '8G', which is 8,000,000,000"),
+    ],
+)
+def test_a_capacity_that_no_pool_has_is_refused_with_the_reason(text: str, token_bytes: int, expected: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_capacity(text, "--capacity").num_tokens(128, token_bytes, "no shape")
+
+    assert str(caught.value) == f"--capacity {expected}"
+    assert caught.value.advice
+
+
+def test_of_gigas_of_tokens_bytes_are_meant_perhaps() -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_capacity("8G", "--capacity").num_tokens(16)
+
+    assert caught.value.advice == "a smaller number; for bytes write 8GiB"
