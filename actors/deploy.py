@@ -384,5 +384,6 @@ def _check_digest(
         raise from_ray(error) from error
     raise ConfigMismatch(
         f"cache {name!r} runs with another configuration ({running}, not {config.digest()}): "
-        f"{config_difference(there, config)}; use its configuration, another name, or shutdown_cache first"
+        f"{config_difference(there, config)}; use its configuration or another name, or end it: "
+        f"raydix stop {name}"
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from raydix.actors.capacity import read_capacity
 from raydix.actors.settings_file import Key, SettingsError, read_value, read_yaml
@@ -161,16 +163,16 @@ def _section(kind: Any) -> type[BaseModel] | None:
     return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
-def _fields(model: type[BaseModel], above: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Yield each field of a configuration and of its sections, with its type."""
+def _fields(model: type[BaseModel], above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
+    """Yield each field of a configuration and of its sections."""
     for name, field in model.model_fields.items():
-        kind = field.annotation
-        yield (*above, name), kind
-        if (section := _section(kind)) is not None:
+        yield (*above, name), field
+        if (section := _section(field.annotation)) is not None:
             yield from _fields(section, (*above, name))
 
 
-_KINDS: dict[Key, Any] = {("name",): str, **dict(_fields(CacheConfig))}
+_FIELDS = dict(_fields(CacheConfig))
+_KINDS: dict[Key, Any] = {("name",): str, **{key: field.annotation for key, field in _FIELDS.items()}}
 SECTIONS = frozenset(key for key, kind in _KINDS.items() if _section(kind) is not None)
 _VARIABLES = {_PREFIX + "_".join(key).upper(): key for key in _KINDS}
 _LEAVES = [variable for variable, key in _VARIABLES.items() if key not in SECTIONS]
@@ -241,9 +243,31 @@ def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | s
         what, advice = "must be set", f"set {text} in a file given with -c, {variable}, or --set {text}=VALUE"
         if key in SECTIONS:
             advice = f"give at least {text}.num_slots: --set {text}.num_slots=65536"
-    elif first["type"].startswith("int_") and (number := _whole_number(first["input"])) is not None:
-        advice = f"{key[-1]}: {number} (in YAML, {first['input']} is a text)"
+    elif first["type"] != "value_error":
+        advice = _example(key, first)
     return SettingsError(f"{place}: {cut('.'.join(key)) + ': ' if key else ''}{what}", advice)
+
+
+def _example(key: Key, fault: Mapping[str, Any]) -> str:
+    """Return a value that is near to a wrong one, or the field's meaning and default."""
+    name, value = ".".join(key), fault["input"]
+    if fault["type"] == "literal_error":
+        known = [each for each in re.findall(r"'([^']*)'", fault["msg"]) if isinstance(value, str)]
+        near = get_close_matches(str(value).lower(), known, 1, 0.5)
+        return f"{name}: {near[0]}" if near else ""
+    if key in SECTIONS and not isinstance(value, dict):
+        return f"{name}: {{}}, for its defaults" if key != ("pool",) else "pool.num_slots: 65536"
+    if fault["type"].startswith("int_") and _whole_number(value) is not None:
+        return f"{name}: {_whole_number(value)} (in YAML, {value} is a text)"
+    field = _FIELDS.get(key)
+    if field is None:
+        return ""
+    default = (
+        f"{name}: 65536"
+        if field.is_required()
+        else f"{name}: {yaml.safe_dump(field.default).splitlines()[0]}, the default"
+    )
+    return "; ".join(filter(None, (default, field.description)))
 
 
 def _whole_number(value: Any) -> int | None:

@@ -9,11 +9,12 @@ from typing import Any, cast
 import yaml
 from yaml.composer import ComposerError
 
-from raydix.schemas.shown import brief, cut
+from raydix.schemas.shown import brief, counted, cut
 
 Key = tuple[str, ...]
 
 
+_FORM = "one `key: value` a line, keys of a section indented with spaces"
 _MOST_BYTES = 2**20  # of a file
 _MOST_DIGITS = 64  # of a number, with its sign and exponent
 
@@ -39,7 +40,7 @@ def read_yaml(path: Path, sections: Collection[Key]) -> Iterator[tuple[Key, Any,
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise SettingsError(f"{path}: longer than {_MOST_BYTES:,} bytes", "give the path of a YAML file")
+            raise SettingsError(f"{path}: longer than {counted(_MOST_BYTES, 'byte')}", "give the path of a YAML file")
         loader = _Loader(data.decode("utf-8"))
         root = loader.get_single_node()
         if root is None:
@@ -50,14 +51,14 @@ def read_yaml(path: Path, sections: Collection[Key]) -> Iterator[tuple[Key, Any,
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}", "give the path of a YAML file") from None
     except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: not UTF-8: {error.reason}") from None
+        raise SettingsError(f"{path}: not UTF-8: {error.reason}", "give the path of a YAML file") from None
     except RecursionError:
         raise _too_deep(str(path)) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SettingsError(f"{path}{where}: {cut(problem)}") from None
+        raise SettingsError(f"{path}{where}: {cut(problem)}", _FORM) from None
 
 
 def read_value(text: str, place: str) -> Any:

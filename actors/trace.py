@@ -22,8 +22,18 @@ BLOCK = 512  # tokens per hash id, unless the line has a block_size
 MAX_NUMBER = 2**53  # of milliseconds, and of tokens: the largest exact integer of a float
 
 
+FORMAT = "one JSON object a line: timestamp, input_length, output_length, hash_ids"
+
+
 class TraceError(ValueError):
-    """A trace cannot be read; the message names the file and the line."""
+    """A trace cannot be read; the message names the file and the line. `advice` is the next step for the user."""
+
+    def __init__(self, message: str, advice: str = FORMAT) -> None:
+        super().__init__(message, advice)
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class TracedRequest(BaseModel):
@@ -93,12 +103,17 @@ def read_trace(path: Path, limit: int | None = None) -> list[TracedRequest]:
                         raise TraceError(
                             f"{path}, line {number}: block_size must be the same on all lines; it is {sizes}"
                         )
-    except (OSError, EOFError, zlib.error) as error:  # the last two: the gzip file is cut off or damaged
-        raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: {error}", "copy the file again; a name that ends in .gz means gzip") from None
+    except OSError as error:
+        raise TraceError(
+            f"{path}: {error.strerror or error}",
+            "give the path of a trace; raydix record NAME -o FILE writes that of a running cache",
+        ) from None
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not UTF-8: {error.reason}") from None
+        raise TraceError(f"{path}: not UTF-8: {error.reason}", f"{FORMAT}; a gzip file ends in .gz") from None
     if not trace:
-        raise TraceError(f"{path}: the trace has no requests")
+        raise TraceError(f"{path}: the trace has no requests", "record for longer: raydix record NAME --seconds 600")
     return trace
 
 

@@ -47,7 +47,7 @@ def _dtype_of_torch(dtype: Any) -> Any:
 
 def _checked_device(device: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d?))?", device) is None:
-        meant = ": cuda is meant, perhaps" if device.lower().startswith(("gpu", "nvidia", "cuda")) else ""
+        meant = ": cuda is meant, perhaps" if device.lower().startswith(("gpu", "nvidia")) or device.isdecimal() else ""
         raise ValueError(f"must be auto, cpu, cuda or cuda:N, with N from 0 to 99{meant}")
     return device
 

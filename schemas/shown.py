@@ -67,6 +67,7 @@ def fault_text(fault: Mapping[str, Any]) -> str:
         text = "must have keys"
     elif text.startswith("Input should be "):
         text = re.sub(r"(a valid \w+), .*", r"\1", text.replace("Input should be", "must be", 1))
+        text = text.replace("a valid tuple", "a list").replace("a valid integer", "a whole number")
     rule, colon, hint = text.partition(": ")
     field = fault["loc"][-1] if fault["loc"] else ""
     if text.startswith("must ") and ", not " not in rule and "input" in fault and field not in _SECRET:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import typer
+
 from raydix.actors.settings_file import SettingsError
 from raydix.schemas.shown import fault_text
 
@@ -46,6 +48,16 @@ def wrong_option(error: ValidationError, command: str, options: Mapping[str, str
     return CommandError(f"{option} {fault_text(fault)}".lstrip(), f"raydix {command} --help", USAGE)
 
 
+def _bad_parameter(error: typer.BadParameter) -> Exception:
+    """Return the error of an option with a value of a wrong kind or size, with that value."""
+    faults = getattr(error.__cause__, "errors", None)  # of pydantic, which typer asks
+    if faults is None or error.param is None or error.ctx is None:
+        return error
+    named = error.param.opts[-1] if error.param.param_type_name == "option" else error.param.human_readable_name
+    message = f"{named} {fault_text(faults(include_url=False)[0])}"
+    return CommandError(message, f"{error.ctx.command_path} --help", USAGE)
+
+
 @dataclass(frozen=True)
 class Failure:
     """The output for an error."""
@@ -58,6 +70,8 @@ class Failure:
 
 def failure_of(error: Exception) -> Failure | None:
     """Return the output for an error that is meant for the user; None for a bug."""
+    if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValueError):
+        error = _bad_parameter(error)
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:  # of a task group
         error = error.exceptions[0]
     kind = type(error).__name__

@@ -95,9 +95,7 @@ def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
     try:
         return read_trace(trace, limit)
     except TraceError as error:
-        raise CommandError(
-            str(error), "one JSON object a line: timestamp, input_length, output_length, hash_ids", USAGE
-        ) from None
+        raise CommandError(str(error), error.advice, USAGE) from None
 
 
 def checked_config(

@@ -53,7 +53,7 @@ def report(
     if (path := Path(source)).is_file():
         found, config = _of_trace(path, capacity, page_size, policy, limit)
     elif path.suffix in _OF_FILES or "/" in source:
-        raise CommandError(f"{source}: no such file", "raydix list, for the names of caches that run", USAGE)
+        raise CommandError(f"{source}: no such file", "the path of a trace, or the name of a cache: raydix list", USAGE)
     else:
         found, config = _of_cache(source, address, namespace)
     _write(out, found, config, source)

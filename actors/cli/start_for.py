@@ -57,7 +57,10 @@ def check_engine(wishes: EngineWishes) -> None:
     if wishes.engine is None:
         if given:
             named = "MODEL" if given[0] == "--model" else given[0]
-            raise CommandError(f"{named} must come with --for vllm", "raydix start --for vllm MODEL", USAGE)
+            advice = "raydix start --for vllm MODEL --capacity 8GiB"
+            if named == "--capacity":
+                advice += "; without an engine: --set pool.num_slots=1M"
+            raise CommandError(f"{named} must come with --for vllm", advice, USAGE)
         return
     if wishes.engine not in _ENGINES:
         raise CommandError(f"--for must be {' or '.join(_ENGINES)}, not {brief(wishes.engine)}", "--for vllm", USAGE)

@@ -104,7 +104,10 @@ def _writer(request: StartRecording, block_size: int) -> TrafficWriter:
     path = Path(request.path)
     try:
         if path.is_dir() or (path.exists() and not request.overwrite):
-            what = "is a folder" if path.is_dir() else "exists; allow to overwrite it, or name another file"
+            exists = (
+                "exists: name another file, or allow to overwrite it (raydix record --overwrite, or overwrite=True)"
+            )
+            what = "is a folder" if path.is_dir() else exists
             raise InvalidRequest(f"{cannot}: it {what}")
         return TrafficWriter(path, block_size)
     except OSError as error:

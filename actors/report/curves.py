@@ -86,7 +86,7 @@ def ghost_section(stats: CacheStats, config: CacheConfig) -> Section:
     """Return the section of hit rates by pool size: counted for this pool, estimated for others."""
     title, ghost = "Hit rates of other pool sizes", stats.ghost
     if ghost is None:
-        return Section(title, (Text("Not measured: start the cache with CacheConfig(ghost=GhostConfig())."),))
+        return Section(title, (Text("Not measured: start the cache with `ghost: {}` among its settings."),))
     if not ghost.tokens_requested:
         return Section(title, (Text("No requests yet."),))
     top = max(0.1, math.ceil(10 * max(ghost.hit_rates)) / 10)

@@ -26,9 +26,7 @@ _POLL_S = 0.1
 _MAX_LEN = 300  # characters of a cause
 _UNKNOWN = "cause unknown: Ray has no record of it"
 _KILLED = "killed or crashed: by a signal, by the kernel for want of memory (see dmesg), or by a fault of its own"
-LOST_GROUP = (
-    "cannot run again: its placement group was removed. End it (raydix stop NAME, or shutdown_cache), and start another"
-)
+LOST_GROUP = "cannot run again: its placement group was removed. End it (raydix stop NAME), and start another"
 _EXITS = {  # by Ray's name of the kind of exit; its detail follows
     "NODE_OUT_OF_MEMORY": OUT_OF_MEMORY,
     "INTENDED_SYSTEM_EXIT": "ended by Ray",

@@ -119,7 +119,7 @@ def _own_pool(layout: PoolLayout, device: torch.device) -> KVPool:
     except RuntimeError as error:
         needed = byte_size(layout.num_bytes)
         said = str(error).strip().splitlines()[0]
-        raise CacheUnavailable(f"no room for the pool of {needed}: {said}; lower PoolConfig.num_slots") from error
+        raise CacheUnavailable(f"no room for the pool of {needed}: {said}; lower pool.num_slots") from error
 
 
 def map_shared_file(path: str, num_bytes: int) -> torch.Tensor:
@@ -211,7 +211,7 @@ def _check_room(needed: int) -> None:
 def _too_large(needed: int, available: int) -> str:
     return (
         f"the pool needs {byte_size(needed)} with its tables of slots, but {byte_size(available)} are free: "
-        "lower PoolConfig.num_slots, or raise the memory limit of the machine or container (the pool is not bound by "
+        "lower pool.num_slots, or raise the memory limit of the machine or container (the pool is not bound by "
         "--shm-size)"
     )
 

@@ -403,7 +403,7 @@ def test_a_cache_that_cannot_be_started_is_a_failure_and_not_a_cache_that_is_not
         "start", *(word for option in too_large for word in ("--set", option)), "--namespace", namespace, exit_code=1
     )
 
-    assert "lower PoolConfig.num_slots" in result.stderr
+    assert "lower pool.num_slots" in result.stderr
     assert "raydix list" not in result.stderr
     assert run_json("list", "--namespace", namespace) == []
 

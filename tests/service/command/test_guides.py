@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from re import findall
+from re import findall, split, sub
 
 import pytest
 from support.documents import GUIDES, RUN, Block, blocks, seen_by_git, transcript
@@ -51,9 +51,9 @@ PRINTED = {  # the output that a guide's comments promise
         "96 of 100 tokens were cached",
         "48 of 100 tokens hit",
         "prefix_len=992",
-        "992 cached",
-        "1,000 requested",
-        "992 tokens, 0 hits",
+        "1,088 cached",
+        "2,080 requested",
+        "992 tokens, 96 in 2 nodes below, 1 hit",
     ],
 }
 
@@ -77,28 +77,53 @@ def perform(block: Block, output: list[str]) -> None:
             type_in(command, shown, output)
     elif block.language == "sh":
         for line in block.text.splitlines():
-            type_in(line, "", output)
+            type_in(line, None, output)
     elif names := findall(r"`(\w+\.py)`", block.prose):
         Path(names[-1]).write_text(block.text)
     else:
         execute(block.text)
 
 
-def type_in(line: str, shown: str, output: list[str]) -> None:
-    """Run a line of a shell. An error shown in the guide must be printed word for word."""
+def type_in(line: str, shown: str | None, output: list[str]) -> None:
+    """Run a line of a shell.
+
+    If the guide shows the output, it must have the rows that the command prints. An error must be the same word for
+    word.
+    """
     match shlex.split(line, comments=True):
         case ["cat", name]:
-            Path(name).write_text(shown)
+            Path(name).write_text(shown or "")
         case ["python", name]:
             execute(Path(name).read_text())
             Path(name).unlink()
         case ["raydix", *arguments]:
-            refused = shown.startswith("error:")
+            refused = (shown or "").startswith("error:")
             done = run(*arguments, exit_code=NO_SUCH_CACHE if refused else 0)
             output.append(done.stdout)
-            assert not refused or done.stderr.strip() == shown
+            if refused:
+                assert done.stderr.strip() == shown
+            elif shown is not None:
+                assert rows_of(shown) == rows_of(done.stdout)[: len(rows_of(shown)) if is_cut(shown) else None]
         case [word, *_]:
             assert word in NOT_RUN, line
+
+
+def is_cut(shown: str) -> bool:
+    """Whether the guide leaves out the last lines of the output."""
+    return shown.endswith("\n...")
+
+
+def rows_of(output: str) -> list[str]:
+    """Return the name of each row, the columns of each table and the lines of each tree, without their numbers."""
+    rows = []
+    lines = [line.rstrip() for line in output.removesuffix("\n...").splitlines()]
+    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+        is_head = below.strip().startswith("──")
+        if not line.strip("─ ") or (line.startswith("  ") and not is_head):
+            continue  # a rule, an empty line, or more of the row above
+        cells = split(r" {2,}", line.strip().partition(", last used ")[0])
+        rows.append(sub(r"[\d][\d,.]*", "0", " | ".join(cells) if is_head else cells[0]))
+    return rows
 
 
 def execute(program: str) -> None:
@@ -131,3 +156,13 @@ def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest
     printed = "\n".join(output)
     for promised in PRINTED.get(path.name, []):
         assert promised in printed, printed
+
+
+def test_rows_are_told_apart_by_their_names_and_not_by_their_numbers() -> None:
+    shown = "12 requests, 1 cache\n\n router  hit rate\n ────────────────\n least     7.7 %\n\nslots  5 free\n       1 used\n"
+
+    assert rows_of(shown) == ["0 requests, 0 cache", "router | hit rate", "least", "slots"]
+    assert rows_of(shown) == rows_of(shown.replace("7.7", "19.3"))
+    assert rows_of(shown) != rows_of(shown.replace("slots", "pages"))
+    assert rows_of("└── 64 tokens, 0 hits, last used 2 s ago  [1 2]") == ["└── 0 tokens, 0 hits"]
+    assert is_cut("a\n...") and not is_cut("a...")

@@ -194,7 +194,7 @@ async def test_a_running_name_with_another_configuration_is_a_mismatch_which_nam
     digests = f"{CONFIG.digest()}, not {config.digest()}"
     message = f"cache '{name}' runs with another configuration ({digests}): {difference}; use its configuration"
 
-    with pytest.raises(ConfigMismatch, match=re.escape(message + ", another name, or shutdown_cache first")):
+    with pytest.raises(ConfigMismatch, match=re.escape(message + " or another name, or end it: raydix stop ")):
         start_cache(config, name=name)
     with pytest.raises(ConfigMismatch, match=re.escape(message)):
         await start_cache_async(config, name=name)

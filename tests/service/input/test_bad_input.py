@@ -667,7 +667,7 @@ def test_a_pool_on_a_gpu_that_is_not_there_is_unavailable() -> None:
 TOO_LARGE_POOL = PoolConfig(
     num_slots=1024, num_layers=1000, num_kv_heads=1000, head_dim=1_000_000, dtype="float32", device="cpu"
 )
-NAMES_BOTH = r"needs \d+ bytes \(\d+\.\d\d GiB\) .*, but \d+ \(\d+\.\d\d GiB\) are free: lower PoolConfig.num_slots"
+NAMES_BOTH = r"needs [\d,.]+ [KMGTP]iB .*, but [\d,.]+ [KMGTP]iB are free: lower pool.num_slots"
 
 
 def test_a_local_pool_larger_than_memory_names_the_needed_and_the_free_bytes() -> None:

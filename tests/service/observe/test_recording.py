@@ -186,7 +186,9 @@ async def test_existing_files_are_not_lost(service: CacheService, tmp_path: Path
     (there := tmp_path / "t.jsonl").write_text("kept")
     with pytest.raises(InvalidRequest, match="is a folder"):
         service.recordings.start(StartRecording(path=str(tmp_path), overwrite=True))
-    with pytest.raises(InvalidRequest, match="exists; allow to overwrite it"):
+    with pytest.raises(
+        InvalidRequest, match=r"exists: name another file, or allow to overwrite it \(raydix record --overwrite"
+    ):
         service.recordings.start(StartRecording(path=str(there)))
 
     service.recordings.start(StartRecording(path=str(there), overwrite=True))

@@ -162,7 +162,7 @@ def test_variables_of_other_programs_are_left_alone() -> None:
         ),
         (
             "page_size: 1e1\npool: {num_slots: 64}\n",
-            "FILE, line 1: page_size: must be a valid integer, not '1e1' / page_size: 10 (in YAML, 1e1 is a text)",
+            "FILE, line 1: page_size: must be a whole number, not '1e1' / page_size: 10 (in YAML, 1e1 is a text)",
         ),
         (
             "pool: {num_slots: 8GiB}\n",
@@ -301,7 +301,7 @@ def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> Non
         "environment variable RAYDIX_PAGE_SIZES is unknown / unset it, or set RAYDIX_PAGE_SIZE"
     )
     assert complaint(file, {"RAYDIX_PAGE_SIZE": "many"}).startswith(
-        "environment variable RAYDIX_PAGE_SIZE: page_size: must be a valid integer, not 'many'"
+        "environment variable RAYDIX_PAGE_SIZE: page_size: must be a whole number, not 'many'"
     )
     assert complaint(file, options=("pool.num_slots=x",)).startswith(
         "--set pool.num_slots=x: pool.num_slots must be tokens"
