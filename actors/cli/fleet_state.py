@@ -114,12 +114,11 @@ _ADVICE = "no cache gets requests; to start caches for a router: raydix start --
 
 
 def _listing(rows: list[dict[str, Any]], stats: FleetStats) -> Group:
-    table = table_of("cache", "state", "cause")
+    table = table_of("cache", "state")
     for row in rows:
-        table.add_row(shown(row["cache"]), row["state"], row["cause"])
-    if not stats.caches:
-        return Group(table, _ADVICE)
-    return Group(table, f"page_size {stats.page_size}, events_stride_tokens {stats.stride_tokens}")
+        table.add_row(shown(row["cache"]), row["state"])
+    note = f"page_size {stats.page_size}, events_stride_tokens {stats.stride_tokens}" if stats.caches else _ADVICE
+    return Group(table, *_left_out(stats.left_out), note)
 
 
 def _loads(stats: FleetStats) -> Group:

@@ -159,7 +159,8 @@ def test_every_block_of_a_guide_runs(path: Path, workplace: None, capsys: pytest
 
 
 def test_rows_are_told_apart_by_their_names_and_not_by_their_numbers() -> None:
-    shown = "12 requests, 1 cache\n\n router  hit rate\n ────────────────\n least     7.7 %\n\nslots  5 free\n       1 used\n"
+    table = " router  hit rate\n ────────────────\n least     7.7 %\n"
+    shown = f"12 requests, 1 cache\n\n{table}\nslots  5 free\n       1 used\n"
 
     assert rows_of(shown) == ["0 requests, 0 cache", "router | hit rate", "least", "slots"]
     assert rows_of(shown) == rows_of(shown.replace("7.7", "19.3"))
