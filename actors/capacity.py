@@ -11,7 +11,6 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from raydix.actors.settings_file import SettingsError
-from raydix.schemas.config import MAX_SLOTS
 from raydix.schemas.shown import brief, byte_size, counted
 
 FORMS = "tokens, such as 200_000, 1M or 1e6, or bytes, such as 8GiB"
@@ -53,6 +52,8 @@ class Capacity(NamedTuple):
             SettingsError: it holds no page, or more tokens than a pool can have, or bytes are given and `token_bytes`
                 is 0.
         """
+        from raydix.schemas.config import MAX_SLOTS  # with pydantic, which a wrong option should not wait for
+
         if self.is_bytes and not token_bytes:
             raise SettingsError(
                 f"{self.place} must be tokens, such as 200_000 or 1M, not {self.text!r}: {unknown}", "1M, say"

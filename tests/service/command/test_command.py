@@ -246,8 +246,8 @@ def test_stats_are_those_of_the_cache(busy: list[str]) -> None:
     assert "37.5 % of 64 slots in use; eviction above 90 %, down to 80 %" in text
     assert "40 free, 8 private, 16 cached (0 locked), 0 quarantined" in text
     assert [(each["owner"], each["leases"], each["slots"]) for each in stats["owners"]] == [("a worker", 1, 8)]
-    assert re.search(r"leases +1 open, the oldest \d+ s old; 0 requests wait for slots", text)
-    assert re.search(r"a worker: 1 leases, 8 slots, up to \d+ s", text)
+    assert re.search(r"leases +1 open, the oldest [\d.]+ \w+ old; 0 requests wait for slots", text)
+    assert re.search(r"a worker: 1 lease, 8 slots, up to [\d.]+ \w+ old", text)
 
 
 def test_watched_stats_go_on_a_document_a_line(busy: list[str]) -> None:
@@ -293,7 +293,7 @@ def test_tree_draws_the_cached_tokens(busy: list[str]) -> None:
     assert (namespace["num_tokens_below"], namespace["num_nodes"], namespace["is_whole"]) == (16, 2, True)
     assert (node["parent"], node["num_tokens"], node["tokens"]) == (0, 16, list(range(1, 9)))
     top, below, line = run("tree", *busy).stdout.splitlines()
-    assert (top, below) == ("kv-0: 1 namespaces", "└── no namespace: 16 tokens in 1 nodes")
+    assert (top, below) == ("kv-0: 1 namespace", "└── no namespace: 16 tokens in 1 node")
     assert re.fullmatch(r"    └── 16 tokens, 0 hits, last used \S+ (s|min) ago  \[1 2 3 4 ...\]", line)
     assert run("tree", *busy, "--depth", 0).stdout.splitlines()[-1] == "    └── 1 more"
 
