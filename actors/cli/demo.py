@@ -96,7 +96,8 @@ def table_of(f: dict[str, Any]) -> Table:
     table.add_row("acquires", f"{f['acquires']:,}")
     table.add_row("... waiting at the same moment, at most", f"{f['peak_waiters']:,}")
     table.add_row("... refused", f"{f['acquires_refused']:,}")
-    shared = f"* of the turns that share a prefix with an earlier one, {f['shared_prefix_turns']:,} of {turns:,}"
+    sharing, verb = f["shared_prefix_turns"], "shares" if f["shared_prefix_turns"] == 1 else "share"
+    shared = f"* of the {counted(sharing, 'turn')} that {verb} a prefix with an earlier one"
     table.caption = f"{shared}\nAt most: as seen after each turn."
     return table
 

@@ -53,10 +53,10 @@ def _bad_parameter(error: typer.BadParameter) -> Exception:
     faults = getattr(error.__cause__, "errors", None)  # of pydantic, which typer asks
     if faults is None or error.param is None or error.ctx is None:
         return error
-    is_option = error.param.param_type_name == "option"
-    named = error.param.opts[-1] if is_option else (error.param.metavar or str(error.param.name).upper())
+    named = error.param.opts[-1] if error.param.param_type_name == "option" else (error.param.name or "").upper()
     message = f"{named} {fault_text(faults(include_url=False)[0])}"
-    return CommandError(message, f"{error.ctx.command_path} --help", USAGE)
+    _, *command = error.ctx.command_path.split()  # the first word depends on how it was started
+    return CommandError(message, f"raydix {' '.join(command)} --help", USAGE)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_the_last_sentence_has_the_savings_and_the_next_step(changed: dict[str, 
 def test_a_pool_too_small_for_one_conversation_is_refused_at_once() -> None:
     complaint = run("demo", "--pool-tokens", 1024, exit_code=2).stderr
 
-    assert "pool_tokens must be a multiple of 16, and at least 1256" in complaint
+    assert "--pool-tokens must be a multiple of 16, and at least 1256" in complaint
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_wrong_command_line_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("capacity", "message"),
     [
-        (100, r"error: num_slots \(100\) must be a multiple of page_size \(512\)"),
+        (100, r"error: num_slots \(100\) must be a multiple of page_size \(512\): set it to 512, say"),
         (512 * 10**10, "error: num_slots: Input should be less than or equal to .*"),
     ],
 )

@@ -218,11 +218,40 @@ def test_a_wrong_timestamp_is_refused_with_its_line(tmp_path: Path, time: str) -
         assert f"error: {path}, line 2: timestamp: must be " in run(command, path, exit_code=2).stderr
 
 
-@pytest.mark.parametrize(("name", "complaint"), [("none", "No such file"), ("empty", "the trace has no requests")])
-def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, name: str, complaint: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "complaint", "advice"),
+    [
+        ("none", "No such file", "give the path of a trace"),
+        (".", "Is a directory", "give the path of a trace"),
+        ("empty", "the trace has no requests", "record for longer"),
+    ],
+)
+def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, name: str, complaint: str, advice: str) -> None:
     (tmp_path / "empty").touch()
 
-    assert complaint in run("replay", tmp_path / name, exit_code=2).stderr
+    for command in (("replay",), ("fleet", "replay")):
+        message = run(*command, tmp_path / name, exit_code=2).stderr
+        assert complaint in message
+        assert f"try: {advice}" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ("replay", "t", "--limit", 0),
+            "--limit must be greater than or equal to 1, not '0'\n  try: raydix replay --help",
+        ),
+        (("stop", "a", "--drain", "60s"), "--drain must be a valid number, not '60s'\n  try: raydix stop --help"),
+        (
+            ("fleet", "replay", "t", "--seeds", "x"),
+            "--seeds must be a whole number, not 'x'\n  try: raydix fleet replay",
+        ),
+    ],
+)
+def test_a_wrong_value_of_an_option_is_shown_also_as_json(arguments: tuple[object, ...], complaint: str) -> None:
+    assert f"error: {complaint}" in run(*arguments, exit_code=2).stderr
+    assert run_json(*arguments, exit_code=2)["error"]["message"] == complaint.partition("\n")[0]
 
 
 def test_equal_ids_are_equal_blocks_and_other_ids_other_blocks() -> None:

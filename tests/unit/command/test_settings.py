@@ -189,6 +189,18 @@ def test_variables_of_other_programs_are_left_alone() -> None:
             "pool: {num_slots: 64}\nevents: all\n",
             "FILE, line 2: events: must be 'full', 'slim' or False, not 'all'",
         ),
+        ("pool: {num_slots: 64}\nghost: true\n", "FILE, line 2: ghost must have keys, not a value"),
+        (
+            "pool: {num_slots: 64}\neviction: {policy: LRU}\n",
+            "FILE, line 2: eviction.policy: must be 'lru', 'lfu', 'fifo', 'mru', 'filo', 'slru' or 'priority', "
+            "not 'LRU' / eviction.policy: lru",
+        ),
+        (
+            "pool: {num_slots: 64}\neviction: {high_watermark: 90%}\n",
+            "FILE, line 2: eviction.high_watermark: must be a valid number, not '90%' / eviction.high_watermark: "
+            "0.9, the default; fraction of slots in use",
+        ),
+        ("\tpage_size: 16\n", "FILE, line 1, column 1: found character '\\t' that cannot start any token / one `key:"),
         ("- 1\n", "FILE, line 1: must be a mapping / write one `key: value` per line"),
         ("pool: {\n", "FILE, line 2, column 1: expected the node content"),
         (

@@ -116,7 +116,7 @@ def test_findings_name_the_count_of_each_cause_and_the_remedy() -> None:
         "Ray restarted the cache, empty: ended by Ray, 2 times"
     )
     assert restarts_finding(NEVER_RESTARTED) == memory_finding(10, 100) == ""
-    assert "0.5 of 6.0 GiB of memory are left when the pool is full" in memory_finding(2**29, 6 * 2**30)
+    assert "512 MiB of the 6 GiB of memory are left when the pool is full" in memory_finding(2**29, 6 * 2**30)
     assert len(findings(0, 100, killed)) == 2 and findings(50, 100, NEVER_RESTARTED) == ()
 
 
