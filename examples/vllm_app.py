@@ -74,7 +74,7 @@ def running_serve() -> Running | None:
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     except ValueError:
         return None
-    options = ray.get(controller.get_http_config.remote())
+    options: Any = ray.get(controller.get_http_config.remote())
     return Running(options.host or "", options.port, options.root_path)
 
 
