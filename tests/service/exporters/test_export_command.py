@@ -101,7 +101,7 @@ def test_it_ends_after_its_time(namespace: str) -> None:
     options = ("--namespace", namespace, "--endpoint", "tcp://127.0.0.1:*", "--seconds", "0.2")
 
     assert run_json("export-events", "kv-0", *options)["snapshots"] == 1
-    assert "1 snapshots" in run("export-events", "kv-0", *options).stdout
+    assert "1 snapshot" in run("export-events", "kv-0", *options).stdout
 
 
 def test_it_refuses_with_advice(namespace: str) -> None:

@@ -101,17 +101,20 @@ async def test_a_prompt_beyond_the_window_slots_takes_them_part_by_part() -> Non
 
 async def test_prompts_that_block_each_other_all_end() -> None:
     model = random_model(MISTRAL)
-    prompts = [random_prompt(12 * WINDOW, seed=seed) for seed in range(4)]
     async with LocalPrefixCache(config_of(model, num_swa_slots=8 * WINDOW)) as cache:
-        workers = [worker_of(cache, model, prefill_chunk=16) for _ in prompts]
-        found = await asyncio.gather(
-            *(
-                worker.generate(prompt, NUM_NEW, return_logits=True, timeout_s=600)
-                for worker, prompt in zip(workers, prompts, strict=True)
+        workers = [worker_of(cache, model, prefill_chunk=16) for _ in range(4)]
+        for number in range(20):
+            prompts = [random_prompt(12 * WINDOW, seed=4 * number + place) for place in range(4)]
+            found = await asyncio.gather(
+                *(
+                    worker.generate(prompt, NUM_NEW, return_logits=True, timeout_s=600)
+                    for worker, prompt in zip(workers, prompts, strict=True)
+                )
             )
-        )
-        for generation, prompt in zip(found, prompts, strict=True):
-            check_close(generation, model, prompt)
+            for generation, prompt in zip(found, prompts, strict=True):
+                check_close(generation, model, prompt)
+            if (await cache.stats()).resumed_acquires:  # on a busy machine they may run one after the other
+                break
         for worker in workers:
             await worker.close()
         stats = await cache.stats()

@@ -309,7 +309,9 @@ class Clock:
         self.now += 0.0006
         return self.now
 
-    thread_time = monotonic
+    def thread_time(self) -> float:
+        """Return the processor's time: another program has the core for half of the time."""
+        return self.now / 2
 
 
 async def test_a_mass_eviction_is_cut_in_slices_that_end_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +326,7 @@ async def test_a_mass_eviction_is_cut_in_slices_that_end_on_time(monkeypatch: py
         assert stats.free_slots == 4500
         assert (task.rounds, task.tokens_evicted) == (1, 4401)
         assert task.slices == 35  # of two steps of 64 tokens each: the second one passes the millisecond
-        assert 1.2 <= task.longest_slice_ms <= 2.4
+        assert 0.5 <= task.longest_slice_ms <= 1.2, "the time of the core alone"
 
 
 def test_steps_grow_while_they_are_quick_and_shrink_when_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,7 +337,7 @@ async def test_where_nobody_may_wait_it_is_refused_at_once_with_what_holds_the_p
     config = small_config().model_copy(update={"leases": LeaseConfig(max_waiters=0)})
     async with LocalPrefixCache(config) as cache, await cache.acquire([1] * 8):
         for verb in (lambda: cache.acquire([2]), lambda: cache.acquire([3], timeout_s=9)):
-            with pytest.raises(PoolExhausted, match=r"by 1 leases, shared .* once: local 8 slots"):
+            with pytest.raises(PoolExhausted, match=r"by 1 lease, shared .* once: local 8 slots"):
                 await verb()
         assert (await cache.stats()).exhausted == 2
 
