@@ -22,7 +22,7 @@ from raydix.actors.transport.ray_calls import from_ray, why_not_joined
 from raydix.actors.transport.validation import checked_config, checked_name, checked_seconds
 from raydix.schemas import CacheConfig, CacheError, CacheUnavailable, ConfigMismatch, InvalidRequest
 from raydix.schemas.protocol import check_handshake, handshake
-from raydix.schemas.shown import brief, cut
+from raydix.schemas.shown import brief, counted, cut
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -198,7 +198,7 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     try:
         cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s), timeout=limit_s))
         if cut_short:
-            logger.warning("%d leases were cut short by the shutdown of the cache", cut_short)
+            logger.warning("the shutdown of the cache cut short %s", counted(cut_short, "lease"))
     except RayActorError:
         logger.info("the cache had ended before its shutdown")
     except GetTimeoutError:

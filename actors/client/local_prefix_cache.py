@@ -11,6 +11,7 @@ from raydix.actors.client.connectors import LocalConnector
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.transport.validation import checked_config, checked_message, checked_seconds
 from raydix.schemas import CacheConfig, CacheReport, RecordingStatus, StartRecording
+from raydix.schemas.shown import counted
 
 if TYPE_CHECKING:
     from raydix.actors.service.cache_service import CacheService
@@ -86,6 +87,6 @@ class LocalPrefixCache(PrefixCacheClient):
     async def _shut_down(self, drain_s: float) -> None:
         on_own_loop = self.session.loop in (None, asyncio.get_running_loop())  # else `close` raises below
         if drain_s and on_own_loop and (cut_short := await self._host.service.drain(drain_s)):
-            logger.warning("%d leases were cut short by the shutdown of the cache", cut_short)
+            logger.warning("the shutdown of the cache cut short %s", counted(cut_short, "lease"))
         await super().close()
         await self._host.service.close()

@@ -534,7 +534,7 @@ async def test_leases_still_open_after_the_drain_are_cut_short_and_the_log_says_
         await asyncio.to_thread(shutdown_cache, cache, drain_s=0.1)
 
     assert [record.getMessage() for record in caplog.records if record.name == "raydix.actors.deploy"] == [
-        "2 leases were cut short by the shutdown of the cache"
+        "the shutdown of the cache cut short 2 leases"
     ]
     for lease in leases:
         await lease.release()

@@ -127,7 +127,7 @@ async def test_what_is_open_after_the_time_is_cut_short(drained: Drained, caplog
     with caplog.at_level(logging.WARNING, "raydix.actors"):
         await drained.shut_down(0.1)
 
-    assert "1 leases were cut short by the shutdown of the cache" in [each.getMessage() for each in caplog.records]
+    assert "the shutdown of the cache cut short 1 lease" in [each.getMessage() for each in caplog.records]
     await lease.release()
 
 
