@@ -60,7 +60,7 @@ def explain(
     extra_key: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
     lora_id: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
-    weight: Annotated[float, typer.Option(min=0, help="Of uncached tokens against pending ones.")] = (WEIGHT),
+    weight: Annotated[float, typer.Option(min=0, help="Of uncached tokens against pending ones.")] = WEIGHT,
     timeout_s: Timeout = _TIMEOUT_S,
     address: Address = None,
     namespace: Namespace = "raydix",

@@ -178,10 +178,12 @@ class Fleet:
         await self._wait_until(self._has_answers, deadline)
         self._may_decide = True
         self._decide()
-        if not needs_one:
-            await self._wait_until(self._has_settled_ones, self._loop.time() + self._timeout_s)
-        if needs_one or not self._feeds:
+        if needs_one:
             await self._wait_alive()
+        else:
+            await self._wait_until(self._has_settled_ones, self._loop.time() + self._timeout_s)
+            if not self._feeds:
+                raise self._none_alive()
         await self._wait_until(self._is_settled, deadline)
 
     async def _wait_until(self, holds: Callable[[], bool], deadline: float) -> None:
@@ -335,11 +337,15 @@ class Fleet:
             async with asyncio.timeout(self._timeout_s):
                 await self._is_alive.wait()
         except TimeoutError:
-            causes = "; ".join(f"{name}: {cause}" for name, cause in self._left_out().items())
-            raise CacheUnavailable(
-                f"no cache of {self._directory} could get requests within {self._timeout_s:g} s: "
-                f"{causes or 'none was found'}"
-            ) from None
+            raise self._none_alive() from None
+
+    def _none_alive(self) -> CacheUnavailable:
+        """Return the error of a wait of `timeout_s` after which no cache can get requests."""
+        causes = "; ".join(f"{name}: {cause}" for name, cause in self._left_out().items())
+        return CacheUnavailable(
+            f"no cache of {self._directory} could get requests within {self._timeout_s:g} s: "
+            f"{causes or 'none was found'}"
+        )
 
     def _left_out(self) -> dict[str, str]:
         return {name: member.cause for name, member in self._members.items() if member.cause}
