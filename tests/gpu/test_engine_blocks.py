@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from support.engines.block_layouts import BLOCK, DTYPES, LAYOUTS, NUM_BLOCKS, Make, Naive, check_equal, draw, make_pool
+from support.engines.block_layouts import BLOCK, DTYPES, LAYOUTS, NUM_BLOCKS, Make, check_random_copies, make_pool
 from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import prompts
 from support.waiting import wait_until
 
-from raydix.actors.engines import block_copies
 from raydix.actors.engines.block_copies import BlockCopies
 
 pytestmark = pytest.mark.gpu
@@ -25,25 +24,7 @@ pytestmark = pytest.mark.gpu
 def test_random_copies_are_those_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, make: Make, page_size: int
 ) -> None:
-    torch.manual_seed(0)
-    rng = random.Random(0)
-    with torch.device("cuda"):
-        layers = make(dtype)
-    copies = BlockCopies(layers, BLOCK)
-    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
-    target = copies.attach(pool, page_size)
-    naive = Naive(layers, pool, page_size)
-    assert (layers[0].is_cuda, pool[0].is_cuda) == (True, False)
-    for number in range(8):
-        blocks, pages = draw(rng, BLOCK // page_size, rng.choice(["runs", "fragments"]))
-        monkeypatch.setattr(block_copies, "_MANY_RUNS", rng.choice([1, 4, 64]))
-        if number % 2:
-            target.load(pages, blocks)
-            naive.load(pages, blocks)
-        else:
-            target.save(blocks, pages)
-            naive.save(blocks, pages)
-        check_equal(layers, pool, page_size, naive)
+    check_random_copies(monkeypatch, make, dtype, page_size, torch.device("cuda"))
 
 
 _LONG = 400_000_000  # cycles of a GPU: a fifth of a second

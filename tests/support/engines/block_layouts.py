@@ -9,9 +9,11 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
+from raydix.actors.engines import block_copies
 from raydix.actors.engines.block_copies import BlockCopies
 
 BLOCK = 8
@@ -114,3 +116,28 @@ def draw(rng: random.Random, step: int, how: str) -> tuple[NDArray[np.int64], ND
     if rng.random() < 0.5:
         pages[[rng.random() < 0.3 for _ in pages]] = -1
     return blocks[:number].astype(np.int64), pages.astype(np.int64)
+
+
+def check_random_copies(
+    patch: pytest.MonkeyPatch, make: Make, dtype: torch.dtype, page_size: int, device: torch.device
+) -> None:
+    """Save and load random blocks between KV caches on a device and a pool in host memory, as the reference does."""
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    with device:
+        layers = make(dtype)
+    copies = BlockCopies(layers, BLOCK)
+    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    target = copies.attach(pool, page_size)
+    naive = Naive(layers, pool, page_size)
+    assert (layers[0].device.type, pool[0].device.type) == (device.type, "cpu")
+    for number in range(8):
+        blocks, pages = draw(rng, BLOCK // page_size, rng.choice(["runs", "fragments"]))
+        patch.setattr(block_copies, "_MANY_RUNS", rng.choice([1, 4, 64]))
+        if number % 2:
+            target.load(pages, blocks)
+            naive.load(pages, blocks)
+        else:
+            target.save(blocks, pages)
+            naive.save(blocks, pages)
+        check_equal(layers, pool, page_size, naive)

@@ -5,7 +5,6 @@ The naive reference copies token by token, through integers of one byte.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from support.engines.block_layouts import (
     Naive,
     as_bytes,
     check_equal,
-    draw,
+    check_random_copies,
     heads_first,
     latent,
     make_pool,
@@ -38,23 +37,7 @@ from raydix.schemas import InvalidRequest
 def test_random_copies_are_those_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, make: Make, page_size: int
 ) -> None:
-    torch.manual_seed(0)
-    rng = random.Random(0)
-    layers = make(dtype)
-    copies = BlockCopies(layers, BLOCK)
-    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
-    target = copies.attach(pool, page_size)
-    naive = Naive(layers, pool, page_size)
-    for number in range(8):
-        blocks, pages = draw(rng, BLOCK // page_size, rng.choice(["runs", "fragments"]))
-        monkeypatch.setattr(block_copies, "_MANY_RUNS", rng.choice([1, 4, 64]))
-        if number % 2:
-            target.load(pages, blocks)
-            naive.load(pages, blocks)
-        else:
-            target.save(blocks, pages)
-            naive.save(blocks, pages)
-        check_equal(layers, pool, page_size, naive)
+    check_random_copies(monkeypatch, make, dtype, page_size, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
