@@ -3,8 +3,8 @@
     python -m benchmarks [group ...] [--quick] [--json FILE] [--plot FILE]
 
 Run it in the tests' folder; `make bench ARGS="core --quick"` runs it from anywhere. Groups: core, service, eviction,
-data-plane, scale, fleet, end-to-end; all by default. With RAYDIX_BENCH_GATE set, it fails if a gate is missed in each
-of three tries.
+data-plane, scale, fleet, end-to-end, commands; all by default. With RAYDIX_BENCH_GATE set, it fails if a gate is
+missed in each of three tries.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ GROUPS = {  # each group, and the module with its `figures`
     "scale": "bench_scale",
     "fleet": "bench_fleet",
     "end-to-end": "bench_end_to_end",
+    "commands": "bench_commands",
 }
 GATED = "RAYDIX_BENCH_GATE" in os.environ  # set by `make bench`: elsewhere the figures are printed, not judged
 MAX_TRIES = 3 if GATED else 1  # the machine may be busy with other work
