@@ -25,7 +25,7 @@ import ray
 
 from raydix.actors.deploy import NAMESPACE
 from raydix.actors.engines.settings import EngineSettings
-from raydix.actors.engines.vllm_cache import transfer_config
+from raydix.actors.engines.vllm.cache import transfer_config
 from raydix.actors.placement import beside, nearest_cache
 from raydix.actors.serve_router import request_router_config
 from raydix.schemas import InvalidRequest
@@ -39,7 +39,7 @@ except ImportError as error:
 
 __all__ = ["NearServer", "node_resource", "router_config", "transfer_config"]
 
-_TOKENS_OF = "raydix.actors.vllm_tokens:ChatTokens"
+_TOKENS_OF = "raydix.actors.engines.vllm.tokens:ChatTokens"
 _TRANSFER, _SETTINGS = "kv_transfer_config", "kv_connector_extra_config"
 
 

@@ -24,7 +24,7 @@ from raydix.schemas.shown import brief, counted
 
 if TYPE_CHECKING:
     from raydix.actors.engines.engine_kv import EngineKV
-    from raydix.actors.engines.vllm_cache import EngineOptions
+    from raydix.actors.engines.vllm.cache import EngineOptions
     from raydix.actors.settings import Settings
 
 _ENGINES = ("vllm",)
@@ -82,7 +82,7 @@ def start_for_engine(
     as_json: bool,
 ) -> None:
     """Read the engine's configuration, start a cache for each rank, and print the engine's command line."""
-    from raydix.actors.engines.vllm_cache import EngineOptions, ReadFailed, has_vllm, read_in_own_process
+    from raydix.actors.engines.vllm.cache import EngineOptions, ReadFailed, has_vllm, read_in_own_process
     from raydix.schemas import InvalidRequest
 
     assert wishes.capacity is not None, "checked before"

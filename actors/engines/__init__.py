@@ -10,7 +10,7 @@ the cache of its rank, on an event loop in a thread of its own (`CacheLink`); no
       step is planned   -> StepPlan  ──────────────────>  save: extend, copy blocks into pages, insert
       step has ended   <── StepReport ──────────────────  request has ended: release
 
-`raydix.actors.vllm_connector` is the connector of vLLM.
+`raydix.actors.engines.vllm.connector` is the connector of vLLM.
 """
 
 from raydix.actors.engines.namespaces import CacheNamespace, namespace_of

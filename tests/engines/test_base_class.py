@@ -17,7 +17,7 @@ def test_the_recorded_interface_is_the_installed_one() -> None:
 def test_the_connector_can_be_made_by_vllm() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from raydix.actors.vllm_connector import RaydixConnector
+    from raydix.actors.engines.vllm.connector import RaydixConnector
 
     assert issubclass(RaydixConnector, KVConnectorBase_V1)
     assert not RaydixConnector.__abstractmethods__
@@ -27,7 +27,7 @@ def test_the_connector_exports_the_metrics_of_the_table() -> None:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
     from vllm.config import VllmConfig
 
-    from raydix.actors.vllm_connector import RaydixConnector
+    from raydix.actors.engines.vllm.connector import RaydixConnector
 
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     metrics = RaydixConnector.build_prom_metrics(VllmConfig(), types, ["model_name", "engine"], {0: ["a-model", "0"]})

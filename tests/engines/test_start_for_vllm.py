@@ -14,7 +14,7 @@ from support.engines.laboratory import Laboratory, prompt, slot_bytes
 from support.processes.command_line import run, run_json
 from support.waiting import wait_until
 
-from raydix.actors.engines.vllm_cache import EngineOptions, read_in_own_process
+from raydix.actors.engines.vllm.cache import EngineOptions, read_in_own_process
 from raydix.schemas import InvalidRequest
 
 DEFAULT_BLOCK = 128  # vLLM's on a CPU; 16 for MLA

@@ -31,7 +31,7 @@ def tokenizer(model: Path) -> Any:
 @pytest.fixture(scope="module")
 def find(model: Path) -> Any:
     """Finds the tokens of a request with this body."""
-    from raydix.actors.vllm_tokens import ChatTokens
+    from raydix.actors.engines.vllm.tokens import ChatTokens
 
     tokens_of = ChatTokens(str(model), ENGINE)
 
@@ -89,7 +89,7 @@ def test_other_requests_have_no_tokens(find: Any) -> None:
 
 
 def test_an_unknown_argument_is_refused_by_name(model: Path) -> None:
-    from raydix.actors.vllm_tokens import ChatTokens
+    from raydix.actors.engines.vllm.tokens import ChatTokens
 
     with pytest.raises(InvalidRequest, match="blok_size"):
         ChatTokens(str(model), {"blok_size": 16})

@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.processes.command_line import run, run_json
 
-from raydix.actors.engines.vllm_cache import has_vllm
+from raydix.actors.engines.vllm.cache import has_vllm
 
 FOR = ("start", "--for", "vllm", "a-model")
 

@@ -57,7 +57,7 @@ class EngineProcess:
         if connector is not None:
             given["kv_transfer_config"] = {
                 "kv_connector": "RaydixConnector",
-                "kv_connector_module_path": "raydix.actors.vllm_connector",
+                "kv_connector_module_path": "raydix.actors.engines.vllm.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": connector,

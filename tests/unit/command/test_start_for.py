@@ -9,7 +9,7 @@ import pytest
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.start_for import EngineWishes, check_engine
 from raydix.actors.engines.settings import EngineSettings
-from raydix.actors.engines.vllm_cache import EngineOptions
+from raydix.actors.engines.vllm.cache import EngineOptions
 from raydix.schemas import InvalidRequest
 
 NOTHING = EngineWishes(None, (), None, None, None, None, None, False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.engines.base_signatures import recorded
 
-SOURCE = Path(__file__).parents[3] / "actors" / "vllm_connector.py"
+SOURCE = Path(__file__).parents[3] / "actors" / "engines" / "vllm" / "connector.py"
 MODULE = ast.parse(SOURCE.read_text(encoding="utf-8"))
 NOT_IN_THE_TABLE = {"__init__"}
 

@@ -1,7 +1,7 @@
 """`RaydixConnector`: vLLM's engines on one node share the KV of a Raydix cache.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "RaydixConnector",
-        "kv_connector_module_path": "raydix.actors.vllm_connector", "kv_role": "kv_both",
+        "kv_connector_module_path": "raydix.actors.engines.vllm.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"cache": "kv-0"}}'
 
 `raydix start --for vllm MODEL` starts a cache that fits, and prints this line. The settings in
@@ -74,7 +74,7 @@ from raydix.actors.engines.transfer_counts import (
     metric_name,
     summarize_counts,
 )
-from raydix.actors.engines.vllm_kv import check_model, describe_vllm
+from raydix.actors.engines.vllm.kv import check_model, describe_vllm
 from raydix.actors.engines.worker_side import WorkerSide
 from raydix.schemas import InvalidRequest
 

@@ -2,7 +2,7 @@
 
 request_router_kwargs={
     "caches": "chat-*",
-    "tokens_of": "raydix.actors.vllm_tokens:ChatTokens",
+    "tokens_of": "raydix.actors.engines.vllm.tokens:ChatTokens",
     "tokens_of_kwargs": {"model": "/models/small-chat"},
 }
 """

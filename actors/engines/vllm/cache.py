@@ -3,7 +3,7 @@
 vLLM builds the model without weights and without memory, so no GPU is used. Its global state and its output are those
 of a process of their own: `read_in_own_process` runs this module.
 
-    python -m raydix.actors.engines.vllm_cache RESULT OPTIONS     # both written by read_in_own_process
+    python -m raydix.actors.engines.vllm.cache RESULT OPTIONS     # both written by read_in_own_process
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def transfer_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value of `--kv-transfer-config` for RaydixConnector with settings of `EngineSettings`."""
     return {
         "kv_connector": "RaydixConnector",
-        "kv_connector_module_path": "raydix.actors.vllm_connector",
+        "kv_connector_module_path": "raydix.actors.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",  # vLLM's default, "fail", would end a request with an error
         "kv_connector_extra_config": dict(settings),
@@ -154,7 +154,7 @@ def read_engine_kv(options: EngineOptions) -> list[EngineKV]:
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-    from raydix.actors.engines.vllm_kv import check_layers, check_parallel, describe_vllm
+    from raydix.actors.engines.vllm.kv import check_layers, check_parallel, describe_vllm
 
     config = _read_config(options)
     check_parallel(config)
