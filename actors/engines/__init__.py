@@ -13,6 +13,6 @@ the cache of its rank, on an event loop in a thread of its own (`CacheLink`); no
 `raydix.actors.engines.vllm.connector` is the connector of vLLM.
 """
 
-from raydix.actors.engines.namespaces import CacheNamespace, namespace_of
+from raydix.schemas.engine_namespace import CacheNamespace, namespace_of
 
 __all__ = ["CacheNamespace", "namespace_of"]

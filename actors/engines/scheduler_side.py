@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.engines.block_copies import make_stamps
 from raydix.actors.engines.cache_link import CacheLink
-from raydix.actors.engines.namespaces import CacheNamespace
 from raydix.actors.engines.prefill_rate import PrefillRate
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import LoadPlan, SavePlan, StepPlan, StepReport
 from raydix.actors.engines.transfer_counts import TransferCounts
 from raydix.actors.engines.weights_state import WeightsState
 from raydix.schemas import CacheError, LeaseGrant
+from raydix.schemas.engine_namespace import CacheNamespace
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from raydix.actors.engines.namespaces import adapter_name
 from raydix.schemas import BlockRemoved, BlockStored, KVEvent
+from raydix.schemas.engine_namespace import adapter_name
 from raydix.schemas.namespace import frame_namespace, unframe_namespace
 
 MAX_BATCH_EVENTS = 1_000

@@ -61,7 +61,6 @@ from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.engines.block_copies import BlockCopies
 from raydix.actors.engines.cache_link import CacheLink, close_links, make_ray_client
 from raydix.actors.engines.engine_kv import EngineKV
-from raydix.actors.engines.namespaces import namespace_of
 from raydix.actors.engines.scheduler_side import ScheduledRequest, SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import StepPlan, StepReport
@@ -77,6 +76,7 @@ from raydix.actors.engines.transfer_counts import (
 from raydix.actors.engines.vllm.kv import check_model, describe_vllm
 from raydix.actors.engines.worker_side import WorkerSide
 from raydix.schemas import InvalidRequest
+from raydix.schemas.engine_namespace import namespace_of
 
 if TYPE_CHECKING:
     import torch

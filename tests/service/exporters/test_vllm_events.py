@@ -23,7 +23,6 @@ from support.fleet.running_fleet import until
 from support.more import more
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.engines.namespaces import adapter_name, namespace_of
 from raydix.actors.exporters import bounded_log, vllm_events, vllm_format, zmq_publisher
 from raydix.actors.exporters.vllm_events import VllmEventExporter
 from raydix.actors.exporters.vllm_format import VllmEncoder
@@ -38,6 +37,7 @@ from raydix.schemas import (
     StaleEpoch,
     frame_namespace,
 )
+from raydix.schemas.engine_namespace import adapter_name, namespace_of
 
 NAMESPACES: list[dict[str, str | None]] = [
     {},

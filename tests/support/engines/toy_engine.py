@@ -17,12 +17,12 @@ from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.engines.block_copies import BlockCopies
 from raydix.actors.engines.cache_link import CacheLink, close_links
 from raydix.actors.engines.engine_kv import EngineKV
-from raydix.actors.engines.namespaces import CacheNamespace
 from raydix.actors.engines.scheduler_side import ScheduledRequest, SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import StepReport
 from raydix.actors.engines.transfer_counts import TransferCounts
 from raydix.actors.engines.worker_side import WorkerSide
+from raydix.schemas.engine_namespace import CacheNamespace
 
 BLOCK = 16
 NUM_LAYERS, NUM_HEADS, CONTENT = 2, 2, 4
