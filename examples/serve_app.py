@@ -35,7 +35,7 @@ try:
 except ImportError as error:
     raise ImportError("Ray Serve needs the extra: pip install 'raydix[serve]'") from error
 
-from raydix.actors.serve_router import request_router_config
+from raydix.actors.serve.router import request_router_config
 
 
 def node_cache(config: CacheConfig, name: str = "kv") -> Any:
@@ -123,7 +123,7 @@ def routed(layout: Layout) -> Any:
     """Return the application with several caches, and a router of requests to their replicas."""
     router = request_router_config(
         caches="kv[0-9]*",
-        tokens_of="raydix.actors.serve_tokens:token_ids",
+        tokens_of="raydix.actors.serve.tokens:token_ids",
         tokens_of_timeout_s=layout.tokens_of_timeout_s,
     )
     config = cache_config_for(MODEL, num_slots=65_536, page_size=16, events="slim", events_stride_tokens=16)

@@ -46,7 +46,7 @@ try:
     from ray.serve.exceptions import RayServeException
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    from raydix.actors.serve_llm import NearServer, node_resource, router_config, transfer_config
+    from raydix.actors.serve.llm import NearServer, node_resource, router_config, transfer_config
 except ImportError as error:
     raise ImportError("Ray Serve LLM needs vLLM's environment: make engines-venv") from error
 

@@ -1,4 +1,4 @@
-"""`raydix.actors.serve_llm`, and how `examples/vllm_app.py` finds the port of Serve; without engines."""
+"""`raydix.actors.serve.llm`, and how `examples/vllm_app.py` finds the port of Serve; without engines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def free_port() -> int:
 def config(**options: Any) -> Any:
     from ray.serve.llm import LLMConfig
 
-    from raydix.actors.serve_llm import NearServer, router_config, transfer_config
+    from raydix.actors.serve.llm import NearServer, router_config, transfer_config
 
     engine = {"dtype": "float32"}
     return LLMConfig(

@@ -1,1 +1,1 @@
-"""Raydix in vLLM: its KV connector, its tokens for routers, the shape of its KV, the size of the cache that it needs."""
+"""Raydix in vLLM: its KV connector, tokens for routers, the shape of its KV, and the size of its cache."""

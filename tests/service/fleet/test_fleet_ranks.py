@@ -9,7 +9,7 @@ from support.fleet.running_fleet import STRIDE, caught_up, local_fleet, prompt, 
 
 from raydix.actors import Fleet, LocalPrefixCache, acquire_ranks
 from raydix.actors.fleet import fleet as fleet_module
-from raydix.actors.fleet.replica_pairs import ReplicaPairs, ReplicaPlace
+from raydix.actors.serve.replica_pairs import ReplicaPairs, ReplicaPlace
 from raydix.schemas import CacheUnavailable, InvalidRequest
 
 ENGINES = ("e-tp0", "e-tp1", "f-tp0", "f-tp1")

@@ -11,9 +11,9 @@ from support.fleet.running_fleet import STRIDE, prompt, publish, slim, until
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.fleet import fleet as fleet_module
-from raydix.actors.fleet.prompt_reader import PromptReader
-from raydix.actors.fleet.replica_pairs import ReplicaPlace
-from raydix.actors.fleet.replica_ranks import FleetOptions, ReplicaRanks, least_loaded
+from raydix.actors.serve.prompt_reader import PromptReader
+from raydix.actors.serve.replica_pairs import ReplicaPlace
+from raydix.actors.serve.replica_ranks import FleetOptions, ReplicaRanks, least_loaded
 from raydix.schemas import RouteConfig
 
 REPLICAS = [ReplicaPlace(1, "x", "a"), ReplicaPlace(2, "x", "b"), ReplicaPlace(3, "x", "b"), ReplicaPlace(4, "x")]
@@ -30,7 +30,7 @@ class Request:
 
 @asynccontextmanager
 async def ranked(caches: dict[str, LocalPrefixCache]) -> AsyncIterator[ReplicaRanks]:
-    reader = PromptReader("raydix.actors.serve_tokens:token_ids", None, 60)
+    reader = PromptReader("raydix.actors.serve.tokens:token_ids", None, 60)
     ranks = ReplicaRanks("d", FleetOptions(caches, RouteConfig(), "raydix", None), reader)
     ranks.set_replicas(REPLICAS)
     try:

@@ -53,7 +53,7 @@ def routed(ray_cluster: None) -> Iterator[Routed]:
     from ray.serve.config import ProxyLocation
     from support.fleet import served_replicas
 
-    from raydix.actors.serve_router import RaydixRequestRouter, request_router_config, running_routers
+    from raydix.actors.serve.router import RaydixRequestRouter, request_router_config, running_routers
 
     ray.cloudpickle.register_pickle_by_value(served_replicas)  # replicas cannot import it
     RaydixRequestRouter.queue_len_response_deadline_s = LONG_S  # the machine may be busy
@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("kwargs", "named"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments_are_named_where_they_are_given(kwargs: dict[str, Any], named: str) -> None:
-    from raydix.actors.serve_router import _checked_options
+    from raydix.actors.serve.router import _checked_options
 
     with pytest.raises(InvalidRequest, match=re.escape(named)):
         _checked_options(kwargs)
@@ -151,7 +151,7 @@ def test_with_wrong_arguments_each_request_fails_with_their_fault(
     from support.fleet import served_replicas
 
     kwargs = {"caches": "chat-*", "tokens_of": "m:f", "route": {"weight": -1}}
-    router = "raydix.actors.serve_router.RaydixRequestRouter"
+    router = "raydix.actors.serve.router.RaydixRequestRouter"
     config = RequestRouterConfig(request_router_class=router, request_router_kwargs=kwargs)  # type: ignore[arg-type]
     made: Any = served_replicas.Replica
     wrong = made.options(name="Wrong", num_replicas=1, request_router_config=config)

@@ -13,7 +13,7 @@ from ray import serve
 
 from raydix.actors import PrefixCacheClient, connect
 from raydix.actors.engines import CacheNamespace
-from raydix.actors.serve_tokens import token_ids
+from raydix.actors.serve.tokens import token_ids
 from raydix.schemas import CacheUnavailable
 
 never_set = threading.Event()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from raydix.actors.engines import CacheNamespace
-from raydix.actors.fleet.prompt_reader import PromptReader
-from raydix.actors.serve_tokens import token_ids
+from raydix.actors.serve.prompt_reader import PromptReader
+from raydix.actors.serve.tokens import token_ids
 from raydix.schemas import InvalidRequest
 
 HERE = __name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raydix.actors.fleet.membership import CachePlace
-from raydix.actors.fleet.replica_pairs import ReplicaPairs, ReplicaPlace
+from raydix.actors.serve.replica_pairs import ReplicaPairs, ReplicaPlace
 
 CACHES = [
     CachePlace("a-0", "node-a", "GPU-0"),

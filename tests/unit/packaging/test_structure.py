@@ -19,7 +19,7 @@ NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, whatever th
 
 PRIVATE_ATTRIBUTES_READ_ELSEWHERE = {  # of other packages, which have no public name for them; may only shrink
     "actors/engines/block_copies.py _foreach_copy_",
-    "actors/serve_router.py _deployment_id",
+    "actors/serve/router.py _deployment_id",
     "actors/huggingface/fingerprint.py _version",
     "actors/huggingface/small_twin.py _attn_implementation_internal",
     "actors/huggingface/small_twin.py _experts_implementation",

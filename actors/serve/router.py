@@ -1,8 +1,8 @@
 """`RaydixRequestRouter`: Ray Serve sends each request to the replica with the cache that holds its prefix.
 
-    from raydix.actors.serve_router import request_router_config
+    from raydix.actors.serve.router import request_router_config
 
-    router = request_router_config(caches="chat-*", tokens_of="raydix.actors.serve_tokens:token_ids")
+    router = request_router_config(caches="chat-*", tokens_of="raydix.actors.serve.tokens:token_ids")
 
     @serve.deployment(num_replicas=4, request_router_config=router)
     class Model: ...
@@ -29,10 +29,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from raydix.actors.deploy import NAMESPACE
-from raydix.actors.fleet.prompt_reader import PromptReader
-from raydix.actors.fleet.replica_pairs import ReplicaPlace
-from raydix.actors.fleet.replica_ranks import FleetOptions, ReplicaRanks, running_routers
-from raydix.actors.fleet.sent_request import SentRequest
+from raydix.actors.serve.prompt_reader import PromptReader
+from raydix.actors.serve.replica_pairs import ReplicaPlace
+from raydix.actors.serve.replica_ranks import FleetOptions, ReplicaRanks, running_routers
+from raydix.actors.serve.sent_request import SentRequest
 from raydix.schemas import InvalidRequest, ReplicaRouterStats, RouteConfig
 from raydix.schemas.message import first_fault
 from raydix.schemas.shown import brief
@@ -49,7 +49,7 @@ __all__ = ["RaydixRequestRouter", "request_router_config", "running_routers"]
 
 logger = logging.getLogger(__name__)
 
-_NAME = "raydix.actors.serve_router.RaydixRequestRouter"
+_NAME = "raydix.actors.serve.router.RaydixRequestRouter"
 _CLOSE_S = 5.0  # for the goodbyes to the caches at the exit of a process
 _SENT = "raydix_sent"  # the attribute of a pending request that keeps its `SentRequest`
 _RANKED = "raydix_ranked"  # and the one that keeps how it was ranked last

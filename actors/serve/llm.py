@@ -1,7 +1,7 @@
 """Replicas of `ray.serve.llm` on Raydix caches: the parts of their `LLMConfig`. Runs in vLLM's environment.
 
     from ray.serve.llm import LLMConfig
-    from raydix.actors.serve_llm import NearServer, router_config, transfer_config
+    from raydix.actors.serve.llm import NearServer, router_config, transfer_config
 
     model = "/models/small-chat"
     config = LLMConfig(
@@ -27,7 +27,7 @@ from raydix.actors.deploy import NAMESPACE
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.vllm.cache import transfer_config
 from raydix.actors.placement import beside, nearest_cache
-from raydix.actors.serve_router import request_router_config
+from raydix.actors.serve.router import request_router_config
 from raydix.schemas import InvalidRequest
 
 try:
@@ -78,7 +78,7 @@ def router_config(
         caches: a pattern of the caches' names.
         model: the folder of the model, as `model_source` of `LLMConfig`.
         engine_kwargs: those of `LLMConfig`: the router renders a chat as the engine does.
-        options: more arguments of `request_router_config` in `raydix.actors.serve_router`.
+        options: more arguments of `request_router_config` in `raydix.actors.serve.router`.
 
     Raises:
         InvalidRequest: an argument is wrong; the message names it.

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from raydix.actors.fleet.cost import MAX_ALL
 from raydix.actors.fleet.fleet import Fleet, connect_fleet
-from raydix.actors.fleet.prompt_reader import PromptReader, RequestPrompt
-from raydix.actors.fleet.replica_pairs import ReplicaPairs, ReplicaPlace
 from raydix.actors.fleet.route import Route
+from raydix.actors.serve.prompt_reader import PromptReader, RequestPrompt
+from raydix.actors.serve.replica_pairs import ReplicaPairs, ReplicaPlace
 from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, ReplicaRouterStats, RouteConfig
 
 logger = logging.getLogger(__name__)

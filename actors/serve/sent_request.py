@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from raydix.actors.fleet.replica_ranks import Ranked
 from raydix.actors.fleet.route import Route
+from raydix.actors.serve.replica_ranks import Ranked
 
 
 class SentRequest:

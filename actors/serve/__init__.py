@@ -1,0 +1,1 @@
+"""Ray Serve: a router that sends requests to the replica whose cache has their prefix, and applications of it."""
