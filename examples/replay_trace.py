@@ -24,7 +24,7 @@ from pathlib import Path
 import ray
 from pydantic import ValidationError
 
-from raydix.actors.replay import index_config, replay
+from raydix.actors.replay.trace_replay import index_config, replay
 from raydix.actors.trace import read_trace
 from raydix.schemas import CacheError
 

@@ -17,8 +17,8 @@ from raydix.actors.cli.route_defaults import NUM_RANDOM, PROMISE_TTL_S, ROUTERS,
 from raydix.schemas.shown import counted, measured_time, percent
 
 if TYPE_CHECKING:
-    from raydix.actors.fleet.arrivals import Arrivals
-    from raydix.actors.fleet.simulation import FleetSetup, RouterResult
+    from raydix.actors.replay.arrivals import Arrivals
+    from raydix.actors.replay.fleet_simulation import FleetSetup, RouterResult
     from raydix.schemas import RouteConfig
 
 CAPACITY = 1_024_000  # tokens, as in the tables of the guides
@@ -71,8 +71,8 @@ def replay(
     The table has hit rate, time to first token, waiting and balance. Router `ttft` is Raydix's own. `shared` is one
     cache of all capacity for all servers, for comparison. The replay needs neither a GPU nor Ray.
     """
-    from raydix.actors.fleet.arrivals import Arrivals
-    from raydix.actors.fleet.simulation import LEFT_OUT, MEASURED_ERROR, FleetSetup
+    from raydix.actors.replay.arrivals import Arrivals
+    from raydix.actors.replay.fleet_simulation import LEFT_OUT, MEASURED_ERROR, FleetSetup
 
     names = _checked_routers(routers)
     config = _checked_config(weight, promise_ttl_s, num_random)
@@ -137,7 +137,7 @@ def _checked_config(weight: float, promise_ttl_s: float, num_random: int) -> Rou
 
 def _simulate_all(arrivals: Arrivals, setups: list[FleetSetup], seeds: int) -> list[RouterResult]:
     """Simulate one router after another, with a progress bar on stderr."""
-    from raydix.actors.fleet.simulation import RouterResult, simulate
+    from raydix.actors.replay.fleet_simulation import RouterResult, simulate
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
@@ -155,7 +155,7 @@ def _simulate_all(arrivals: Arrivals, setups: list[FleetSetup], seeds: int) -> l
 
 
 def _plot(path: Path, results: list[RouterResult]) -> None:
-    from raydix.actors.fleet.simulation_plot import plot
+    from raydix.actors.replay.fleet_plot import plot
 
     try:
         plot(path, results)

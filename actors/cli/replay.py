@@ -20,7 +20,7 @@ from raydix.actors.report.too_large import too_large
 from raydix.schemas.shown import counted, percent, points, short_count
 
 if TYPE_CHECKING:
-    from raydix.actors.replay import Replay
+    from raydix.actors.replay.trace_replay import Replay
     from raydix.actors.trace import TracedRequest
     from raydix.schemas import CacheConfig, CacheStats
 
@@ -109,7 +109,7 @@ def checked_config(
     """
     from pydantic import ValidationError
 
-    from raydix.actors.replay import index_config
+    from raydix.actors.replay.trace_replay import index_config
 
     num_slots = tokens_of(capacity, page_size)
     try:
@@ -130,7 +130,7 @@ def tokens_of(capacity: str, page_size: int) -> int:
 
 def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: bool) -> list[Replay]:
     """Replay the trace on one cache after another, with a progress bar on stderr."""
-    from raydix.actors.replay import replay
+    from raydix.actors.replay.trace_replay import replay
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     replays = []
@@ -149,7 +149,7 @@ def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: 
 def check_can_plot(path: Path) -> None:
     """Raise CommandError before the replay if its picture could not be drawn afterwards."""
     try:
-        from raydix.actors.replay_plot import check_can_draw
+        from raydix.actors.replay.plot import check_can_draw
 
         check_can_draw(path)
     except ImportError:
@@ -164,7 +164,7 @@ def cannot_plot(path: Path, error: OSError | ValueError) -> CommandError:
 
 
 def _plot(path: Path, replays: list[Replay], trace: list[TracedRequest]) -> None:
-    from raydix.actors.replay_plot import plot
+    from raydix.actors.replay.plot import plot
 
     try:
         plot(path, replays, trace)

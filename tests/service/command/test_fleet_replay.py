@@ -12,7 +12,7 @@ import pytest
 from support.models.sample_trace import PROMPT_TOKENS, PROMPTS, REUSED, write_trace
 from support.processes.command_line import run, run_json
 
-from raydix.actors.fleet.policies import ROUTERS
+from raydix.actors.replay.policies import ROUTERS
 
 # Reference figures of an independent simulation, 8 caches of 1,024,000 tokens: hit rate in %, mean in s.
 NEAR = {  # without promises, events without delay, servers busy below 90 % of the time

@@ -15,7 +15,7 @@ import ray
 from support.models.sample_trace import EVICTED, PROMPT_TOKENS, PROMPTS, REUSED, write_trace
 from support.processes.command_line import run, run_json
 
-from raydix.actors.replay import index_config, replay
+from raydix.actors.replay.trace_replay import index_config, replay
 from raydix.actors.trace import TracedRequest, TraceError, read_trace
 
 

@@ -11,10 +11,10 @@ from random import Random
 
 import numpy as np
 
-from raydix.actors.fleet.arrivals import Arrivals
 from raydix.actors.fleet.cost import Candidate, choose
-from raydix.actors.fleet.leaf_lru import LeafLru
-from raydix.actors.fleet.router_view import Routed, RouterView
+from raydix.actors.replay.arrivals import Arrivals
+from raydix.actors.replay.leaf_lru import LeafLru
+from raydix.actors.replay.router_view import Routed, RouterView
 from raydix.actors.trace import TracedRequest
 from raydix.cache_core import PageIndex
 

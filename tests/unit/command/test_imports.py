@@ -10,7 +10,7 @@ from support.processes.fresh_process import run_fresh
 
 from raydix.actors.cli import route_defaults
 from raydix.actors.cli.version import core_on_disk
-from raydix.actors.fleet.policies import ROUTERS
+from raydix.actors.replay.policies import ROUTERS
 from raydix.cache_core.kernels import CORE
 from raydix.schemas import RouteConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raydix.actors.fleet.arrivals import Arrivals
+from raydix.actors.replay.arrivals import Arrivals
 from raydix.actors.trace import TracedRequest
 
 

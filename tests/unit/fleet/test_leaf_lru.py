@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from support.fleet.instant import NaiveLeafLru, random_paths
 
-from raydix.actors.fleet.leaf_lru import LeafLru
+from raydix.actors.replay.leaf_lru import LeafLru
 
 
 class ForgetsParents(LeafLru):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from raydix.actors.fleet.router_view import Routed, RouterView
+from raydix.actors.replay.router_view import Routed, RouterView
 from raydix.cache_core import PageIndex
 
 PAGES = [10, 11, 12]

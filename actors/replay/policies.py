@@ -6,12 +6,12 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from raydix.actors.fleet.arrivals import Arrival
 from raydix.actors.fleet.cost import Candidate, choose, compared
+from raydix.actors.replay.arrivals import Arrival
 from raydix.schemas import RouteConfig
 
 if TYPE_CHECKING:
-    from raydix.actors.fleet.router_view import RouterView
+    from raydix.actors.replay.router_view import RouterView
 
 
 class Choice(NamedTuple):

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.actors.fleet.arrivals import Arrival, Arrivals
-from raydix.actors.fleet.leaf_lru import LeafLru
-from raydix.actors.fleet.policies import ROUTERS
-from raydix.actors.fleet.router_view import Routed, RouterView
+from raydix.actors.replay.arrivals import Arrival, Arrivals
+from raydix.actors.replay.leaf_lru import LeafLru
+from raydix.actors.replay.policies import ROUTERS
+from raydix.actors.replay.router_view import Routed, RouterView
 from raydix.cache_core import PageIndex
 from raydix.schemas import RouteConfig
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raydix.actors.replay import Replay
+from raydix.actors.replay.trace_replay import Replay
 
 if TYPE_CHECKING:
     from raydix.actors.trace import TracedRequest

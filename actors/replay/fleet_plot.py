@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raydix.actors.fleet.simulation import RouterResult
+from raydix.actors.replay.fleet_simulation import RouterResult
 
 
 def plot(path: Path, results: Sequence[RouterResult]) -> None:
