@@ -3,7 +3,7 @@
     python examples/replay_trace.py trace.jsonl --capacity 1024000 4096000 16384000
 
 Real traces, of an hour of chat each, are in the folder FAST25-release/traces of
-https://github.com/kvcache-ai/Mooncake; `raydix.actors.trace` describes their format. They contain hashes of blocks of
+https://github.com/kvcache-ai/Mooncake; `raydix.actors.observe.trace` describes their format. They contain hashes of blocks of
 512 tokens and no text. The replay expands each hash to 512 token ids, so that equal prefixes stay equal.
 
 The cache is a Ray actor without tensors (`num_layers=0`). `PrefixCacheClient` reaches it as a scheduler would. With
@@ -24,8 +24,8 @@ from pathlib import Path
 import ray
 from pydantic import ValidationError
 
+from raydix.actors.observe.trace import read_trace
 from raydix.actors.replay.trace_replay import index_config, replay
-from raydix.actors.trace import read_trace
 from raydix.schemas import CacheError
 
 DEFAULT_CAPACITIES = (1_024_000, 4_096_000, 16_384_000)

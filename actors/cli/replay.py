@@ -20,8 +20,8 @@ from raydix.actors.report.too_large import too_large
 from raydix.schemas.shown import counted, percent, points, short_count
 
 if TYPE_CHECKING:
+    from raydix.actors.observe.trace import TracedRequest
     from raydix.actors.replay.trace_replay import Replay
-    from raydix.actors.trace import TracedRequest
     from raydix.schemas import CacheConfig, CacheStats
 
 CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # defaults; a report takes the first
@@ -90,7 +90,7 @@ def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
     Raises:
         CommandError: the trace cannot be read.
     """
-    from raydix.actors.trace import TraceError, read_trace
+    from raydix.actors.observe.trace import TraceError, read_trace
 
     try:
         return read_trace(trace, limit)

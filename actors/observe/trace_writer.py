@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import IO, NamedTuple
 
-from raydix.actors.trace import BLOCK
+from raydix.actors.observe.trace import BLOCK
 from raydix.cache_core import RadixKey
 from raydix.cache_core.tree.hashing import hash_page, namespace_seed
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from raydix.actors.trace import TracedRequest
+    from raydix.actors.observe.trace import TracedRequest
 
 
 class Arrival(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from raydix.actors.replay.trace_replay import Replay
 
 if TYPE_CHECKING:
-    from raydix.actors.trace import TracedRequest
+    from raydix.actors.observe.trace import TracedRequest
 
 _WINDOWS = 60  # of equal length, for the rate over time
 

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
-from raydix.actors.trace import BLOCK
+from raydix.actors.observe.trace import BLOCK
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig, PoolExhausted
 
 if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
-    from raydix.actors.trace import TracedRequest
+    from raydix.actors.observe.trace import TracedRequest
 
 _STEP = 64  # requests between two calls of `progress`
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from raydix.actors.client.local_prefix_cache import LocalPrefixCache
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.observe.trace import TracedRequest
 from raydix.actors.replay.trace_replay import replay_on
 from raydix.actors.service.cache_service import CacheService
-from raydix.actors.trace import TracedRequest
 from raydix.schemas import CacheConfig, CacheReport
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.fleet.instant import hit_percent
 
-from raydix.actors.trace import read_trace
+from raydix.actors.observe.trace import read_trace
 
 ROUTERS = (
     "round_robin hash_1 hash_2 hash_4 hash_8 affinity cost_w1 cost_w2 cost_w3 cost_w5 cost_w10 shared_pool"

@@ -15,8 +15,8 @@ import ray
 from support.models.sample_trace import EVICTED, PROMPT_TOKENS, PROMPTS, REUSED, write_trace
 from support.processes.command_line import run, run_json
 
+from raydix.actors.observe.trace import TracedRequest, TraceError, read_trace
 from raydix.actors.replay.trace_replay import index_config, replay
-from raydix.actors.trace import TracedRequest, TraceError, read_trace
 
 
 @pytest.fixture

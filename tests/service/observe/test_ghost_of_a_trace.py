@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from raydix.actors.observe.ghost import Ghost
+from raydix.actors.observe.trace import read_trace
 from raydix.actors.service.core_factory import build_core
-from raydix.actors.trace import read_trace
 from raydix.cache_core import RadixKey
 from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, PoolConfig
 

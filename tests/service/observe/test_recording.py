@@ -19,11 +19,11 @@ from support.processes.command_line import run, run_json
 from support.processes.fake_clock import Clock
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache_async
+from raydix.actors.observe.trace import read_trace
 from raydix.actors.observe.trace_writer import Recorded, TrafficWriter
 from raydix.actors.replay.trace_replay import index_config
 from raydix.actors.report.of_trace import report_of_trace
 from raydix.actors.service.cache_service import CacheService
-from raydix.actors.trace import read_trace
 from raydix.cache_core import RadixKey
 from raydix.schemas import (
     CacheConfig,

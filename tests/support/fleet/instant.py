@@ -12,10 +12,10 @@ from random import Random
 import numpy as np
 
 from raydix.actors.fleet.cost import Candidate, choose
+from raydix.actors.observe.trace import TracedRequest
 from raydix.actors.replay.arrivals import Arrivals
 from raydix.actors.replay.leaf_lru import LeafLru
 from raydix.actors.replay.router_view import Routed, RouterView
-from raydix.actors.trace import TracedRequest
 from raydix.cache_core import PageIndex
 
 WINDOW_MS = 60_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from raydix.actors.observe.trace import TracedRequest
 from raydix.actors.replay.arrivals import Arrivals
-from raydix.actors.trace import TracedRequest
 
 
 def traced(time_ms: float, length: int, ids: list[int]) -> TracedRequest:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raydix.actors.observe.trace import TracedRequest
 from raydix.actors.replay.arrivals import Arrivals
 from raydix.actors.replay.fleet_simulation import OVERHEAD_S, FleetOutcome, FleetSetup, RouterResult, simulate
 from raydix.actors.replay.policies import ROUTERS
-from raydix.actors.trace import TracedRequest
 from raydix.cache_core import Applied, PageIndex
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raydix.actors.json_logs import log_as_json
+from raydix.actors.observe.json_logs import log_as_json
 
 
 @pytest.fixture(autouse=True)

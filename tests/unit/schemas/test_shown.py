@@ -20,7 +20,7 @@ from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.cli.cluster import cache_handle
 from raydix.actors.cli.failures import CommandError
 from raydix.actors.cli.output import show
-from raydix.actors.json_logs import JsonFormatter
+from raydix.actors.observe.json_logs import JsonFormatter
 from raydix.actors.report.page import render
 from raydix.actors.transport.ray_calls import from_ray
 from raydix.schemas import (

@@ -1,6 +1,6 @@
 """Logs as JSON lines, with the cache, its epoch, and the session and lease of each message.
 
-from raydix.actors.json_logs import log_as_json
+from raydix.actors.observe.json_logs import log_as_json
 log_as_json()  # in a client's process; for a cache set CacheConfig(json_logs=True)
 """
 
