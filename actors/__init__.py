@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from raydix.actors.client.local_prefix_cache import LocalPrefixCache
     from raydix.actors.client.prefix_cache_client import PrefixCacheClient
     from raydix.actors.client.rank_leases import acquire_ranks
+    from raydix.actors.client.watched_actor import WatchedActor
     from raydix.actors.deploy import (
         connect,
         shutdown_cache,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from raydix.actors.fleet.fleet import Fleet, connect_fleet
     from raydix.actors.fleet.route import Route
     from raydix.actors.service.cache_actor import PrefixCacheActor
-    from raydix.actors.sessions.watched_actor import WatchedActor
 
 __all__ = [
     "AttachedPool",
@@ -70,7 +70,7 @@ __getattr__ = lazy_names(
         "fleet.fleet": "Fleet connect_fleet",
         "fleet.route": "Route",
         "service.cache_actor": "PrefixCacheActor",
-        "sessions.watched_actor": "WatchedActor",
+        "client.watched_actor": "WatchedActor",
     },
 )
 

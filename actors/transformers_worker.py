@@ -29,6 +29,7 @@ except ImportError as error:
     raise ImportError("the transformers worker needs the extra: pip install raydix[transformers]") from error
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.client.watched_actor import WatchedActor
 from raydix.actors.huggingface.causal_model import CausalModel
 from raydix.actors.huggingface.fingerprint import model_fingerprint
 from raydix.actors.huggingface.generation import Generation, GreedyDecoding, end_tokens
@@ -38,7 +39,6 @@ from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.actors.huggingface.running_requests import RunningRequests
 from raydix.actors.huggingface.slot_wait import SlotWait
 from raydix.actors.huggingface.worker_binding import Fingerprint, WorkerBinding, check_fingerprint
-from raydix.actors.sessions.watched_actor import WatchedActor
 from raydix.actors.transport.error_map import has_failed
 from raydix.actors.transport.validation import checked_count, checked_seconds
 from raydix.schemas import ConfigMismatch, InvalidRequest, StaleEpoch

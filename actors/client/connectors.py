@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from raydix.actors.client.watched_actor import warn_if_unwatched, watched_self
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
-from raydix.actors.sessions.watched_actor import warn_if_unwatched, watched_self
 from raydix.actors.transport.process_liveness import own_liveness_path
 from raydix.schemas import CacheConfig, InvalidRequest
 

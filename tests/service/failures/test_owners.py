@@ -140,7 +140,7 @@ async def test_a_client_in_an_actor_that_is_neither_watched_nor_seen_logs_how_lo
                 connectors.own_liveness_path = lambda: None  # type: ignore[attr-defined]
             handler = logging.Handler()
             handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-            logging.getLogger("raydix.actors.sessions.watched_actor").addHandler(handler)
+            logging.getLogger("raydix.actors.client.watched_actor").addHandler(handler)
             for _ in range(2):
                 async with PrefixCacheClient(cache, owner=owner):
                     pass

@@ -12,7 +12,7 @@ import pytest
 from support.caches.cache_under_test import CacheUnderTest, Pages
 
 from raydix.actors import Lease
-from raydix.actors.tracing import trace_verbs
+from raydix.actors.client.tracing import trace_verbs
 from raydix.schemas import InvalidRequest
 
 

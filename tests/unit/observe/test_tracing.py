@@ -8,7 +8,7 @@ import pytest
 from support.caches.cache_under_test import small_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.tracing import VERBS, stop_tracing, trace_verbs
+from raydix.actors.client.tracing import VERBS, stop_tracing, trace_verbs
 from raydix.schemas import PoolExhausted
 
 export = pytest.importorskip(

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of a client's verbs: one for each request, also for requests that share a batch.
 
-from raydix.actors.tracing import trace_verbs
+from raydix.actors.client.tracing import trace_verbs
 stop = trace_verbs()  # spans go to the process's tracer provider
 """
 
